@@ -1,0 +1,46 @@
+# The one entry point for people and for CI. `make` alone explains itself.
+PYTHON ?= python3
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit lint format type arch check gpu-check chaos clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-11s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make .venv and install everything (CPU or CUDA builds); a second call takes no time
+	@$(PYTHON) bootstrap.py
+
+demo: setup ## train a small model over Redis with two real vLLM workers; about 8 minutes on 2 cores
+	@.venv/bin/rolloutmq run configs/demo.toml
+
+chaos: setup ## the same run while a worker, the trainer and the server are killed
+	@.venv/bin/rolloutmq run configs/demo.toml --chaos
+
+gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GPU
+	@.venv/bin/rolloutmq gpu-check
+
+test: lint type arch ## everything that CI runs
+	@$(PYTEST) -m "not chaos and not gpu"
+
+test-unit: setup ## the quick tests: no engine, no server
+	@$(PYTEST) tests/unit
+
+lint: setup ## ruff
+	@$(PY) -m ruff check .
+
+format: setup ## let ruff sort imports and fix what it can
+	@$(PY) -m ruff check --fix .
+
+type: setup ## mypy, strict
+	@$(PY) -m mypy
+
+arch: setup ## who may import whom
+	@.venv/bin/lint-imports
+
+check: lint type arch test-unit ## before every commit: what takes seconds
+
+clean: ## remove caches and build output; keeps .venv and runs
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,52 @@
+"""The contract between rollout workers and trainers: groups, their wire format, and their life in Redis.
+
+Imports no torch, vllm, rq or transformers. `buffer/README.md` draws the states, keys and scripts.
+"""
+
+from buffer.account import Account, Audit, TaskAccount
+from buffer.control import ControlState, Mode, RunControl, new_nonce
+from buffer.errors import RolloutMQError
+from buffer.fleet import Fleet, Pulse
+from buffer.group import RolloutGroup
+from buffer.jobs import Claim, Job, JobQueue
+from buffer.keys import Keys, group_id, split_group_id
+from buffer.ledger import BatchLedger, Manifest, NotReady
+from buffer.limits import RunLimits, TaskLimits
+from buffer.replay_buffer import PoolSizes, ReplayBuffer
+from buffer.rollout import PolicyVersion, RolloutState, SampleParams, Status, VersionSpan
+from buffer.run import Run
+from buffer.store import Store
+
+__all__ = [
+    "Account",
+    "Audit",
+    "BatchLedger",
+    "Claim",
+    "ControlState",
+    "Fleet",
+    "Job",
+    "JobQueue",
+    "Keys",
+    "Manifest",
+    "Mode",
+    "NotReady",
+    "PolicyVersion",
+    "PoolSizes",
+    "Pulse",
+    "ReplayBuffer",
+    "RolloutGroup",
+    "RolloutMQError",
+    "RolloutState",
+    "Run",
+    "RunControl",
+    "RunLimits",
+    "SampleParams",
+    "Status",
+    "Store",
+    "TaskAccount",
+    "TaskLimits",
+    "VersionSpan",
+    "group_id",
+    "new_nonce",
+    "split_group_id",
+]

@@ -1,0 +1,13 @@
+"""The operator's part of the `rolloutmq` command: look at a run, and steer it. One file per sub-command."""
+
+from __future__ import annotations
+
+import typer
+
+from buffer.commands import doctor, fence, fsck, ls, pause, show, status, tail, top, workers
+
+
+def register(app: typer.Typer) -> None:
+    """Add the sub-commands, in the order in which `--help` lists them."""
+    for command in (status, top, ls, show, tail, workers, pause, fence, fsck, doctor):
+        command.register(app)

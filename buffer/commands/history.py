@@ -1,0 +1,78 @@
+"""What the live view remembers between two looks at a run: rates, rewards, and who waited for whom."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from buffer.commands.snapshot import Snapshot
+from buffer.commands.step_log import StepLog, TrainedStep
+
+TRAINER = "trainer waits for groups"
+WORKERS = "workers wait for jobs"
+PRODUCER = "producer is at its limit"
+PAUSED = "paused"
+
+_KEPT = 600
+
+
+class History:
+    """Feed it every snapshot, oldest first; `run_dir` is where the trainer's `steps.jsonl` lies."""
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
+        self.token_rates: deque[float] = deque(maxlen=_KEPT)
+        self.waits: dict[str, float] = {}
+        self._waited_ms: dict[str, float] = dict.fromkeys((TRAINER, WORKERS, PRODUCER, PAUSED), 0.0)
+        self._watched_ms = 0.0
+        self._last: Snapshot | None = None
+
+    def observe(self, snap: Snapshot) -> None:
+        """Add one look. The time since the last look counts as the last look was."""
+        if self.log is not None:
+            self.log.read_new()
+        if self._last is not None:
+            elapsed_ms = max(0, snap.now_ms - self._last.now_ms)
+            self._watched_ms += elapsed_ms
+            for wait, part in self.waits.items():
+                self._waited_ms[wait] += part * elapsed_ms
+        self.token_rates.append(snap.tokens_per_s)
+        self.waits = who_waits(snap, self.last_step)
+        self._last = snap
+
+    @property
+    def last_step(self) -> TrainedStep | None:
+        """The newest trained step, where the trainer's log is known."""
+        return self.log.steps[-1] if self.log and self.log.steps else None
+
+    def metric(self, name: str) -> list[float]:
+        """A metric of all trained steps that have it, by step."""
+        steps = self.log.steps if self.log else []
+        return [step.metrics[name] for step in steps if name in step.metrics]
+
+    def share(self, wait: str) -> float:
+        """Which part of the watched time a wait took, 0 to 1."""
+        return self._waited_ms[wait] / self._watched_ms if self._watched_ms else 0.0
+
+
+def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
+    """Every wait with how much of it there is now: 0 to 1 (for workers: the idle part of them)."""
+    running, live = snap.mode == "run", snap.live_workers
+    idle = [w for w in live if w.get("state") == "ready" and not int(w["holds"])]
+    has_jobs = snap.places.get("waiting", 0) > 0
+    at_limit = bool(snap.training) and all(
+        t.account.target and t.started >= t.may_start for t in snap.training
+    )
+    return {
+        TRAINER: float(running and _trainer_waits(snap, trained)),
+        WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,
+        PRODUCER: float(running and snap.producer.alive and at_limit),
+        PAUSED: float(not running),
+    }
+
+
+def _trainer_waits(snap: Snapshot, trained: TrainedStep | None) -> bool:
+    done = snap.committed if trained is None else max(trained.step, snap.committed)
+    is_training = snap.taken > done
+    short = any(task.ready < max(1, task.asked) for task in snap.training)
+    return snap.trainer.alive and not is_training and short

@@ -1,0 +1,155 @@
+"""`rolloutmq pause` and `rolloutmq continue`: the operator's hold on a run.
+
+It is apart from the trainer's own pauses around weight updates: neither undoes the other's (I10).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from buffer.commands.screen import age, console, emit
+from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
+from buffer.control import Mode
+from buffer.errors import PauseTimeout
+from buffer.run import Run
+
+PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
+CONTINUE_EPILOG = "Example: rolloutmq continue --wait"
+
+_POLL_S = 0.05
+Say = Callable[[str], None]
+
+
+class PauseMode(StrEnum):
+    """What running work shall do."""
+
+    ABORT = "abort"
+    DRAIN = "drain"
+    KEEP = "keep"
+
+
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0, help="Seconds to wait; default: the run's pause_timeout_s.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=PAUSE_EPILOG)(pause)
+    app.command(name="continue", epilog=CONTINUE_EPILOG)(continue_)
+
+
+def pause(
+    mode: Annotated[
+        PauseMode, typer.Option(help="abort: hand back what there is; drain: finish what runs; keep: freeze.")
+    ] = PauseMode.ABORT,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pause a run, until `rolloutmq continue`.
+
+    No worker claims anything meanwhile. The trainer's own pauses, around weight updates, are kept apart.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        _hold(target.run, Mode(mode.value), wait, timeout, as_json)
+
+
+def continue_(
+    wait: Wait = False,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """End the operator's pause of a run. A pause of the trainer stays."""
+    with open_target(redis_url, run_dir, run) as target:
+        _hold(target.run, Mode.RUN, wait, timeout, as_json)
+
+
+def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
+    say: Say = (lambda line: None) if as_json else console().print
+    start = time.monotonic()
+    changed = _operator_mode(run) is not mode
+    state = run.control.set_mode("operator", mode) if changed else run.control.state()
+    say(_headline(run, mode, state.mode, state.epoch, changed))
+    timeout_s = run.limits.pause_timeout_s if timeout_s is None else timeout_s
+    silent = (
+        _wait(run, state.epoch, start, timeout_s, say) if wait else run.control.silent_workers(state.epoch)
+    )
+    took_s = time.monotonic() - start
+    confirmed = sorted(_live(run) - set(silent))
+    if as_json:
+        emit(_report(run, state.mode, state.epoch, changed, confirmed, silent, took_s))
+    else:
+        say(_summary(confirmed, silent, took_s, wait))
+    if wait and silent:
+        raise PauseTimeout(
+            f"no receipt for control epoch {state.epoch} from {', '.join(silent)} after {took_s:.1f} s",
+            hint="their groups come back with `rolloutmq fence WORKER --yes`",
+        )
+
+
+def _operator_mode(run: Run) -> Mode:
+    field: Any = run.store.retrying("mode", lambda: run.store.control.hget(run.keys.control, "operator_mode"))
+    return Mode(field.decode()) if field else Mode.RUN
+
+
+def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -> str:
+    if wanted is Mode.RUN:
+        first = f"run {run.name}: continued" if changed else f"run {run.name}: was not paused by an operator"
+        trainer = "" if actual is Mode.RUN else f"; the trainer itself has paused it ({actual})"
+        return f"{first}, control epoch {epoch}{trainer}"
+    first = "paused" if changed else "was already paused"
+    return f"run {run.name}: {first} by the operator ({wanted}), control epoch {epoch}"
+
+
+def _wait(run: Run, epoch: int, start: float, timeout_s: float, say: Say) -> list[str]:
+    """Say who confirms as they do; returns who did not. Rings no bell and steals none: the trainer waits on that."""
+    seen: set[str] = set()
+    while True:
+        silent = run.control.silent_workers(epoch)
+        for worker in sorted(_live(run) - set(silent) - seen):
+            seen.add(worker)
+            say(f"  {worker} confirmed after {time.monotonic() - start:.2f} s")
+        if not silent or time.monotonic() - start > timeout_s:
+            return silent
+        time.sleep(_POLL_S)
+
+
+def _live(run: Run) -> set[str]:
+    return {worker["id"] for worker in run.fleet.workers() if int(worker["silent_ms"]) < run.limits.lease_ms}
+
+
+def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:
+    if not confirmed and not silent:
+        return "no live worker has to confirm"
+    if not silent:
+        return f"all {len(confirmed)} live workers have confirmed, {age(took_s * 1000)}"
+    hint = "" if waited else "; --wait waits for them"
+    return (
+        f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: {', '.join(silent)}{hint}"
+    )
+
+
+def _report(
+    run: Run, mode: Mode, epoch: int, changed: bool, confirmed: list[str], silent: list[str], took_s: float
+) -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "mode": mode,
+        "epoch": epoch,
+        "changed": changed,
+        "confirmed": confirmed,
+        "silent": silent,
+        "took_s": round(took_s, 3),
+    }

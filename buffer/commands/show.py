@@ -1,0 +1,214 @@
+"""`rolloutmq show GID`: one group: its record, where it is, and what was said.
+
+Which weights made which tokens is drawn as a bar per member, one colour per policy version.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from buffer.commands.screen import console, count, emit, facts, plain, state, version_style
+from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
+from buffer.errors import AccountError, ConfigError
+from buffer.group import RolloutGroup
+from buffer.keys import ENDS, split_group_id
+from buffer.payloads import PayloadRef
+from buffer.rollout import RolloutState
+from buffer.run import Run
+
+EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
+
+_BAR = 40
+_SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples", "tokens",
+          "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(show)
+
+
+def show(
+    gid: Annotated[str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")],
+    member: Annotated[int | None, typer.Option(min=0, help="Only this rollout of the group.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Token ids and logprobs as well.")] = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one group: where it is, texts, rewards, versions.
+
+    Which weights made which tokens is drawn as a bar for every rollout, one colour per policy version.
+    """
+    task, draw = split_group_id(gid)
+    with open_target(redis_url, run_dir, run) as target:
+        _check_known(target.run, task)
+        places = target.run.account.places(task, draw)
+        record = target.run.record(gid)
+        if not record:
+            _show_ended(gid, _end(target.run, gid, places), as_json)
+            return
+        letter = _dead_letter(target.run, gid)
+        group = target.run.buffer.get(_payload(gid, record))
+    states = group.states if member is None else [_member(group, member)]
+    if as_json:
+        emit(
+            {"gid": gid, "places": places, "record": record, "dead_letter": letter}
+            | _group_json(group, states, tokens)
+        )
+        return
+    screen = console()
+    screen.print(Text.assemble((gid, "bold"), "  ", state(" + ".join(places) or "lost")))
+    screen.print(facts([(name, plain(record[name])) for name in _SHORT if record.get(name)]))
+    if letter:
+        screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
+    _show_group(screen, group, states, tokens)
+
+
+def _dead_letter(run: Run, gid: str) -> Any:
+    key = run.keys.dead_letter(gid)
+    letter: Any = run.store.retrying("dead letter", lambda: run.store.control.get(key))
+    return orjson.loads(letter) if letter else None
+
+
+def _check_known(run: Run, task: str) -> None:
+    if task not in run.limits.tasks:
+        raise ConfigError(
+            f"run {run.name!r} has no task {task!r}", hint=f"its tasks: {', '.join(run.limits.tasks)}"
+        )
+
+
+def _end(run: Run, gid: str, places: list[str]) -> str:
+    """What became of a group without a record. ConfigError where it never was, AccountError where it is lost."""
+    task, draw = split_group_id(gid)
+    if end := next((place for place in places if place in ENDS), None):
+        return end
+    if draw >= (cursor := run.jobs.cursor(task)):
+        raise ConfigError(
+            f"{gid} was not started yet: the next draw of {task} is {cursor}", hint="see rolloutmq ls"
+        )
+    raise AccountError(
+        f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups"
+    )
+
+
+def _show_ended(gid: str, end: str, as_json: bool) -> None:
+    why = {
+        "archived": "trained and committed; its bytes are freed",
+        "filtered": "judged useless for training; its bytes are freed",
+        "dropped": "too old, not usable, or dropped by hand; its bytes are freed",
+    }
+    if as_json:
+        emit({"gid": gid, "places": [end], "record": None, "members": []})
+    else:
+        console().print(Text.assemble((gid, "bold"), "  ", state(end), f" {why[end]}"))
+
+
+def _payload(gid: str, record: dict[str, str]) -> PayloadRef:
+    crc = "" if record["payload"] == "init" else record.get("crc", "")
+    return PayloadRef(gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc)
+
+
+def _member(group: RolloutGroup, index: int) -> RolloutState:
+    for rollout in group.states:
+        if rollout.index == index:
+            return rollout
+    raise ConfigError(f"{group.gid} has no member {index}", hint=f"it has {len(group)}, counted from 0")
+
+
+# JSON -----------------------------------------------------------------------------------------------------------
+
+
+def _group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) -> dict[str, Any]:
+    first = group.states[0]
+    shared = {
+        "messages": first.messages,
+        "data_source": first.data_source,
+        "ground_truth": first.ground_truth,
+        "extra": first.extra,
+    }
+    if tokens:
+        shared["prompt_ids"] = group.prompt_ids.tolist()
+    return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}
+
+
+def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
+    facts_ = {
+        "index": rollout.index,
+        "status": rollout.status,
+        "response": rollout.response,
+        "tokens": len(rollout.response_ids),
+        "reward": rollout.reward,
+        "finish_reason": rollout.finish_reason,
+        "error": rollout.error,
+        "spans": [span._asdict() for span in rollout.spans],
+        "sample_params": rollout.sample_params.model_dump(),
+    }
+    if tokens:
+        facts_ |= {"response_ids": rollout.response_ids.tolist(), "logprobs": rollout.logprobs.tolist()}
+        facts_["response_mask"] = None if rollout.response_mask is None else rollout.response_mask.tolist()
+    return facts_
+
+
+# for people -----------------------------------------------------------------------------------------------------
+
+
+def _show_group(screen: Console, group: RolloutGroup, states: list[RolloutState], tokens: bool) -> None:
+    first = group.states[0]
+    for message in first.messages:
+        screen.print()
+        screen.print(Text(f"{message.get('role', '?')}:", style="bold"))
+        screen.print(Text(plain(str(message.get("content", "")))))
+    if first.ground_truth is not None:
+        screen.print(facts([("answer key", plain(str(first.ground_truth)))]))
+    if all(not len(rollout.response_ids) for rollout in states):
+        screen.print(Text(f"\nnothing was generated yet; {len(group)} rollouts are wanted", style="dim"))
+        return
+    for rollout in states:
+        _show_rollout(screen, rollout, tokens)
+
+
+def _show_rollout(screen: Console, rollout: RolloutState, tokens: bool) -> None:
+    score = (rollout.reward or {}).get("score")
+    screen.print()
+    screen.print(Text.assemble(
+        (f"#{rollout.index} ", "bold"),
+        state(rollout.status),
+        (" score ", "dim"), "-" if score is None else f"{score:g}",
+        (" · ", "dim"), f"{count(len(rollout.response_ids))} tokens",
+        (" · finish ", "dim"), plain(rollout.finish_reason or "-"),
+    ))  # fmt: skip
+    screen.print(_version_bar(rollout))
+    versions = {span.version for span in rollout.spans}
+    style = version_style(versions.pop()) if len(versions) == 1 else ""
+    screen.print(
+        Text(plain(rollout.response), style=style) if rollout.response else Text("(no text)", style="dim")
+    )
+    others = {name: value for name, value in (rollout.reward or {}).items() if name != "score"}
+    if others:
+        screen.print(Text("rewards " + ", ".join(f"{k} {v:g}" for k, v in others.items()), style="dim"))
+    if rollout.error:
+        screen.print(Text(plain(rollout.error), style="red"))
+    if tokens:
+        pairs = zip(rollout.response_ids.tolist(), rollout.logprobs.tolist(), strict=True)
+        screen.print(Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim"))
+
+
+def _version_bar(rollout: RolloutState) -> Text:
+    """One coloured stretch per span, as long as its share of the tokens; tokens without a span were not sampled."""
+    total, text = len(rollout.response_ids), Text()
+    if not total:
+        return Text("no tokens", style="dim")
+    for span in rollout.spans:
+        text.append("▇" * max(1, round(span.length / total * _BAR)), style=version_style(span.version))
+    for span in rollout.spans:
+        where = f" {span.start}-{span.start + span.length - 1}" if len(rollout.spans) > 1 else ""
+        text.append(f"  v{span.version}{where}", style=version_style(span.version))
+    lineages = sorted({span.lineage for span in rollout.spans})
+    text.append(f"  lineage {', '.join(lineages)}" if lineages else "", style="dim")
+    return text

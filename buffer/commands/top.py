@@ -1,0 +1,108 @@
+"""`rolloutmq top`: the live view. On a terminal it redraws, elsewhere it prints a calm line now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from buffer.commands.history import History
+from buffer.commands.live_view import LiveView
+from buffer.commands.screen import console, emit_line
+from buffer.commands.snapshot import Snapshot
+from buffer.commands.status import describe
+from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
+from buffer.errors import StoreUnavailable
+from buffer.run import Run
+
+EPILOG = "Example: rolloutmq top --run-dir runs/demo"
+
+REDRAW_S = 0.5
+CALM_S = 5.0
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(top)
+
+
+def top(
+    every: Annotated[float | None, typer.Option(min=0.1, help="Seconds between two looks.")] = None,
+    looks: Annotated[int | None, typer.Option("--count", min=1, help="Leave after so many looks.")] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run live; Ctrl-C leaves.
+
+    Steps, rewards, groups by place, staleness, workers, and who waits for whom. Where the output is no terminal,
+    one calm line every few seconds.
+    """
+    left = iter(range(looks - 1, -1, -1)) if looks else None
+    with open_target(redis_url, run_dir, run) as target:
+        view = LiveView(run_dir=target.run_dir)
+
+        def is_over() -> bool:
+            return left is not None and next(left) == 0
+
+        if as_json:
+            _stream(target.run, view, is_over, every or CALM_S)
+        else:
+            watch(target.run, view, console(), is_over, every_s=every)
+
+
+def watch(
+    run: Run, view: LiveView, screen: Console, is_over: Callable[[], bool], *, every_s: float | None = None
+) -> None:
+    """Show `run` until `is_over()`, asked after every look. The last frame stays on the screen.
+
+    A server that is away is part of the show: the last frame stays, with a red line, until it is back.
+    """
+    history = view.history()
+    if not screen.is_terminal:
+        _print_lines(run, view, history, screen, is_over, every_s or CALM_S)
+        return
+    with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
+        last: Snapshot | None = None
+        while True:
+            last = _look(run, view, history) or last
+            if last is not None:
+                live.update(view.render(last, history), refresh=True)
+            if is_over():
+                return
+            time.sleep(every_s or REDRAW_S)
+
+
+def _look(run: Run, view: LiveView, history: History) -> Snapshot | None:
+    """One look; None, and `view.trouble` says why, while the server is away."""
+    try:
+        snap = view.snapshot(run)
+    except StoreUnavailable as error:
+        view.trouble = error.message
+        return None
+    view.trouble = ""
+    history.observe(snap)
+    return snap
+
+
+def _print_lines(
+    run: Run, view: LiveView, history: History, screen: Console, is_over: Callable[[], bool], every_s: float
+) -> None:
+    while True:
+        snap = _look(run, view, history)
+        screen.print(view.trouble if snap is None else view.line(snap, history), soft_wrap=True)
+        if is_over():
+            return
+        time.sleep(every_s)
+
+
+def _stream(run: Run, view: LiveView, is_over: Callable[[], bool], every_s: float) -> None:
+    while True:
+        emit_line(describe(view.snapshot(run)))
+        if is_over():
+            return
+        time.sleep(every_s)

@@ -1,0 +1,70 @@
+"""`rolloutmq workers`: who generates, and in what state."""
+
+from __future__ import annotations
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from buffer.commands.screen import age, console, count, emit, plain, state, table
+from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
+
+EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
+
+_NUMBERS = ("silent_ms", "holds", "ack", "done", "joined_ms", "seen_ms")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(workers)
+
+
+def workers(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """List the workers of a run.
+
+    With engine, state, weights, time since the last heartbeat, groups held, tokens per second, groups done.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        rows = target.run.fleet.workers()
+        lease_ms, weights = target.run.limits.lease_ms, str(target.run.control.state().weights)
+    if as_json:
+        emit([_as_json(row, lease_ms) for row in rows])
+    elif not rows:
+        console().print("No worker has joined. Start one with: rolloutmq worker CONFIG")
+    else:
+        console().print(workers_table(rows, lease_ms, weights))
+
+
+def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Table:
+    """One row per worker; weights that are not the newest are marked."""
+    grid = table("worker", "engine", "state", "weights", "seen", "holds", "tok/s", "done",
+                 right=["seen", "holds", "tok/s", "done"])  # fmt: skip
+    for row in rows:
+        silent_ms, weights = int(row["silent_ms"]), row.get("weights", "")
+        is_silent = silent_ms >= lease_ms
+        grid.add_row(
+            plain(row["id"]),
+            plain(row.get("engine", "")),
+            state("silent" if is_silent else row.get("state", "")),
+            Text(plain(weights) or "-", style="" if weights == newest else "yellow"),
+            Text(age(silent_ms), style="red" if is_silent else ""),
+            row["holds"],
+            count(float(row.get("tokens_per_s", 0))),
+            row.get("done", "0"),
+        )
+    return grid
+
+
+def _as_json(row: dict[str, str], lease_ms: int) -> dict[str, object]:
+    numbers = {name: int(row[name]) for name in _NUMBERS if row.get(name)}
+    rate = float(row.get("tokens_per_s", 0))
+    private = {"nonce", "claim", "claimed"}
+    return (
+        {name: value for name, value in row.items() if name not in private}
+        | numbers
+        | {
+            "tokens_per_s": rate,
+            "alive": int(row["silent_ms"]) < lease_ms,
+        }
+    )

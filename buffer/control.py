@@ -1,0 +1,176 @@
+"""Pause, continue, weights, and who is the trainer and the producer (I7, I10).
+
+Truth is the `control` hash and its epoch. The message on the channel of the same name is only a hint that
+makes it quick: a worker that hears none learns of the change at its next claim or heartbeat. The trainer's
+pauses (around weight updates) and the operator's are held apart, so that the trainer's `continue_` does not undo a
+person's pause.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from buffer.errors import Fenced, LostRun, PauseTimeout, RoleHeld
+from buffer.keys import Keys
+from buffer.limits import RunLimits
+from buffer.rollout import PolicyVersion
+from buffer.store import Store
+
+Who = Literal["trainer", "operator"]
+Role = Literal["trainer", "producer"]
+
+ALL_LANES = "eval resume fresh"
+
+
+class Mode(StrEnum):
+    """What running work shall do; `lanes` of the control state say what may be claimed."""
+
+    RUN = "run"
+    DRAIN = "drain"
+    ABORT = "abort"
+    KEEP = "keep"
+    FINISH = "finish"
+
+
+@dataclass(frozen=True, slots=True)
+class ControlState:
+    """What every reply of claim, heartbeat and control carries."""
+
+    epoch: int
+    mode: Mode
+    lanes: tuple[str, ...]
+    weights: PolicyVersion
+    weights_path: str
+    weights_checksum: str
+
+    @classmethod
+    def parse(cls, fields: Sequence[str]) -> ControlState:
+        epoch, mode, lanes, weights, path, checksum = fields[:6]
+        return cls(int(epoch), Mode(mode), tuple(lanes.split()), PolicyVersion.parse(weights), path, checksum)
+
+
+def new_nonce() -> str:
+    """128 random bits: what fences, since a server that rolled back hands out counters twice."""
+    return secrets.token_hex(16)
+
+
+class RunControl:
+    """Reads and changes the control state of one run."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
+        self._store, self._keys, self._limits = store, keys, limits
+
+    def state(self) -> ControlState:
+        names = ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
+        fields = self._store.retrying("control", lambda: self._store.control.hmget(self._keys.control, *names))
+        return ControlState.parse([field.decode() if field else "" for field in fields])
+
+    def set_mode(self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "") -> ControlState:
+        """Change the mode for one holder. `lanes` that stay open: none by default, all in run mode."""
+        keys, bells = self._keys, self._bells()
+        reply = self._store.call(
+            "control",
+            {"control": keys.control, "events": keys.events, **bells},
+            {
+                "operation": new_nonce(),
+                "who": who,
+                "mode": mode.value,
+                "lanes": ALL_LANES if mode is Mode.RUN else lanes,
+                "nonce": nonce,
+            },
+        )
+        return ControlState.parse(_unfenced(reply, "trainer")[1:])
+
+    def publish_weights(self, nonce: str, weights: PolicyVersion, path: str, checksum: str) -> ControlState:
+        """Name the newest weights; workers that do not have them may not claim."""
+        keys = self._keys
+        reply = self._store.call(
+            "publish_weights",
+            {"control": keys.control, "events": keys.events, **self._bells()},
+            {"nonce": nonce, "weights": str(weights), "path": path, "checksum": checksum},
+        )
+        return ControlState.parse(_unfenced(reply, "trainer")[1:])
+
+    def wait_for_receipts(self, state: ControlState, *, timeout_s: float | None = None) -> float:
+        """Wait until every live worker has carried out `state.epoch`; returns the seconds it took.
+
+        Raises PauseTimeout naming the silent ones. A worker that beats no more is not waited for.
+        """
+        start = time.monotonic()
+        limit_s = self._limits.pause_timeout_s if timeout_s is None else timeout_s
+        while silent := self.silent_workers(state.epoch):
+            if time.monotonic() - start > limit_s:
+                raise PauseTimeout(
+                    f"no receipt for control epoch {state.epoch} from {', '.join(silent)}",
+                    hint="fence them with `rolloutmq fence WORKER`, or wait until their heartbeats stop",
+                )
+            self._store.wait_bell(self._keys.bell("receipts"), 0.1)
+        return time.monotonic() - start
+
+    def silent_workers(self, epoch: int) -> list[str]:
+        """Live workers that have not acknowledged `epoch`."""
+        return self._store.retrying("receipts", lambda: self._silent(epoch))
+
+    def _silent(self, epoch: int) -> list[str]:
+        client, keys = self._store.control, self._keys
+        seconds, micros = client.time()  # type: ignore[misc]
+        oldest = seconds * 1000 + micros // 1000 - self._limits.lease_ms
+        workers = [w.decode() for w in client.zrangebyscore(keys.workers, oldest, "+inf")]  # type: ignore[union-attr]
+        pipe = client.pipeline(transaction=False)
+        for worker in workers:
+            pipe.hget(keys.worker(worker), "ack")
+        acks = pipe.execute() if workers else []
+        return [w for w, ack in zip(workers, acks, strict=True) if int(ack or 0) < epoch]
+
+    def open_producer(self, nonce: str, *, run_nonce: str = "", take_over: bool = False) -> ControlState:
+        """Become the active producer. Raises RoleHeld or LostRun."""
+        keys = self._keys
+        reply = self._store.call(
+            "producer_open",
+            {"meta": keys.meta, "control": keys.control, "events": keys.events},
+            {
+                "run_nonce": run_nonce,
+                "nonce": nonce,
+                "take_over": int(take_over),
+                "timeout_ms": self._limits.role_timeout_ms,
+            },
+            durable=True,
+        )
+        return ControlState.parse(opened(reply, "producer", keys.run)[1:])
+
+    def beat(self, role: Role, nonce: str, *, closing: bool = False) -> ControlState:
+        """Say that the holder of a role lives, or gives it up. Raises Fenced."""
+        reply = self._store.call(
+            "beat", {"control": self._keys.control}, {"role": role, "nonce": nonce, "closing": int(closing)}
+        )
+        return ControlState.parse(_unfenced(reply, role)[1:])
+
+    def _bells(self) -> dict[str, str]:
+        return {"bell_workers": self._keys.bell("workers"), "bell_producer": self._keys.bell("producer")}
+
+
+def _unfenced(reply: list[str], role: str) -> list[str]:
+    if reply[0] == "FENCED":
+        raise Fenced(f"this is no longer the {role} of the run: another one was opened")
+    return reply
+
+
+def opened(reply: list[str], role: str, run: str) -> list[str]:
+    """The reply of trainer_open or producer_open, its refusals turned into errors."""
+    if reply[0] == "LOST":
+        found = f"run {reply[1][:8]}…" if reply[1] else "no run of that name"
+        raise LostRun(
+            f"this server holds {found}, not the run {run!r} that this process knows",
+            hint="connect to the server of this run, restore its data, or start a run with another name",
+        )
+    if reply[0] == "HELD":
+        raise RoleHeld(
+            f"run {run!r} has a {role} that was alive {int(reply[1]) / 1000:.1f} s ago",
+            hint=f"stop it, or open this one with --take-over, which fences the other {role}",
+        )
+    return reply

@@ -1,0 +1,137 @@
+"""Every error of the project, as one tree.
+
+    RolloutMQError                      1  something failed
+    ├── ConfigError                     2  a config file, a flag or a data set is wrong
+    │   └── DatasetError                2  a line of a data set cannot be used
+    ├── StoreError                      3  the Redis server
+    │   ├── StoreUnavailable            3  no answer in time; the operation may be tried again
+    │   ├── StoreUnsafe                 3  too old, or set up so that it would lose data
+    │   └── ScriptError                 1  a script said something that no caller knows: a bug
+    ├── ModelError                      4  a model folder, an engine or weights cannot be loaded
+    ├── RunError                        5  this run cannot be opened like that
+    │   ├── RunExists                   5  the name is taken by another run
+    │   ├── RunNotFound                 5  no such run on this server
+    │   ├── LostRun                     5  the server is not the one the checkpoint knows
+    │   └── RoleHeld                    5  another trainer or producer still beats
+    ├── Fenced                          5  somebody newer holds what this process held
+    ├── LedgerError                     1  a step that cannot be taken or committed
+    ├── PauseTimeout                    1  some worker did not confirm a pause
+    ├── WireError                       1  bytes that are not a group
+    │   └── SchemaVersionError          1  written by another version
+    ├── PayloadMissing                  1  an index entry without its bytes
+    ├── JudgeError                      1  a judge raised or returned nonsense
+    └── AccountError                    6  the account of groups does not add up
+
+The number is the exit code of the command. 0 is done, 130 is interrupted by Ctrl-C.
+"Empty", "not ready" and "paused" are results, not errors.
+"""
+
+from __future__ import annotations
+
+
+class RolloutMQError(Exception):
+    """Base of all errors. `hint` says what to do; `exit_code` is what the command exits with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class ConfigError(RolloutMQError):
+    """A config file or a flag is wrong: what, where, and what would be right."""
+
+    exit_code = 2
+
+
+class DatasetError(ConfigError):
+    """A line of a data set cannot be used: file, line number, reason."""
+
+
+class StoreError(RolloutMQError):
+    """The Redis or Valkey server."""
+
+    exit_code = 3
+
+
+class StoreUnavailable(StoreError):
+    """No answer before the deadline. Every operation of this project may be tried again (I13)."""
+
+
+class StoreUnsafe(StoreError):
+    """The server is too old, or its settings would lose data."""
+
+
+class ScriptError(StoreError):
+    """A script answered something its caller does not know."""
+
+    exit_code = 1
+
+
+class ModelError(RolloutMQError):
+    """A model folder, an engine or a set of weights cannot be loaded."""
+
+    exit_code = 4
+
+
+class RunError(RolloutMQError):
+    """This run cannot be opened like that."""
+
+    exit_code = 5
+
+
+class RunExists(RunError):
+    """The name is taken by another run on this server."""
+
+
+class RunNotFound(RunError):
+    """No such run on this server."""
+
+
+class LostRun(RunError):
+    """The server holds no run, or another run than the checkpoint knows (I6)."""
+
+
+class RoleHeld(RunError):
+    """Another trainer or producer of this run still beats (I7)."""
+
+
+class Fenced(RolloutMQError):
+    """Somebody newer holds what this process held; nothing was changed (I2, I7)."""
+
+    exit_code = 5
+
+
+class LedgerError(RolloutMQError):
+    """A train step that cannot be taken, committed or reopened like that (I5, I6)."""
+
+
+class PauseTimeout(RolloutMQError):
+    """Some worker did not confirm a pause in time (I10)."""
+
+
+class WireError(RolloutMQError):
+    """Bytes that do not decode to a group: what and where in the document."""
+
+
+class SchemaVersionError(WireError):
+    """A group written by another schema version: got and supported."""
+
+
+class PayloadMissing(RolloutMQError):
+    """An index entry whose bytes are gone."""
+
+
+class JudgeError(RolloutMQError):
+    """A judge raised, or returned something that is not a reward."""
+
+
+class AccountError(RolloutMQError):
+    """The account of groups does not add up: something was lost or doubled (I1)."""
+
+    exit_code = 6

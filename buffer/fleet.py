@@ -1,0 +1,150 @@
+"""The workers of a run: who lives, what each is doing, and what it heard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from buffer.control import ControlState
+from buffer.errors import Fenced, RunNotFound
+from buffer.jobs import Job, retry_keys
+from buffer.keys import Keys
+from buffer.limits import RunLimits
+from buffer.rollout import PolicyVersion
+from buffer.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a worker says of itself with a heartbeat."""
+
+    ack: int
+    weights: PolicyVersion
+    state: str
+    tokens_per_s: float
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The answer: the control state, and the gids whose leases are lost. `known` is False after an amnesia."""
+
+    known: bool
+    control: ControlState | None
+    lost: tuple[str, ...]
+
+
+class Fleet:
+    """Registers, hears and lists workers."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
+        self._store, self._keys, self._limits = store, keys, limits
+
+    def register(self, worker: str, nonce: str, facts: Mapping[str, str]) -> tuple[str, ControlState]:
+        """Join, or join again. Returns the run's nonce and the control state; RunNotFound when there is none."""
+        keys = self._keys
+        reply = self._store.call(
+            "register",
+            {
+                "meta": keys.meta,
+                "control": keys.control,
+                "workers": keys.workers,
+                "worker": keys.worker(worker),
+                "events": keys.events,
+            },
+            {"worker": worker, "nonce": nonce},
+            tail_args=[part for pair in facts.items() for part in pair],
+        )
+        if reply[0] == "NO_RUN":
+            raise RunNotFound(f"there is no run {keys.run!r} on this server", hint="`rolloutmq run CONFIG` makes it")
+        return reply[1], ControlState.parse(reply[2:])
+
+    def heartbeat(self, worker: str, nonce: str, pulse: Pulse, held: Sequence[Job]) -> Beat:
+        """Renew the leases of `held`, hand in a receipt, hear the control state."""
+        keys = self._keys
+        reply = self._store.call(
+            "heartbeat",
+            {
+                "control": keys.control,
+                "clock": keys.clock,
+                "leases": keys.leases,
+                "workers": keys.workers,
+                "worker": keys.worker(worker),
+                "holds": keys.holds(worker),
+                "groups": keys.groups,
+                "bell": keys.bell("receipts"),
+            },
+            {
+                "worker": worker,
+                "nonce": nonce,
+                "lease_ms": self._limits.lease_ms,
+                "ack": pulse.ack,
+                "weights": str(pulse.weights),
+                "state": pulse.state,
+                "rate": f"{pulse.tokens_per_s:.1f}",
+                "done": pulse.done,
+            },
+            tail_args=[part for job in held for part in (job.gid, job.token)],
+        )
+        if reply[0] == "UNKNOWN":
+            return Beat(False, None, tuple(job.gid for job in held))
+        return Beat(True, ControlState.parse(reply[1:7]), tuple(reply[7:]))
+
+    def deregister(self, worker: str, nonce: str) -> bool:
+        """Leave. False when leases are still held; they will run out."""
+        keys = self._keys
+        reply = self._store.call(
+            "deregister",
+            {
+                "workers": keys.workers,
+                "worker": keys.worker(worker),
+                "holds": keys.holds(worker),
+                "events": keys.events,
+            },
+            {"worker": worker, "nonce": nonce},
+        )
+        return reply[0] != "HOLDS"
+
+    def fence(self, worker: str) -> int:
+        """Revoke all that a worker holds, in one step, and forget it. Returns how many groups."""
+        keys = self._keys
+        reply = self._store.call(
+            "fence_worker",
+            {
+                "leases": keys.leases,
+                "groups": keys.groups,
+                "holds": keys.holds(worker),
+                "workers": keys.workers,
+                "worker": keys.worker(worker),
+                "dead": keys.dead,
+                "dead_letters": keys.dead_letters,
+                "bell_workers": keys.bell("workers"),
+                "events": keys.events,
+            },
+            {"worker": worker, "max_tries": self._limits.max_tries, "limit": 4096},
+            retry_keys(keys, self._limits),
+            list(self._limits.tasks),
+        )
+        if reply[0] == "TOO_MANY":
+            raise Fenced(f"worker {worker} holds {reply[1]} groups, more than one step may revoke")
+        return int(reply[1])
+
+    def workers(self) -> list[dict[str, str]]:
+        """All known workers as their records say, with `id`, `silent_ms` and `holds`."""
+        return self._store.retrying("workers", self._workers)
+
+    def _workers(self) -> list[dict[str, str]]:
+        client, keys = self._store.control, self._keys
+        seconds, micros = client.time()  # type: ignore[misc]
+        ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]  # type: ignore[union-attr]
+        pipe = client.pipeline(transaction=False)
+        for worker in ids:
+            pipe.hgetall(keys.worker(worker))
+            pipe.scard(keys.holds(worker))
+        replies = pipe.execute() if ids else []
+        rows = []
+        for place, worker in enumerate(ids):
+            record = {k.decode(): v.decode() for k, v in replies[2 * place].items()}
+            silent = seconds * 1000 + micros // 1000 - int(record.get("seen_ms", 0))
+            rows.append(record | {"id": worker, "silent_ms": str(silent), "holds": str(replies[2 * place + 1])})
+        return rows

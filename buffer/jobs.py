@@ -1,0 +1,279 @@
+"""The waiting line: prompts become jobs, jobs become leases, leases run out.
+
+The stream *is* the line: `claim` reads its head in order of lane, deletes the entry and grants the lease in one
+script, so `XLEN` is the backlog, and no second record of ownership exists that could drift.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import orjson
+
+from buffer.control import ControlState
+from buffer.errors import Fenced, PayloadMissing, ScriptError
+from buffer.keys import ENDS, LANES, Keys, split_group_id
+from buffer.limits import RunLimits
+from buffer.payloads import PayloadRef
+from buffer.rollout import PolicyVersion
+from buffer.store import Store
+
+Refusal = Literal["PAUSED", "STALE", "UNKNOWN"]
+ReleaseKind = Literal["handback", "aborted", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The right to generate one group, until its lease runs out."""
+
+    gid: str
+    token: str
+    lane: str
+    tries: int
+    payload: PayloadRef
+
+    @property
+    def task(self) -> str:
+        return split_group_id(self.gid)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim brought: jobs, or why none (`refusal`; None with no jobs: the line is empty)."""
+
+    control: ControlState | None
+    jobs: list[Job]
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """`count` jobs were started; the cursor is where the next draw begins. `closed`: the lane is shut."""
+
+    count: int
+    cursor: int
+    closed: bool = False
+
+
+class JobQueue:
+    """Jobs of one run."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
+        self._store, self._keys, self._limits = store, keys, limits
+
+    # -- the producer's side -------------------------------------------------
+
+    def cursor(self, task: str) -> int:
+        """The next draw of a task (I3)."""
+        value = self._store.retrying("cursor", lambda: self._store.control.hget(self._keys.progress(task), "cursor"))
+        return int(value or 0)  # type: ignore[arg-type]
+
+    def room(self, task: str, target: int | None) -> int:
+        """About how many groups may be started; `enqueue` decides for itself, this only sizes its payloads."""
+        keys, pipe = self._keys, self._store.control.pipeline(transaction=False)
+        pipe.hmget(keys.progress(task), "consumed", "running", "judging", "target")
+        pipe.zcard(keys.pool(task, "completed"))
+        for stream in keys.all_jobs(task):
+            pipe.xlen(stream)
+        counters, completed, *waiting = self._store.retrying("room", pipe.execute)
+        consumed, running, judging, asked = (int(c or 0) for c in counters)
+        return (asked if target is None else target) - consumed - running - judging - completed - sum(waiting)
+
+    def enqueue(
+        self, nonce: str, operation: str, task: str, cursor: int, samples: Sequence[int], target: int | None
+    ) -> Enqueued:
+        """Start the draws cursor, cursor+1, …, as many as there is room for, and move the cursor with them.
+
+        `samples`: rollouts of each draw, 0 for one that cannot be used. Their INIT payloads must be stored.
+        `operation` is the same for a repeated call. Raises Fenced when another producer was opened.
+        """
+        keys, limits = self._keys, self._limits
+        lane = limits.tasks[task].lane
+        payloads = [keys.payload(f"{task}-{cursor + i:010d}", "init") for i in range(len(samples))]
+        reply = self._store.call(
+            "enqueue",
+            self._start_keys(task)
+            | {end: keys.ended(task, end) for end in ENDS}
+            | {"bell": keys.bell("workers"), "events": keys.events},
+            {
+                "nonce": nonce,
+                "operation": operation,
+                "task": task,
+                "lane": lane,
+                "cursor": cursor,
+                "target": "" if target is None else target,
+                "threshold": self._threshold(task),
+            },
+            payloads,
+            list(samples),
+        )
+        return self._enqueued(reply, task, cursor)
+
+    def _enqueued(self, reply: list[str], task: str, cursor: int) -> Enqueued:
+        match reply[0]:
+            case "OK":
+                return Enqueued(int(reply[1]), int(reply[2]))
+            case "CURSOR":
+                return Enqueued(0, int(reply[1]))
+            case "CLOSED":
+                return Enqueued(0, cursor, closed=True)
+            case "NO_PAYLOAD":
+                raise PayloadMissing(f"the prompt of {reply[1]} is not stored", hint="write it, then enqueue again")
+            case "FENCED":
+                raise Fenced(f"another producer was opened; {task} was not touched")
+        raise ScriptError(f"enqueue: {reply}")
+
+    def reissue(self, nonce: str, task: str, status: str, target: int | None, *, at_least: int = 1, limit: int = 256) -> int:
+        """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many."""
+        keys = self._keys
+        reply = self._store.call(
+            "reissue",
+            self._start_keys(task)
+            | {"pool": keys.pool(task, status), "bell": keys.bell("workers"), "events": keys.events},
+            {
+                "nonce": nonce,
+                "target": "" if target is None else target,
+                "threshold": self._threshold(task),
+                "lane": "resume" if self._limits.tasks[task].eval_of is None else "eval",
+                "at_least": at_least,
+                "limit": limit,
+            },
+        )
+        if reply[0] == "FENCED":
+            raise Fenced(f"another producer was opened; {task} was not touched")
+        return int(reply[1]) if reply[0] == "OK" else 0
+
+    def _start_keys(self, task: str) -> dict[str, str]:
+        keys = self._keys
+        return {
+            "control": keys.control,
+            "progress": keys.progress(task),
+            "ledger": keys.ledger("train"),
+            "completed": keys.pool(task, "completed"),
+            "groups": keys.groups,
+        } | {f"jobs_{lane}": keys.jobs(task, lane) for lane in LANES}
+
+    def _threshold(self, task: str) -> int | str:
+        return self._limits.stale_threshold if self._limits.tasks[task].eval_of is None else ""
+
+    # -- the worker's side ---------------------------------------------------
+
+    def claim(self, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Claim:
+        """Up to `limit` jobs, highest lane first, tasks by weight within a lane. Call again with the same `token`
+        to repeat a claim whose reply was lost."""
+        keys = self._keys
+        lanes = self._serving_order()
+        tail = [key for task, lane in lanes for key in (keys.jobs(task, lane), keys.progress(task))]
+        reply = self._store.call(
+            "claim",
+            {
+                "control": keys.control,
+                "leases": keys.leases,
+                "worker": keys.worker(worker),
+                "holds": keys.holds(worker),
+                "groups": keys.groups,
+                "events": keys.events,
+            },
+            {
+                "worker": worker,
+                "nonce": nonce,
+                "token": token,
+                "weights": str(weights),
+                "lease_ms": self._limits.lease_ms,
+                "limit": limit,
+            },
+            tail,
+            [lane for _, lane in lanes],
+        )
+        if reply[0] == "UNKNOWN":
+            return Claim(None, [], "UNKNOWN")
+        state = ControlState.parse(reply[1:7])
+        if reply[0] != "OK":
+            return Claim(state, [], "PAUSED" if reply[0] == "PAUSED" else "STALE")
+        rows = [reply[i : i + 7] for i in range(7, len(reply), 7)]
+        return Claim(state, [_job(row, token) for row in rows])
+
+    def _serving_order(self) -> list[tuple[str, str]]:
+        """Lanes by priority; within a lane the tasks in an order drawn anew, by weight, for every claim."""
+        tasks = self._limits.tasks
+        weighted = [name for name in self._limits.training_tasks if tasks[name].weight > 0]
+        drawn = sorted(weighted, key=lambda name: random.random() ** (1.0 / tasks[name].weight), reverse=True)
+        evals = [(task, "eval") for task in self._limits.eval_tasks]
+        return evals + [(task, lane) for lane in ("resume", "fresh") for task in drawn]
+
+    def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
+        """Give a group back without a result. Returns its place; Fenced when the lease was lost meanwhile."""
+        keys, task = self._keys, job.task
+        text = reason[:2000].encode(errors="replace").decode()
+        letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
+        reply = self._store.call(
+            "release",
+            {
+                "leases": keys.leases,
+                "holds": keys.holds(worker),
+                "groups": keys.groups,
+                "progress": keys.progress(task),
+                "jobs_resume": keys.jobs(task, "resume"),
+                "jobs_eval": keys.jobs(task, "eval"),
+                "aborted": keys.pool(task, "aborted"),
+                "lineages": keys.lineages,
+                "dead": keys.dead,
+                "dead_letters": keys.dead_letters,
+                "bell_workers": keys.bell("workers"),
+                "bell_producer": keys.bell("producer"),
+                "events": keys.events,
+            },
+            {"gid": job.gid, "token": job.token, "kind": kind, "max_tries": self._limits.max_tries, "reason": letter},
+        )
+        if reply[0] == "FENCED":
+            raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
+        return reply[1]
+
+    # -- anybody's -----------------------------------------------------------
+
+    def reap(self, limit: int = 100) -> int:
+        """Take back what silent workers held. Returns how many groups wait again or were buried."""
+        keys, limits = self._keys, self._limits
+        reply = self._store.call(
+            "reap",
+            {
+                "clock": keys.clock,
+                "leases": keys.leases,
+                "groups": keys.groups,
+                "holders": keys.holders,
+                "workers": keys.workers,
+                "worker_records": keys.worker_records,
+                "dead": keys.dead,
+                "dead_letters": keys.dead_letters,
+                "bell_workers": keys.bell("workers"),
+                "bell_producer": keys.bell("producer"),
+                "events": keys.events,
+            },
+            {
+                "lease_ms": limits.lease_ms,
+                "limit": limit,
+                "max_tries": limits.max_tries,
+                "worker_timeout_ms": limits.worker_timeout_ms,
+            },
+            retry_keys(keys, limits),
+            list(limits.tasks),
+        )
+        return int(reply[1]) + int(reply[2]) if reply[0] == "OK" else 0
+
+
+def retry_keys(keys: Keys, limits: RunLimits) -> list[str]:
+    """For each task, the keys that a script needs to let a group wait again."""
+    return [
+        key
+        for task in limits.tasks
+        for key in (keys.jobs(task, "resume"), keys.jobs(task, "eval"), keys.progress(task))
+    ]
+
+
+def _job(row: Sequence[str], token: str) -> Job:
+    gid, lane, tries, payload, chunks, size, crc = row
+    ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
+    return Job(gid, token, lane, int(tries), ref)

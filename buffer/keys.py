@@ -1,0 +1,141 @@
+"""Every Redis key of the project, built here and nowhere else.
+
+`{run}` is a cluster hash tag, so all keys of a run lie in one slot.
+
+    key                              type     holds
+    rmq:{run}:meta                   HASH     schema, nonce, created_ms, and the limits of the run
+    rmq:{run}:control                HASH     epoch, mode, open lanes, newest weights, trainer, producer;
+                                              the pub/sub channel of the same name carries hints
+    rmq:{run}:clock                  HASH     the server's clock as last seen, to notice outages and steps
+    rmq:{run}:lineages               LIST     "lineage:S" for every opening of a trainer, in order
+    rmq:{run}:jobs:<task>:<lane>     STREAM   waiting jobs; XLEN is the backlog
+    rmq:{run}:bell:<who>             LIST     wakes idle workers, producer, trainer; losing a ring is harmless
+    rmq:{run}:group:<gid>            HASH     the record of one group, short fields only
+    rmq:{run}:leases                 ZSET     gid by deadline (ms of the server's clock): what runs
+    rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf without one)
+    rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
+    rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
+    rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed: steps of a consumer (train, eval)
+    rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
+    rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
+    rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered / dropped
+    rmq:{run}:dead                   ZSET     gid by time of death (ms)
+    rmq:{run}:dead:<gid>             STRING   why, as JSON
+    rmq:{run}:workers                ZSET     worker by last heartbeat (ms of the server's clock)
+    rmq:{run}:worker:<id>            HASH     engine, weights, state, acknowledged epoch, counters
+    rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
+    rmq:{run}:events                 STREAM   one short entry per transition, capped
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from buffer.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+GID = re.compile(r"(?P<task>[A-Za-z0-9_.-]+)-(?P<draw>\d{10})")
+
+LANES = ("eval", "resume", "fresh")
+"""Priorities of jobs, highest first."""
+
+POOLS = ("completed", "aborted", "expired")
+"""Statuses that have a pool."""
+
+ENDS = ("archived", "filtered", "dropped")
+"""Places without a record: a bit in a bitmap is all that is left of a group."""
+
+
+def valid_name(kind: str, name: str) -> str:
+    """`name`, if it may be part of a key; ConfigError says why not."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"the {kind} name {name[:80]!r} cannot be used",
+            hint="1 to 64 letters, digits, '_', '.' or '-'",
+        )
+    return name
+
+
+def group_id(task: str, draw: int) -> str:
+    """The id of the n-th draw of a task: derived, so the same draw always has the same id."""
+    return f"{task}-{draw:010d}"
+
+
+def split_group_id(gid: str) -> tuple[str, int]:
+    """(task, draw) of a gid; ConfigError if it is none."""
+    match = GID.fullmatch(gid)
+    if match is None:
+        raise ConfigError(f"{gid[:80]!r} is not a group id", hint="they look like math-0000001042")
+    return match["task"], int(match["draw"])
+
+
+class Keys:
+    """The keys of one run."""
+
+    def __init__(self, run: str) -> None:
+        self.run = valid_name("run", run)
+        self.prefix = f"rmq:{{{run}}}:"
+        self.meta = self.prefix + "meta"
+        self.control = self.prefix + "control"
+        self.clock = self.prefix + "clock"
+        self.lineages = self.prefix + "lineages"
+        self.leases = self.prefix + "leases"
+        self.garbage = self.prefix + "garbage"
+        self.dead = self.prefix + "dead"
+        self.workers = self.prefix + "workers"
+        self.events = self.prefix + "events"
+        self.manifests = self.prefix + "batch:"
+        self.groups = self.prefix + "group:"
+        self.holders = self.prefix + "holds:"
+        self.worker_records = self.prefix + "worker:"
+        self.dead_letters = self.prefix + "dead:"
+
+    def jobs(self, task: str, lane: str) -> str:
+        return f"{self.prefix}jobs:{task}:{lane}"
+
+    def bell(self, who: str) -> str:
+        return f"{self.prefix}bell:{who}"
+
+    def group(self, gid: str) -> str:
+        return self.groups + gid
+
+    def pool(self, task: str, status: str) -> str:
+        return f"{self.prefix}pool:{task}:{status}"
+
+    def payload(self, gid: str, token: str, chunk: int = 0) -> str:
+        base = f"{self.prefix}payload:{gid}:{token}"
+        return f"{base}:{chunk}" if chunk else base
+
+    def payload_chunks(self, gid: str, token: str, chunks: int) -> list[str]:
+        return [self.payload(gid, token, chunk) for chunk in range(chunks)]
+
+    def ledger(self, name: str) -> str:
+        return f"{self.prefix}ledger:{name}"
+
+    def batches(self, ledger: str) -> str:
+        return f"{self.manifests}{ledger}:"
+
+    def batch(self, ledger: str, step: int) -> str:
+        return f"{self.batches(ledger)}{step}"
+
+    def progress(self, task: str) -> str:
+        return f"{self.prefix}progress:{task}"
+
+    def ended(self, task: str, place: str) -> str:
+        return f"{self.prefix}ended:{task}:{place}"
+
+    def dead_letter(self, gid: str) -> str:
+        return self.dead_letters + gid
+
+    def worker(self, worker: str) -> str:
+        return self.worker_records + worker
+
+    def holds(self, worker: str) -> str:
+        return self.holders + worker
+
+    def all_jobs(self, task: str) -> list[str]:
+        return [self.jobs(task, lane) for lane in LANES]
+
+    def all_pools(self, tasks: Iterable[str]) -> list[str]:
+        return [self.pool(task, status) for task in tasks for status in POOLS]

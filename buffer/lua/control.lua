@@ -1,0 +1,37 @@
+#!lua flags=allow-oom
+-- control: change the mode of a run. The trainer (around weight updates) and the operator hold it apart:
+-- the operator's pause survives the trainer's continue, and where both hold it the stricter mode rules, with the
+-- lanes that both leave open.
+-- KEYS[1] control   HASH, and the channel that carries the hint
+-- KEYS[2] events    STREAM
+-- KEYS[3] bell_workers   LIST
+-- KEYS[4] bell_producer  LIST
+-- ARGV[1] operation nonce of this change
+-- ARGV[2] who       trainer | operator
+-- ARGV[3] mode      run | drain | abort | keep | finish
+-- ARGV[4] lanes     that are open, space between
+-- ARGV[5] nonce     of the trainer; '' for the operator
+-- replies OK 6 x control | FENCED
+-- keeps I7, I10 (the epoch decides; the message only hurries), I13 (operation)
+local control, events, bell_workers, bell_producer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local operation, who, mode, lanes, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+
+if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
+if redis.call('HGET', control, who .. '_op') == operation then return {'OK', unpack(control_state(control))} end
+
+redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_op', operation)
+local ALL_LANES = 'eval resume fresh'
+local holds = redis.call('HMGET', control, 'operator_mode', 'operator_lanes', 'trainer_mode', 'trainer_lanes')
+local strictness = {run = 0, keep = 1, drain = 2, abort = 3, finish = 4}
+local effective = strictness[holds[1]] > strictness[holds[3]] and holds[1] or holds[3]
+local open = {}
+for lane in string.gmatch(holds[2] or ALL_LANES, '%S+') do
+  if string.find(' ' .. (holds[4] or ALL_LANES) .. ' ', ' ' .. lane .. ' ', 1, true) then open[#open + 1] = lane end
+end
+redis.call('HSET', control, 'mode', effective, 'lanes', table.concat(open, ' '), 'changed_ms', int(now_ms()))
+local epoch = redis.call('HINCRBY', control, 'epoch', 1)
+redis.call('PUBLISH', control, epoch)
+ring(bell_workers, 64)
+ring(bell_producer, 1)
+log_event(events, 'control', 'epoch', epoch, 'mode', effective, 'by', who)
+return {'OK', unpack(control_state(control))}

@@ -1,0 +1,47 @@
+#!lua flags=allow-oom
+-- heartbeat: a worker lives; renew its leases, take its receipt for a pause, tell it the control state.
+-- KEYS[1] control   HASH
+-- KEYS[2] clock     HASH
+-- KEYS[3] leases    ZSET
+-- KEYS[4] workers   ZSET
+-- KEYS[5] worker    HASH     record of the worker
+-- KEYS[6] holds     SET      gids that the worker holds
+-- KEYS[7] groups    prefix of the group records (HASH)
+-- KEYS[8] bell      LIST     of whoever waits for receipts
+-- ARGV[1] worker    id
+-- ARGV[2] nonce     of its registration
+-- ARGV[3] lease_ms
+-- ARGV[4] ack       control epoch that it has carried out
+-- ARGV[5] weights   "lineage:version" that its engine acknowledged
+-- ARGV[6] state     starting | ready | paused | loading | draining
+-- ARGV[7] rate      tokens per second, for people
+-- ARGV[8] done      groups finished since it started
+-- ARGV[9+] gid, token  pairs that it works on
+-- replies OK 6 x control, then gids that it no longer holds | UNKNOWN
+-- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
+local control, clock, leases, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local worker, holds, groups, bell = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local id, nonce, lease_ms, ack = ARGV[1], ARGV[2], num(ARGV[3]), num(ARGV[4])
+if redis.call('HGET', worker, 'nonce') ~= nonce then return {'UNKNOWN'} end
+
+local now = now_ms()
+tick(clock, now, lease_ms)
+local reply = control_state(control)
+table.insert(reply, 1, 'OK')
+for i = 9, #ARGV - 1, 2 do
+  local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')
+  if record[1] == ARGV[i + 1] and (record[2] == 'running' or record[2] == 'judging') then
+    redis.call('ZADD', leases, int(now + lease_ms), ARGV[i])
+  else
+    reply[#reply + 1] = ARGV[i]
+  end
+end
+redis.call('ZADD', workers, int(now), id)
+redis.call('HSET', worker, 'weights', ARGV[5], 'state', ARGV[6], 'tokens_per_s', ARGV[7], 'done', ARGV[8],
+  'seen_ms', int(now))
+local must_be_empty = reply[3] == 'abort' or reply[3] == 'drain' or reply[3] == 'finish'
+if ack == num(reply[2]) and not (must_be_empty and redis.call('SCARD', holds) > 0) then
+  if num(redis.call('HGET', worker, 'ack')) < ack then ring(bell, 1) end
+  redis.call('HSET', worker, 'ack', int(ack))
+end
+return reply

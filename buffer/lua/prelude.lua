@@ -1,0 +1,87 @@
+-- prelude: what more than one script needs. Put in front of every script by buffer/scripts.py.
+
+local function num(value) return tonumber(value or 0) or 0 end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return num(time[1]) * 1000 + math.floor(num(time[2]) / 1000)
+end
+
+-- Lua numbers are doubles: tostring(1700000000123) would be 1.7e+12.
+local function int(value) return string.format('%.0f', value) end
+
+-- I11: when the server's clock moved by more than half a lease since a script last looked, or backwards,
+-- every holder gets one whole lease to beat again before anything is reaped. Returns the end of the grace.
+local function tick(clock, now, lease_ms)
+  local seen = redis.call('HMGET', clock, 'seen_ms', 'grace_until_ms')
+  local last, grace = tonumber(seen[1] or now), num(seen[2])
+  if now < last or now - last > lease_ms / 2 then grace = now + lease_ms end
+  if grace > now + lease_ms then grace = now + lease_ms end
+  redis.call('HSET', clock, 'seen_ms', int(now), 'grace_until_ms', int(grace))
+  return grace
+end
+
+local function log_event(events, name, ...)
+  redis.call('XADD', events, 'MAXLEN', '~', '10000', '*', 'event', name, ...)
+end
+
+local function ring(bell, times)
+  for _ = 1, math.min(times, 64) do redis.call('RPUSH', bell, '1') end
+  redis.call('LTRIM', bell, -64, -1)
+end
+
+-- What every reply to a worker, producer or trainer tells of the control state (buffer/control.py reads it).
+local function control_state(control)
+  local state = redis.call('HMGET', control, 'epoch', 'mode', 'lanes', 'weights', 'weights_path', 'weights_checksum')
+  for i = 1, 6 do state[i] = state[i] or '' end
+  return state
+end
+
+local function lane_is_open(control, lane)
+  local lanes = redis.call('HGET', control, 'lanes') or ''
+  return string.find(' ' .. lanes .. ' ', ' ' .. lane .. ' ', 1, true) ~= nil
+end
+
+-- Groups of a task that may still be started: target - consumed - fresh completed - waiting - running - judging.
+-- Computed in the script that starts them, so that it cannot overshoot.
+local function room(progress, jobs, completed, ledger, target, threshold)
+  local counts = redis.call('HMGET', progress, 'consumed', 'running', 'judging')
+  local used = num(counts[1]) + num(counts[2]) + num(counts[3])
+  for _, stream in ipairs(jobs) do used = used + redis.call('XLEN', stream) end
+  local cut = '-inf'
+  if threshold ~= '' then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - tonumber(threshold)) end
+  return target - used - redis.call('ZCOUNT', completed, cut, '+inf')
+end
+
+-- I8: weights that a trainer forked away from are gone; M counts as min(M, every fork opened after its lineage).
+local function living_version(lineages, lineage, version)
+  local forks = redis.call('LRANGE', lineages, -1000, -1)
+  for i = #forks, 1, -1 do
+    local name, fork = string.match(forks[i], '^(.*):(%d+)$')
+    if name == lineage then break end
+    if tonumber(fork) < tonumber(version) then version = fork end
+  end
+  return version
+end
+
+local function to_waiting(jobs, record, gid, lane, payload)
+  local entry = redis.call('XADD', jobs, '*', 'gid', gid, 'payload', payload)
+  redis.call('HSET', record, 'stage', 'waiting', 'lane', lane, 'token', '', 'owner', '', 'entry', entry)
+end
+
+-- A try was used up: the group waits again, or is a dead letter after max_tries (I11).
+local function retry_or_bury(keys, gid, max_tries, reason)
+  local record = keys.groups .. gid
+  local fields = redis.call('HMGET', record, 'tries', 'lane', 'payload')
+  if num(fields[1]) < max_tries then
+    local lane, jobs = 'resume', keys.jobs_resume
+    if fields[2] == 'eval' then lane, jobs = 'eval', keys.jobs_eval end
+    to_waiting(jobs, record, gid, lane, fields[3])
+    return 'waiting'
+  end
+  redis.call('HSET', record, 'stage', 'dead', 'status', 'failed', 'token', '')
+  redis.call('ZADD', keys.dead, int(now_ms()), gid)
+  redis.call('SET', keys.dead_letters .. gid, reason)
+  redis.call('HINCRBY', keys.progress, 'dead', 1)
+  return 'dead'
+end

@@ -1,0 +1,26 @@
+#!lua flags=allow-oom
+-- producer_open: become the one active producer of a run.
+-- KEYS[1] meta      HASH
+-- KEYS[2] control   HASH
+-- KEYS[3] events    STREAM
+-- ARGV[1] run_nonce  of the run this producer means; '' = whichever is there
+-- ARGV[2] nonce      of this producer
+-- ARGV[3] take_over  1 = although another one still beats
+-- ARGV[4] timeout_ms silence after which a holder counts as gone
+-- replies OK control… | LOST nonce | HELD silent_ms
+-- keeps I7 (one producer), I13 (natural key: the nonce)
+local meta, control, events = KEYS[1], KEYS[2], KEYS[3]
+local run_nonce, nonce, take_over, timeout_ms = ARGV[1], ARGV[2], ARGV[3], num(ARGV[4])
+
+local actual = redis.call('HGET', meta, 'nonce') or ''
+if actual == '' or (run_nonce ~= '' and run_nonce ~= actual) then return {'LOST', actual} end
+
+local holder = redis.call('HMGET', control, 'producer', 'producer_seen_ms')
+local now = now_ms()
+local silent_ms = now - num(holder[2])
+if (holder[1] or '') ~= '' and holder[1] ~= nonce and silent_ms < timeout_ms and take_over ~= '1' then
+  return {'HELD', int(silent_ms)}
+end
+redis.call('HSET', control, 'producer', nonce, 'producer_seen_ms', int(now))
+if holder[1] ~= nonce then log_event(events, 'producer_opened', 'nonce', nonce) end
+return {'OK', unpack(control_state(control))}

@@ -1,0 +1,68 @@
+#!lua flags=allow-oom
+-- reap: take back what silent workers held, and forget workers that are long gone. Any process may call it.
+-- KEYS[1] clock        HASH
+-- KEYS[2] leases       ZSET
+-- KEYS[3] groups       prefix of the group records (HASH)
+-- KEYS[4] holders      prefix of the workers' holds (SET)
+-- KEYS[5] workers      ZSET
+-- KEYS[6] worker_records  prefix of the workers' records (HASH)
+-- KEYS[7] dead         ZSET
+-- KEYS[8] dead_letters prefix of the reasons (STRING)
+-- KEYS[9] bell_workers   LIST
+-- KEYS[10] bell_producer LIST
+-- KEYS[11] events      STREAM
+-- KEYS[12+] jobs_resume, jobs_eval, progress  (STREAM, STREAM, HASH) of each task
+-- ARGV[1] lease_ms
+-- ARGV[2] limit        groups at most
+-- ARGV[3] max_tries
+-- ARGV[4] worker_timeout_ms  silence after which a worker is forgotten
+-- ARGV[5+] task        name of each triple
+-- replies OK reaped buried forgotten | GRACE left_ms
+-- keeps I1, I2 (the token dies in the same step), I11 (no lease is lost to an outage); no leader, no lock (I13)
+local clock, leases, groups, holders, workers, worker_records = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local dead, dead_letters, bell_workers, bell_producer, events = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local lease_ms, limit, max_tries, worker_timeout_ms = num(ARGV[1]), num(ARGV[2]), num(ARGV[3]), num(ARGV[4])
+
+local tasks = {}
+for i = 5, #ARGV do
+  local first = 12 + (i - 5) * 3
+  tasks[ARGV[i]] = {groups = groups, jobs_resume = KEYS[first], jobs_eval = KEYS[first + 1],
+    progress = KEYS[first + 2], dead = dead, dead_letters = dead_letters}
+end
+
+local now = now_ms()
+local grace = tick(clock, now, lease_ms)
+-- deadlines further away than one lease were given before the clock stepped back
+for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. int(now + lease_ms), '+inf', 'LIMIT', 0, limit)) do
+  redis.call('ZADD', leases, int(now + lease_ms), gid)
+end
+if now < grace then return {'GRACE', int(grace - now)} end
+
+local reaped, buried, forgotten = 0, 0, 0
+for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)) do
+  local record = redis.call('HMGET', groups .. gid, 'task', 'owner')
+  local keys = tasks[record[1]]
+  -- a task this caller does not know is left to somebody who does
+  if keys then
+    redis.call('ZREM', leases, gid)
+    redis.call('SREM', holders .. record[2], gid)
+    redis.call('HINCRBY', keys.progress, 'running', -1)
+    redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
+    local reason = '{"reason":"lease ran out","worker":"' .. record[2] .. '"}'
+    local place = retry_or_bury(keys, gid, max_tries, reason)
+    log_event(events, 'reaped', 'gid', gid, 'worker', record[2], 'place', place)
+    if place == 'dead' then buried = buried + 1 else reaped = reaped + 1 end
+  end
+end
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeout_ms), 'LIMIT', 0, 10)) do
+  -- one that still holds something is forgotten once its leases have run out
+  if redis.call('SCARD', holders .. id) == 0 then
+    redis.call('ZREM', workers, id)
+    redis.call('UNLINK', worker_records .. id)
+    log_event(events, 'worker_lost', 'worker', id)
+    forgotten = forgotten + 1
+  end
+end
+if reaped > 0 then ring(bell_workers, reaped) end
+if buried > 0 then ring(bell_producer, 1) end
+return {'OK', reaped, buried, forgotten}

@@ -1,0 +1,14 @@
+"""Passwords must not reach a log, a screen or an error message: URLs are masked before they are shown."""
+
+from __future__ import annotations
+
+import re
+
+# Greedy up to the last "@": a password may hold unescaped ":" and "@", and masking too much is the safe side.
+_USER_INFO = re.compile(r"(://[^:@/\s]*):[^\s'\"]*@")
+_QUERY = re.compile(r"([?&](?:password|ssl_password)=)[^&\s'\"]+", re.IGNORECASE)
+
+
+def mask_url(text: str) -> str:
+    """The text with every password of a URL in it replaced by `***`."""
+    return _QUERY.sub(r"\1***", _USER_INFO.sub(r"\1:***@", text))

@@ -1,0 +1,107 @@
+"""How a worker, a producer or a trainer comes to its server and its run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import orjson
+import redis
+
+from buffer.config_file import ConfigFile
+from buffer.control import new_nonce
+from buffer.embedded import EmbeddedServer
+from buffer.errors import RunNotFound, StoreUnavailable
+from buffer.rollout import PolicyVersion
+from buffer.run import Run
+from buffer.server_check import describe_connection_error, require_safe
+from buffer.store import Store, is_passing, open_client
+
+log = logging.getLogger("rolloutmq.store")
+
+INITIAL = "initial"
+"""Lineage of the weights a run starts from, before any trainer has opened it."""
+
+
+def embedded_server(config: ConfigFile) -> EmbeddedServer:
+    """The server in the run's own folder; whether it runs is another question."""
+    return EmbeddedServer(config.run.folder / "server")
+
+
+def server_url(config: ConfigFile, flag: str | None = None) -> str:
+    """`--redis-url`, else [redis] url, else REDIS_URL, else the embedded server, which must run."""
+    if url := config.redis.resolve_url(flag):
+        return url
+    server = embedded_server(config)
+    if not server.is_running:
+        raise StoreUnavailable(
+            f"no server: the embedded one in {server.folder} does not run, and no URL was given",
+            hint="start the whole run with `rolloutmq run CONFIG`, or set REDIS_URL",
+        )
+    return server.url
+
+
+def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False) -> Store:
+    """A connection to a server that was looked at: it is new enough and would lose nothing.
+
+    A server that is away is waited for when `patient`. Raises StoreError, StoreUnsafe.
+    """
+    store = Store(url, name=name, deadline_s=config.redis.deadline_s)
+    with open_client(url, name=name) as client:
+        try:
+            findings = require_safe(client, config.redis.allow_unsafe)
+        except redis.RedisError as error:
+            if not (patient and is_passing(error)):
+                raise describe_connection_error(url, error) from error
+            store.retrying("first contact", client.ping)
+            findings = require_safe(client, config.redis.allow_unsafe)
+    for finding in findings:
+        if finding.level == "warning":
+            log.warning("%s", finding.what)
+    store.waits_for_disk = can_wait_for_disk(store)
+    return store
+
+
+def can_wait_for_disk(store: Store) -> bool:
+    """Whether answers that must be durable have to be waited for, and can be (WAITAOF: Redis 7.2, Valkey)."""
+    try:
+        settings = store.control.config_get("appendfsync")
+        store.control.execute_command("WAITAOF", 0, 0, 1)
+    except redis.ResponseError:
+        return False
+    return isinstance(settings, dict) and settings.get("appendfsync", settings.get(b"appendfsync")) not in ("always", b"always")
+
+
+def run_nonce(folder: Path) -> str:
+    """The nonce of the run in this folder, made on first use: it tells this run from others of its name."""
+    file = folder / "run.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".tmp")
+        part.write_bytes(orjson.dumps({"nonce": new_nonce()}))
+        part.rename(file)
+    nonce: str = orjson.loads(file.read_bytes())["nonce"]
+    return nonce
+
+
+def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
+    """Make the run of this config, or open it again. RunExists when the name belongs to another folder's run."""
+    initial = PolicyVersion(INITIAL, 0)
+    nonce = run_nonce(config.run.folder)
+    return Run.create(store, config.run.name, nonce, config.limits(), initial, str(model_dir.resolve()))
+
+
+def wait_for_run(store: Store, name: str, *, timeout_s: float = 600.0) -> Run:
+    """The run, once somebody has made it. Raises RunNotFound after `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    for attempt in range(1_000_000):
+        try:
+            return Run.open(store, name)
+        except RunNotFound:
+            if time.monotonic() > end:
+                raise
+            if attempt == 0:
+                log.warning("there is no run %r yet; waiting for it", name)
+            time.sleep(1.0)
+    raise RunNotFound(name)  # pragma: no cover

@@ -1,0 +1,153 @@
+"""Finished groups, by task and status: what workers submit and trainers take.
+
+A pool is a sorted set scored by the oldest policy version in the group, its members ordered by arrival: the
+stalest first, then first come first served. Being too old is a range of scores, never a scan (I8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from buffer import wire
+from buffer.errors import Fenced, PayloadMissing, WireError
+from buffer.group import RolloutGroup
+from buffer.jobs import Job
+from buffer.keys import POOLS, Keys
+from buffer.limits import RunLimits
+from buffer.payloads import PayloadRef, PayloadStore
+from buffer.rollout import Status
+from buffer.store import Store
+
+SubmitStatus = Literal["completed", "aborted", "filtered"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Groups of one task that are ready, aborted and expired."""
+
+    completed: int
+    aborted: int
+    expired: int
+
+
+class ReplayBuffer:
+    """The pools of one run."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
+        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+
+    def get(self, ref: PayloadRef) -> RolloutGroup:
+        """The group behind a payload. Raises PayloadMissing or WireError."""
+        group = wire.decode(self._payloads.read(ref))
+        if group.gid != ref.gid:
+            raise WireError(f"the payload of {ref.gid} says that it is {group.gid!r}")
+        return group
+
+    def submit(self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False) -> None:
+        """Hand in a completed, aborted or filtered group.
+
+        `new_tokens`: generated since the claim. Checked here, before the upload: later checks only protect the
+        trainer from bytes that were damaged on their way. Raises Fenced when the lease was lost meanwhile.
+        """
+        status = self._submittable(group, filtered)
+        data = wire.encode(group)
+        wire.decode(data)
+        ref = self._payloads.write(job.gid, job.token, data)
+        reply = self._submit(worker, group, ref, status, new_tokens)
+        if reply[0] == "MISSING":
+            self._payloads.write(job.gid, job.token, data)
+            reply = self._submit(worker, group, ref, status, new_tokens)
+        if reply[0] == "FENCED":
+            raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone; its result is not wanted")
+        if reply[0] == "MISSING":
+            raise PayloadMissing(f"group {job.gid}: {reply[1]} of {ref.size} bytes arrived")
+
+    def _submittable(self, group: RolloutGroup, filtered: bool) -> SubmitStatus:
+        status = group.status
+        if status is Status.ABORTED:
+            return "aborted"
+        if status is not Status.COMPLETED:
+            raise WireError(f"group {group.gid} is {status}", hint="only completed or aborted groups are submitted")
+        return "filtered" if filtered else "completed"
+
+    def _submit(
+        self, worker: str, group: RolloutGroup, ref: PayloadRef, status: SubmitStatus, new_tokens: int
+    ) -> list[str]:
+        keys, task = self._keys, group.task
+        scores = group.scores[np.isfinite(group.scores)]
+        counted = status != "aborted"
+        return self._store.call(
+            "submit",
+            {
+                "leases": keys.leases,
+                "holds": keys.holds(worker),
+                "groups": keys.groups,
+                "progress": keys.progress(task),
+                "completed": keys.pool(task, "completed"),
+                "aborted": keys.pool(task, "aborted"),
+                "filtered": keys.ended(task, "filtered"),
+                "lineages": keys.lineages,
+                "garbage": keys.garbage,
+                "bell_trainer": keys.bell("trainer"),
+                "bell_producer": keys.bell("producer"),
+                "events": keys.events,
+            },
+            {
+                "gid": group.gid,
+                "token": ref.token,
+                "status": status,
+                "samples": len(group),
+                "tokens": new_tokens,
+                "size": ref.size,
+                "crc": ref.crc,
+                "reward_sum": f"{float(scores.sum()) if counted else 0.0:.6g}",
+                "reward_count": len(scores) if counted else 0,
+            },
+            keys.payload_chunks(ref.gid, ref.token, ref.chunks),
+            [part for pair in group.oldest_by_lineage().items() for part in pair],
+            durable=True,
+        )
+
+    def count(self, task: str) -> PoolSizes:
+        """How many groups each pool of a task holds. O(1)."""
+        pipe = self._store.control.pipeline(transaction=False)
+        for status in POOLS:
+            pipe.zcard(self._keys.pool(task, status))
+        return PoolSizes(*self._store.retrying("count", pipe.execute))
+
+    def refresh(self, task: str, *, limit: int = 500) -> int:
+        """Expire what the next train step may not use any more; returns how many groups moved."""
+        moved = 0
+        for status in ("completed", "aborted"):
+            while (slice_ := self._refresh(task, status, limit)) == limit:
+                moved += slice_
+            moved += slice_
+        return moved
+
+    def _refresh(self, task: str, status: str, limit: int) -> int:
+        keys = self._keys
+        reply = self._store.call(
+            "refresh",
+            {
+                "ledger": keys.ledger("train"),
+                "pool": keys.pool(task, status),
+                "expired": keys.pool(task, "expired"),
+                "progress": keys.progress(task),
+                "groups": keys.groups,
+                "dropped": keys.ended(task, "dropped"),
+                "garbage": keys.garbage,
+                "bell": keys.bell("producer"),
+                "events": keys.events,
+            },
+            {
+                "threshold": self._limits.stale_threshold,
+                "limit": limit,
+                "retryable": int(self._limits.tail_batch_trigger_size >= 0),
+            },
+        )
+        return int(reply[1])
+
+

@@ -1,0 +1,106 @@
+"""A run on a server: the one handle through which workers, producers, trainers and the command see it.
+
+    store = Store(url)
+    run = Run.open(store, "demo")
+    run.jobs · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buffer.account import Account
+from buffer.control import RunControl
+from buffer.errors import RunExists, RunNotFound, SchemaVersionError
+from buffer.fleet import Fleet
+from buffer.jobs import JobQueue
+from buffer.keys import Keys
+from buffer.ledger import BatchLedger
+from buffer.limits import SCHEMA, RunLimits
+from buffer.payloads import PayloadStore
+from buffer.replay_buffer import ReplayBuffer
+from buffer.rollout import PolicyVersion
+from buffer.store import Store
+
+
+class Run:
+    """All parts of one run; make it with `create` or `open`."""
+
+    def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
+        self.store, self.name, self.nonce, self.limits = store, name, nonce, limits
+        self.keys = Keys(name)
+        self.payloads = PayloadStore(store, self.keys)
+        self.jobs = JobQueue(store, self.keys, limits)
+        self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
+        self.ledger = BatchLedger(store, self.keys, limits)
+        self.evaluations = BatchLedger(store, self.keys, limits, "eval")
+        self.control = RunControl(store, self.keys, limits)
+        self.fleet = Fleet(store, self.keys, limits)
+        self.account = Account(store, self.keys, limits)
+
+    @classmethod
+    def create(
+        cls, store: Store, name: str, nonce: str, limits: RunLimits, weights: PolicyVersion, path: str
+    ) -> Run:
+        """Make the run, or open it where this very one (by nonce) exists. RunExists for another one of the name."""
+        keys = Keys(name)
+        reply = store.call(
+            "create_run",
+            {
+                "meta": keys.meta,
+                "control": keys.control,
+                "ledger": keys.ledger("train"),
+                "events": keys.events,
+            },
+            {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path},
+            tail_args=limits.to_meta(),
+            durable=True,
+        )
+        if reply[0] == "EXISTS":
+            raise RunExists(
+                f"another run named {name!r} is on this server (nonce {reply[1][:8]}…, made at {reply[2]} ms)",
+                hint="choose another [run] name, or use the folder that belongs to it",
+            )
+        return cls(store, name, nonce, limits)
+
+    @classmethod
+    def open(cls, store: Store, name: str) -> Run:
+        """The run of that name, with the limits it was made with. RunNotFound where there is none."""
+        keys = Keys(name)
+        raw: Any = store.retrying("open run", lambda: store.control.hgetall(keys.meta))
+        meta = {k.decode(): v.decode() for k, v in raw.items()}
+        if not meta:
+            raise RunNotFound(
+                f"there is no run {name!r} on this server", hint="`rolloutmq status` without a name lists the runs"
+            )
+        if meta.get("schema") != SCHEMA:
+            raise SchemaVersionError(f"run {name!r} has schema {meta.get('schema')}; this version knows {SCHEMA}")
+        return cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
+
+    @staticmethod
+    def names(store: Store) -> list[str]:
+        """The runs on a server. Walks the key space in slices: for people, never for a hot path."""
+        found = store.retrying("runs", lambda: list(store.control.scan_iter("rmq:{*}:meta", count=1000)))
+        return sorted(key.decode()[len("rmq:{") : -len("}:meta")] for key in found)
+
+    def progress(self, task: str) -> dict[str, str]:
+        """The account and counters of a task, as in redis-cli."""
+        raw: Any = self.store.retrying("progress", lambda: self.store.control.hgetall(self.keys.progress(task)))
+        return {k.decode(): v.decode() for k, v in raw.items()}
+
+    def record(self, gid: str) -> dict[str, str]:
+        """The record of a group; empty where it has ended or never was."""
+        raw: Any = self.store.retrying("record", lambda: self.store.control.hgetall(self.keys.group(gid)))
+        return {k.decode(): v.decode() for k, v in raw.items()}
+
+    def tidy(self) -> int:
+        """What a janitor does, and any process may: reap leases, expire stale groups, free garbage.
+
+        Returns how many groups and payloads were touched. Needs no leader and no lock.
+        """
+        touched = self.jobs.reap()
+        for task in self.limits.training_tasks:
+            touched += self.buffer.refresh(task)
+        while freed := self.payloads.collect():
+            touched += freed
+        return touched

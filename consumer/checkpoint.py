@@ -1,0 +1,101 @@
+"""Checkpoints: the trainer's position, its weights and its optimizer, in one folder that is whole or not there (I6).
+
+<folder>/step-000012/trainer.json           the position, below
+                     model/                  a Hugging Face folder (config, tokenizer, safetensors)
+                     optimizer.safetensors   moments, RNG and counters: no pickle
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from buffer.errors import ModelError
+from consumer.model_folder import new_folder
+from consumer.trained_draws import TrainedDraws
+
+POSITION = "trainer.json"
+
+
+class Position(BaseModel):
+    """Where the training of a run stands, as a checkpoint remembers it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int
+    """the last train step that is in the weights"""
+    lineage: str
+    """of the weights"""
+    run: str
+    run_nonce: str
+    cursors: dict[str, int] = {}
+    """next draw of each task when this was written"""
+    uncommitted: list[list[str]] = []
+    """gids of each batch since the last commit, this step's last"""
+    trained: TrainedDraws = TrainedDraws()
+
+
+class CheckpointFolder:
+    """All checkpoints of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps of all whole checkpoints, oldest first."""
+        names = (p.parent.name for p in self.folder.glob(f"step-*/{POSITION}"))
+        return sorted(int(name.removeprefix("step-")) for name in names)
+
+    def read(self, step: int) -> Position:
+        """The position of a checkpoint; ModelError names the file that is broken."""
+        file = self.path(step) / POSITION
+        try:
+            return Position.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ModelError(
+                f"{file} is not a checkpoint: {error}", hint="remove its folder to use an older one"
+            ) from error
+
+    def write(self, position: Position, save: Callable[[Path], None]) -> Path:
+        """Write a checkpoint: `save` writes the other parts. It is on disk, and visible, only as a whole; one of the
+        same step (of a lineage that ended) is replaced."""
+        path = self.path(position.step)
+        if path.exists():
+            shutil.rmtree(path)
+        with new_folder(path) as folder:
+            save(folder)
+            (folder / POSITION).write_bytes(
+                orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+            )
+            _sync(folder)
+        _sync_one(self.folder)
+        return path
+
+    def prune(self, keep: int) -> int:
+        """Delete all but the newest `keep`; returns the oldest step that is kept (0: none)."""
+        steps = self.steps()
+        for step in steps[:-keep]:
+            shutil.rmtree(self.path(step))
+        kept = self.steps()
+        return kept[0] if kept else 0
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

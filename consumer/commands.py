@@ -1,0 +1,84 @@
+"""The commands of the training side: `run`, `train`, `warm-start`, `gpu-check`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from buffer.config import load_config
+from buffer.json_log import log_json
+from buffer.lifeline import follow_owner
+
+if TYPE_CHECKING:
+    from consumer.config import TrainingConfig
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
+Url = Annotated[str | None, typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own.")]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="Become the trainer although another one still beats; fences it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this side's commands to the command line."""
+    app.command(epilog="Example: rolloutmq run configs/demo.toml --set plan.steps=20")(run)
+    app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
+    app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
+    app.command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")(gpu_check)
+
+
+def run(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")] = False,
+) -> None:
+    """Start a whole run on this machine, or go on with it: server, producer, workers, trainer, live view.
+
+    Ctrl-C stops it in order; the same command goes on where it was.
+    """
+    settings = _load(config, overrides)
+    from consumer.launch.launcher import Launcher
+
+    Launcher(settings, config, overrides or [], redis_url=redis_url, chaos=chaos).run()
+
+
+def train(config: Config, overrides: Set = None, redis_url: Url = None, take_over: TakeOver = False) -> None:
+    """Start the trainer of a run: from its newest checkpoint to its last step."""
+    settings = _load(config, overrides)
+    log_json("trainer")
+    follow_owner()
+    from buffer.open_run import create_run, open_store, server_url
+    from consumer.trainer import Trainer
+
+    store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True)
+    model_dir = settings.policy.model or settings.run.folder / "model"
+    trainer = Trainer(create_run(store, settings, model_dir), settings, model_dir)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: trainer.consumer.stop())
+    trainer.fit(take_over=take_over)
+
+
+def warm_start(config: Config, overrides: Set = None) -> None:
+    """Build the small model of a config and teach it part of the task, with supervision; kept in the run's folder."""
+    settings = _load(config, overrides)
+    from consumer.launch.warm_up import make_model
+
+    make_model(settings)
+
+
+def gpu_check(
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Train steps.")] = 3,
+) -> None:
+    """Run a few GRPO steps of a Qwen3-0.6B-shaped model with random weights on one CUDA GPU, and say what was measured."""
+    from consumer.launch.gpu_check import check_gpu
+
+    check_gpu(steps)
+
+
+def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
+    from consumer.config import TrainingConfig
+
+    return load_config(TrainingConfig, config, overrides or [])

@@ -1,0 +1,51 @@
+"""The config file as the training side reads it: the shared sections, [trainer], [learner], [tiny_model], [warm_start]."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from buffer.config import Section
+from buffer.config_file import ConfigFile
+from buffer.run_config import ReasoningGymDataset
+from consumer.advantages import AdvantageEstimator
+from consumer.learner import LearnerConfig
+from consumer.tiny_model import TinyModelConfig
+from consumer.warm_start import WarmStartConfig
+
+
+class TrainerSection(Section):
+    """[trainer]: the loop around the learner."""
+
+    advantages: AdvantageEstimator = "grpo"
+    """what a reward says compared with the other rollouts of its prompt: grpo or dr_grpo"""
+    checkpoint_every_steps: int = Field(5, ge=1)
+    """a restart repeats at most so many steps"""
+    keep_checkpoints: int = Field(2, ge=1)
+    """older ones are deleted; batches since the oldest kept one can be delivered again"""
+    keep_weights: int = Field(3, ge=2)
+    """published versions that stay on disk, for workers that are a little behind"""
+    device: str = "auto"
+    """auto, cpu or cuda"""
+
+
+class EvaluationSection(Section):
+    """[evaluation]: of the first and the last weights, on every held-out task."""
+
+    groups: int | None = Field(None, ge=1)
+    """problems per evaluation; default: all held-out ones"""
+
+
+class TrainingConfig(ConfigFile):
+    """What the trainer needs."""
+
+    trainer: TrainerSection = TrainerSection()
+    learner: LearnerConfig = LearnerConfig()
+    tiny_model: TinyModelConfig = TinyModelConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    def evaluation_size(self, task: str) -> int:
+        """Problems of one evaluation of `task`."""
+        dataset = self.tasks[task].dataset
+        held_out = dataset.held_out_size if isinstance(dataset, ReasoningGymDataset) else 100
+        return self.evaluation.groups or held_out

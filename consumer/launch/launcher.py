@@ -1,0 +1,152 @@
+"""The whole run on one machine: prepare, start, watch, show, and end with the account.
+
+The launcher holds no state of the run. It may be killed at any moment: its children then end themselves, and
+the next `rolloutmq run` of the same config goes on from the checkpoint and from what Redis holds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from buffer.commands.live_view import LiveView
+from buffer.commands.top import watch
+from buffer.embedded import EmbeddedServer
+from buffer.open_run import create_run, open_store
+from buffer.run import Run
+from consumer.config import TrainingConfig
+from consumer.launch.chaos import Chaos
+from consumer.launch.child import Child
+from consumer.launch.placement import count_gpus, place
+from consumer.launch.preparation import prepare_model, prepare_problems, start_server
+from consumer.launch.report import finish
+
+NEWS = 4
+"""Lines of news that stay on the screen."""
+
+STOP_S = 60.0
+"""How long children may take to leave in order."""
+
+
+class Launcher:
+    """`overrides` are passed on to every process, with the config's path."""
+
+    def __init__(
+        self, config: TrainingConfig, path: Path, overrides: list[str], *, redis_url: str | None, chaos: bool
+    ) -> None:
+        self._config, self._redis_url, self._with_chaos = config, redis_url, chaos
+        self._command = [str(path), *(part for o in overrides for part in ("--set", o))]
+        self._folder = config.run.folder
+        self._console = Console()
+        self._children: list[Child] = []
+        self._server: EmbeddedServer | None = None
+
+    def run(self) -> None:
+        """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in order."""
+        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        try:
+            run = self._prepare()
+            self._start()
+            self._watch(run)
+            self._stop_children()
+            run.tidy()
+            finish(self._console, self._config, run.account.fsck(), self._server.cli if self._server else None)
+        except KeyboardInterrupt:
+            self._console.print("\nstopping in order (Ctrl-C again: at once); the same command goes on from here")
+            self._stop_children()
+            raise
+        finally:
+            for child in self._children:
+                child.kill()
+            if self._server:
+                self._server.stop()
+
+    # -- before --------------------------------------------------------------
+
+    def _prepare(self) -> Run:
+        config, say = self._config, self._console.print
+        url, self._server = start_server(config, self._redis_url)
+        os.environ["REDIS_URL"] = url
+        store = open_store(config, url, name="rolloutmq-run")
+        say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}", highlight=False)
+        prepare_problems(config, self._command)
+        model = prepare_model(config, self._command)
+        run = create_run(store, config, model)
+        taken, committed, _ = run.ledger.steps()
+        where = f"goes on: step {committed} is committed, {taken} taken" if taken else "starts"
+        say(f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}", highlight=False)
+        return run
+
+    def _start(self) -> None:
+        config = self._config
+        tensor_parallel = dict(config.engine).get("tensor_parallel_size", 1) if config.engine else 1
+        placement = place(config.launch, count_gpus(), tensor_parallel)
+        self._trainer = self._child("trainer", ["train"], placement.environment(placement.trainer))
+        self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
+        self._workers = [
+            self._child(f"worker-{i}", ["worker", "--id", f"worker-{i}"], placement.environment(gpus))
+            for i, gpus in enumerate(placement.workers)
+        ]
+        for child in (self._trainer, self._producer):
+            child.start("--take-over")
+        for child in self._workers:
+            child.start()
+
+    def _child(self, name: str, args: list[str], env: dict[str, str]) -> Child:
+        log = self._folder / "logs" / f"{name}.log"
+        verb, *flags = args
+        child = Child(name, [verb, *self._command, *flags], log, env, restarts=self._config.launch.max_restarts)
+        self._children.append(child)
+        return child
+
+    # -- while it runs -------------------------------------------------------
+
+    def _watch(self, run: Run) -> None:
+        """Show the run and keep its processes alive until the trainer has done its last step."""
+        # a server that is away is started again from here: nobody may wait for it for long
+        run.store.deadline_s = 2.0
+        view = LiveView(run_dir=self._folder, total_steps=self._config.plan.steps)
+        chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
+
+        def is_over() -> bool:
+            news = self._keep_alive()
+            if self._with_chaos:
+                news += chaos.look(run.ledger.steps()[0])
+            self._tell(view, news)
+            return self._trainer.succeeded
+
+        watch(run, view, self._console, is_over)
+
+    def _tell(self, view: LiveView, news: list[str]) -> None:
+        if self._console.is_terminal:
+            view.lines = [*view.lines, *news][-NEWS:]
+        else:
+            for line in news:
+                self._console.print(line)
+
+    def _keep_alive(self) -> list[str]:
+        # it was this launcher that saw them die, so nobody needs to wait until their heartbeat is old
+        news = [self._trainer.keep_alive("--take-over"), self._producer.keep_alive("--take-over")]
+        if self._server and not self._server.is_running:
+            self._server.start()
+            news.append("server started again")
+        for worker in self._workers:
+            news.append(worker.keep_alive())
+        return [line for line in news if line]
+
+    # -- after ---------------------------------------------------------------
+
+    def _stop_children(self) -> None:
+        """Trainer first: its checkpoint is what the run goes on from."""
+        for child in self._children:
+            child.terminate()
+        end = time.monotonic() + STOP_S
+        for child in self._children:
+            if not child.wait(max(0.0, end - time.monotonic())):
+                self._console.print(f"{child.name} does not stop; killing it")
+                child.kill()
+
+

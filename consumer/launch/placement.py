@@ -1,0 +1,63 @@
+"""Which GPUs each process gets: the trainer its own, the workers the others in tensor-parallel groups."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from buffer.config_file import LaunchSection
+from buffer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """GPU indices of the trainer and of each worker; empty lists on a machine without GPUs."""
+
+    trainer: list[int]
+    workers: list[list[int]]
+
+    @staticmethod
+    def environment(gpus: list[int]) -> dict[str, str]:
+        """What a process that may use only `gpus` needs in its environment."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine, without importing torch."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def place(launch: LaunchSection, gpus: int, tensor_parallel: int = 1) -> Placement:
+    """Deal out `gpus`. ConfigError where they do not suffice, do not exist, or overlap without `colocated`."""
+    if gpus == 0:
+        if launch.trainer_gpus or launch.worker_gpus:
+            raise ConfigError("[launch] names GPUs, but this machine has none", hint="remove trainer_gpus and worker_gpus")
+        return Placement([], [[] for _ in range(launch.workers)])
+    trainer = [0] if launch.trainer_gpus is None else launch.trainer_gpus
+    others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
+    pool = others if launch.worker_gpus is None else launch.worker_gpus
+    _check(launch, gpus, trainer, pool, tensor_parallel)
+    groups = [pool[i * tensor_parallel : (i + 1) * tensor_parallel] for i in range(len(pool) // tensor_parallel)]
+    # colocated workers may share one group; otherwise everybody has a group of their own
+    return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
+
+
+def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], tensor_parallel: int) -> None:
+    if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
+        raise ConfigError(f"[launch] names GPUs {unknown}, this machine has 0 to {gpus - 1}")
+    if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
+        raise ConfigError(
+            f"trainer and workers both use GPUs {shared}",
+            hint="give them different ones, or set [launch] colocated = true and leave memory to both",
+        )
+    needed = launch.workers * tensor_parallel
+    enough = tensor_parallel if launch.colocated else needed
+    if len(pool) < enough:
+        raise ConfigError(
+            f"{launch.workers} workers of {tensor_parallel} GPUs need {needed}, {len(pool)} are left for them",
+            hint="use fewer workers, a smaller tensor_parallel_size, or [launch] colocated = true on one GPU",
+        )

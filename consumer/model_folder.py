@@ -1,0 +1,88 @@
+"""Hugging Face model folders: written whole or not at all, and loaded with errors that say what is wrong.
+
+Invariant: a folder under its final name is complete. It is written beside it and renamed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from buffer.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into: renamed to `path` at the end, removed on an error.
+
+    Raises ModelError if `path` is there already.
+    """
+    if path.exists():
+        raise ModelError(f"{path} exists already", hint="remove it, or choose another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        unfinished.rename(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def check_model_folder(path: Path) -> None:
+    """ModelError unless `path` holds a Hugging Face model with safetensors weights."""
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} is not a model folder: it has no config.json", hint="see [model] path")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"{path} has no *.safetensors weights", hint="convert the model to safetensors")
+
+
+def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The causal language model of a folder, on the CPU, with torch's attention; float32 unless said."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    check_model_folder(path)
+    _hush()
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{path}: cannot load the model: {error}") from error
+    return model
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write config.json and safetensors weights into an existing folder."""
+    _hush()
+    model.save_pretrained(folder)
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder. ModelError where there is none, or it has no chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: cannot load the tokenizer: {error}") from error
+    if not tokenizer.chat_template:
+        raise ModelError(f"{path}: the tokenizer has no chat template", hint="prompts are chat messages")
+    return tokenizer
+
+
+def _hush() -> None:
+    # transformers draws a progress bar per load and save, over whatever the terminal shows.
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -1,0 +1,213 @@
+"""Packing: from the columns of received groups to micro-batches of a bounded number of token slots.
+
+Samples are laid into rows, longest first; a row holds as many as fit (first fit decreasing), each with
+positions that start again at 0. Given no attention mask, transformers 5 sees the restarts and keeps attention
+inside each sample. A row's unused end continues the positions of its last sample: it comes after everything
+that is used, so causal attention never looks at it.
+
+Why not one long row per micro-batch: without a variable-length kernel its attention costs the square of the
+whole batch. Rows are as wide as their longest sample, so attention costs what right-padding costs and next to
+no slot is wasted; where all samples are about as long (short answers), no row holds two, and the fast causal
+path is taken.
+
+Invariant: every response token that is kept appears in exactly one micro-batch, with the logprob, mask and
+advantage of its own rollout. All work on tokens is numpy on whole columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from buffer.errors import ConfigError, WireError
+
+Ints = NDArray[np.int64]
+
+
+class GroupColumns(Protocol):
+    """What packing reads of a `buffer.group.RolloutGroup`."""
+
+    @property
+    def gid(self) -> str: ...
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def lengths(self) -> NDArray[np.int32]: ...
+    @property
+    def response_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def logprobs(self) -> NDArray[np.float32]: ...
+    @property
+    def mask(self) -> NDArray[np.uint8]: ...
+    @property
+    def scores(self) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass: R rows of W slots that hold S samples with N response tokens in all.
+
+    The logits at `logit_index` (flat slots, `row * W + column`) predict `targets`.
+    """
+
+    input_ids: torch.Tensor  # int64[R, W]; 0 in unused slots
+    position_ids: torch.Tensor  # int64[R, W]
+    logit_index: torch.Tensor  # int64[N]
+    targets: torch.Tensor  # int64[N]
+    rollout_logprobs: torch.Tensor  # float32[N]
+    mask: torch.Tensor  # float32[N]; 1 = trained
+    sample: torch.Tensor  # int64[N]; index into the two below
+    advantages: torch.Tensor  # float32[S]
+    trained_tokens: torch.Tensor  # float32[S]; sum of the sample's mask
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+class Packer:
+    """Packs groups into micro-batches of at most `token_budget` slots; a longer sample gets its own."""
+
+    def __init__(self, token_budget: int) -> None:
+        if token_budget < 1:
+            raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
+        self.token_budget = token_budget
+
+    def pack(
+        self,
+        groups: Sequence[GroupColumns],
+        advantages: NDArray[np.float32],
+        *,
+        keep: NDArray[np.bool_] | None = None,
+    ) -> list[MicroBatch]:
+        """`advantages` float32[sum k] in the order of groups and rollouts; `keep` bool[sum k], default all.
+
+        Rollouts without a response token are left out: they have nothing to train. Raises WireError where a
+        group's columns disagree or it has no prompt.
+        """
+        samples = _Samples.gather(groups, advantages)
+        wanted = samples.lengths > 0
+        if keep is not None:
+            wanted &= keep
+        chosen = np.flatnonzero(wanted)
+        # Stable, so that the same batch gives the same micro-batches on every machine.
+        order = chosen[np.argsort(-samples.totals[chosen], kind="stable")]
+        return [self._build(samples, *placed) for placed in self._place(samples.totals, order)]
+
+    def _place(self, totals: Ints, order: Ints) -> Iterator[tuple[Ints, Ints, int, int]]:
+        """Yields (samples, first slot of each, rows, width), first fit decreasing."""
+        while len(order):
+            width = int(totals[order[0]])
+            free = np.full(max(1, self.token_budget // width), width)
+            slots = np.full(len(order), -1)
+            for place, sample in enumerate(order):
+                row = int(np.argmax(free >= totals[sample]))
+                if free[row] >= totals[sample]:
+                    slots[place] = row * width + width - free[row]
+                    free[row] -= totals[sample]
+            here = slots >= 0
+            yield order[here], slots[here], int((free < width).sum()), width
+            order = order[~here]
+
+    def _build(self, samples: _Samples, chosen: Ints, slots: Ints, rows: int, width: int) -> MicroBatch:
+        prompts, lengths = samples.prompt_lengths[chosen], samples.lengths[chosen]
+        totals = prompts + lengths
+        prompt_source = _ranges(samples.prompt_starts[chosen], prompts)
+        source = _ranges(samples.starts[chosen], lengths)
+        input_ids = np.zeros(rows * width, np.int64)
+        input_ids[_ranges(slots, prompts)] = samples.prompt_ids[prompt_source]
+        input_ids[_ranges(slots + prompts, lengths)] = samples.response_ids[source]
+        mask = samples.mask[source].astype(np.float32)
+        owner = np.repeat(np.arange(len(chosen)), lengths)
+        columns: dict[str, NDArray[Any]] = {
+            "input_ids": input_ids.reshape(rows, width),
+            "position_ids": _positions(slots, totals, rows, width),
+            "logit_index": _ranges(slots + prompts - 1, lengths),
+            "targets": samples.response_ids[source].astype(np.int64),
+            "rollout_logprobs": samples.logprobs[source].astype(np.float32),
+            "mask": mask,
+            "sample": owner,
+            "advantages": samples.advantages[chosen].astype(np.float32),
+            "trained_tokens": np.bincount(owner, mask, len(chosen)).astype(np.float32),
+        }
+        return MicroBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """All rollouts of a batch: the groups' columns one behind the other, and where each rollout lies."""
+
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    mask: NDArray[np.uint8]
+    advantages: NDArray[np.float32]
+    prompt_starts: Ints
+    prompt_lengths: Ints
+    starts: Ints
+    lengths: Ints
+
+    @property
+    def totals(self) -> Ints:
+        """Tokens of prompt and response, int64[S]."""
+        return self.prompt_lengths + self.lengths
+
+    @classmethod
+    def gather(cls, groups: Sequence[GroupColumns], advantages: NDArray[np.float32]) -> _Samples:
+        for group in groups:
+            _check(group)
+        members = np.array([len(g.lengths) for g in groups], np.int64)
+        if len(advantages) != members.sum():
+            raise WireError(f"{len(advantages)} advantages for {members.sum()} rollouts")
+        prompt_lengths = np.array([len(g.prompt_ids) for g in groups], np.int64)
+        lengths = _concatenate([g.lengths for g in groups], np.int64)
+        return cls(
+            prompt_ids=_concatenate([g.prompt_ids for g in groups], np.int32),
+            response_ids=_concatenate([g.response_ids for g in groups], np.int32),
+            logprobs=_concatenate([g.logprobs for g in groups], np.float32),
+            mask=_concatenate([g.mask for g in groups], np.uint8),
+            advantages=advantages,
+            prompt_starts=np.repeat(_starts(prompt_lengths), members),
+            prompt_lengths=np.repeat(prompt_lengths, members),
+            starts=_starts(lengths),
+            lengths=lengths,
+        )
+
+
+def _check(group: GroupColumns) -> None:
+    if not len(group.prompt_ids):
+        raise WireError(
+            f"group {group.gid} has no prompt ids", hint="nothing predicts its first response token"
+        )
+    tokens = int(group.lengths.sum())
+    found = {n: len(getattr(group, n)) for n in ("response_ids", "logprobs", "mask")}
+    if wrong := {name: size for name, size in found.items() if size != tokens}:
+        raise WireError(f"group {group.gid}: lengths add up to {tokens} tokens, but {wrong}")
+
+
+def _positions(slots: Ints, totals: Ints, rows: int, width: int) -> Ints:
+    # A sample owns the slots up to the next one, so that an unused end is no new sample to transformers.
+    start = np.zeros(rows * width, np.int64)
+    start[slots] = slots
+    position: Ints = np.arange(rows * width) - np.maximum.accumulate(start)
+    return position.reshape(rows, width)
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """`arange(start, start + length)` of every pair, one behind the other."""
+    ranges: Ints = np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
+    return ranges
+
+
+def _starts(lengths: Ints) -> Ints:
+    starts: Ints = np.cumsum(lengths) - lengths
+    return starts
+
+
+def _concatenate(columns: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate([np.asarray(c, dtype) for c in columns]) if columns else np.empty(0, dtype)

@@ -1,0 +1,211 @@
+"""The trainer's handle on a run: take, commit, pause, publish. Usable from any trainer.
+
+    consumer = RolloutConsumer(run)
+    consumer.open(step=0)
+    for step in range(1, 101):
+        batch = consumer.take_batch(step, {"math": 16})     # blocks until 16 groups are ready
+        train(batch.groups)                                  # numpy columns, see buffer.group
+        save_checkpoint(step)                                # yours; only then:
+        consumer.commit(step, keep=oldest_checkpoint_kept)
+        with consumer.paused("keep"):
+            consumer.publish_weights(step, path, checksum)
+    consumer.close()
+
+Between any two of these lines the process may die. `open(step)` with the step of a checkpoint delivers the steps
+after it again, byte for byte (I5, I6).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from buffer import wire
+from buffer.control import Mode, new_nonce
+from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
+from buffer.group import RolloutGroup
+from buffer.ledger import BatchLedger, Manifest, NotReady, Opening
+from buffer.rollout import PolicyVersion
+from buffer.run import Run
+
+log = logging.getLogger("rolloutmq.consumer")
+
+PauseMode = Literal["abort", "drain", "keep"]
+Waiting = Callable[[NotReady], None]
+
+
+class Stopped(Exception):
+    """`stop` was called while a batch was awaited. Not an error: the step can be taken later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one train step consumes. `waited_s`: how long the trainer stood still for it."""
+
+    step: int
+    groups: list[RolloutGroup]
+    manifest: Manifest
+    waited_s: float
+
+
+class RolloutConsumer:
+    """One trainer of a run. Not thread-safe, but for `stop`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.nonce = new_nonce()
+        self.lineage = secrets.token_hex(4)
+        self._stop, self._closed = threading.Event(), threading.Event()
+        self._fenced: RolloutMQError | None = None
+        self._heart: threading.Thread | None = None
+
+    def open(self, step: int = 0, *, run_nonce: str = "", take_over: bool = False) -> Opening:
+        """Become the trainer, going on from a checkpoint of `step` (0: from the start); a new lineage begins.
+
+        Raises RoleHeld when another trainer beats (unless `take_over`, which fences it), LostRun when the server does
+        not hold the run of `run_nonce`, LedgerError when `step` is not between what is freed and what was taken.
+        """
+        opening = self._run.ledger.open(
+            self.nonce, step=step, lineage=self.lineage, run_nonce=run_nonce, take_over=take_over
+        )
+        self._heart = threading.Thread(target=self._beat_on, name="trainer-heartbeat", daemon=True)
+        self._heart.start()
+        return opening
+
+    def close(self) -> None:
+        """Give the role up, so that the next trainer need not wait."""
+        self._closed.set()
+        if self._heart:
+            self._heart.join()
+        if self._heart and self._fenced is None:
+            self._run.control.beat("trainer", self.nonce, closing=True)
+
+    def stop(self) -> None:
+        """Make a waiting `take_batch` raise Stopped. For signal handlers."""
+        self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def take_batch(
+        self,
+        step: int,
+        counts: Mapping[str, int],
+        *,
+        strict: bool = True,
+        deadline_s: float | None = None,
+        waiting: Waiting | None = None,
+    ) -> Batch:
+        """The groups of train step `step`, `counts` of each task; blocks until they are ready.
+
+        A step that was taken before comes back as it was. `waiting` hears why, once a second. Raises TimeoutError after
+        `deadline_s`, Stopped after `stop`, Fenced when another trainer was opened.
+        """
+        return self._take(self._run.ledger, step, counts, strict, deadline_s, waiting)
+
+    def _take(
+        self,
+        ledger: BatchLedger,
+        step: int,
+        counts: Mapping[str, int],
+        strict: bool,
+        deadline_s: float | None,
+        waiting: Waiting | None,
+    ) -> Batch:
+        started = time.monotonic()
+        while not isinstance(answer := ledger.take(self.nonce, step, counts, strict=strict), Manifest):
+            self._check()
+            waited = time.monotonic() - started
+            if deadline_s is not None and waited > deadline_s:
+                raise TimeoutError(f"step {step} after {waited:.0f} s: {answer}")
+            if waiting:
+                waiting(answer)
+            self._run.store.wait_bell(self._run.keys.bell("trainer"), 1.0)
+        waited_s = time.monotonic() - started
+        payloads = self._run.payloads.read_many([entry.payload for entry in answer.entries])
+        return Batch(step, [wire.decode(data) for data in payloads], answer, waited_s)
+
+    def _check(self) -> None:
+        if self._fenced:
+            raise self._fenced
+        if self._stop.is_set():
+            raise Stopped
+
+    def commit(self, step: int, *, keep: int) -> None:
+        """The checkpoint of `step` is durable and `keep` is the oldest one kept: batches up to `keep` are freed."""
+        self._run.ledger.commit(self.nonce, step, keep)
+
+    # -- control -------------------------------------------------------------
+
+    @contextmanager
+    def paused(self, mode: PauseMode) -> Iterator[float]:
+        """Pause, wait for every live worker's receipt, and continue at the end. Yields the seconds it took."""
+        yield self.pause(mode)
+        self.continue_()
+
+    def pause(self, mode: PauseMode) -> float:
+        """Pause the run; returns the seconds until the last receipt. A worker silent for `pause_timeout_s` is fenced."""
+        started = time.monotonic()
+        self._run.control.set_mode("trainer", Mode(mode), nonce=self.nonce)
+        self._await_receipts()
+        return time.monotonic() - started
+
+    def _await_receipts(self) -> None:
+        """Wait for receipts of the newest epoch: an operator may change the mode meanwhile."""
+        end = time.monotonic() + self._run.limits.pause_timeout_s
+        control = self._run.control
+        while silent := control.silent_workers(control.state().epoch):
+            self._check()
+            if time.monotonic() > end:
+                for worker in silent:
+                    log.warning("no receipt; fencing", extra={"worker": worker})
+                    self._run.fleet.fence(worker)
+            self._run.store.wait_bell(self._run.keys.bell("receipts"), 0.1)
+
+    def continue_(self) -> None:
+        """Let the run go on, as far as the operator does not hold it."""
+        self._run.control.set_mode("trainer", Mode.RUN, nonce=self.nonce)
+
+    def finish(self) -> None:
+        """The run is over: workers and producer end what they have and leave."""
+        self._run.control.set_mode("trainer", Mode.FINISH, nonce=self.nonce)
+
+    def publish_weights(self, version: int, path: str, checksum: str) -> PolicyVersion:
+        """Name the weights after train step `version` as the newest; workers load them before they claim again."""
+        weights = PolicyVersion(self.lineage, version)
+        self._run.control.publish_weights(self.nonce, weights, path, checksum)
+        return weights
+
+    # -- evaluation ----------------------------------------------------------
+
+    def evaluate(self, task: str, count: int, *, waiting: Waiting | None = None) -> list[RolloutGroup]:
+        """`count` groups of an evaluation task, generated by the workers with the newest weights.
+
+        They have a ledger of their own and touch no training counter. One that was interrupted is taken up again.
+        """
+        ledger = self._run.evaluations
+        step = ledger.steps()[1] + 1
+        ledger.set_target(self.nonce, task, step * count)
+        batch = self._take(ledger, step, {task: count}, True, None, waiting)
+        ledger.commit(self.nonce, step, step)
+        return batch.groups
+
+    # -- the heartbeat -------------------------------------------------------
+
+    def _beat_on(self) -> None:
+        # beats on while the last step is finished after `stop`: the role is held until `close`
+        while not self._closed.wait(self._run.limits.heartbeat_ms / 1000):
+            try:
+                self._run.control.beat("trainer", self.nonce)
+            except Fenced as error:
+                self._fenced = error
+                break
+            except StoreUnavailable as error:
+                log.warning("no heartbeat: %s", error)

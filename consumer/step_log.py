@@ -1,0 +1,39 @@
+"""What the trainer writes down of every train step and evaluation: two JSONL files in the run's folder.
+
+A step that is trained again after a restart is written again; the reader (`buffer.step_log`) knows which counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from consumer.evaluations import FILE, Evaluations, read_evaluations
+
+
+class StepWriter:
+    """Appends to `steps.jsonl` and `evaluations.jsonl`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
+        entry = {"step": step, "lineage": lineage, "gids": gids, "metrics": metrics}
+        _append(self._folder / "steps.jsonl", entry)
+
+    def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
+        _append(self._folder / FILE, {"step": step, "task": task, "metrics": metrics})
+
+    def evaluations(self) -> Evaluations:
+        return read_evaluations(self._folder)
+
+
+def _append(file: Path, entry: dict[str, Any]) -> None:
+    line = orjson.dumps(entry) + b"\n"
+    # a trainer that was killed in the middle of a line must not spoil the next one
+    if file.exists() and not file.read_bytes()[-1:] in (b"", b"\n"):
+        line = b"\n" + line
+    with file.open("ab") as stream:
+        stream.write(line)

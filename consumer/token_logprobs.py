@@ -1,0 +1,37 @@
+"""Log-probabilities of the sampled tokens under a model, for a packed micro-batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from consumer.packing import MicroBatch
+
+
+class TokenLogprobs(NamedTuple):
+    """Both float32[N], one value per response token."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def token_logprobs(
+    model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0, bf16: bool = False
+) -> TokenLogprobs:
+    """Log-probability of each of the N targets, and the entropy (nats) of what it was drawn from.
+
+    The output head is applied to the N positions that predict a response token, not to all R * W slots:
+    prompts cost no logits, which for a large vocabulary is most of the memory.
+    """
+    with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
+        # No attention mask on purpose: only then does transformers read the borders from the positions.
+        hidden = model.base_model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).last_hidden_state
+        logits = model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, batch.logit_index))
+    distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = distribution.gather(1, batch.targets[:, None]).squeeze(1)
+    return TokenLogprobs(logprobs, -(distribution.exp() * distribution).sum(-1))

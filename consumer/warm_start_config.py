@@ -1,0 +1,24 @@
+"""[warm_start] of the config: the supervised phase before reinforcement learning. Needs no torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from buffer.config import Section
+
+
+class WarmStartConfig(Section):
+    """[warm_start]: the supervised phase."""
+
+    max_steps: int = Field(2000, ge=1)
+    """give up after this many steps, whatever the accuracy"""
+    stop_accuracy: float = Field(0.4, ge=0, le=1)
+    """stop when greedy accuracy on the development problems reaches this"""
+    check_every_steps: int = Field(25, ge=1)
+    development_problems: int = Field(300, ge=1)
+    """taken from the end of the problems; never trained on"""
+    batch_size: int = Field(32, ge=1)
+    """problems per step"""
+    learning_rate: float = Field(3e-3, gt=0)
+    warmup_steps: int = Field(30, ge=1)
+    seed: int = Field(0, ge=0, lt=2**32)

@@ -1,0 +1,1 @@
+"""What a worker does with one group: how its rollouts are generated and judged."""

@@ -1,0 +1,117 @@
+"""One answer for each rollout: generate, decode, judge.
+
+    INIT or ABORTED ──generate──▶ stop, length ──judge──▶ COMPLETED
+          ▲                           │   └── judge error ──▶ FAILED
+          └──── ABORTED ◀── abort ────┘       (no token at all: FAILED too)
+
+A rollout becomes COMPLETED only when its reward is there. So one that is COMPLETED is never generated or
+judged again, and one that was cut off while it was judged is judged when its group is resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection, Coroutine, Iterable
+from typing import Any
+
+import numpy as np
+
+from buffer.errors import JudgeError, WireError
+from buffer.rollout import RolloutState, SampleParams, Status
+from producer_workers.engines.base import Engine
+from producer_workers.judges.judge import Judge
+from producer_workers.tokenizer import Tokenizer
+
+
+class SingleTurnAgentLoop:
+    """Runs the rollouts of a group at the same time, one request each.
+
+    With `partial_rollout`, an aborted rollout keeps its tokens and is continued behind them; without, it
+    starts again from its prompt. `judge` None leaves the reward empty. Changes the states it is given.
+    """
+
+    def __init__(
+        self,
+        *,
+        judge: Judge | None,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        partial_rollout: bool = False,
+    ) -> None:
+        self._judge = judge
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._partial_rollout = partial_rollout
+        self._attempts = itertools.count()
+
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
+        """See `AgentLoop`. An error of one rollout cancels the others of the group, then is raised."""
+        await _run_all(self._run(s, engine, gid) for s in states if s.status is not Status.COMPLETED)
+        return states
+
+    async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
+        keeps_tokens = self._partial_rollout and state.status in (Status.ABORTED, Status.INIT)
+        if not keeps_tokens:
+            state.reset_response()
+        reason = self._finished(state) or await self._generate(state, engine, gid)
+        if reason == "abort":
+            self._abort(state)
+        else:
+            await self._complete(state, reason)
+
+    def _finished(self, state: RolloutState) -> str | None:
+        """Why a resumed rollout needs no request any more; None where it does."""
+        if state.finish_reason in ("stop", "length"):
+            return state.finish_reason
+        done, params = len(state.response_ids), state.sample_params
+        if done and int(state.response_ids[-1]) in self._eos_ids.union(params.stop_token_ids):
+            return "stop"
+        return "length" if done >= params.max_tokens else None
+
+    async def _generate(self, state: RolloutState, engine: Engine, gid: str) -> str:
+        if state.prompt_ids is None:
+            raise WireError(f"rollout {state.index} of {gid} has no prompt_ids")
+        request_id = f"{gid}/{state.index}/{next(self._attempts)}"
+        tokens = np.concatenate([state.prompt_ids, state.response_ids])
+        generation = await engine.generate(request_id, tokens, _what_is_left(state))
+        state.append(generation.token_ids, generation.logprobs, generation.spans)
+        return generation.finish_reason
+
+    def _abort(self, state: RolloutState) -> None:
+        if not self._partial_rollout:
+            state.reset_response()
+        state.status, state.finish_reason = Status.ABORTED, "abort"
+
+    async def _complete(self, state: RolloutState, reason: str) -> None:
+        state.finish_reason = reason
+        if not len(state.response_ids):
+            state.status, state.error = Status.FAILED, f"the engine finished ({reason}) without a token"
+            return
+        state.response = str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))
+        try:
+            state.reward = await self._judge.judge(state) if self._judge else None
+        except JudgeError as error:
+            state.status, state.error = Status.FAILED, str(error)
+        else:
+            state.status = Status.COMPLETED
+
+
+def _what_is_left(state: RolloutState) -> SampleParams:
+    """The sampling parameters of the tokens that are still to come."""
+    done, params = len(state.response_ids), state.sample_params
+    left = {"max_tokens": params.max_tokens - done, "min_tokens": max(0, params.min_tokens - done)}
+    return params.model_copy(update=left) if done else params
+
+
+async def _run_all(rollouts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all; on the first error cancel the rest, wait until they have ended, and raise it."""
+    tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,104 @@
+"""Puts producer and worker together from a config: the one place that knows all parts of this side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import orjson
+
+from buffer.errors import ConfigError, ModelError
+from buffer.open_run import INITIAL
+from buffer.rollout import PolicyVersion
+from buffer.run import Run
+from producer_workers.agent_loops.agent_loop import AgentLoop, load_agent_loop
+from producer_workers.config import ProducingConfig
+from producer_workers.datasets.open import open_dataset
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import Engine
+from producer_workers.judges.load import load_judge
+from producer_workers.producer import Producer
+from producer_workers.sampler import Sampler
+from producer_workers.strategy import AsyncProduceStrategy
+from producer_workers.tokenizer import load_tokenizer
+from producer_workers.worker import Worker
+
+
+def problems_dir(config: ProducingConfig, task: str) -> Path:
+    """Where generated problems of a training task, and of the evaluation of it, are."""
+    return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
+
+
+def model_dir(config: ProducingConfig) -> Path:
+    """The model that the run started from: its tokenizer and shape stay those of all later weights."""
+    return config.policy.model or config.run.folder / "model"
+
+
+def make_producer(config: ProducingConfig, run: Run) -> Producer:
+    """A producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
+    tokenizer = load_tokenizer(str(model_dir(config)))
+    samplers = {}
+    for name, task in config.tasks.items():
+        if name not in run.limits.tasks:
+            raise ConfigError(f"task {name!r} is not in the run", hint="the run was started with another config")
+        samplers[name] = Sampler(
+            name,
+            open_dataset(task.dataset, problems_dir(config, name), task.split),
+            tokenizer,
+            task.sample.to_params(),
+            prompt_repeat_k=task.prompt_repeat_k,
+            seed=config.run.seed,
+            shuffle=task.shuffle,
+            max_prompt_tokens=config.producer.max_prompt_tokens,
+        )
+    return Producer(run, samplers, AsyncProduceStrategy.of(config), slice_size=config.producer.slice_size)
+
+
+async def start_engine(config: ProducingConfig, run: Run) -> Engine:
+    """The engine of this worker, with the run's first weights loaded; the worker loads newer ones."""
+    engine = build_engine(config.engine, model_dir(config), PolicyVersion(INITIAL, 0))
+    try:
+        await asyncio.wait_for(engine.start(), config.worker.start_timeout_s)
+    except TimeoutError as error:
+        await engine.shutdown()
+        raise ModelError(f"the engine was not up after {config.worker.start_timeout_s:g} s") from error
+    return engine
+
+
+def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: str) -> Worker:
+    """A worker with an agent loop per task."""
+    tokenizer = load_tokenizer(str(model_dir(config)))
+    eos_ids = _eos_ids(model_dir(config))
+    partial = config.strategy.enable_partial_rollout
+    loops: dict[str, AgentLoop] = {
+        name: load_agent_loop(
+            config.worker.agent_loop,
+            judge=load_judge(task.judge),
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            partial_rollout=partial,
+        )
+        for name, task in config.tasks.items()
+    }
+    return Worker(
+        run,
+        engine,
+        loops,
+        worker_id=worker_id,
+        concurrency=config.worker.concurrency,
+        partial_rollout=partial,
+        drain_timeout_s=config.worker.drain_timeout_s,
+        facts={"host": socket.gethostname(), "pid": str(os.getpid())},
+    )
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    """End-of-text ids of a model folder, as its generation config or config gives them."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        eos = orjson.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
+        if eos is not None:
+            return set(eos) if isinstance(eos, list) else {int(eos)}
+    return set()

@@ -1,0 +1,118 @@
+"""The commands of the producing side: `worker`, `producer`, `problems`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from buffer.config import load_config
+from buffer.json_log import log_json
+from buffer.lifeline import follow_owner
+
+if TYPE_CHECKING:
+    from buffer.run import Run
+    from producer_workers.config import ProducingConfig
+    from producer_workers.worker import Worker
+
+log = logging.getLogger("rolloutmq.worker")
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
+Url = Annotated[str | None, typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own.")]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="Become the producer although another one still beats; fences it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this side's commands to the command line."""
+    app.command(epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")(worker)
+    app.command(epilog="Example: rolloutmq producer configs/demo.toml --take-over")(producer)
+    app.command(epilog="Example: rolloutmq problems configs/demo.toml")(problems)
+
+
+def worker(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    worker_id: Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")] = None,
+) -> None:
+    """Start one rollout worker: an inference engine that claims jobs until it is stopped (SIGTERM drains)."""
+    settings = _load(config, overrides)
+    name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
+    log_json(name)
+    follow_owner()
+    asyncio.run(_work(settings, redis_url, name))
+
+
+def producer(config: Config, overrides: Set = None, redis_url: Url = None, take_over: TakeOver = False) -> None:
+    """Start the producer: draws prompts and keeps the queue filled as far as the staleness limit allows."""
+    settings = _load(config, overrides)
+    log_json("producer")
+    follow_owner()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    from producer_workers.assembly import make_producer
+
+    make_producer(settings, _open(settings, redis_url, "producer")).run(stop, take_over=take_over)
+
+
+def problems(config: Config, overrides: Set = None) -> None:
+    """Write the generated problems of a config (reasoning-gym) into the run's folder, if they are not there."""
+    settings = _load(config, overrides)
+    from producer_workers.assembly import problems_dir
+    from producer_workers.datasets.open import open_dataset
+
+    for name, task in settings.tasks.items():
+        rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
+        typer.echo(f"{name}: {rows} problems")
+
+
+def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
+    from producer_workers.config import ProducingConfig
+
+    return load_config(ProducingConfig, config, overrides or [])
+
+
+def _open(settings: ProducingConfig, redis_url: str | None, name: str) -> Run:
+    from buffer.open_run import open_store, server_url, wait_for_run
+
+    store = open_store(settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True)
+    return wait_for_run(store, settings.run.name)
+
+
+async def _work(settings: ProducingConfig, redis_url: str | None, name: str) -> None:
+    from producer_workers.assembly import make_worker, start_engine
+
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    run = await asyncio.to_thread(_open, settings, redis_url, name)
+    engine = await start_engine(settings, run)
+    try:
+        member = make_worker(settings, run, engine, name)
+        watch = asyncio.create_task(_stop_when(stopped, member))
+        await member.run()
+        watch.cancel()
+    finally:
+        await engine.shutdown()
+
+
+async def _stop_when(stopped: asyncio.Event, member: Worker) -> None:
+    """The first signal drains; a second one ends the process at once."""
+    await stopped.wait()
+    log.info("stopping: finishing what is held")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, os._exit, 130)
+    member.stop()
+
+

@@ -1,0 +1,39 @@
+"""The config file as the producing side reads it: the shared sections, [engine], [worker] and [producer]."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from buffer.config import Section
+from buffer.config_file import ConfigFile
+from producer_workers.engines.config import EngineConfig, VllmConfig
+
+
+class WorkerSection(Section):
+    """[worker]: one rollout worker."""
+
+    concurrency: int = Field(8, ge=1, le=1024)
+    """groups in work at once; 0 tokens are wasted on more, the engine's own queue takes them"""
+    agent_loop: str = "single_turn"
+    """how a group is generated: single_turn, or your own class as package.module:Class"""
+    drain_timeout_s: float = Field(60.0, ge=0)
+    """how long a worker that was told to stop finishes what it holds before it hands the rest back"""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """how long the engine may take to load its model"""
+
+
+class ProducerSection(Section):
+    """[producer]: what becomes a job."""
+
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """longer prompts are counted and passed over; default: no limit"""
+    slice_size: int = Field(64, ge=1, le=512)
+    """groups per enqueue"""
+
+
+class ProducingConfig(ConfigFile):
+    """What producer and workers need."""
+
+    engine: EngineConfig = VllmConfig()
+    worker: WorkerSection = WorkerSection()
+    producer: ProducerSection = ProducerSection()

@@ -1,0 +1,32 @@
+"""A data set: numbered problems, each readable on its own.
+
+Random access is the whole interface: a cursor into a data set is one integer (`draw_order.py`), so nothing
+of a reader has to be saved or restored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Problem(BaseModel):
+    """One row: the chat that asks, and what a judge needs to score an answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    ground_truth: Any = None
+    data_source: str | None = None
+    extra: dict[str, Any] = {}
+
+
+class Dataset(Protocol):
+    """Rows 0 .. len - 1. The same row number gives the same problem for as long as the run lives."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, row: int) -> Problem:
+        """Raises DatasetError where the row cannot be used, IndexError where there is none."""
+        ...

@@ -1,0 +1,32 @@
+"""Loads what a user names in a configuration as "module:name"."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from buffer.errors import ConfigError
+
+
+def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
+    """The object at `spec`, "package.module:name". Raises ConfigError with what is known instead.
+
+    The current folder is searched last, so that a file beside the configuration is found and hides nothing.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        known = ", ".join(sorted(built_in))
+        raise ConfigError(f"there is no {kind} {spec!r}", hint=f'known: {known}; or give "module:name"')
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except ImportError as error:
+        message = f"{kind} {spec!r}: module {module_name!r} cannot be imported: {error}"
+        raise ConfigError(message, hint="put its folder on PYTHONPATH, or start in that folder") from error
+    except AttributeError as error:
+        raise ConfigError(f"{kind} {spec!r}: module {module_name!r} has no {name!r}") from error

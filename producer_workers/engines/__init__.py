@@ -1,0 +1,22 @@
+"""The inference engines of a rollout worker. Importing this package imports no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from buffer.rollout import PolicyVersion
+    from producer_workers.engines.base import Engine
+    from producer_workers.engines.config import EngineConfig
+
+
+def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) -> Engine:
+    """The engine of `config`, not started. `version` names the weights that `model_dir` holds."""
+    if config.kind == "simulated":
+        from producer_workers.engines.simulated import SimulatedEngine
+
+        return SimulatedEngine(config, version)
+    from producer_workers.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(config, model_dir, version)

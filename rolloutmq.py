@@ -1,0 +1,104 @@
+"""The `rolloutmq` command: finds its sub-commands in the three packages, turns errors into one clear message.
+
+Exit codes are those of `buffer.errors`. An error that we know is told without a traceback; ROLLOUTMQ_DEBUG=1
+shows it. `--help` loads no torch, vllm or transformers: a sub-command imports them when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+import buffer.commands
+import consumer.commands
+import producer_workers.commands
+from buffer.errors import RolloutMQError
+from buffer.masking import mask_url
+
+EPILOG = """
+\b
+Examples:
+  rolloutmq run configs/demo.toml            a whole run on this machine
+  rolloutmq status                           where it is; finds server and run
+  rolloutmq top                              the live view
+  rolloutmq ls --task math --stage pool      groups that are ready
+  rolloutmq show math-0000000042             texts, rewards, policy versions
+  rolloutmq pause --mode drain --wait        finish what runs, claim nothing
+  rolloutmq continue                         and go on
+  rolloutmq fsck                             nothing lost, nothing trained twice
+
+\b
+Exit codes:
+    0  done
+    1  failed
+    2  a flag, a config or a data set is wrong
+    3  the server: not reachable, refused, or it would lose data
+    4  a model, an engine or weights cannot be loaded
+    5  this run cannot be opened like that
+    6  the account of groups does not add up
+  130  interrupted by Ctrl-C
+
+\b
+Environment:
+  REDIS_URL          the server, where no --redis-url is given
+  NO_COLOR=1         no colours
+  ROLLOUTMQ_DEBUG=1  a traceback for every error
+"""
+
+app = typer.Typer(
+    name="rolloutmq",
+    help="A Redis-backed message queue between LLM rollout workers and an RL trainer.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"rolloutmq {version('rolloutmq')}")
+        except PackageNotFoundError:
+            typer.echo("rolloutmq (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+for package in (consumer.commands, producer_workers.commands, buffer.commands):
+    package.register(app)
+
+
+def main() -> None:
+    """Run the command and exit with its code."""
+    try:
+        app(prog_name="rolloutmq")
+    except RolloutMQError as error:
+        if os.environ.get("ROLLOUTMQ_DEBUG"):
+            traceback.print_exc()
+        typer.echo(mask_url(f"error: {error.message}"), err=True)
+        if error.hint:
+            typer.echo(mask_url(f"hint:  {error.hint}"), err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        # typer turns the ones inside of a command into 130 itself
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The buffer on real servers."""

@@ -1,0 +1,34 @@
+"""A fresh run for each test, on each kind of server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from buffer import RunLimits, Store
+from tests.buffer.scene import LIMITS, Scene
+from tests.servers import Server
+
+
+@pytest.fixture
+def store(server: Server) -> Iterator[Store]:
+    store = Store(server.url, deadline_s=5.0)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def scene(store: Store, redis_client: redis.Redis, run_name: str) -> Scene:
+    return Scene(store, redis_client, run_name)
+
+
+@pytest.fixture
+def make_scene(store: Store, redis_client: redis.Redis, run_name: str) -> Callable[..., Scene]:
+    """A scene with other limits: `make_scene(max_tries=1)`."""
+
+    def make(**changes: object) -> Scene:
+        return Scene(store, redis_client, run_name, RunLimits(**{**LIMITS.model_dump(), **changes}))
+
+    return make

@@ -1,0 +1,191 @@
+"""A run with a producer, workers and a trainer whose every move a test makes by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import redis
+
+from buffer import (
+    Job,
+    Keys,
+    Manifest,
+    Mode,
+    NotReady,
+    PolicyVersion,
+    Pulse,
+    RolloutGroup,
+    RolloutState,
+    Run,
+    RunLimits,
+    Status,
+    Store,
+    TaskLimits,
+    VersionSpan,
+    group_id,
+    new_nonce,
+    wire,
+)
+from buffer.fleet import Beat
+from buffer.jobs import Enqueued
+from buffer.payloads import PayloadRef
+from tests.buffer.keyspace import dump
+
+FIRST = PolicyVersion("l0", 0)
+TASKS = {"math": TaskLimits(), "code": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
+LIMITS = RunLimits(stale_threshold=2, tasks=TASKS)
+
+
+def prompt(gid: str, samples: int = 2) -> bytes:
+    """An INIT payload."""
+    message = {"role": "user", "content": f"what is {gid}?"}
+    states = [RolloutState(index=i, messages=[message], prompt_ids=np.arange(3)) for i in range(samples)]
+    return wire.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
+
+
+def extend(group: RolloutGroup, status: Status, weights: PolicyVersion | None) -> RolloutGroup:
+    """The group with two more tokens in each rollout, made by `weights` (None: no tokens)."""
+    for state in group.states:
+        if weights is not None:
+            span = VersionSpan(0, 2, weights.version, weights.lineage)
+            state.append(np.array([5, 6], "<i4"), np.array([-0.5, -0.25], "<f4"), [span])
+        state.status = status
+        state.reward = {"score": 1.0} if status is Status.COMPLETED else None
+        state.finish_reason = "stop" if status is Status.COMPLETED else "abort"
+    return RolloutGroup(group.gid, group.task, group.states)
+
+
+class Scene:
+    """One run. `raw` sees it with plain commands; `producer` and `trainer` are the nonces of its roles."""
+
+    def __init__(self, store: Store, raw: redis.Redis, name: str, limits: RunLimits = LIMITS) -> None:
+        self.store, self.name = store, name
+        self.raw: Any = raw
+        self.run = Run.create(store, name, new_nonce(), limits, FIRST, "/weights/0")
+        self.keys = Keys(name)
+        self.producer, self.trainer = "", ""
+        self.nonces: dict[str, str] = {}
+
+    # -- moves ---------------------------------------------------------------
+
+    def open_producer(self, **options: Any) -> str:
+        nonce = new_nonce()
+        self.run.control.open_producer(nonce, **options)
+        self.producer = nonce
+        return nonce
+
+    def open_trainer(self, step: int = 0, lineage: str = "l1", **options: Any) -> str:
+        nonce = new_nonce()
+        self.run.ledger.open(nonce, step=step, lineage=lineage, **options)
+        self.trainer = nonce
+        return nonce
+
+    def enqueue(
+        self, count: int, *, task: str = "math", target: int | None = 1000, samples: Sequence[int] | None = None
+    ) -> Enqueued:
+        """The next draws, their prompts first."""
+        if not self.producer:
+            self.open_producer()
+        samples = [2] * count if samples is None else samples
+        cursor = self.run.jobs.cursor(task)
+        gids = [group_id(task, cursor + i) for i in range(len(samples))]
+        self.run.payloads.write_prompts({g: prompt(g, n) for g, n in zip(gids, samples, strict=True) if n})
+        return self.run.jobs.enqueue(self.producer, new_nonce(), task, cursor, samples, target)
+
+    def worker(self, name: str = "w0") -> str:
+        """The nonce of a registered worker."""
+        if name not in self.nonces:
+            self.nonces[name] = new_nonce()
+            self.run.fleet.register(name, self.nonces[name], {"engine": "none"})
+        return self.nonces[name]
+
+    def claim(self, count: int = 1, worker: str = "w0", weights: PolicyVersion = FIRST) -> list[Job]:
+        claim = self.run.jobs.claim(worker, self.worker(worker), new_nonce(), weights, count)
+        assert claim.refusal is None
+        return claim.jobs
+
+    def beat(self, held: Sequence[Job], worker: str = "w0", ack: int = 1) -> Beat:
+        pulse = Pulse(ack, FIRST, "ready", 1.0, 0)
+        return self.run.fleet.heartbeat(worker, self.worker(worker), pulse, held)
+
+    def submit(
+        self,
+        job: Job,
+        weights: PolicyVersion | None = FIRST,
+        *,
+        status: Status = Status.COMPLETED,
+        filtered: bool = False,
+        worker: str = "w0",
+    ) -> None:
+        group = extend(self.run.buffer.get(job.payload), status, weights)
+        self.run.buffer.submit(worker, job, group, 4, filtered=filtered)
+
+    def ready(self, *versions: int, task: str = "math", lineage: str = "l0") -> list[str]:
+        """New groups in the completed pool, one of each policy version; their gids."""
+        self.enqueue(len(versions), task=task)
+        jobs = self.claim(len(versions))
+        for job, version in zip(jobs, versions, strict=True):
+            self.submit(job, PolicyVersion(lineage, version))
+        return [job.gid for job in jobs]
+
+    def take(self, step: int, strict: bool = True, **counts: int) -> Manifest:
+        manifest = self.run.ledger.take(self.trainer, step, counts or {"math": 1}, strict=strict)
+        assert isinstance(manifest, Manifest), manifest
+        return manifest
+
+    def try_take(self, step: int, strict: bool = True, **counts: int) -> NotReady:
+        answer = self.run.ledger.take(self.trainer, step, counts or {"math": 1}, strict=strict)
+        assert isinstance(answer, NotReady), answer
+        return answer
+
+    def expire_leases(self, *gids: str) -> None:
+        """Let leases run out (all of them by default) without waiting, and without an outage being suspected."""
+        now = self.now_ms()
+        for gid in gids or [member.decode() for member in self.raw.zrange(self.keys.leases, 0, -1)]:
+            self.raw.zadd(self.keys.leases, {gid: now - 1}, xx=True)
+        self.raw.hset(self.keys.clock, mapping={"seen_ms": now, "grace_until_ms": 0})
+
+    def pause(self, mode: Mode = Mode.ABORT, lanes: str = "") -> int:
+        return self.run.control.set_mode("operator", mode, lanes=lanes).epoch
+
+    # -- sights --------------------------------------------------------------
+
+    def now_ms(self) -> int:
+        seconds, micros = self.raw.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    def record(self, gid: str) -> dict[str, str]:
+        return {k.decode(): v.decode() for k, v in self.raw.hgetall(self.keys.group(gid)).items()}
+
+    def payload(self, gid: str) -> PayloadRef:
+        """Where the newest bytes of a group are."""
+        record = self.record(gid)
+        return PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
+
+    def counters(self, task: str = "math") -> dict[str, str]:
+        return self.run.progress(task)
+
+    def stream(self, lane: str, task: str = "math") -> list[str]:
+        """Waiting gids of a lane, in order."""
+        return [fields[b"gid"].decode() for _, fields in self.raw.xrange(self.keys.jobs(task, lane))]
+
+    def pool(self, status: str, task: str = "math") -> list[tuple[str, float]]:
+        """(gid, score) of a pool, in order."""
+        members = self.raw.zrange(self.keys.pool(task, status), 0, -1, withscores=True)
+        return [(member.decode().partition(":")[2], score) for member, score in members]
+
+    def garbage(self) -> set[str]:
+        return {member.decode() for member in self.raw.smembers(self.keys.garbage)}
+
+    def bit(self, place: str, draw: int, task: str = "math") -> int:
+        return int(self.raw.getbit(self.keys.ended(task, place), draw))
+
+    def dump(self) -> dict[str, Any]:
+        return dump(self.raw, self.name)
+
+    def check(self) -> None:
+        """The account of the run adds up, group by group (I1)."""
+        audit = self.run.account.fsck()
+        assert audit.clean, (audit.faults, audit.lost, audit.doubled)

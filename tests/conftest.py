@@ -1,0 +1,16 @@
+"""Fixtures that every test may use, and quiet defaults for the engines."""
+
+from __future__ import annotations
+
+import os
+
+from tests.servers import redis_client, run_name, server
+
+# No network, no compiler warm-up, no thread pinning: tests share few cores.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+__all__ = ["redis_client", "run_name", "server"]

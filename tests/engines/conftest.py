@@ -1,0 +1,93 @@
+"""One event loop, tiny models and one real vLLM engine for the whole session (it takes 15 s to start)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from buffer.rollout import PolicyVersion
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import Engine
+from producer_workers.engines.config import SimulatedConfig, VllmConfig
+from producer_workers.engines.distributions import Fixed
+from tests.engines.tiny_model import write_tiny_model
+
+T = TypeVar("T")
+Run = Callable[[Coroutine[Any, Any, T]], T]
+FIRST = PolicyVersion("main", 0)
+CPU_ENGINE = VllmConfig(max_model_len=2048, max_num_seqs=32, kv_cache_memory_bytes=64 << 20, omp_threads=1)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Checkpoints of one model, and things that are none."""
+
+    first: Path
+    second: Path
+    truncated: Path
+    wider: Path
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Run[Any]]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("models")
+    first = write_tiny_model(root / "first", seed=1)
+    truncated = root / "truncated"
+    shutil.copytree(first, truncated)
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return Folders(
+        first=first,
+        second=write_tiny_model(root / "second", seed=2),
+        truncated=truncated,
+        wider=write_tiny_model(root / "wider", seed=1, hidden=128),
+    )
+
+
+@pytest.fixture(scope="session")
+def running_vllm(run: Run[None], folders: Folders) -> Iterator[Engine]:
+    """The one vLLM engine. Its end must leave no process behind."""
+    before = set(psutil.Process().children(recursive=True))
+    engine = build_engine(CPU_ENGINE, folders.first, FIRST)
+    run(engine.start())
+    yield engine
+    run(engine.shutdown())
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [child for child in left if "VLLM" in child.name()]
+
+
+@pytest.fixture
+def vllm_engine(running_vllm: Engine, run: Run[None], folders: Folders) -> Iterator[Engine]:
+    """The vLLM engine as it was at its start."""
+    yield running_vllm
+    run(running_vllm.resume())
+    run(running_vllm.load_weights(folders.first, FIRST))
+
+
+@pytest.fixture
+def simulated_engine(run: Run[None]) -> Iterator[Engine]:
+    config = SimulatedConfig(first_token_s=Fixed(value=0.005), token_s=Fixed(value=0.0004))
+    engine = build_engine(config, Path(), FIRST)
+    run(engine.start())
+    yield engine
+    run(engine.shutdown())
+
+
+@pytest.fixture(params=["simulated", pytest.param("vllm", marks=pytest.mark.vllm)])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Every engine in turn."""
+    engine: Engine = request.getfixturevalue(f"{request.param}_engine")
+    return engine

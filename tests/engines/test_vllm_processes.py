@@ -1,0 +1,89 @@
+"""vLLM's processes end with the worker that owns them; a mixture of experts takes new weights.
+
+The first two share an engine of their own; the third kills another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import psutil
+import pytest
+
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import EngineDeadError
+from tests.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
+from tests.engines.test_conformance import LONG, NEXT, PROMPT, sampling
+from tests.engines.tiny_model import reference_logprobs, write_tiny_model
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, Any], Path]]:
+    root = tmp_path_factory.mktemp("experts")
+    first = write_tiny_model(root / "first", seed=1, architecture="qwen3_moe")
+    second = write_tiny_model(root / "second", seed=2, architecture="qwen3_moe")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.engines.owner", str(first), str(second)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    yield process, orjson.loads(line), second
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_mixture_of_experts_runs_its_new_weights_after_an_update(
+    owner: tuple[Any, dict[str, Any], Path],
+) -> None:
+    _, report, second = owner
+    reference = reference_logprobs(second, [40, 41, 42], report["token_ids"])
+    assert np.abs(np.array(report["logprobs"]) - np.array(reference)).max() < 2e-3
+
+
+def test_engine_processes_end_when_their_owner_is_killed(owner: tuple[Any, dict[str, Any], Path]) -> None:
+    process, report, _ = owner
+    assert report["children"]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    alive = report["children"]
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.1)
+        alive = [pid for pid in alive if psutil.pid_exists(pid)]
+    assert not alive
+
+
+def test_running_and_later_calls_fail_when_the_engine_process_is_killed(
+    run: Run[None], folders: Folders
+) -> None:
+    async def scenario() -> None:
+        before = set(psutil.Process().children(recursive=True))
+        engine = build_engine(CPU_ENGINE, folders.first, FIRST)
+        await engine.start()
+        running = asyncio.create_task(engine.generate("one", PROMPT, sampling(LONG)))
+        await asyncio.sleep(0.1)
+        for child in set(psutil.Process().children(recursive=True)) - before:
+            if "VLLM" in child.name():
+                child.kill()
+        with pytest.raises(EngineDeadError):
+            await running
+        with pytest.raises(EngineDeadError):
+            engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await engine.load_weights(folders.second, NEXT)
+        await engine.shutdown()
+
+    run(scenario())

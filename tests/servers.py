@@ -1,0 +1,107 @@
+"""Real servers for tests: the embedded Valkey always, and Redis where it is installed.
+
+In CI (`CI` is set) both are demanded: a missing server fails there instead of being skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+import redis
+
+from buffer.embedded import EmbeddedServer
+
+KINDS = ("valkey", "redis")
+SAFE = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction", "--save", "")
+_numbers = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server that a test may fill, but not stop or change."""
+
+    kind: str
+    url: str
+
+    def connect(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url)
+
+
+@contextmanager
+def start_redis(folder: Path, *options: str) -> Iterator[str]:
+    """A Redis of its own in `folder`, with further options; the URL of its socket. Stopped at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "redis.sock"
+    fixed = ("--port", "0", "--unixsocket", str(path), "--dir", str(folder), "--logfile", "redis.log")
+    process = subprocess.Popen([_find_redis(), *fixed, *options], cwd=folder, start_new_session=True)
+    try:
+        _wait_for(path, process, folder / "redis.log")
+        yield f"unix://{path}"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def _find_redis() -> str:
+    if binary := shutil.which("redis-server"):
+        return binary
+    if os.environ.get("CI"):
+        pytest.fail("no redis-server on this machine, and CI must test both servers")
+    pytest.skip("no redis-server on this machine")
+
+
+def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(1000):
+        if process.poll() is not None:
+            raise RuntimeError(log.read_text(encoding="utf-8"))
+        try:
+            with redis.Redis(unix_socket_path=str(path)) as client:
+                client.ping()
+        except (redis.ConnectionError, redis.ResponseError) as error:
+            if isinstance(error, redis.AuthenticationError):
+                return
+        else:
+            return
+        time.sleep(0.01)
+    raise RuntimeError(f"no answer at {path}")
+
+
+@contextmanager
+def start_server(kind: str, folder: Path) -> Iterator[Server]:
+    """A server that is safe for a run: persistent, never evicting."""
+    if kind == "valkey":
+        with EmbeddedServer(folder) as embedded:
+            yield Server(kind, embedded.url)
+    else:
+        with start_redis(folder, *SAFE) as url:
+            yield Server(kind, url)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server of each kind for the whole session; tests keep apart by `run_name`."""
+    with start_server(request.param, tmp_path_factory.mktemp(request.param)) as started:
+        yield started
+
+
+@pytest.fixture
+def redis_client(server: Server) -> Iterator[redis.Redis]:
+    """A plain client (bytes, no retries of ours) of the session's server."""
+    with server.connect() as client:
+        yield client
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run that no other test uses."""
+    return f"test-{os.getpid()}-{next(_numbers)}"

@@ -1,0 +1,61 @@
+"""The rules that keep the three packages apart, and light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {"torch", "vllm", "rq", "transformers", "reasoning_gym", "matplotlib"}
+
+
+def heavy_modules_after(code: str) -> set[str]:
+    """Top-level heavy packages that a fresh interpreter has loaded after `code`."""
+    report = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    command = [sys.executable, "-c", f"{code}\n{report}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return HEAVY & set(done.stdout.splitlines()[-1].split())
+
+
+def test_import_contracts_hold() -> None:
+    lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
+    done = subprocess.run([str(lint), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_buffer_loads_nothing_heavy_when_all_of_it_is_imported() -> None:
+    names = sorted(path.stem for path in (ROOT / "buffer").glob("*.py") if path.stem != "__init__")
+    imports = "\n".join(f"import buffer.{name}" for name in names)
+    assert heavy_modules_after(f"import buffer\n{imports}") == set()
+
+
+def test_the_command_stays_light_when_only_help_is_asked_for() -> None:
+    code = """
+import contextlib, sys, rolloutmq
+sys.argv = ["rolloutmq", "--help"]
+with contextlib.suppress(SystemExit):
+    rolloutmq.main()
+"""
+    assert heavy_modules_after(code) == set()
+
+
+@pytest.mark.parametrize("package", ["buffer", "producer_workers", "consumer", "rolloutmq"])
+def test_packages_come_from_this_repository(package: str) -> None:
+    code = f"import {package}; print({package}.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).is_relative_to(ROOT)
+
+
+def test_no_file_has_the_name_of_a_stdlib_module() -> None:
+    files = [
+        path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")
+    ]
+    assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []
+
+
+def test_docker_is_no_package() -> None:
+    assert not (ROOT / "docker" / "__init__.py").exists()

@@ -1,0 +1,1 @@
+"""The producing side without Redis: data sets, sampler, judges, agent loops."""

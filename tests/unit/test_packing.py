@@ -1,0 +1,136 @@
+"""Packing: every token where it belongs, and no sample that sees another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.errors import ConfigError, WireError
+from buffer.group import RolloutGroup
+from consumer.model_folder import load_model
+from consumer.packing import MicroBatch, Packer
+from consumer.token_logprobs import token_logprobs
+from tests.unit.tiny import build_model, make_group
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=5)), min_size=1, max_size=5
+)
+
+
+def make_groups(shapes: list[tuple[int, list[int]]]) -> list[RolloutGroup]:
+    return [make_group(i, prompt=prompt, lengths=lengths) for i, (prompt, lengths) in enumerate(shapes)]
+
+
+def number_samples(groups: list[RolloutGroup]) -> np.ndarray:
+    """Advantages that name their rollout: 1, 2, 3, ..."""
+    return np.arange(1, 1 + sum(len(g.lengths) for g in groups), dtype=np.float32)
+
+
+def read_sample(batch: MicroBatch, sample: int) -> tuple[list[int], list[int], list[float], list[float]]:
+    """Prompt ids, response ids, logprobs and mask of one sample as the model will see them."""
+    tokens = batch.sample == sample
+    inputs, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+    predecessor = int(batch.logit_index[tokens][0])
+    start = predecessor - int(positions[predecessor])
+    behind = batch.logit_index[tokens] + 1
+    assert inputs[behind].tolist() == batch.targets[tokens].tolist()
+    length = predecessor + 1 - start + len(behind)
+    assert positions[start : start + length].tolist() == list(range(length))
+    return (
+        inputs[start : predecessor + 1].tolist(),
+        batch.targets[tokens].tolist(),
+        batch.rollout_logprobs[tokens].tolist(),
+        batch.mask[tokens].tolist(),
+    )
+
+
+@given(SHAPES, st.integers(1, 80))
+def test_pack_keeps_every_rollout_exactly_once(shapes: list[tuple[int, list[int]]], budget: int) -> None:
+    groups = make_groups(shapes)
+    states = [state for group in groups for state in group.states]
+    seen = []
+    for batch in Packer(budget).pack(groups, number_samples(groups)):
+        for sample, number in enumerate(batch.advantages.tolist()):
+            state = states[int(number) - 1]
+            mask = np.ones(len(state.response_ids)) if state.response_mask is None else state.response_mask
+            assert state.prompt_ids is not None
+            assert read_sample(batch, sample) == (
+                state.prompt_ids.tolist(),
+                state.response_ids.tolist(),
+                state.logprobs.tolist(),
+                mask.tolist(),
+            )
+            assert batch.trained_tokens[sample] == mask.sum()
+            seen.append(int(number))
+    assert sorted(seen) == [n for n, state in enumerate(states, 1) if len(state.response_ids)]
+
+
+@given(SHAPES, st.integers(1, 80))
+def test_pack_stays_within_the_budget_unless_one_sample_is_longer(
+    shapes: list[tuple[int, list[int]]], budget: int
+) -> None:
+    groups = make_groups(shapes)
+    for batch in Packer(budget).pack(groups, number_samples(groups)):
+        rows, width = batch.input_ids.shape
+        assert rows * width <= budget or rows == 1
+
+
+def test_pack_puts_short_samples_into_one_row() -> None:
+    group = make_group(0, prompt=2, lengths=[18, 3, 3, 3, 3])
+    (batch,) = Packer(1000).pack([group], number_samples([group]))
+    assert batch.input_ids.shape == (2, 20)
+
+
+def test_pack_leaves_out_what_is_not_kept() -> None:
+    group = make_group(0)
+    keep = np.array([False, True, False, True])
+    (batch,) = Packer(1000).pack([group], number_samples([group]), keep=keep)
+    assert sorted(batch.advantages.tolist()) == [2, 4]
+
+
+def test_samples_of_one_row_do_not_see_each_other(tmp_path: Path) -> None:
+    model = load_model(build_model(tmp_path)).eval()
+    groups = make_groups([(7, [9, 2, 1]), (3, [2, 6, 4]), (2, [1, 1, 3])])
+    advantages = number_samples(groups)
+    (packed,) = Packer(1000).pack(groups, advantages)
+    assert packed.input_ids.shape[0] < len(advantages), "no row holds two samples: this would test nothing"
+    alone = {}
+    for batch in Packer(1).pack(groups, advantages):
+        alone[float(batch.advantages[0])] = token_logprobs(model, batch).logprobs
+    together = token_logprobs(model, packed).logprobs
+    for sample, number in enumerate(packed.advantages.tolist()):
+        torch.testing.assert_close(together[packed.sample == sample], alone[number], atol=2e-5, rtol=1e-4)
+
+
+def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> None:
+    model = load_model(build_model(tmp_path)).eval()
+    group = make_group(0, prompt=6, lengths=[5, 4])
+    (batch,) = Packer(1000).pack([group], number_samples([group]))
+    assert batch.input_ids.shape == (2, 11)
+    before = token_logprobs(model, batch).logprobs
+    batch.input_ids[1, -1] = 77
+    assert torch.equal(before, token_logprobs(model, batch).logprobs)
+
+
+def test_pack_refuses_a_group_without_prompt_ids() -> None:
+    group = make_group(0)
+    group.prompt_ids = np.empty(0, np.int32)
+    with pytest.raises(WireError, match="no prompt ids"):
+        Packer(100).pack([group], number_samples([group]))
+
+
+def test_pack_refuses_columns_that_disagree() -> None:
+    group = make_group(0)
+    group.logprobs = group.logprobs[:-1]
+    with pytest.raises(WireError, match="logprobs"):
+        Packer(100).pack([group], number_samples([group]))
+
+
+def test_packer_refuses_an_empty_budget() -> None:
+    with pytest.raises(ConfigError, match="token_budget"):
+        Packer(0)
