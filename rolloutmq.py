@@ -23,14 +23,14 @@ from buffer.masking import mask_url
 EPILOG = """
 \b
 Examples:
-  rolloutmq run configs/demo.toml            a whole run on this machine
-  rolloutmq status                           where it is; finds server and run
-  rolloutmq top                              the live view
-  rolloutmq ls --task math --stage pool      groups that are ready
-  rolloutmq show math-0000000042             texts, rewards, policy versions
-  rolloutmq pause --mode drain --wait        finish what runs, claim nothing
-  rolloutmq continue                         and go on
-  rolloutmq fsck                             nothing lost, nothing trained twice
+  rolloutmq run configs/demo.toml          a whole run on this machine
+  rolloutmq status                         where it is; finds server and run
+  rolloutmq top                            the live view
+  rolloutmq ls --task math --stage pool    groups that are ready
+  rolloutmq show math-0000000042           texts, rewards, policy versions
+  rolloutmq pause --mode drain --wait      finish what runs, claim nothing
+  rolloutmq continue                       and go on
+  rolloutmq fsck                           nothing lost, nothing trained twice
 
 \b
 Exit codes:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
-from buffer.errors import Fenced, LostRun, PauseTimeout, RoleHeld
+from buffer.errors import Fenced, LostRun, PauseTimeout, RoleHeld, RunNotFound
 from buffer.keys import Keys
 from buffer.limits import RunLimits
 from buffer.rollout import PolicyVersion
@@ -67,7 +67,9 @@ class RunControl:
 
     def state(self) -> ControlState:
         names = ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
-        fields = self._store.retrying("control", lambda: self._store.control.hmget(self._keys.control, *names))
+        fields: list[Any] = self._store.retrying("control", lambda: self._store.control.hmget(self._keys.control, *names))
+        if fields[0] is None:
+            raise self._no_run()
         return ControlState.parse([field.decode() if field else "" for field in fields])
 
     def set_mode(self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "") -> ControlState:
@@ -84,6 +86,8 @@ class RunControl:
                 "nonce": nonce,
             },
         )
+        if reply[0] == "NO_RUN":
+            raise self._no_run()
         return ControlState.parse(_unfenced(reply, "trainer")[1:])
 
     def publish_weights(self, nonce: str, weights: PolicyVersion, path: str, checksum: str) -> ControlState:
@@ -118,7 +122,7 @@ class RunControl:
 
     def _silent(self, epoch: int) -> list[str]:
         client, keys = self._store.control, self._keys
-        seconds, micros = client.time()  # type: ignore[misc]
+        seconds, micros = client.time()
         oldest = seconds * 1000 + micros // 1000 - self._limits.lease_ms
         workers = [w.decode() for w in client.zrangebyscore(keys.workers, oldest, "+inf")]  # type: ignore[union-attr]
         pipe = client.pipeline(transaction=False)
@@ -149,6 +153,9 @@ class RunControl:
             "beat", {"control": self._keys.control}, {"role": role, "nonce": nonce, "closing": int(closing)}
         )
         return ControlState.parse(_unfenced(reply, role)[1:])
+
+    def _no_run(self) -> RunNotFound:
+        return RunNotFound(f"there is no run {self._keys.run!r} on this server", hint="its data was lost, or never there")
 
     def _bells(self) -> dict[str, str]:
         return {"bell_workers": self._keys.bell("workers"), "bell_producer": self._keys.bell("producer")}

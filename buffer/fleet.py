@@ -103,7 +103,7 @@ class Fleet:
             },
             {"worker": worker, "nonce": nonce},
         )
-        return reply[0] != "HOLDS"
+        return bool(reply[0] != "HOLDS")
 
     def fence(self, worker: str) -> int:
         """Revoke all that a worker holds, in one step, and forget it. Returns how many groups."""
@@ -135,7 +135,7 @@ class Fleet:
 
     def _workers(self) -> list[dict[str, str]]:
         client, keys = self._store.control, self._keys
-        seconds, micros = client.time()  # type: ignore[misc]
+        seconds, micros = client.time()
         ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]  # type: ignore[union-attr]
         pipe = client.pipeline(transaction=False)
         for worker in ids:

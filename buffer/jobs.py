@@ -69,7 +69,7 @@ class JobQueue:
     def cursor(self, task: str) -> int:
         """The next draw of a task (I3)."""
         value = self._store.retrying("cursor", lambda: self._store.control.hget(self._keys.progress(task), "cursor"))
-        return int(value or 0)  # type: ignore[arg-type]
+        return int(value or 0)
 
     def room(self, task: str, target: int | None) -> int:
         """About how many groups may be started; `enqueue` decides for itself, this only sizes its payloads."""
@@ -80,7 +80,8 @@ class JobQueue:
             pipe.xlen(stream)
         counters, completed, *waiting = self._store.retrying("room", pipe.execute)
         consumed, running, judging, asked = (int(c or 0) for c in counters)
-        return (asked if target is None else target) - consumed - running - judging - completed - sum(waiting)
+        used: int = consumed + running + judging + completed + sum(waiting)
+        return (asked if target is None else target) - used
 
     def enqueue(
         self, nonce: str, operation: str, task: str, cursor: int, samples: Sequence[int], target: int | None
@@ -230,7 +231,7 @@ class JobQueue:
         )
         if reply[0] == "FENCED":
             raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
-        return reply[1]
+        return str(reply[1])
 
     # -- anybody's -----------------------------------------------------------
 

@@ -218,7 +218,7 @@ class BatchLedger:
         names = ("taken", "committed", "freed")
         ledger = self._keys.ledger(self.name)
         values = self._store.retrying("steps", lambda: self._store.control.hmget(ledger, *names))
-        taken, committed, freed = (int(v or 0) for v in values)  # type: ignore[union-attr]
+        taken, committed, freed = (int(v or 0) for v in values)
         return taken, committed, freed
 
     def manifest(self, step: int) -> Manifest | None:

@@ -62,7 +62,7 @@ class PayloadStore:
             for place, name in enumerate(names):
                 part = view[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
                 # NX: a repeated write must not put a time limit on bytes that a submit has pinned meanwhile
-                self._store.bulk.set(name, part, ex=UNPINNED_S, nx=True)  # type: ignore[arg-type]
+                self._store.bulk.set(name, part, ex=UNPINNED_S, nx=True)
 
         self._store.retrying("payload write", send)
         return PayloadRef(gid, token, len(names), len(data), checksum(data))

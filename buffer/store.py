@@ -126,10 +126,11 @@ class Store:
         return [item.decode() if isinstance(item, bytes) else item for item in reply]
 
     def _evaluate(self, verb: str, script: str, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
+        client: Any = self.control
         if not wait:
-            return list(self.control.execute_command(verb, script, len(keys), *keys, *args))
+            return list(client.execute_command(verb, script, len(keys), *keys, *args))
         # WAITAOF speaks of the writes of its own connection, so both go through one pipeline
-        pipe = self.control.pipeline(transaction=False)
+        pipe = client.pipeline(transaction=False)
         pipe.execute_command(verb, script, len(keys), *keys, *args)
         pipe.execute_command("WAITAOF", 1, 0, 5000)
         reply, (on_disk, _) = pipe.execute()

@@ -8,9 +8,9 @@ from buffer.config import Section
 from buffer.config_file import ConfigFile
 from buffer.run_config import ReasoningGymDataset
 from consumer.advantages import AdvantageEstimator
-from consumer.learner import LearnerConfig
-from consumer.tiny_model import TinyModelConfig
-from consumer.warm_start import WarmStartConfig
+from consumer.learner_config import LearnerConfig
+from consumer.tiny_model_config import TinyModelConfig
+from consumer.warm_start_config import WarmStartConfig
 
 
 class TrainerSection(Section):

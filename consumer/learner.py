@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.errors import ModelError
 from consumer.learner_config import LearnerConfig
 from consumer.learner_state import capture, restore
 from consumer.losses import TokenColumns, policy_loss, token_weights
@@ -72,8 +73,7 @@ class Learner:
             for cut in cuts
             if len(cut)
         ]
-        updates = [self._update(part) for part in parts]
-        return {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]} if updates else {}
+        return _mean([self._update(part) for part in parts])
 
     def learning_rate(self) -> float:
         """The rate of the next optimizer step: a function of `step` alone, so no schedule is saved."""
@@ -99,9 +99,7 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probabilities of the batch's targets under the present weights, float32[N]."""
-        return token_logprobs(
-            self.model, batch, temperature=self.config.temperature, bf16=self.config.bf16
-        ).logprobs
+        return token_logprobs(self.model, batch, temperature=self.config.temperature, bf16=self.config.bf16).logprobs
 
     def _prepare(self, groups: Sequence[GroupColumns], advantages: NDArray[np.float32]) -> _Part:
         packed = self._packer.pack(groups, advantages, keep=self._keep(advantages))
@@ -166,9 +164,7 @@ class Learner:
         if self.reference is None:
             return None
         config = self.config
-        return token_logprobs(
-            self.reference, batch, temperature=config.temperature, bf16=config.bf16
-        ).logprobs
+        return token_logprobs(self.reference, batch, temperature=config.temperature, bf16=config.bf16).logprobs
 
     def _optimize(self, part: _Part) -> dict[str, float]:
         rate = self.learning_rate()
@@ -177,5 +173,17 @@ class Learner:
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
         self._optimizer.param_groups[0]["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise ModelError(
+                f"the gradient of optimizer step {self.step} is not finite; the weights were not changed",
+                hint="restart from the checkpoint with a lower learner.learning_rate; look at the batch's logprobs",
+            )
         self._optimizer.step()
         return {"optim/grad_norm": float(norm), "optim/learning_rate": rate}
+
+
+def _mean(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the updates that have it: one without anything to learn has fewer."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    values = {name: [update[name] for update in updates if name in update] for name in names}
+    return {name: sum(column) / len(column) for name, column in values.items()}

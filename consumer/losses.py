@@ -29,9 +29,7 @@ class TokenColumns:
     ref_logprobs: Tensor | None = None
 
 
-def policy_loss(
-    columns: TokenColumns, weights: Tensor, config: LossConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(columns: TokenColumns, weights: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss (a scalar to be summed over micro-batches) and metrics (sums over trained tokens, detached).
 
     Per token, with r = exp(logprob - old logprob):

@@ -181,9 +181,7 @@ class _Samples:
 
 def _check(group: GroupColumns) -> None:
     if not len(group.prompt_ids):
-        raise WireError(
-            f"group {group.gid} has no prompt ids", hint="nothing predicts its first response token"
-        )
+        raise WireError(f"group {group.gid} has no prompt ids", hint="nothing predicts its first response token")
     tokens = int(group.lengths.sum())
     found = {n: len(getattr(group, n)) for n in ("response_ids", "logprobs", "mask")}
     if wrong := {name: size for name, size in found.items() if size != tokens}:

@@ -12,7 +12,7 @@ class WarmStartConfig(Section):
 
     max_steps: int = Field(2000, ge=1)
     """give up after this many steps, whatever the accuracy"""
-    stop_accuracy: float = Field(0.4, ge=0, le=1)
+    stop_accuracy: float = Field(0.48, ge=0, le=1)
     """stop when greedy accuracy on the development problems reaches this"""
     check_every_steps: int = Field(25, ge=1)
     development_problems: int = Field(300, ge=1)

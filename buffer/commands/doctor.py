@@ -26,9 +26,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(doctor)
 
 
-def doctor(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
-) -> None:
+def doctor(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
     """Check the server; say what a run waits for.
 
     Says since when, and what to do. Exit code 3 if the server would lose data, 0 otherwise.
@@ -48,18 +46,14 @@ def doctor(
         if not snapshots:
             console().print("\nno run is on this server; `rolloutmq run CONFIG` starts one")
     if bad := [found for found in findings if found.level == "error"]:
-        raise StoreUnsafe(
-            f"{address} must not hold a run as it is: {len(bad)} of its settings would lose data or fail"
-        )
+        raise StoreUnsafe(f"{address} must not hold a run as it is: {len(bad)} of its settings would lose data or fail")
 
 
 def _show_server(screen: Console, address: Address, findings: list[Finding]) -> None:
     screen.print(Text(f"server {address}", style="bold"))
     for found in findings:
         mark, style = _MARKS[found.level]
-        screen.print(
-            Text.assemble((mark, style), f" {found.what}", (f": {found.why}" if found.why else "", "dim"))
-        )
+        screen.print(Text.assemble((mark, style), f" {found.what}", (f": {found.why}" if found.why else "", "dim")))
         if found.fix:
             screen.print(Text(f"       {found.fix}"))
 

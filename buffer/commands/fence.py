@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from buffer.commands.screen import age, console, emit
+from buffer.commands.screen import age, console, emit, plural
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import ConfigError
 
@@ -27,23 +27,21 @@ def fence(
 ) -> None:
     """Revoke all that a worker holds, and forget it.
 
-    Its groups wait again; what it still submits of them is refused. A worker that lives notices at its next heartbeat, drops its work, and joins again.
+    Its groups wait again; what it still submits of them is refused. A worker that lives notices at its next
+    heartbeat, drops its work, and joins again.
     """
     with open_target(redis_url, run_dir, run) as target:
         known = {row["id"]: row for row in target.run.fleet.workers()}
         if worker not in known:
-            raise ConfigError(
-                f"there is no worker {worker!r}", hint=f"known: {', '.join(sorted(known)) or 'none'}"
-            )
-        row = known[worker]
+            raise ConfigError(f"there is no worker {worker!r}", hint=f"known: {', '.join(sorted(known)) or 'none'}")
         if not yes:
+            held, seen = plural(int(known[worker]["holds"]), "group"), age(int(known[worker]["silent_ms"]))
             raise ConfigError(
-                f"this would revoke {row['holds']} groups of {worker}, last seen {age(int(row['silent_ms']))} ago; "
-                "nothing was changed",
+                f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
                 hint="say --yes to do it",
             )
         revoked = target.run.fleet.fence(worker)
     if as_json:
         emit({"worker": worker, "revoked": revoked})
     else:
-        console().print(f"{worker} is fenced; {revoked} groups wait again or are dead letters")
+        console().print(f"{worker} is fenced; {plural(revoked, 'group')} taken from it")

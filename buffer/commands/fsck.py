@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from buffer.account import Account, Audit
-from buffer.commands.screen import console, count, emit, table
-from buffer.commands.step_log import StepLog
+from buffer.commands.screen import console, count, emit, plural, table
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import AccountError
 from buffer.run import Run
+from buffer.step_log import StepLog
 
 EPILOG = "Example: rolloutmq fsck --run-dir runs/demo && echo nothing lost, nothing trained twice"
 
@@ -44,9 +44,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(fsck)
 
 
-def fsck(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
-) -> None:
+def fsck(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
     """Prove: nothing was lost, nothing was trained twice.
 
     Looks at every group from every side, on a live run. With the run's folder at hand, also at what the trainer
@@ -62,7 +60,7 @@ def fsck(
         show_audit(console(), audit, steps)
     if twice or not audit.clean:
         raise AccountError(
-            f"{len(audit.lost)} groups lost, {len(audit.doubled)} in two places, {len(twice)} trained twice, "
+            f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two places, {len(twice)} trained twice, "
             f"{len(audit.faults)} sums that do not add up",
             hint="keep the server's data folder as it is and report this with the output of --json",
         )
@@ -73,9 +71,7 @@ def run_audit(run: Run, *, quiet: bool = False) -> Audit:
     total = sum(task.cursor for task in run.account.totals().tasks)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
-    with Progress(
-        *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
-    ) as progress:
+    with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as progress:
         job = progress.add_task("checking every draw", total=total)
         return WatchedAccount(run, lambda: progress.advance(job)).fsck()
 
@@ -138,16 +134,12 @@ def _verdict(screen: Console, good: str, bad: list[str], word: str = "wrong") ->
 def _verdict_on_steps(screen: Console, steps: StepLog | None) -> None:
     if steps is None:
         screen.print(
-            Text(
-                "[ - ] trained twice: no steps.jsonl at hand (--run-dir); manifests were checked", style="dim"
-            )
+            Text("[ - ] trained twice: no steps.jsonl at hand (--run-dir); manifests were checked", style="dim")
         )
         return
     groups = sum(len(step.gids) for step in steps.steps)
-    good = (
-        f"trained twice 0: {count(groups)} groups in {count(len(steps.steps))} steps of the surviving weights"
-    )
+    good = f"trained twice 0: {count(groups)} groups in {count(len(steps.steps))} steps of the surviving weights"
     if steps.replaced:
-        good += f"; {steps.replaced} steps were trained again after a restart, from a checkpoint before them"
+        good += f"; {plural(steps.replaced, 'step')} trained again after a restart from an earlier checkpoint"
     twice = [f"{gid} in steps {', '.join(map(str, where))}" for gid, where in steps.trained_twice().items()]
     _verdict(screen, good, twice, "trained twice")

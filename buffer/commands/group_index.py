@@ -117,9 +117,7 @@ def _records(run: Run, gids: list[str]) -> list[dict[str, str]]:
         return list(pipe.execute())
 
     found = run.store.retrying("records", ask)
-    pairs = [
-        (gid, {k.decode(): v.decode() for k, v in raw.items()}) for gid, raw in zip(gids, found, strict=True)
-    ]
+    pairs = [(gid, {k.decode(): v.decode() for k, v in raw.items()}) for gid, raw in zip(gids, found, strict=True)]
     return [record | {"gid": gid} for gid, record in pairs if record]
 
 
@@ -128,7 +126,8 @@ def _row(record: dict[str, str], taken: int) -> GroupRow:
     ledger, _, step = record.get("batch", "").rpartition(":")
     used_by = int(step) if ledger == "train" else taken + 1
     samples = int(record.get("samples", 0))
-    reward = float(record["reward"]) / samples if record.get("reward") and samples else None
+    # the scores of an interrupted group are not counted
+    is_scored = record.get("status") == "completed" and record.get("reward") and samples
     return GroupRow(
         gid=record["gid"],
         stage=record.get("stage", ""),
@@ -139,6 +138,6 @@ def _row(record: dict[str, str], taken: int) -> GroupRow:
         owner=record.get("owner", ""),
         samples=samples,
         tokens=int(record.get("tokens", 0)),
-        reward=reward,
+        reward=float(record["reward"]) / samples if is_scored else None,
         batch=record.get("batch", ""),
     )

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from buffer.commands.snapshot import Snapshot
-from buffer.commands.step_log import StepLog, TrainedStep
+from buffer.step_log import StepLog, TrainedStep
 
 TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"
@@ -60,9 +60,7 @@ def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
     running, live = snap.mode == "run", snap.live_workers
     idle = [w for w in live if w.get("state") == "ready" and not int(w["holds"])]
     has_jobs = snap.places.get("waiting", 0) > 0
-    at_limit = bool(snap.training) and all(
-        t.account.target and t.started >= t.may_start for t in snap.training
-    )
+    at_limit = bool(snap.training) and all(t.account.target and t.started >= t.may_start for t in snap.training)
     return {
         TRAINER: float(running and _trainer_waits(snap, trained)),
         WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,

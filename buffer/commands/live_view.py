@@ -184,9 +184,7 @@ def _workers(snap: Snapshot) -> list[Text]:
     live = {worker["id"] for worker in snap.live_workers}
     if not snap.workers:
         return [Text("no worker has joined yet", style="yellow")]
-    lines = [
-        _worker(worker, worker["id"] in live, str(snap.weights)) for worker in snap.workers[:MOST_WORKERS]
-    ]
+    lines = [_worker(worker, worker["id"] in live, str(snap.weights)) for worker in snap.workers[:MOST_WORKERS]]
     if len(snap.workers) > MOST_WORKERS:
         lines.append(Text(f"and {len(snap.workers) - MOST_WORKERS} more: rolloutmq workers", style="dim"))
     return lines
@@ -194,11 +192,15 @@ def _workers(snap: Snapshot) -> list[Text]:
 
 def _worker(worker: dict[str, str], is_live: bool, newest: str) -> Text:
     weights = worker.get("weights", "") or "-"
-    return _fit(Text.assemble(
-        f"{plain(worker['id'])[:16]:<16} ",
-        state(worker.get("state", "") if is_live else "silent"),
-        " ", (f"{plain(weights):<12}", "" if weights == newest else "yellow"),
-        f" {count(float(worker.get('tokens_per_s', 0))):>7} tok/s",
-        f"  holds {worker['holds']:>3}  done {worker.get('done', '0'):>5}",
-        (f"  seen {age(int(worker['silent_ms']))} ago" if not is_live else "", "red"),
-    ))  # fmt: skip
+    rate = f"{count(float(worker.get('tokens_per_s', 0))):>7} tok/s"
+    seen = f"seen {age(int(worker['silent_ms']))} ago"
+    return _fit(
+        Text.assemble(
+            f"{plain(worker['id'])[:16]:<16} ",
+            state(worker.get("state", "") if is_live else "silent"),
+            " ",
+            (f"{plain(weights):<12}", "" if weights == newest else "yellow"),
+            (f" {rate if is_live else seen:>13}", "" if is_live else "red"),
+            f"  holds {worker['holds']:>3}  done {worker.get('done', '0'):>5}",
+        )
+    )

@@ -34,9 +34,7 @@ class PauseMode(StrEnum):
 
 
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
-Timeout = Annotated[
-    float | None, typer.Option(min=0, help="Seconds to wait; default: the run's pause_timeout_s.")
-]
+Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds to wait; default: the run's pause_timeout_s.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -83,9 +81,7 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     state = run.control.set_mode("operator", mode) if changed else run.control.state()
     say(_headline(run, mode, state.mode, state.epoch, changed))
     timeout_s = run.limits.pause_timeout_s if timeout_s is None else timeout_s
-    silent = (
-        _wait(run, state.epoch, start, timeout_s, say) if wait else run.control.silent_workers(state.epoch)
-    )
+    silent = _wait(run, state.epoch, start, timeout_s, say) if wait else run.control.silent_workers(state.epoch)
     took_s = time.monotonic() - start
     confirmed = sorted(_live(run) - set(silent))
     if as_json:
@@ -136,9 +132,7 @@ def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: boo
     if not silent:
         return f"all {len(confirmed)} live workers have confirmed, {age(took_s * 1000)}"
     hint = "" if waited else "; --wait waits for them"
-    return (
-        f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: {', '.join(silent)}{hint}"
-    )
+    return f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: {', '.join(silent)}{hint}"
 
 
 def _report(

@@ -7,6 +7,7 @@ never read as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -113,13 +114,18 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def plural(number: int, noun: str) -> str:
+    """1 group, 2 groups."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """The last values as bars from the lowest to the highest of them; longer histories are averaged into `width`."""
     if not values or width < 1:
         return ""
     cells = min(width, len(values))
     edges = [len(values) * i // cells for i in range(cells + 1)]
-    points = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    points = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(points), max(points)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((point - low) * scale)] for point in points)

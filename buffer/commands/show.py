@@ -58,8 +58,7 @@ def show(
     states = group.states if member is None else [_member(group, member)]
     if as_json:
         emit(
-            {"gid": gid, "places": places, "record": record, "dead_letter": letter}
-            | _group_json(group, states, tokens)
+            {"gid": gid, "places": places, "record": record, "dead_letter": letter} | _group_json(group, states, tokens)
         )
         return
     screen = console()
@@ -78,9 +77,7 @@ def _dead_letter(run: Run, gid: str) -> Any:
 
 def _check_known(run: Run, task: str) -> None:
     if task not in run.limits.tasks:
-        raise ConfigError(
-            f"run {run.name!r} has no task {task!r}", hint=f"its tasks: {', '.join(run.limits.tasks)}"
-        )
+        raise ConfigError(f"run {run.name!r} has no task {task!r}", hint=f"its tasks: {', '.join(run.limits.tasks)}")
 
 
 def _end(run: Run, gid: str, places: list[str]) -> str:
@@ -89,12 +86,8 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     if end := next((place for place in places if place in ENDS), None):
         return end
     if draw >= (cursor := run.jobs.cursor(task)):
-        raise ConfigError(
-            f"{gid} was not started yet: the next draw of {task} is {cursor}", hint="see rolloutmq ls"
-        )
-    raise AccountError(
-        f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups"
-    )
+        raise ConfigError(f"{gid} was not started yet: the next draw of {task} is {cursor}", hint="see rolloutmq ls")
+    raise AccountError(f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups")
 
 
 def _show_ended(gid: str, end: str, as_json: bool) -> None:
@@ -186,9 +179,7 @@ def _show_rollout(screen: Console, rollout: RolloutState, tokens: bool) -> None:
     screen.print(_version_bar(rollout))
     versions = {span.version for span in rollout.spans}
     style = version_style(versions.pop()) if len(versions) == 1 else ""
-    screen.print(
-        Text(plain(rollout.response), style=style) if rollout.response else Text("(no text)", style="dim")
-    )
+    screen.print(Text(plain(rollout.response), style=style) if rollout.response else Text("(no text)", style="dim"))
     others = {name: value for name, value in (rollout.reward or {}).items() if name != "score"}
     if others:
         screen.print(Text("rewards " + ", ".join(f"{k} {v:g}" for k, v in others.items()), style="dim"))

@@ -105,9 +105,7 @@ class Snapshot:
     @property
     def paused_by(self) -> str | None:
         """operator, trainer, or None."""
-        return next(
-            (who for who in ("operator", "trainer") if self.control.get(f"{who}_mode", "run") != "run"), None
-        )
+        return next((who for who in ("operator", "trainer") if self.control.get(f"{who}_mode", "run") != "run"), None)
 
     @property
     def paused_ms(self) -> int:

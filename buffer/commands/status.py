@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from buffer.commands.screen import age, bar, console, count, emit, facts, state, table
+from buffer.commands.screen import age, bar, console, count, emit, facts, plural, state, table
 from buffer.commands.snapshot import RoleView, Snapshot, TaskView, take_snapshot
 from buffer.commands.target import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from buffer.run import Run
@@ -23,28 +23,21 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(status)
 
 
-def status(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
-) -> None:
+def status(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
     """Show where a run is: groups, weights, workers, staleness.
 
-    Also who paused it and since when, and whether every group is accounted for. With several runs on the server and no --run, lists them.
+    Also who paused it and since when, and whether every group is accounted for. With several runs on the server
+    and no --run, lists them.
     """
     with open_server(redis_url, run_dir) as (store, address):
         names = Run.names(store) if run is None else [choose_run(store, run)]
         snapshots = [take_snapshot(Run.open(store, name)) for name in names]
-        if as_json:
-            emit(
-                {"runs": []}
-                if not names
-                else describe(snapshots[0])
-                if len(names) == 1
-                else _briefs(snapshots)
-            )
-        elif len(names) == 1:
-            show(console(), snapshots[0])
-        else:
-            _list_runs(address, snapshots)
+    if len(snapshots) == 1:
+        emit(describe(snapshots[0])) if as_json else show(console(), snapshots[0])
+    elif as_json:
+        emit({"runs": [_brief(snap) for snap in snapshots]})
+    else:
+        _list_runs(address, snapshots)
 
 
 def describe(snap: Snapshot) -> dict[str, Any]:
@@ -111,14 +104,10 @@ def _worker_json(worker: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _briefs(snapshots: list[Snapshot]) -> dict[str, Any]:
-    return {
-        "runs": [
-            {"run": snap.run, "mode": snap.mode, "taken": snap.taken, "committed": snap.committed,
-             "workers": len(snap.live_workers), "adds_up": not snap.faults}
-            for snap in snapshots
-        ]
-    }  # fmt: skip
+def _brief(snap: Snapshot) -> dict[str, Any]:
+    steps = {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed}
+    workers = len(snap.live_workers)
+    return {"run": snap.run, "mode": snap.mode, "steps": steps, "workers": workers, "adds_up": not snap.faults}
 
 
 # for people -----------------------------------------------------------------------------------------------------
@@ -168,7 +157,7 @@ def role_text(role: RoleView) -> Text:
 def workers_text(snap: Snapshot) -> Text:
     live, known = len(snap.live_workers), len(snap.workers)
     silent = f", {known - live} silent" if known > live else ""
-    rate = f" · {count(snap.tokens_per_s)} tokens/s · {snap.leases} groups running"
+    rate = f" · {count(snap.tokens_per_s)} tokens/s · {plural(snap.leases, 'group')} running"
     return Text(f"{live} alive{silent}{rate}", style="" if live else "yellow")
 
 
@@ -189,9 +178,7 @@ def places_table(snap: Snapshot) -> Any:
 def account_text(snap: Snapshot) -> Text:
     """Whether every group is in exactly one place; red if not."""
     if snap.faults:
-        return Text(
-            "THE ACCOUNT DOES NOT ADD UP: " + "; ".join(snap.faults) + "  (rolloutmq fsck)", style="bold red"
-        )
+        return Text("THE ACCOUNT DOES NOT ADD UP: " + "; ".join(snap.faults) + "  (rolloutmq fsck)", style="bold red")
     return Text("the account adds up: enqueued = sum of all places", style="green")
 
 
@@ -202,7 +189,7 @@ def task_text(task: TaskView) -> Text:
     near = "yellow" if task.account.target and task.started >= task.may_start else ""
     return Text.assemble(
         (f"{task.account.task:<12} ", "bold"),
-        ("ahead of the trainer ", "dim"),
+        ("ahead ", "dim"),
         (f"{count(task.started)} of {limit} groups", near),
         (" · produced ", "dim"),
         f"{count(task.number('produced_tokens'))} tokens",

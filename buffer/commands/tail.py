@@ -36,9 +36,7 @@ def register(app: typer.Typer) -> None:
 
 
 def tail(
-    from_start: Annotated[
-        bool, typer.Option("--from-start", help="From the oldest event that is kept.")
-    ] = False,
+    from_start: Annotated[bool, typer.Option("--from-start", help="From the oldest event that is kept.")] = False,
     events: Annotated[int | None, typer.Option("--count", min=1, help="Leave after so many events.")] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -73,9 +71,7 @@ def _newest(run: Run) -> str:
 
 def _read(run: Run, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
     key = run.keys.events
-    reply: Any = run.store.retrying(
-        "tail", lambda: run.store.control.xread({key: last}, count=500, block=_BLOCK_MS)
-    )
+    reply: Any = run.store.retrying("tail", lambda: run.store.control.xread({key: last}, count=500, block=_BLOCK_MS))
     if not reply:
         return []
     entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]

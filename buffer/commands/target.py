@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import orjson
 import redis
 import typer
 
@@ -28,9 +29,7 @@ from buffer.store import Store, open_client
 RUNS = Path("runs")
 
 _DEADLINE_S = 5.0
-_HOW = (
-    "give --redis-url URL or --run-dir FOLDER, set REDIS_URL, or go to the folder where the run was started"
-)
+_HOW = "give --redis-url URL or --run-dir FOLDER, set REDIS_URL, or go to the folder where the run was started"
 
 RedisUrl = Annotated[
     str | None,
@@ -42,9 +41,7 @@ RedisUrl = Annotated[
 ]
 RunDir = Annotated[
     Path | None,
-    typer.Option(
-        "--run-dir", metavar="FOLDER", help="Folder of the run. Default: the newest one under ./runs."
-    ),
+    typer.Option("--run-dir", metavar="FOLDER", help="Folder of the run. Default: the newest one under ./runs."),
 ]
 RunName = Annotated[
     str | None,
@@ -78,6 +75,18 @@ class Target:
         return path if path is not None and path.is_file() else None
 
 
+def _belongs(folder: Path, run: Run) -> bool:
+    """Whether a folder is this run's, and not another's of the same name: it remembers the run's nonce."""
+    note = folder / "run.json"
+    return note.is_file() and orjson.loads(note.read_bytes()).get("nonce") == run.nonce
+
+
+def _folder_of(run: Run, named: Path | None) -> Path | None:
+    if named is not None:
+        return named if not (named / "run.json").is_file() or _belongs(named, run) else None
+    return next((folder for folder in _folders() if _belongs(folder, run)), None)
+
+
 def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
     """The server that the options, the environment or the folder name. StoreUnavailable says what to do."""
     if redis_url:
@@ -91,11 +100,9 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
         raise StoreUnavailable(f"{run_dir} holds no embedded server, and no URL was given", hint=_HOW)
     if from_environment:
         return Address(from_environment)
-    newest = _newest()
+    newest = newest_server()
     if newest is None:
-        raise StoreUnavailable(
-            "no server: no --redis-url, no REDIS_URL, and no run with a server in ./runs", hint=_HOW
-        )
+        raise StoreUnavailable("no server: no --redis-url, no REDIS_URL, and no run with a server in ./runs", hint=_HOW)
     return _running(*newest)
 
 
@@ -110,17 +117,17 @@ def embedded_server(run_dir: Path) -> EmbeddedServer | None:
 
 def _port(folder: Path) -> int | None:
     settings = folder / "valkey.conf"
-    found = (
-        re.search(r"^port (\d+)", settings.read_text(encoding="utf-8"), re.MULTILINE)
-        if settings.exists()
-        else None
-    )
+    found = re.search(r"^port (\d+)", settings.read_text(encoding="utf-8"), re.MULTILINE) if settings.exists() else None
     return int(found[1]) or None if found else None
 
 
-def _newest() -> tuple[EmbeddedServer, Path] | None:
-    folders = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
-    servers = [(server, folder) for folder in folders if (server := embedded_server(folder))]
+def _folders() -> list[Path]:
+    return sorted(path for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []
+
+
+def newest_server() -> tuple[EmbeddedServer, Path] | None:
+    """The embedded server under ./runs that was started last, running ones first; and the run's folder."""
+    servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
     return max(servers, key=lambda pair: (pair[0].is_running, _started(pair[0])), default=None)
 
 
@@ -135,7 +142,7 @@ def _running(server: EmbeddedServer, run_dir: Path) -> Address:
         return Address(server.url, run_dir)
     raise StoreUnavailable(
         f"the embedded server of {run_dir} does not run; its data is on disk",
-        hint="`rolloutmq run CONFIG` starts it again and goes on where the run was",
+        hint="`rolloutmq server` starts it, to look around; `rolloutmq run CONFIG` goes on with the run",
     )
 
 
@@ -146,11 +153,6 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
     try:
         with open_client(address.url, name="rolloutmq-cli", timeout_s=_DEADLINE_S) as client:
             client.ping()
-    except ValueError as error:
-        raise ConfigError(
-            f"{address} is not a server's URL: {mask_url(str(error))}",
-            hint="redis://user:password@host:6379/0, rediss://… for TLS, or unix:///path/to/socket",
-        ) from error
     except redis.RedisError as error:
         raise describe_connection_error(address.url, error) from error
     store = Store(address.url, name="rolloutmq-cli", deadline_s=_DEADLINE_S)
@@ -164,7 +166,8 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
 def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) -> Iterator[Target]:
     """The run that the options mean. Raises RunNotFound; ConfigError where there are several."""
     with open_server(redis_url, run_dir) as (store, address):
-        yield Target(Run.open(store, choose_run(store, run)), address.run_dir)
+        opened = Run.open(store, choose_run(store, run))
+        yield Target(opened, _folder_of(opened, address.run_dir))
 
 
 def choose_run(store: Store, run: str | None) -> str:
@@ -175,9 +178,7 @@ def choose_run(store: Store, run: str | None) -> str:
     if run in names or (run is None and len(names) == 1):
         return run or names[0]
     if not names:
-        raise RunNotFound(
-            f"there is no run on {mask_url(store.url)}", hint="`rolloutmq run CONFIG` starts one"
-        )
+        raise RunNotFound(f"there is no run on {mask_url(store.url)}", hint="`rolloutmq run CONFIG` starts one")
     if run is None:
         raise ConfigError(
             f"there are {len(names)} runs on this server: {', '.join(names)}", hint="choose with --run NAME"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from buffer.commands.history import History
 from buffer.commands.live_view import LiveView
@@ -94,7 +95,7 @@ def _print_lines(
 ) -> None:
     while True:
         snap = _look(run, view, history)
-        screen.print(view.trouble if snap is None else view.line(snap, history), soft_wrap=True)
+        screen.print(Text(view.trouble if snap is None else view.line(snap, history)), soft_wrap=True)
         if is_over():
             return
         time.sleep(every_s)

@@ -18,9 +18,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(workers)
 
 
-def workers(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
-) -> None:
+def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
     """List the workers of a run.
 
     With engine, state, weights, time since the last heartbeat, groups held, tokens per second, groups done.

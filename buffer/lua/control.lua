@@ -11,11 +11,12 @@
 -- ARGV[3] mode      run | drain | abort | keep | finish
 -- ARGV[4] lanes     that are open, space between
 -- ARGV[5] nonce     of the trainer; '' for the operator
--- replies OK 6 x control | FENCED
+-- replies OK 6 x control | FENCED | NO_RUN
 -- keeps I7, I10 (the epoch decides; the message only hurries), I13 (operation)
 local control, events, bell_workers, bell_producer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local operation, who, mode, lanes, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
+if redis.call('EXISTS', control) == 0 then return {'NO_RUN'} end
 if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 if redis.call('HGET', control, who .. '_op') == operation then return {'OK', unpack(control_state(control))} end
 

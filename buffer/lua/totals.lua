@@ -2,7 +2,7 @@
 -- totals: the account of every task at one instant: how many groups each structure holds, and each counter says.
 -- KEYS[1] leases    ZSET
 -- KEYS[2] dead      ZSET
--- KEYS[3+] jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  of each task
+-- KEYS[3+] jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  (3 STREAM, 3 ZSET, HASH, 3 STRING) of each task
 -- replies OK leases dead, then 20 numbers per task: 3 streams, 3 pools, 11 counters, 3 bitmaps
 -- keeps I1 (one instant for all)
 local reply = {'OK', redis.call('ZCARD', KEYS[1]), redis.call('ZCARD', KEYS[2])}

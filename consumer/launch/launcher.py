@@ -7,6 +7,7 @@ the next `rolloutmq run` of the same config goes on from the checkpoint and from
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class Launcher:
     def run(self) -> None:
         """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in order."""
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             run = self._prepare()
             self._start()
@@ -84,6 +86,10 @@ class Launcher:
         config = self._config
         tensor_parallel = dict(config.engine).get("tensor_parallel_size", 1) if config.engine else 1
         placement = place(config.launch, count_gpus(), tensor_parallel)
+        # on a CPU everybody gets a share: torch would take all cores in every process
+        threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
+        if not placement.trainer:
+            os.environ.setdefault("OMP_NUM_THREADS", threads)
         self._trainer = self._child("trainer", ["train"], placement.environment(placement.trainer))
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [

@@ -36,6 +36,8 @@ class WeightLoader:
         except Exception:
             _abandon_reload(model, self.model_runner.model_config)
             raise
+        if self.device.type == "cpu":
+            _pack_heads(model)
 
 
 def _forget_packed_experts(model: Any) -> None:
@@ -47,6 +49,18 @@ def _forget_packed_experts(model: Any) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def _pack_heads(model: Any) -> None:
+    """Pack the output layer for the CPU again.
+
+    Up to 0.32 a head that is tied to the embeddings keeps the packed copy of its first weights: the checkpoint
+    names no tensor for it, so the reload passes it by, and every later version samples with the first head.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedEmbeddingMethod" and hasattr(module, "cpu_linear"):
+            method.process_weights_after_loading(module)
 
 
 def _abandon_reload(model: Any, model_config: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from buffer import PolicyVersion, RolloutGroup, Status, group_id, new_nonce, wire
 from buffer.errors import Fenced, PayloadMissing, WireError
+from buffer.jobs import ReleaseKind
 from tests.buffer.scene import FIRST, Scene, extend
 
 GID = group_id("math", 0)
@@ -98,10 +99,10 @@ def test_filtered_group_leaves_only_a_bit(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("kind", "place", "tries"), [("handback", "waiting", "0"), ("aborted", "pool", "0")])
-def test_clean_release_gives_the_try_back(scene: Scene, kind: str, place: str, tries: str) -> None:
+def test_clean_release_gives_the_try_back(scene: Scene, kind: ReleaseKind, place: str, tries: str) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
-    assert scene.run.jobs.release("w0", job, kind) == place  # type: ignore[arg-type]
+    assert scene.run.jobs.release("w0", job, kind) == place
     record = scene.record(GID)
     assert (record["stage"], record["tries"], record["token"]) == (place, tries, "")
     assert scene.stream("resume") == ([GID] if kind == "handback" else [])
@@ -137,7 +138,8 @@ def test_result_gives_the_try_back_when_the_group_is_made_again(make_scene: Call
         assert scene.run.buffer.refresh("math") == 1
         assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
     assert scene.record(GID)["tries"] == "0"
-    scene.check()
+    assert scene.counters()["expirations"] == "5"
+    assert scene.run.account.totals().clean
 
 
 def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> None:
@@ -151,9 +153,10 @@ def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> N
     for filtered in (False, True):
         with pytest.raises(Fenced):
             scene.run.buffer.submit("w0", old, group, 4, filtered=filtered)
-    for kind in ("handback", "aborted", "failed"):
+    kinds: tuple[ReleaseKind, ...] = ("handback", "aborted", "failed")
+    for kind in kinds:
         with pytest.raises(Fenced):
-            scene.run.jobs.release("w0", old, kind)  # type: ignore[arg-type]
+            scene.run.jobs.release("w0", old, kind)
     assert scene.beat([old], worker="w0").lost == (GID,)
     scene.raw.unlink(scene.keys.payload(GID, old.token))
     after = scene.dump()

@@ -113,6 +113,23 @@ def test_train_step_changes_no_weight_when_all_advantages_are_zero(model_dir: Pa
     assert learner.step == 2
 
 
+def test_train_step_works_when_only_one_part_of_the_batch_teaches_something(model_dir: Path) -> None:
+    learner = make_learner(model_dir, updates_per_batch=3)
+    batch, advantages = make_batch(0)
+    advantages[4:8] = 0.0
+    assert "policy/entropy" in learner.train_step(batch, advantages)
+    assert learner.step == 3
+
+
+def test_train_step_leaves_the_weights_alone_when_the_gradient_is_not_finite(model_dir: Path) -> None:
+    learner = make_learner(model_dir)
+    batch, advantages = make_batch(0)
+    before = weights(learner)
+    with pytest.raises(ModelError, match="not finite"):
+        learner.train_step(batch, advantages * np.float32("inf"))
+    assert all(torch.equal(before[n], tensor) for n, tensor in weights(learner).items())
+
+
 def test_train_step_makes_rewarded_answers_more_likely(model_dir: Path) -> None:
     learner = make_learner(model_dir, warmup_steps=0, decay_steps=None)
     batch, advantages = make_batch(0, groups=1)

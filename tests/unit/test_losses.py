@@ -86,7 +86,7 @@ def transcribed_loss(columns: TokenColumns, sample: torch.Tensor, config: LossCo
     ],
 )
 def test_policy_loss_equals_its_transcription(aggregation: str, options: dict[str, Any]) -> None:
-    config = LossConfig(aggregation=aggregation, max_tokens=9, **options)  # type: ignore[arg-type]
+    config = LossConfig(aggregation=aggregation, max_tokens=9, **options)
     for seed in range(5):
         columns, sample = make_columns(seed)
         loss, _ = policy_loss(columns, weigh(columns, sample, config), config)
@@ -135,7 +135,7 @@ def test_policy_loss_ignores_a_masked_token_when_its_logprob_is_infinite() -> No
 def test_token_weights_add_up_to_one_where_no_sample_is_empty(aggregation: str) -> None:
     columns, sample = make_columns()
     full = TokenColumns(*(columns.logprobs,) * 4, torch.ones_like(columns.mask), columns.entropy)
-    config = LossConfig(aggregation=aggregation)  # type: ignore[arg-type]
+    config = LossConfig(aggregation=aggregation)
     assert float(weigh(full, sample, config).sum()) == pytest.approx(1.0)
 
 

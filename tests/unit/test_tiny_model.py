@@ -18,9 +18,7 @@ from consumer.warm_start_config import WarmStartConfig
 from tests.unit.tiny import SPEC, build_model
 
 QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="
-QUICK = WarmStartConfig(
-    max_steps=40, development_problems=8, batch_size=8, check_every_steps=10, stop_accuracy=0.9
-)
+QUICK = WarmStartConfig(max_steps=40, development_problems=8, batch_size=8, check_every_steps=10, stop_accuracy=0.9)
 
 
 @pytest.fixture(scope="module")

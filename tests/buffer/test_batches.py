@@ -1,0 +1,354 @@
+"""take, commit, refresh and the opening of a trainer (I4 to I8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer import PolicyVersion, Status, group_id, new_nonce
+from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
+from buffer.ledger import NotReady
+from tests.buffer.scene import Scene, extend
+
+
+def test_take_hands_out_the_most_stale_first_then_by_arrival(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    gids = scene.ready(1, 0, 1, 0)
+    assert scene.take(1, math=3).gids == [gids[1], gids[3], gids[0]]
+    assert scene.pool("completed") == [(gids[2], 1.0)]
+    assert scene.counters()["consumed"] == "3"
+    scene.check()
+
+
+def test_take_is_all_or_nothing_when_strict(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0, 0)
+    scene.ready(0, task="code")
+    before = scene.dump()
+    answer = scene.try_take(1, math=2, code=2)
+    assert answer.missing == {"math": (2, 2), "code": (1, 2)}
+    assert str(answer) == "waiting for groups: code 1 of 2"
+    assert scene.dump() == before
+    manifest = scene.take(1, math=2, code=1)
+    assert [gid[:4] for gid in manifest.gids] == ["math", "math", "code"]
+    assert "asked=math=2,code=1 strict=1" in manifest.header
+    scene.check()
+
+
+def test_take_brings_what_there_is_when_best_effort(scene: Scene) -> None:
+    scene.open_trainer()
+    before = scene.dump()
+    assert isinstance(scene.try_take(1, strict=False, math=4), NotReady)
+    assert scene.dump() == before
+    (gid,) = scene.ready(0)
+    manifest = scene.take(1, strict=False, math=4, code=1)
+    assert manifest.gids == [gid]
+    assert "strict=0" in manifest.header
+    scene.check()
+
+
+def test_take_of_nothing_writes_nothing(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0)
+    before = scene.dump()
+    assert isinstance(scene.run.ledger.take(scene.trainer, 1, {"math": 0}), NotReady)
+    assert scene.dump() == before
+
+
+def test_take_of_a_taken_step_is_the_same_record_before_any_other_check(scene: Scene) -> None:
+    scene.open_trainer()
+    gids = scene.ready(0, 0, 0)
+    first = scene.take(1, math=2)
+    scene.run.ledger.commit(scene.trainer, 1, 0)
+    before = scene.dump()
+    assert scene.take(1, math=1) == first
+    assert scene.take(1, code=7) == first
+    assert scene.run.ledger.manifest(1) == first
+    assert scene.dump() == before
+    assert scene.take(2, math=1).gids == [gids[2]]
+    scene.check()
+
+
+def test_take_refuses_gaps_and_freed_steps(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0, 0, 0)
+    with pytest.raises(LedgerError, match="last taken step is 0"):
+        scene.take(2)
+    scene.take(1)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    with pytest.raises(LedgerError, match="behind the committed step 1"):
+        scene.take(1)
+    with pytest.raises(LedgerError, match="at most 4096"):
+        scene.take(2, math=4097)
+    scene.check()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_take_never_hands_out_what_is_too_stale_even_without_refresh(scene: Scene, strict: bool) -> None:
+    scene.open_trainer()
+    gids = scene.ready(0, 0, 0)
+    scene.take(1), scene.take(2)
+    assert scene.pool("completed") == [(gids[2], 0.0)]
+    # threshold 2: staleness 3 - 0 - 1 is not below it
+    assert isinstance(scene.try_take(3, strict=strict), NotReady)
+    assert scene.pool("completed") == [(gids[2], 0.0)]
+    fresh = scene.ready(1, lineage="l1")
+    assert scene.take(3, strict=strict).gids == fresh
+    scene.check()
+
+
+def test_groups_without_tokens_never_age(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, None)
+    assert scene.pool("completed") == [(job.gid, float("inf"))]
+    scene.raw.hset(scene.keys.ledger("train"), mapping={"taken": 50, "committed": 50, "freed": 50})
+    assert scene.run.buffer.refresh("math") == 0
+    assert scene.take(51).entries[0].version is None
+    scene.check()
+
+
+@pytest.mark.parametrize("status", ["completed", "aborted"])
+def test_refresh_drops_what_is_too_old(scene: Scene, status: str) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(2)
+    for job, version in zip(scene.claim(2), (0, 1), strict=True):
+        scene.submit(job, PolicyVersion("l0", version), status=Status(status))
+    old, young = group_id("math", 0), group_id("math", 1)
+    scene.ready(0, 0, task="code")
+    scene.take(1, code=1), scene.take(2, code=1)
+    token = scene.record(old)["payload"]
+    assert scene.run.buffer.refresh("math") == 1
+    assert scene.pool(status) == [(young, 1.0)]
+    assert (scene.record(old), scene.bit("dropped", 0), scene.counters()["dropped"]) == ({}, 1, "1")
+    assert scene.garbage() == {f"{old} init 1", f"{old} {token} 1"}
+    scene.check()
+
+
+def test_refresh_keeps_prompts_for_another_try_when_expired_groups_are_retried(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(tail_batch_trigger_size=1)
+    scene.open_trainer()
+    gids = scene.ready(0, 0, 0)
+    scene.take(1), scene.take(2)
+    token = scene.record(gids[2])["payload"]
+    assert scene.run.buffer.refresh("math", limit=1) == 1
+    assert scene.pool("expired") == [(gids[2], float("inf"))]
+    assert scene.garbage() == {f"{gids[2]} {token} 1"}
+    record = scene.record(gids[2])
+    assert (record["payload"], record["status"], record["version"]) == ("init", "expired", "")
+    scene.check()
+    scene.run.tidy()
+    assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
+    (job,) = scene.claim()
+    assert [s.status for s in scene.run.buffer.get(job.payload).states] == [Status.INIT, Status.INIT]
+    scene.check()
+
+
+def test_refresh_goes_on_until_nothing_is_left_when_slices_are_small(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(*[0] * 7)
+    scene.take(1), scene.take(2)
+    assert scene.run.buffer.refresh("math", limit=2) == 5
+    assert scene.run.buffer.count("math").completed == 0
+    scene.check()
+
+
+def test_commit_frees_only_up_to_the_oldest_kept_checkpoint(scene: Scene) -> None:
+    scene.open_trainer()
+    gids = scene.ready(0, 0, 0, 0)
+    first, second = scene.take(1, math=2), scene.take(2, math=2)
+    scene.run.ledger.commit(scene.trainer, 2, 1)
+    assert scene.run.ledger.steps() == (2, 2, 1)
+    assert (scene.run.ledger.manifest(1), scene.run.ledger.manifest(2)) == (None, second)
+    assert [scene.bit("archived", i) for i in range(4)] == [int(gid in first.gids) for gid in gids]
+    assert (scene.counters()["taken"], scene.counters()["archived"]) == ("2", "2")
+    scene.check()
+    scene.run.ledger.commit(scene.trainer, 1, 0)
+    assert scene.run.ledger.steps() == (2, 2, 1)
+    with pytest.raises(LedgerError, match="GAP 2"):
+        scene.run.ledger.commit(scene.trainer, 3, 2)
+    scene.check()
+
+
+def test_commit_frees_in_slices_and_a_half_freed_batch_is_never_delivered_again(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0, 0, 0)
+    scene.take(1, math=3)
+    keys = scene.keys
+    reply = scene.store.call(
+        "commit",
+        {
+            "control": keys.control,
+            "ledger": keys.ledger("train"),
+            "batches": keys.batches("train"),
+            "groups": keys.groups,
+            "garbage": keys.garbage,
+            "events": keys.events,
+        },
+        {"nonce": scene.trainer, "step": 1, "keep": 1, "limit": 2},
+        [keys.progress("math"), keys.ended("math", "archived")],
+        ["math"],
+    )
+    assert reply == ["OK", "1", "0"]
+    assert scene.raw.llen(keys.batch("train", 1)) == 2
+    scene.check()
+    with pytest.raises(LedgerError, match="step 0"):
+        scene.open_trainer(step=0, take_over=True)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    assert scene.raw.exists(keys.batch("train", 1)) == 0
+    assert scene.counters()["archived"] == "3"
+    scene.check()
+
+
+def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0, 0, 0)
+    batches = [scene.take(step) for step in (1, 2)]
+    scene.run.ledger.commit(scene.trainer, 2, 1)
+    old = scene.trainer
+    opening = scene.run.ledger.open(new := new_nonce(), step=1, lineage="l2", take_over=True)
+    assert (opening.taken, opening.committed, opening.freed) == (2, 1, 1)
+    scene.trainer = new
+    assert scene.take(2, math=3) == batches[1]
+    for call in (
+        lambda: scene.run.ledger.take(old, 3, {"math": 1}),
+        lambda: scene.run.ledger.commit(old, 2, 2),
+        lambda: scene.run.ledger.set_target(old, "quiz", 5),
+        lambda: scene.run.control.publish_weights(old, PolicyVersion("l1", 2), "/w", ""),
+        lambda: scene.run.control.beat("trainer", old),
+        lambda: scene.run.ledger._rescore(old, 1),
+    ):
+        with pytest.raises(Fenced):
+            call()
+    assert scene.raw.lrange(scene.keys.lineages, 0, -1) == [b"l1:0", b"l2:1"]
+    scene.check()
+
+
+def test_trainer_cannot_open_below_what_is_freed_nor_ahead_of_the_server(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0, 0)
+    scene.take(1), scene.take(2)
+    scene.run.ledger.commit(scene.trainer, 2, 2)
+    before = scene.dump()
+    with pytest.raises(LedgerError, match="of step 1"):
+        scene.open_trainer(step=1, take_over=True)
+    with pytest.raises(LedgerError, match="only knows steps up to 2"):
+        scene.open_trainer(step=3, take_over=True)
+    assert scene.dump() == before
+
+
+def test_trainer_is_refused_while_another_beats_unless_it_takes_over(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(role_timeout_ms=60_000)
+    first = scene.open_trainer()
+    with pytest.raises(RoleHeld, match="trainer"):
+        scene.open_trainer(lineage="l2")
+    assert scene.raw.hget(scene.keys.control, "trainer") == first.encode()
+    scene.raw.hset(scene.keys.control, "trainer_seen_ms", scene.now_ms() - 60_001)
+    second = scene.open_trainer(lineage="l2")
+    third = scene.open_trainer(lineage="l3", take_over=True)
+    assert scene.raw.hget(scene.keys.control, "trainer") == third.encode()
+    with pytest.raises(Fenced):
+        scene.run.control.beat("trainer", second)
+    scene.run.control.beat("trainer", third, closing=True)
+    scene.run.control.beat("trainer", third, closing=True)
+    scene.open_trainer(lineage="l4")
+
+
+def test_trainer_is_told_when_the_server_holds_another_run(scene: Scene) -> None:
+    with pytest.raises(LostRun, match="this server holds run"):
+        scene.open_trainer(run_nonce=new_nonce())
+    with pytest.raises(LostRun):
+        scene.open_producer(run_nonce=new_nonce())
+    scene.raw.unlink(scene.keys.meta)
+    with pytest.raises(LostRun, match="no run of that name"):
+        scene.open_trainer()
+    assert scene.raw.hget(scene.keys.control, "trainer") is None
+
+
+def test_fork_clamps_versions_of_dead_weights_in_the_pools(scene: Scene) -> None:
+    scene.open_trainer(lineage="l1")
+    gids = scene.ready(1, 5, 9, lineage="l1")
+    scene.enqueue(1)
+    (partial,) = scene.claim()
+    scene.submit(partial, PolicyVersion("l1", 7), status=Status.ABORTED)
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 10)
+    scene.open_trainer(step=4, lineage="l2", take_over=True)
+    assert scene.pool("completed") == [(gids[0], 1.0), (gids[1], 4.0), (gids[2], 4.0)]
+    assert scene.pool("aborted") == [(partial.gid, 4.0)]
+    assert scene.record(gids[2])["version"] == "4"
+    assert scene.raw.hget(scene.keys.control, "recovering") is None
+    assert scene.run.account.totals().clean
+
+
+def test_take_waits_until_the_pools_are_clamped(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0)
+    scene.raw.hset(scene.keys.control, "recovering", 1)
+    assert scene.try_take(1).recovering
+    scene.run.ledger._rescore(scene.trainer, 0)
+    scene.take(1)
+
+
+@pytest.mark.parametrize(
+    ("spans", "version"),
+    [
+        ([("l1", 9)], "4"),
+        ([("l0", 9)], "3"),
+        ([("l2", 9)], "9"),
+        ([("l1", 2)], "2"),
+        ([("unknown", 9)], "0"),
+        # the oldest by number is of living weights; the other one counts as the fork, which is older
+        ([("l1", 9), ("l2", 6)], "4"),
+        ([("l2", 6), ("l2", 5)], "5"),
+    ],
+)
+def test_submit_counts_dead_weights_as_the_fork(scene: Scene, spans: list[tuple[str, int]], version: str) -> None:
+    scene.raw.rpush(scene.keys.lineages, "l0:0", "l1:3", "l2:4")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    group = scene.run.buffer.get(job.payload)
+    for lineage, number in spans:
+        group = extend(group, Status.COMPLETED, PolicyVersion(lineage, number))
+    scene.run.buffer.submit("w0", job, group, 4)
+    assert scene.pool("completed") == [(job.gid, float(version))]
+    assert scene.record(job.gid)["version"] == version
+
+
+def test_release_counts_dead_weights_as_the_fork(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, PolicyVersion("l1", 8), status=Status.ABORTED)
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", None)
+    (job,) = scene.claim()
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 10)
+    scene.open_trainer(step=4, lineage="l2", take_over=True)
+    scene.run.jobs.release("w0", job, "aborted")
+    assert scene.pool("aborted") == [(job.gid, 4.0)]
+
+
+def test_evaluation_has_batches_of_its_own_and_touches_no_training_counter(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0)
+    before = scene.counters()
+    scene.run.ledger.set_target(scene.trainer, "quiz", 2)
+    scene.run.ledger.set_target(scene.trainer, "quiz", 1)
+    assert scene.counters("quiz")["target"] == "2"
+    assert scene.enqueue(3, task="quiz", target=None).count == 2
+    for job in scene.claim(2):
+        assert job.lane == "eval"
+        scene.submit(job)
+    ledger = scene.run.evaluations
+    manifest = ledger.take(scene.trainer, 1, {"quiz": 2})
+    assert not isinstance(manifest, NotReady)
+    assert scene.run.evaluations.steps() == (1, 0, 0)
+    assert scene.run.ledger.steps() == (0, 0, 0)
+    scene.check()
+    ledger.commit(scene.trainer, 1, 1)
+    assert scene.counters() == before
+    assert scene.counters("quiz")["archived"] == "2"
+    scene.check()

@@ -1,0 +1,118 @@
+"""The control state: trainer and operator apart, epochs, weights (I7, I10)."""
+
+from __future__ import annotations
+
+import pytest
+
+from buffer import Mode, PolicyVersion, Run, RunLimits, new_nonce
+from buffer.errors import Fenced, RunExists, RunNotFound, SchemaVersionError
+from tests.buffer.scene import FIRST, LIMITS, Scene
+
+ALL = ("eval", "resume", "fresh")
+
+
+def test_operators_pause_survives_the_trainers_continue(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    set_mode = scene.run.control.set_mode
+    set_mode("trainer", Mode.ABORT, nonce=nonce)
+    set_mode("operator", Mode.DRAIN)
+    state = set_mode("trainer", Mode.RUN, nonce=nonce)
+    assert (state.mode, state.lanes, state.epoch) == (Mode.DRAIN, (), 4)
+    state = set_mode("operator", Mode.RUN)
+    assert (state.mode, state.lanes, state.epoch) == (Mode.RUN, ALL, 5)
+    assert scene.run.control.state() == state
+
+
+@pytest.mark.parametrize(
+    ("operator", "trainer", "mode"),
+    [
+        (Mode.KEEP, Mode.ABORT, Mode.ABORT),
+        (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
+        (Mode.ABORT, Mode.KEEP, Mode.ABORT),
+        (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
+        (Mode.RUN, Mode.KEEP, Mode.KEEP),
+        (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
+    ],
+)
+def test_the_stricter_of_two_holders_rules(scene: Scene, operator: Mode, trainer: Mode, mode: Mode) -> None:
+    nonce = scene.open_trainer()
+    scene.run.control.set_mode("operator", operator)
+    assert scene.run.control.set_mode("trainer", trainer, nonce=nonce).mode is mode
+
+
+def test_only_lanes_that_both_leave_open_are_open(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    state = scene.run.control.set_mode("trainer", Mode.ABORT, lanes="eval", nonce=nonce)
+    assert state.lanes == ("eval",)
+    assert scene.run.control.set_mode("operator", Mode.DRAIN, lanes="eval resume").lanes == ("eval",)
+    assert scene.run.control.set_mode("trainer", Mode.ABORT, nonce=nonce).lanes == ()
+
+
+def test_trainer_that_was_replaced_changes_nothing(scene: Scene) -> None:
+    old = scene.open_trainer()
+    scene.open_trainer(lineage="l2", take_over=True)
+    before = scene.dump()
+    with pytest.raises(Fenced):
+        scene.run.control.set_mode("trainer", Mode.ABORT, nonce=old)
+    assert scene.dump() == before
+
+
+def test_change_is_announced_on_the_channel(scene: Scene) -> None:
+    listener = scene.raw.pubsub()
+    listener.subscribe(scene.keys.control)
+    listener.get_message(timeout=5)
+    epoch = scene.pause()
+    message = listener.get_message(timeout=5)
+    assert int(message["data"]) == epoch
+    listener.close()
+
+
+def test_published_weights_are_the_only_ones_that_may_claim(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    scene.enqueue(1)
+    state = scene.run.control.publish_weights(nonce, PolicyVersion("l1", 4), "/w/4", "abc")
+    assert (state.weights, state.weights_path, state.weights_checksum) == (PolicyVersion("l1", 4), "/w/4", "abc")
+    assert state.epoch == 2
+    claim = scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1)
+    assert claim.refusal == "STALE"
+    assert len(scene.claim(weights=PolicyVersion("l1", 4))) == 1
+
+
+def test_bell_wakes_whoever_waits_and_is_bounded(scene: Scene) -> None:
+    bell = scene.keys.bell("producer")
+    scene.pause()
+    assert scene.store.wait_bell(bell, 5)
+    assert not scene.store.wait_bell(bell, 0.0)
+    scene.raw.rpush(bell, *["1"] * 500)
+    scene.pause(Mode.DRAIN)
+    assert scene.raw.llen(bell) == 64
+
+
+def test_run_is_made_once_and_known_by_its_nonce(scene: Scene) -> None:
+    run = scene.run
+    again = Run.create(scene.store, scene.name, run.nonce, RunLimits(lease_ms=777), FIRST, "/w")
+    assert again.limits.lease_ms == 777
+    opened = Run.open(scene.store, scene.name)
+    assert (opened.nonce, opened.limits) == (run.nonce, again.limits)
+    before = scene.dump()
+    with pytest.raises(RunExists, match=scene.name):
+        Run.create(scene.store, scene.name, new_nonce(), LIMITS, FIRST, "/w")
+    assert scene.dump() == before
+    assert scene.name in Run.names(scene.store)
+
+
+def test_run_that_is_missing_or_of_another_schema_is_not_opened(scene: Scene) -> None:
+    with pytest.raises(RunNotFound, match="nowhere"):
+        Run.open(scene.store, "nowhere")
+    scene.raw.hset(scene.keys.meta, "schema", "99")
+    with pytest.raises(SchemaVersionError, match="99"):
+        Run.open(scene.store, scene.name)
+
+
+def test_control_is_never_made_on_a_server_without_the_run(scene: Scene) -> None:
+    scene.raw.unlink(scene.keys.meta, scene.keys.control)
+    with pytest.raises(RunNotFound):
+        scene.run.control.set_mode("operator", Mode.DRAIN)
+    with pytest.raises(RunNotFound):
+        scene.run.control.state()
+    assert scene.raw.exists(scene.keys.control) == 0

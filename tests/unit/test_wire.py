@@ -1,0 +1,342 @@
+"""The wire format: round trips, and bytes from anywhere (I11)."""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer import RolloutGroup, RolloutState, SampleParams, Status, VersionSpan, wire
+from buffer.errors import SchemaVersionError, WireError
+
+GOLDEN = Path(__file__).parent.parent / "buffer" / "golden" / "group_v1.msgpack"
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+PARAMS = st.builds(
+    SampleParams,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 100),
+    max_tokens=st.integers(1, 9999),
+    stops=st.lists(TEXT, max_size=2),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> RolloutGroup:
+    shared = {
+        "messages": draw(st.lists(st.dictionaries(TEXT, JSON, max_size=3), max_size=2)),
+        "prompt_ids": np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), "<i4"),
+        "data_source": draw(st.none() | TEXT),
+        "ground_truth": draw(JSON),
+        "extra": draw(st.dictionaries(TEXT, JSON, max_size=2)),
+    }
+    states = []
+    for index in range(draw(st.integers(1, 4))):
+        tokens = draw(st.integers(0, 6))
+        logprob = st.floats(-100, 0, width=32)
+        mask = draw(st.none() | st.lists(st.integers(0, 1), min_size=tokens, max_size=tokens))
+        states.append(
+            RolloutState(
+                **shared,
+                index=index,
+                response=draw(TEXT),
+                response_ids=np.array(
+                    draw(st.lists(st.integers(0, 2**31 - 1), min_size=tokens, max_size=tokens)), "<i4"
+                ),
+                logprobs=np.array(draw(st.lists(logprob, min_size=tokens, max_size=tokens)), "<f4"),
+                response_mask=mask,
+                spans=[VersionSpan(0, tokens, draw(st.integers(0, 2**40)), draw(TEXT))] if tokens else [],
+                reward=draw(st.none() | st.dictionaries(TEXT, NUMBERS, max_size=2)),
+                finish_reason=draw(st.none() | TEXT),
+                status=draw(st.sampled_from(Status)),
+                error=draw(st.none() | TEXT),
+                sample_params=draw(PARAMS),
+            )
+        )
+    return RolloutGroup("math-0000000007", "math", states)
+
+
+def plain(state: RolloutState) -> dict[str, Any]:
+    """A state as comparable values; a mask of all ones is the same as none."""
+    fields = dict(state)
+    mask = fields.pop("response_mask")
+    columns = {name: fields.pop(name).tolist() for name in ("prompt_ids", "response_ids", "logprobs")}
+    return fields | columns | {"mask": None if mask is None or all(mask) else mask.tolist()}
+
+
+def sample() -> RolloutGroup:
+    shared: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "1 + 1 = ?"}],
+        "prompt_ids": np.array([101, 102], "<i4"),
+        "data_source": "sums",
+        "ground_truth": "2",
+        "extra": {"row": 7},
+    }
+    first = RolloutState(
+        **shared, index=0, response="2", response_ids=[5, 6, 7], logprobs=[-0.5, -0.25, -2.0],
+        response_mask=[1, 0, 1], spans=[VersionSpan(0, 1, 3, "l0"), VersionSpan(1, 2, 4, "l0")], reward={"score": 1.0},
+        finish_reason="stop", status=Status.COMPLETED, sample_params=SampleParams(temperature=0.7, seed=11),
+    )  # fmt: skip
+    second = RolloutState(**shared, index=1, status=Status.ABORTED, finish_reason="abort", error="paused")
+    return RolloutGroup("sums-0000000007", "sums", [first, second])
+
+
+def document() -> dict[str, Any]:
+    return dict(msgpack.unpackb(wire.encode(sample())))
+
+
+def decode(changed: dict[str, Any]) -> RolloutGroup:
+    return wire.decode(msgpack.packb(changed))
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups())
+def test_group_survives_the_wire(group: RolloutGroup) -> None:
+    data = wire.encode(group)
+    received = wire.decode(data)
+    assert (received.gid, received.task, received.shared) == (group.gid, group.task, group.shared)
+    assert [plain(s) for s in received.states] == [plain(s) for s in group.states]
+    assert received.status == group.status
+    np.testing.assert_array_equal(received.scores, group.scores)
+    assert wire.encode(received) == data
+    assert wire.encode(RolloutGroup(group.gid, group.task, received.states)) == data
+
+
+def test_columns_are_views_of_the_received_bytes() -> None:
+    group = wire.decode(wire.encode(sample()))
+    for column in (group.prompt_ids, group.response_ids, group.logprobs, group.mask, group.lengths):
+        assert not column.flags.owndata
+        assert not column.flags.writeable
+
+
+def test_golden_file_is_read_by_plain_msgpack() -> None:
+    """What any other language would do; the file only changes together with the schema version."""
+    data = GOLDEN.read_bytes()
+    raw = msgpack.unpackb(data)
+    assert (raw["schema"], raw["gid"], raw["task"]) == (1, "sums-0000000007", "sums")
+    assert raw["shared"] == {
+        "messages": [{"role": "user", "content": "1 + 1 = ?"}],
+        "data_source": "sums",
+        "ground_truth": "2",
+        "extra": {"row": 7},
+    }
+    assert raw["members"] == [
+        {
+            "index": 0,
+            "status": "completed",
+            "sample": {"temperature": 0.7, "seed": 11},
+            "response": "2",
+            "reward": {"score": 1.0},
+            "finish_reason": "stop",
+            "spans": [[0, 1, 3, "l0"], [1, 2, 4, "l0"]],
+        },
+        {"index": 1, "status": "aborted", "sample": {}, "finish_reason": "abort", "error": "paused"},
+    ]
+    columns = {name: (column["dtype"], column["data"]) for name, column in raw["columns"].items()}
+    assert columns == {
+        "prompt_ids": ("<i4", struct.pack("<2i", 101, 102)),
+        "lengths": ("<i4", struct.pack("<2i", 3, 0)),
+        "response_ids": ("<i4", struct.pack("<3i", 5, 6, 7)),
+        "logprobs": ("<f4", struct.pack("<3f", -0.5, -0.25, -2.0)),
+        "mask": ("|u1", bytes([1, 0, 1])),
+    }
+    assert wire.encode(sample()) == data
+    assert [plain(s) for s in wire.decode(data).states] == [plain(s) for s in sample().states]
+
+
+def test_mask_is_left_out_when_every_token_is_trained() -> None:
+    states = sample().states
+    states[0].response_mask = None
+    raw = msgpack.unpackb(wire.encode(RolloutGroup("sums-0000000007", "sums", states)))
+    assert "mask" not in raw["columns"]
+    assert wire.decode(msgpack.packb(raw)).mask.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None, [], {}])
+def test_other_schema_versions_are_refused_by_name(schema: object) -> None:
+    with pytest.raises(SchemaVersionError, match="reads 1"):
+        decode(document() | {"schema": schema})
+
+
+NAN = struct.pack("<3f", -0.5, float("nan"), -2.0)
+INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("gid",), 7, "gid"),
+        (("more",), 1, "more"),
+        (("members",), [], "members"),
+        (("members", 0, "status"), "done", "members.0.status"),
+        (("members", 0, "status"), "x" * 10_000, "members.0.status"),
+        (("members", 0, "index"), -1, "members.0.index"),
+        (("members", 0, "reward"), {"score": float("nan")}, "members.0.reward"),
+        (("members", 0, "reward"), {"score": float("inf")}, "members.0.reward"),
+        (("members", 0, "reward"), {"score": "1"}, "members.0.reward"),
+        (("members", 0, "spans"), [[0, 4, 0, "l"]], "outside of 3"),
+        (("members", 0, "spans"), [[-1, 1, 0, "l"]], "outside of 3"),
+        (("members", 0, "spans"), [[0, 1, -1, "l"]], "policy version"),
+        (("members", 0, "spans"), [[0, 1, 2**60, "l"]], "policy version"),
+        (("members", 0, "spans"), [[0, 1, True, "l"]], "members.0.spans"),
+        (("members", 0, "spans"), [[0, 1]], "members.0.spans"),
+        (("members", 1, "spans"), [[0, 1, 0, "l"]], "members.1.spans"),
+        (("members", 0, "sample"), {"top_q": 1}, "members.0.sample"),
+        (("members", 0, "sample"), {"top_p": 7}, "members.0.sample"),
+        (("columns", "lengths", "data"), struct.pack("<2i", 3, 1), "for 4 response tokens"),
+        (("columns", "lengths", "data"), struct.pack("<2i", 4, -1), "negative"),
+        (("columns", "lengths", "data"), struct.pack("<3i", 3, 0, 0), "for 2 members"),
+        (("columns", "lengths", "data"), struct.pack("<2i", 2**31 - 1, 2**31 - 1), "response tokens"),
+        (("columns", "response_ids", "data"), bytes(13), "no whole"),
+        (("columns", "response_ids", "data"), struct.pack("<3i", 1, -1, 1), "negative token"),
+        (("columns", "prompt_ids", "data"), struct.pack("<1i", -1), "negative token"),
+        (("columns", "response_ids", "dtype"), "<i8", "dtype"),
+        (("columns", "response_ids", "data"), [1, 2, 3], "columns.response_ids.data"),
+        (("columns", "logprobs", "data"), NAN, "logprobs"),
+        (("columns", "logprobs", "data"), INFINITE, "logprobs"),
+        (("columns", "mask", "data"), bytes([1, 2, 1]), "mask"),
+        (("columns", "values"), {"dtype": "<f4", "data": b""}, "unknown column"),
+    ],
+)
+def test_inconsistent_documents_are_refused_with_the_place(place: tuple[Any, ...], value: object, said: str) -> None:
+    changed = document()
+    inner: Any = changed
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    with pytest.raises(WireError, match=said) as caught:
+        decode(changed)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "lengths", "response_ids", "logprobs"])
+def test_missing_columns_are_named(name: str) -> None:
+    changed = document()
+    del changed["columns"][name]
+    with pytest.raises(WireError, match=name):
+        decode(changed)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"[]",
+        b"\x90",
+        b"\xc0",
+        b"\x81\x01\x02",
+        wire.encode(sample()) + b"\x00",
+        msgpack.packb({"schema": 1, "x": msgpack.ExtType(5, b"abcd")}),
+        msgpack.packb({"schema": 1, "x": msgpack.Timestamp(1, 2)}),
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\x81\xa1\xff\x01",
+    ],
+)
+def test_what_is_no_document_is_refused(data: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.decode(data)
+
+
+@pytest.mark.parametrize("depth", [40, 300, 1000, 5000, 100_000])
+@pytest.mark.parametrize("where", ["extra", "spans", "schema", "sample"])
+def test_nesting_bombs_are_refused(depth: int, where: str) -> None:
+    bomb = b"\x91" * depth + b"\xc0"
+    keys = {
+        "schema": b"\x81\xa6schema" + bomb,
+        "extra": b"\x82\xa6schema\x01\xa6shared\x81\xa5extra\x81\xa1x" + bomb,
+        "spans": b"\x82\xa6schema\x01\xa7members\x91\x81\xa5spans\x91\x91" + bomb,
+        "sample": b"\x82\xa6schema\x01\xa7members\x91\x81\xa6sample\x81\xa4seed" + bomb,
+    }
+    with pytest.raises(WireError):
+        wire.decode(keys[where])
+    if where == "extra" and depth <= 300:
+        inner: Any = None
+        for _ in range(depth):
+            inner = [inner]
+        with pytest.raises(WireError, match="nested"):
+            decode(document() | {"shared": {"extra": {"x": inner}}})
+
+
+@pytest.mark.parametrize("filling", [b"\x80", b"\x90", b"\x91\xc0", b"\xdd\x00\x04\x00\x00", b"\xdd\x00\x4c\x4b\x40"])
+def test_five_megabytes_of_containers_do_not_fill_the_memory(filling: bytes) -> None:
+    data = (b"\xdd" + struct.pack(">I", 5_000_000) + filling * 5_000_000)[:5_000_000]
+    nested = b"\x81\xa1x" + b"".join(b"\xdc\xff\xff" + filling * 65_535 for _ in range(1)) * 70
+    tracemalloc.start()
+    for bomb in (data, nested[:5_000_000]):
+        with pytest.raises(WireError):
+            wire.decode(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6
+
+
+def test_too_large_documents_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BYTES", 100)
+    with pytest.raises(WireError, match="at most 100"):
+        wire.decode(bytes(101))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes_never_do_worse_than_a_wire_error(data: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.decode(data)
+
+
+def test_mutated_documents_never_do_worse_than_a_wire_error() -> None:
+    """Whatever is accepted can be used: states, scores, and the way back to bytes."""
+    dice = random.Random(7)
+    whole = wire.encode(sample())
+    accepted = 0
+    for _ in range(4000):
+        data = bytearray(whole)
+        for _ in range(dice.randint(1, 4)):
+            place = dice.randrange(len(data))
+            match dice.randrange(4):
+                case 0:
+                    data[place] = dice.randrange(256)
+                case 1:
+                    del data[place : place + dice.randint(1, 9)]
+                case 2:
+                    data[place:place] = dice.randbytes(dice.randint(1, 5))
+                case _:
+                    data[place] ^= 1 << dice.randrange(8)
+            if not data:
+                break
+        try:
+            group = wire.decode(bytes(data))
+        except WireError:
+            continue
+        accepted += 1
+        assert len(group.states) == len(group)
+        assert group.scores.shape == (len(group),)
+        assert wire.decode(wire.encode(group)).gid == group.gid
+    assert accepted > 10
+
+
+@pytest.mark.parametrize("thing", [object(), {1, 2}, np.float32(1), 2**70])
+def test_what_msgpack_cannot_hold_is_a_wire_error(thing: object) -> None:
+    states = sample().states
+    states[0].ground_truth = thing
+    with pytest.raises(WireError, match="sums-0000000007"):
+        wire.encode(RolloutGroup("sums-0000000007", "sums", states))
