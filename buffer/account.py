@@ -29,6 +29,21 @@ _COUNTERS = (
     "filtered",
     "dropped",
 )
+PLACES = (
+    "waiting",
+    "running",
+    "judging",
+    "completed",
+    "aborted",
+    "expired",
+    "taken",
+    "archived",
+    "dead",
+    "filtered",
+    "dropped",
+)
+"""Where a group can be; it is in exactly one of them."""
+
 _WIDTH = len(LANES) + len(POOLS) + len(_COUNTERS) + len(ENDS)
 
 
@@ -57,11 +72,7 @@ class TaskAccount:
     @property
     def places(self) -> dict[str, int]:
         """Groups by place; their sum must be `enqueued`."""
-        names = (
-            ("waiting", "running", "judging", "completed", "aborted", "expired")
-            + ("taken", "archived", "dead", "filtered", "dropped")
-        )
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in PLACES}
 
     def faults(self) -> Iterator[str]:
         """What does not add up."""

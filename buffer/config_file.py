@@ -50,14 +50,15 @@ class ConfigFile(Section):
     strategy: StrategySection = StrategySection()
     launch: LaunchSection = LaunchSection()
     tasks: Tasks
-    engine: Any = {}
-    worker: Any = {}
-    producer: Any = {}
-    trainer: Any = {}
-    learner: Any = {}
-    tiny_model: Any = {}
-    warm_start: Any = {}
-    evaluation: Any = {}
+    # of one side: opaque here, declared by that side's subclass
+    engine: Any = Field(default_factory=dict)
+    worker: Any = Field(default_factory=dict)
+    producer: Any = Field(default_factory=dict)
+    trainer: Any = Field(default_factory=dict)
+    learner: Any = Field(default_factory=dict)
+    tiny_model: Any = Field(default_factory=dict)
+    warm_start: Any = Field(default_factory=dict)
+    evaluation: Any = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _some_task_trains(self) -> ConfigFile:

@@ -67,7 +67,9 @@ class RunControl:
 
     def state(self) -> ControlState:
         names = ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
-        fields: list[Any] = self._store.retrying("control", lambda: self._store.control.hmget(self._keys.control, *names))
+        fields: list[Any] = self._store.retrying(
+            "control", lambda: self._store.control.hmget(self._keys.control, *names)
+        )
         if fields[0] is None:
             raise self._no_run()
         return ControlState.parse([field.decode() if field else "" for field in fields])
@@ -124,7 +126,7 @@ class RunControl:
         client, keys = self._store.control, self._keys
         seconds, micros = client.time()
         oldest = seconds * 1000 + micros // 1000 - self._limits.lease_ms
-        workers = [w.decode() for w in client.zrangebyscore(keys.workers, oldest, "+inf")]  # type: ignore[union-attr]
+        workers = [w.decode() for w in client.zrangebyscore(keys.workers, oldest, "+inf")]
         pipe = client.pipeline(transaction=False)
         for worker in workers:
             pipe.hget(keys.worker(worker), "ack")
@@ -155,7 +157,9 @@ class RunControl:
         return ControlState.parse(_unfenced(reply, role)[1:])
 
     def _no_run(self) -> RunNotFound:
-        return RunNotFound(f"there is no run {self._keys.run!r} on this server", hint="its data was lost, or never there")
+        return RunNotFound(
+            f"there is no run {self._keys.run!r} on this server", hint="its data was lost, or never there"
+        )
 
     def _bells(self) -> dict[str, str]:
         return {"bell_workers": self._keys.bell("workers"), "bell_producer": self._keys.bell("producer")}

@@ -136,7 +136,7 @@ class Fleet:
     def _workers(self) -> list[dict[str, str]]:
         client, keys = self._store.control, self._keys
         seconds, micros = client.time()
-        ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]  # type: ignore[union-attr]
+        ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]
         pipe = client.pipeline(transaction=False)
         for worker in ids:
             pipe.hgetall(keys.worker(worker))

@@ -127,7 +127,9 @@ class JobQueue:
                 raise Fenced(f"another producer was opened; {task} was not touched")
         raise ScriptError(f"enqueue: {reply}")
 
-    def reissue(self, nonce: str, task: str, status: str, target: int | None, *, at_least: int = 1, limit: int = 256) -> int:
+    def reissue(
+        self, nonce: str, task: str, status: str, target: int | None, *, at_least: int = 1, limit: int = 256
+    ) -> int:
         """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many."""
         keys = self._keys
         reply = self._store.call(

@@ -224,7 +224,8 @@ class BatchLedger:
     def manifest(self, step: int) -> Manifest | None:
         """The recorded manifest of a step that was taken and is not freed yet."""
         key = self._keys.batch(self.name, step)
-        lines = [line.decode() for line in self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))]  # type: ignore[union-attr]
+        raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
+        lines = [line.decode() for line in raw]
         if not lines:
             return None
         return Manifest(step, lines[0], tuple(ManifestEntry.parse(line) for line in lines[1:]))

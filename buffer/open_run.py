@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import orjson
 import redis
@@ -65,12 +66,13 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
 
 def can_wait_for_disk(store: Store) -> bool:
     """Whether answers that must be durable have to be waited for, and can be (WAITAOF: Redis 7.2, Valkey)."""
+    client: Any = store.control
     try:
-        settings = store.control.config_get("appendfsync")
-        store.control.execute_command("WAITAOF", 0, 0, 1)
+        settings = client.config_get("appendfsync")
+        client.execute_command("WAITAOF", 0, 0, 1)
     except redis.ResponseError:
         return False
-    return isinstance(settings, dict) and settings.get("appendfsync", settings.get(b"appendfsync")) not in ("always", b"always")
+    return "always" not in {str(value) for value in settings.values()}
 
 
 def run_nonce(folder: Path) -> str:

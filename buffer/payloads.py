@@ -87,7 +87,9 @@ class PayloadStore:
     def read_many(self, refs: Sequence[PayloadRef]) -> list[bytes]:
         """The bytes of many payloads, in order, in replies of bounded size."""
         names = [self._keys.payload_chunks(r.gid, r.token, r.chunks) for r in refs]
-        found = self._fetch([name for chunks in names for name in chunks], [r.size for r in refs for _ in range(r.chunks)])
+        found = self._fetch(
+            [name for chunks in names for name in chunks], [r.size for r in refs for _ in range(r.chunks)]
+        )
         parts = iter(found)
         return [_join(ref, [next(parts) for _ in range(ref.chunks)]) for ref in refs]
 

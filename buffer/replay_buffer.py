@@ -149,5 +149,3 @@ class ReplayBuffer:
             },
         )
         return int(reply[1])
-
-

@@ -86,9 +86,10 @@ class Store:
         self.url = url
         self.name = name
         self.deadline_s = deadline_s
-        self.control = open_client(url, name=name)
-        self.bulk = open_client(url, name=f"{name}-bulk")
-        self._bells = open_client(url, name=f"{name}-bells")
+        # redis-py types its replies as unions of all protocols: they are told apart where they are read
+        self.control: Any = open_client(url, name=name)
+        self.bulk: Any = open_client(url, name=f"{name}-bulk")
+        self._bells: Any = open_client(url, name=f"{name}-bells")
         self.waits_for_disk = False
         self.retries = 0
         self._away = False

@@ -125,12 +125,8 @@ def decode(data: bytes) -> RolloutGroup:
     _check_columns(document, columns)
     for place, member in enumerate(document.members):
         _check_member(place, member, int(columns["lengths"][place]))
-    members = [
-        m.model_dump(exclude_defaults=True) | {"index": m.index, "sample": m.sample} for m in document.members
-    ]
-    return RolloutGroup.from_columns(
-        document.gid, document.task, document.shared.model_dump(), members, columns
-    )
+    members = [m.model_dump(exclude_defaults=True) | {"index": m.index, "sample": m.sample} for m in document.members]
+    return RolloutGroup.from_columns(document.gid, document.task, document.shared.model_dump(), members, columns)
 
 
 def _document(data: bytes) -> _Document:

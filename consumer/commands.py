@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
-Url = Annotated[str | None, typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own.")]
-TakeOver = Annotated[bool, typer.Option("--take-over", help="Become the trainer although another one still beats; fences it.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
+]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another trainer still beats; fences it.")]
+ChaosFlag = Annotated[bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -33,10 +37,11 @@ def run(
     config: Config,
     overrides: Set = None,
     redis_url: Url = None,
-    chaos: Annotated[bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")] = False,
+    chaos: ChaosFlag = False,
 ) -> None:
-    """Start a whole run on this machine, or go on with it: server, producer, workers, trainer, live view.
+    """Start a whole run on this machine, or go on with it.
 
+    Starts a server, the producer, the workers and the trainer, and shows them live.
     Ctrl-C stops it in order; the same command goes on where it was.
     """
     settings = _load(config, overrides)
@@ -46,7 +51,10 @@ def run(
 
 
 def train(config: Config, overrides: Set = None, redis_url: Url = None, take_over: TakeOver = False) -> None:
-    """Start the trainer of a run: from its newest checkpoint to its last step."""
+    """Start the trainer of a run.
+
+    From its newest checkpoint to its last step; SIGTERM writes a checkpoint and leaves.
+    """
     settings = _load(config, overrides)
     log_json("trainer")
     follow_owner()
@@ -62,7 +70,10 @@ def train(config: Config, overrides: Set = None, redis_url: Url = None, take_ove
 
 
 def warm_start(config: Config, overrides: Set = None) -> None:
-    """Build the small model of a config and teach it part of the task, with supervision; kept in the run's folder."""
+    """Build and warm-start the small model of a config.
+
+    A short supervised phase on problems that are used for nothing else; the model is kept in the run's folder.
+    """
     settings = _load(config, overrides)
     from consumer.launch.warm_up import make_model
 
@@ -72,7 +83,10 @@ def warm_start(config: Config, overrides: Set = None) -> None:
 def gpu_check(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Train steps.")] = 3,
 ) -> None:
-    """Run a few GRPO steps of a Qwen3-0.6B-shaped model with random weights on one CUDA GPU, and say what was measured."""
+    """Check the pipeline on one CUDA GPU.
+
+    A few GRPO steps of a Qwen3-0.6B-shaped model with random weights; prints what was measured.
+    """
     from consumer.launch.gpu_check import check_gpu
 
     check_gpu(steps)

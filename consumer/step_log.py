@@ -33,7 +33,7 @@ class StepWriter:
 def _append(file: Path, entry: dict[str, Any]) -> None:
     line = orjson.dumps(entry) + b"\n"
     # a trainer that was killed in the middle of a line must not spoil the next one
-    if file.exists() and not file.read_bytes()[-1:] in (b"", b"\n"):
+    if file.exists() and file.read_bytes()[-1:] not in (b"", b"\n"):
         line = b"\n" + line
     with file.open("ab") as stream:
         stream.write(line)

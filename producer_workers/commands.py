@@ -27,8 +27,12 @@ log = logging.getLogger("rolloutmq.worker")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
-Url = Annotated[str | None, typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own.")]
-TakeOver = Annotated[bool, typer.Option("--take-over", help="Become the producer although another one still beats; fences it.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
+]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")]
+WorkerId = Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,9 +46,12 @@ def worker(
     config: Config,
     overrides: Set = None,
     redis_url: Url = None,
-    worker_id: Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")] = None,
+    worker_id: WorkerId = None,
 ) -> None:
-    """Start one rollout worker: an inference engine that claims jobs until it is stopped (SIGTERM drains)."""
+    """Start one rollout worker.
+
+    It holds an inference engine and claims jobs until it is stopped; SIGTERM drains, a second one stops at once.
+    """
     settings = _load(config, overrides)
     name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
     log_json(name)
@@ -53,7 +60,10 @@ def worker(
 
 
 def producer(config: Config, overrides: Set = None, redis_url: Url = None, take_over: TakeOver = False) -> None:
-    """Start the producer: draws prompts and keeps the queue filled as far as the staleness limit allows."""
+    """Start the producer.
+
+    It draws prompts and keeps the queue filled as far as the staleness limit allows. One is active at a time.
+    """
     settings = _load(config, overrides)
     log_json("producer")
     follow_owner()
@@ -66,7 +76,10 @@ def producer(config: Config, overrides: Set = None, redis_url: Url = None, take_
 
 
 def problems(config: Config, overrides: Set = None) -> None:
-    """Write the generated problems of a config (reasoning-gym) into the run's folder, if they are not there."""
+    """Write generated problems into the run's folder.
+
+    Problems of reasoning-gym data sets, once; later calls only say how many there are.
+    """
     settings = _load(config, overrides)
     from producer_workers.assembly import problems_dir
     from producer_workers.datasets.open import open_dataset

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import redis
 
@@ -85,7 +86,7 @@ class Heart:
         self._tell(beat)
 
     def _listen_on(self) -> None:
-        client = open_client(self._run.store.url, name=f"{self._run.store.name}-hints", timeout_s=5.0)
+        client: Any = open_client(self._run.store.url, name=f"{self._run.store.name}-hints", timeout_s=5.0)
         while not self._stopping.is_set():
             try:
                 with client.pubsub(ignore_subscribe_messages=False) as channel:

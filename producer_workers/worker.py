@@ -79,10 +79,11 @@ class Worker:
         """Work until `stop`, or until the run is finished. Raises what ends a worker: a dead engine, a lost run."""
         loop = asyncio.get_running_loop()
         _, self._control = await asyncio.to_thread(self._run.fleet.register, self.id, self._nonce, self._facts)
-        heart = Heart(
-            self._run, self.id, self._nonce, self._facts, self._look,
-            lambda beat: loop.call_soon_threadsafe(self._hear, beat) and None,
-        )  # fmt: skip
+
+        def tell(beat: Beat) -> None:
+            loop.call_soon_threadsafe(self._hear, beat)
+
+        heart = Heart(self._run, self.id, self._nonce, self._facts, self._look, tell)
         heart.start()
         try:
             await self._serve(heart)
@@ -114,8 +115,8 @@ class Worker:
 
     async def _wait_for(self, bell: asyncio.Future[bool]) -> None:
         """Until a group ends, the control state changes, or (with room left) a job may be there."""
-        change = asyncio.ensure_future(self._changed.wait())
-        waiting: set[asyncio.Future[bool]] = {change}
+        change: asyncio.Future[bool] = asyncio.ensure_future(self._changed.wait())
+        waiting = {change}
         if self._may_claim():
             waiting.add(bell)
         aborting = self._control is not None and self._control.mode is Mode.ABORT and bool(self._work)
@@ -262,7 +263,8 @@ class Worker:
             await self._release(job, "handback", "the engine died")
             raise
         except Exception as error:  # one group's failure is not the worker's: it is counted, kept with its reason
-            log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=not isinstance(error, RolloutMQError))
+            unknown = not isinstance(error, RolloutMQError)
+            log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=unknown)
             await self._release(job, "failed", f"{type(error).__name__}: {error}")
 
     async def _hand_in(self, job: Job, group: RolloutGroup, known: int) -> None:

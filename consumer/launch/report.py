@@ -64,7 +64,8 @@ def finish(console: Console, config: TrainingConfig, audit: Audit, server_cli: s
     console.print(f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}")
     _say_where_to_look(console, config, server_cli)
     if not audit.clean or twice:
-        raise AccountError("the account does not add up", hint="; ".join([*audit.faults, *audit.lost[:5], *audit.doubled[:5]]))
+        what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
+        raise AccountError("the account does not add up", hint="; ".join(what))
 
 
 def _accuracy_table(evaluations: dict[tuple[str, int], dict[str, float]], last: int) -> Table:
@@ -94,11 +95,13 @@ def _account_table(audit: Audit) -> Table:
 
 
 def _say_where_to_look(console: Console, config: TrainingConfig, server_cli: str | None) -> None:
-    folder = config.run.folder
-    console.print("\nlook around (`rolloutmq run` started the server; start it again to look later):" if server_cli else "\nlook around:")
-    for command in ("status", "ls --status completed", "tail --from-start", "fsck", "doctor"):
-        console.print(f"  rolloutmq {command} --run-dir {folder}", highlight=False)
-    if server_cli:
-        name = config.run.name
-        console.print(f"  {server_cli} HGETALL 'rmq:{{{name}}}:control'", highlight=False)
-        console.print(f"  {server_cli} XREVRANGE 'rmq:{{{name}}}:events' + - COUNT 5", highlight=False)
+    where = f"--run-dir {config.run.folder}" if server_cli else "--redis-url …"
+    prefix = f"rmq:{{{config.run.name}}}"
+    console.print("\nlook around:")
+    # the server that this command started went away with it; its data is on disk
+    commands = [f"rolloutmq server {where}"] if server_cli else []
+    commands += [f"rolloutmq {c} {where}" for c in ("status", "ls", "tail --from-start", "fsck")]
+    cli = server_cli or "redis-cli"
+    commands += [f"{cli} HGETALL '{prefix}:control'", f"{cli} XREVRANGE '{prefix}:events' + - COUNT 5"]
+    for command in commands:
+        console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

@@ -38,6 +38,18 @@ def test_worker_that_registers_during_a_pause_may_not_claim(scene: Scene) -> Non
     assert scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1).refusal == "PAUSED"
 
 
+def test_claim_serves_only_lanes_that_are_open(scene: Scene) -> None:
+    scene.enqueue(3)
+    (job,) = scene.claim()
+    scene.run.jobs.release("w0", job, "handback")
+    scene.enqueue(1, task="quiz")
+    scene.pause(lanes="eval")
+    assert [found.lane for found in scene.claim(9)] == ["eval"]
+    scene.pause(lanes="resume")
+    assert [found.lane for found in scene.claim(9)] == ["resume"]
+    assert len(scene.stream("fresh")) == 2
+
+
 def test_heartbeat_renews_only_what_the_worker_still_owns(scene: Scene) -> None:
     scene.enqueue(3)
     mine, lost, done = scene.claim(3)
