@@ -27,11 +27,11 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The answer: the control state, and the gids whose leases are lost. `known` is False after an amnesia."""
+    """The answer: the control state, and the jobs whose leases are lost. `known` is False after an amnesia."""
 
     known: bool
     control: ControlState | None
-    lost: tuple[str, ...]
+    lost: tuple[Job, ...]
 
 
 class Fleet:
@@ -87,8 +87,8 @@ class Fleet:
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )
         if reply[0] == "UNKNOWN":
-            return Beat(False, None, tuple(job.gid for job in held))
-        return Beat(True, ControlState.parse(reply[1:7]), tuple(reply[7:]))
+            return Beat(False, None, tuple(held))
+        return Beat(True, ControlState.parse(reply[1:7]), tuple(held[int(number) - 1] for number in reply[7:]))
 
     def deregister(self, worker: str, nonce: str) -> bool:
         """Leave. False when leases are still held; they will run out."""

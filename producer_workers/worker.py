@@ -61,7 +61,9 @@ class Worker:
         self._concurrency, self._partial = concurrency, partial_rollout
         self._drain_timeout_s = drain_timeout_s
         self._facts = {"engine": engine.name, "concurrency": str(concurrency), **(facts or {})}
-        self._work: dict[str, tuple[Job, asyncio.Task[None]]] = {}
+        # by task, not by gid: a group that failed here may be claimed here again before its first task has ended
+        self._work: dict[asyncio.Task[None], Job] = {}
+        self._handing_in: set[Job] = set()
         self._control: ControlState | None = None
         self._changed = asyncio.Event()
         self._ack, self._paused = 0, False
@@ -134,7 +136,7 @@ class Worker:
         if now - then > 1.0:
             self._rate = (now, self._tokens, (self._tokens - tokens) / (now - then))
         pulse = Pulse(self._ack, self._engine.version(), self._state(), self._rate[2], self._done)
-        return pulse, [job for job, _ in list(self._work.values())]
+        return pulse, list(self._work.values())
 
     def _state(self) -> str:
         if self._stopping:
@@ -144,10 +146,11 @@ class Worker:
         return "working" if self._work else "idle"
 
     def _hear(self, beat: Beat) -> None:
-        for gid in beat.lost:
-            if gid in self._work:
-                log.warning("lease lost", extra={"gid": gid})
-                self._work[gid][1].cancel()
+        for task, job in list(self._work.items()):
+            # one that is being handed in may be gone because it arrived; its submit says so
+            if job in beat.lost and job not in self._handing_in:
+                log.warning("lease lost", extra={"gid": job.gid})
+                task.cancel()
         if beat.control and (self._control is None or beat.control.epoch != self._control.epoch):
             self._control = beat.control
             self._changed.set()
@@ -240,12 +243,12 @@ class Worker:
             self._changed.set()
         for job in claim.jobs:
             task = asyncio.create_task(self._generate(job), name=job.gid)
-            self._work[job.gid] = (job, task)
-            task.add_done_callback(lambda task, gid=job.gid: self._end(gid, task))  # type: ignore[misc]
+            self._work[task] = job
+            task.add_done_callback(self._end)
         return bool(claim.jobs)
 
-    def _end(self, gid: str, task: asyncio.Task[None]) -> None:
-        del self._work[gid]
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._handing_in.discard(self._work.pop(task))
         self._changed.set()
         if not task.cancelled() and (error := task.exception()):
             self._failure = error
@@ -268,6 +271,7 @@ class Worker:
             await self._release(job, "failed", f"{type(error).__name__}: {error}")
 
     async def _hand_in(self, job: Job, group: RolloutGroup, known: int) -> None:
+        self._handing_in.add(job)
         status = group.status
         if status is Status.FAILED:
             errors = {m["error"] for m in group.members if m.get("error")}
@@ -306,12 +310,12 @@ class Worker:
             if self._work:
                 await self._engine.pause("abort")
         await self._finish_work(5.0)
-        for _, task in list(self._work.values()):
+        for task in list(self._work):
             task.cancel()
         await asyncio.to_thread(heart.stop)
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
             log.warning("left with groups in hand; their leases will run out")
 
     async def _finish_work(self, timeout_s: float) -> None:
-        if tasks := [task for _, task in self._work.values()]:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        if self._work:
+            await asyncio.wait(list(self._work), timeout=timeout_s)

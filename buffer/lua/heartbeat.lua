@@ -17,7 +17,7 @@
 -- ARGV[7] rate      tokens per second, for people
 -- ARGV[8] done      groups finished since it started
 -- ARGV[9+] gid, token  pairs that it works on
--- replies OK 6 x control, then gids that it no longer holds | UNKNOWN
+-- replies OK 6 x control, then the numbers of the pairs that it no longer holds | UNKNOWN
 -- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
 local control, clock, leases, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, holds, groups, bell = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
@@ -33,7 +33,7 @@ for i = 9, #ARGV - 1, 2 do
   if record[1] == ARGV[i + 1] and (record[2] == 'running' or record[2] == 'judging') then
     redis.call('ZADD', leases, int(now + lease_ms), ARGV[i])
   else
-    reply[#reply + 1] = ARGV[i]
+    reply[#reply + 1] = (i - 7) / 2
   end
 end
 redis.call('ZADD', workers, int(now), id)

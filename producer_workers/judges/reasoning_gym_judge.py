@@ -37,9 +37,11 @@ UNSAFE_TASKS = frozenset(
 
 def task_datasets() -> dict[str, tuple[Any, Any]]:
     """All tasks of reasoning-gym: name to (data set class, configuration class)."""
-    from reasoning_gym.factory import DATASETS
+    # The whole package, not its factory: tasks register while it is imported, and judges run in several threads.
+    # Only this form waits for an import that another thread has begun.
+    import reasoning_gym
 
-    return dict(DATASETS)
+    return dict(reasoning_gym.factory.DATASETS)
 
 
 def check_safe(name: str) -> None:

@@ -171,7 +171,7 @@ class Machine:
     def heartbeat(self, worker: str) -> None:
         lost = [job.gid for job in self.jobs[worker] if not self.owns(job)]
         beat = self.scene.beat(self.jobs[worker], worker)
-        assert list(beat.lost) == lost
+        assert [job.gid for job in beat.lost] == lost
 
     def submit(self, worker: str, which: int, outcome: str) -> None:
         if not self.jobs[worker]:

@@ -157,7 +157,7 @@ def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> N
     for kind in kinds:
         with pytest.raises(Fenced):
             scene.run.jobs.release("w0", old, kind)
-    assert scene.beat([old], worker="w0").lost == (GID,)
+    assert scene.beat([old], worker="w0").lost == (old,)
     scene.raw.unlink(scene.keys.payload(GID, old.token))
     after = scene.dump()
     before["worker:w0"] = after["worker:w0"]

@@ -58,7 +58,7 @@ def test_heartbeat_renews_only_what_the_worker_still_owns(scene: Scene) -> None:
     scene.submit(done)
     scene.raw.zadd(scene.keys.leases, {mine.gid: 1})
     beat = scene.beat([mine, lost, done])
-    assert (beat.known, beat.lost) == (True, (lost.gid, done.gid))
+    assert (beat.known, beat.lost) == (True, (lost, done))
     assert scene.raw.zscore(scene.keys.leases, mine.gid) > scene.now_ms()
     assert scene.raw.zcard(scene.keys.leases) == 1
     scene.check()
@@ -69,7 +69,7 @@ def test_heartbeat_of_a_forgotten_worker_says_so(scene: Scene) -> None:
     (job,) = scene.claim()
     scene.raw.unlink(scene.keys.worker("w0"))
     beat = scene.beat([job])
-    assert (beat.known, beat.control, beat.lost) == (False, None, (job.gid,))
+    assert (beat.known, beat.control, beat.lost) == (False, None, (job,))
 
 
 @pytest.mark.parametrize(
