@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from buffer.control import ControlState
 from buffer.errors import Fenced, RunNotFound
 from buffer.jobs import Job, retry_keys
-from buffer.keys import Keys
+from buffer.keys import Keys, valid_name
 from buffer.limits import RunLimits
 from buffer.rollout import PolicyVersion
 from buffer.store import Store
@@ -42,7 +42,7 @@ class Fleet:
 
     def register(self, worker: str, nonce: str, facts: Mapping[str, str]) -> tuple[str, ControlState]:
         """Join, or join again. Returns the run's nonce and the control state; RunNotFound when there is none."""
-        keys = self._keys
+        keys, worker = self._keys, valid_name("worker", worker)
         reply = self._store.call(
             "register",
             {

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +54,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Steps of all whole checkpoints, oldest first."""
         names = (p.parent.name for p in self.folder.glob(f"step-*/{POSITION}"))
-        return sorted(int(name.removeprefix("step-")) for name in names)
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name))
 
     def read(self, step: int) -> Position:
         """The position of a checkpoint; ModelError names the file that is broken."""
@@ -68,8 +70,7 @@ class CheckpointFolder:
         """Write a checkpoint: `save` writes the other parts. It is on disk, and visible, only as a whole; one of the
         same step (of a lineage that ended) is replaced."""
         path = self.path(position.step)
-        if path.exists():
-            shutil.rmtree(path)
+        self._remove(path)
         with new_folder(path) as folder:
             save(folder)
             (folder / POSITION).write_bytes(
@@ -81,11 +82,24 @@ class CheckpointFolder:
 
     def prune(self, keep: int) -> int:
         """Delete all but the newest `keep`; returns the oldest step that is kept (0: none)."""
-        steps = self.steps()
-        for step in steps[:-keep]:
-            shutil.rmtree(self.path(step))
+        for step in self.steps()[:-keep]:
+            self._remove(self.path(step))
         kept = self.steps()
         return kept[0] if kept else 0
+
+    def clear(self, after: int) -> None:
+        """Delete what no trainer will go on from: checkpoints of steps after `after`, which a trainer that was
+        taken over wrote late, and what was left by one that was killed while it wrote or deleted."""
+        for step in self.steps():
+            if step > after:
+                self._remove(self.path(step))
+        for remains in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(remains)
+
+    def _remove(self, path: Path) -> None:
+        """Out of sight in one step, then deleted: half of a checkpoint must never look like one."""
+        if path.exists():
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")))
 
 
 def _sync(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -13,8 +14,17 @@ Evaluations = dict[tuple[str, int], dict[str, float]]
 
 
 def read_evaluations(folder: Path) -> Evaluations:
-    """All evaluations of a run; the last one of a task and step counts. A torn last line is passed over."""
+    """All evaluations of a run; the last one of a task and step counts. A torn line is passed over."""
     file = folder / FILE
     lines = file.read_bytes().splitlines() if file.exists() else []
-    entries = [orjson.loads(line) for line in lines if line.endswith(b"}")]
+    entries = [entry for line in lines if (entry := _parse(line))]
     return {(entry["task"], entry["step"]): entry["metrics"] for entry in entries}
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry: dict[str, Any] = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # a trainer was killed in the middle of this line; the restarted one evaluates again
+        return None
+    return entry

@@ -5,6 +5,7 @@ A step that is trained again after a restart is written again; the reader (`buff
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,12 @@ class StepWriter:
 
 def _append(file: Path, entry: dict[str, Any]) -> None:
     line = orjson.dumps(entry) + b"\n"
-    # a trainer that was killed in the middle of a line must not spoil the next one
-    if file.exists() and file.read_bytes()[-1:] not in (b"", b"\n"):
-        line = b"\n" + line
-    with file.open("ab") as stream:
+    with file.open("a+b") as stream:
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            # a trainer that was killed in the middle of a line must not spoil the next one
+            line = line if stream.read(1) == b"\n" else b"\n" + line
         stream.write(line)
+        # on disk before the checkpoint of this step is
+        stream.flush()
+        os.fsync(stream.fileno())

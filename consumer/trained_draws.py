@@ -1,6 +1,7 @@
 """Which draws a line of weights was trained on, small enough for every checkpoint (I6).
 
-Draws are numbered per task and trained almost in order, so a low-water mark and a few exceptions say it all.
+Draws are numbered per task and trained almost in order, so a high-water mark and the few draws below it that were
+not trained (in work, dropped, dead) say it all.
 """
 
 from __future__ import annotations
@@ -14,24 +15,23 @@ from buffer.keys import split_group_id
 
 
 class DrawSet(BaseModel):
-    """All draws below `low`, and those in `above`."""
+    """All draws below `high`, but for those in `missing`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    low: int = 0
-    above: set[int] = set()
+    high: int = 0
+    missing: set[int] = set()
 
     def __contains__(self, draw: int) -> bool:
-        return draw < self.low or draw in self.above
+        return draw < self.high and draw not in self.missing
 
     def add(self, draw: int) -> None:
-        self.above.add(draw)
-        while self.low in self.above:
-            self.above.remove(self.low)
-            self.low += 1
+        self.missing.update(range(self.high, draw))
+        self.missing.discard(draw)
+        self.high = max(self.high, draw + 1)
 
     def __len__(self) -> int:
-        return self.low + len(self.above)
+        return self.high - len(self.missing)
 
 
 class TrainedDraws(BaseModel):

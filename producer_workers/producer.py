@@ -23,7 +23,8 @@ from producer_workers.strategy import AsyncProduceStrategy
 log = logging.getLogger("rolloutmq.producer")
 
 ROUND_S = 1.0
-"""A round runs at least so often: leases run out, and bells can be lost."""
+"""A round runs at least so often: leases run out, and bells can be lost. More often where leases are short: a
+pause of half a lease between two looks would count as an outage, in which nobody is reaped."""
 
 
 class Producer:
@@ -39,13 +40,14 @@ class Producer:
     def run(self, stop: threading.Event, *, take_over: bool = False) -> None:
         """Produce until `stop` is set or the run is finished. Raises RoleHeld, Fenced, LostRun."""
         self._run.control.open_producer(self.nonce, run_nonce=self._run.nonce, take_over=take_over)
+        round_s = min(ROUND_S, self._run.limits.lease_ms / 4000)
         log.info("producing", extra={"run": self._run.name, "shares": self._strategy.shares})
         while not stop.is_set():
             state = self._run.control.beat("producer", self.nonce)
             if state.mode is Mode.FINISH:
                 break
             if not self.round(state):
-                self._run.store.wait_bell(self._run.keys.bell("producer"), ROUND_S)
+                self._run.store.wait_bell(self._run.keys.bell("producer"), round_s)
         self._run.control.beat("producer", self.nonce, closing=True)
 
     def round(self, state: ControlState) -> int:

@@ -27,6 +27,9 @@ class Symptom:
 
 def diagnose(snap: Snapshot) -> list[Symptom]:
     """All that keeps, or soon will keep, this run from going on; the worst first. Empty: nothing does."""
+    if snap.mode == "finish":
+        over = Symptom("note", "the run is finished: its last step was done", snap.paused_ms, "")
+        return [*_account(snap), over, *_dead(snap)]
     found = [
         *_account(snap),
         *_pauses(snap),

@@ -183,7 +183,7 @@ def _waits(snap: Snapshot, history: History) -> list[Text]:
 def _workers(snap: Snapshot) -> list[Text]:
     live = {worker["id"] for worker in snap.live_workers}
     if not snap.workers:
-        return [Text("no worker has joined yet", style="yellow")]
+        return [Text("no worker", style="dim" if snap.mode == "finish" else "yellow")]
     lines = [_worker(worker, worker["id"] in live, str(snap.weights)) for worker in snap.workers[:MOST_WORKERS]]
     if len(snap.workers) > MOST_WORKERS:
         lines.append(Text(f"and {len(snap.workers) - MOST_WORKERS} more: rolloutmq workers", style="dim"))

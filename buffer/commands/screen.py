@@ -60,11 +60,11 @@ def emit_line(document: Any) -> None:
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table without lines; the columns in `right` hold numbers."""
+    """An empty table without lines; the columns in `right` hold numbers. A gid is never cut: people copy it."""
     numbers = set(right)
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
-        grid.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers)
+        grid.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers or name == "gid")
     return grid
 
 

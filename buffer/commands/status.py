@@ -138,6 +138,8 @@ def mode_text(snap: Snapshot) -> Text:
     """The mode, who set it, since when, and who has confirmed."""
     if snap.paused_by is None:
         return Text.assemble(state(snap.mode), f" for {age(snap.paused_ms)}")
+    if snap.mode == "finish":
+        return Text.assemble(state(snap.mode), f" the last step was done {age(snap.paused_ms)} ago")
     confirmed, live = len(snap.acknowledged), len(snap.live_workers)
     text = Text.assemble(
         state(snap.mode),

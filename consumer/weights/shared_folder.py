@@ -6,6 +6,7 @@ place and renamed, so nobody ever sees half of one.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,16 @@ from buffer.rollout import PolicyVersion
 from consumer.model_folder import new_folder
 
 
+VERSION = re.compile(r"\w+-\d{6,}")
+"""What a folder of one version is named."""
+
+
 class SharedFolder:
-    """Versions of weights in `folder`; the newest `keep` stay."""
+    """Versions of weights in `folder`; the newest `keep` stay. What else lies in the folder is left alone."""
 
     def __init__(self, folder: Path, *, keep: int = 3) -> None:
         self._folder, self._keep = folder.resolve(), keep
+        self._newest: Path | None = None
 
     def write(self, weights: PolicyVersion, save: Callable[[Path], None]) -> tuple[str, str]:
         """Write one version with `save(folder)`. Returns (path, checksum) for `publish_weights`."""
@@ -29,11 +35,19 @@ class SharedFolder:
         with new_folder(path) as folder:
             save(folder)
             checksum = weights_manifest.write(folder, str(weights))
+        self._newest = path
         return str(path), checksum
 
     def prune(self) -> None:
         """Delete all but the newest versions. Called after a publication, so that none in use disappears."""
-        folders = [p for p in self._folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
-        newest_last = sorted(folders, key=lambda path: path.stat().st_mtime_ns)
+        versions = [p for p in self._folder.iterdir() if VERSION.fullmatch(p.name) and p.is_dir()]
+        # the newest by name as well: a clock that was set back must not make it the oldest
+        newest_last = sorted(versions, key=lambda path: (path == self._newest, path.stat().st_mtime_ns))
         for path in newest_last[: -self._keep]:
             shutil.rmtree(path, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Delete what a trainer left that was killed while it wrote."""
+        for path in self._folder.glob(".*.tmp"):
+            if VERSION.match(path.name[1:]):
+                shutil.rmtree(path, ignore_errors=True)

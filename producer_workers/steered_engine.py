@@ -1,0 +1,78 @@
+"""An engine as the worker steers it: frozen or sampling, and with the newest weights it could load.
+
+Invariant: weights that are torn, foreign or refused by the engine leave it exactly as it was, with the old ones and
+neither more nor less paused; they are tried again, less and less often, until they load or newer ones come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from buffer.control import ControlState
+from producer_workers.engines.base import Engine, WeightsError
+from producer_workers.weight_pull import verify_weights
+
+log = logging.getLogger("rolloutmq.worker")
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
+"""Waits before refused weights are tried again; doubled each time. Each try reads the whole folder."""
+
+
+class SteeredEngine:
+    """`engine` with the little that must be remembered between two control states."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.paused = False
+        self._refused = ""
+        self._retry_at = 0.0
+        self._retry_s = FIRST_RETRY_S
+
+    def has_weights_of(self, state: ControlState) -> bool:
+        return state.weights == self._engine.version()
+
+    async def freeze(self) -> None:
+        """Sample nothing until `thaw`."""
+        if not self.paused:
+            await self._engine.pause("keep")
+            self.paused = True
+
+    async def thaw(self) -> None:
+        if self.paused:
+            await self._engine.resume()
+            self.paused = False
+
+    async def abort(self) -> None:
+        """Take back what the engine has; it samples again for whatever comes next."""
+        await self._engine.pause("abort")
+        await self._engine.resume()
+        self.paused = False
+
+    async def update(self, state: ControlState) -> bool:
+        """Load the newest weights where the engine has others; whether it has them now."""
+        if self.has_weights_of(state):
+            return True
+        if self._refused == str(state.weights) and time.monotonic() < self._retry_at:
+            return False
+        started = time.monotonic()
+        path = Path(state.weights_path)
+        try:
+            await asyncio.to_thread(verify_weights, path, state.weights_checksum)
+            await self._engine.load_weights(path, state.weights)
+        except WeightsError as error:
+            self._refuse(state, error)
+            return False
+        self._refused = ""
+        log.info("weights loaded", extra={"weights": str(state.weights), "seconds": time.monotonic() - started})
+        return True
+
+    def _refuse(self, state: ControlState, error: WeightsError) -> None:
+        """Say so, once for every version, and plan the next try."""
+        if self._refused != str(state.weights):
+            self._refused, self._retry_s = str(state.weights), FIRST_RETRY_S
+            log.error("weights refused, staying on %s: %s", self._engine.version(), error)
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
