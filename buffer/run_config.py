@@ -30,6 +30,9 @@ def check_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(check_name)]
 
+JUDGES = ("reasoning_gym", "exact_match", "gsm8k")
+"""Judges that are told by name; `producer_workers.judges.load` has their functions."""
+
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task asks for."""
 
@@ -104,7 +107,7 @@ class PolicySection(Section):
     model: Path | None = None
     """Hugging Face model folder to start from; default: the run makes a small one"""
     weights_dir: Path | None = None
-    """folder through which trainer and workers share weights; default: <run folder>/weights"""
+    """folder in which each run has one to share its weights through; default: <run folder>/weights"""
     sync_weights_interval: int = Field(1, ge=1)
     """train steps between two publications of weights"""
     max_staleness: int = Field(0, ge=0)
@@ -118,7 +121,8 @@ class PolicySection(Section):
         return (self.max_staleness + 1) * self.sync_weights_interval
 
     def weights_folder(self, run: RunSection) -> Path:
-        return self.weights_dir or run.folder / "weights"
+        # a folder per run: each deletes its own old versions
+        return self.weights_dir / run.name if self.weights_dir else run.folder / "weights"
 
 
 class SampleParamsSection(Section):
@@ -139,7 +143,8 @@ class SampleParamsSection(Section):
     stop_token_ids: list[int] = Field(default_factory=list)
     """tokens that end a response"""
     seed: int | None = None
-    """seed of the sampler; default: derived from the run's seed and the group"""
+    """unset: the engine draws as it likes; set: every rollout gets a seed of its own, derived from this one, the run's,
+    the group and its place, so that the same weights sample the same response again"""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> SampleParamsSection:
@@ -203,7 +208,7 @@ class TaskSection(Section):
     dataset: DatasetSection
     """where prompts come from"""
     judge: str
-    """what scores a response: reasoning_gym, exact_match, or your own function as package.module:function"""
+    """what scores a response: reasoning_gym, exact_match, gsm8k, or your own function as package.module:function"""
     eval_of: str | None = None
     """evaluation only: the training task whose held-out problems are asked, greedily and once each"""
     shuffle: bool = True
@@ -214,8 +219,8 @@ class TaskSection(Section):
     def _check_judge(cls, judge: str) -> str:
         module, colon, function = judge.partition(":")
         is_path = bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])
-        if judge not in ("reasoning_gym", "exact_match") and not is_path:
-            raise ValueError("expected reasoning_gym, exact_match or package.module:function")
+        if judge not in JUDGES and not is_path:
+            raise ValueError(f"expected {', '.join(JUDGES)} or package.module:function")
         return judge
 
     @property

@@ -66,7 +66,8 @@ def train(config: Config, overrides: Set = None, redis_url: Url = None, take_ove
     trainer = Trainer(create_run(store, settings, model_dir), settings, model_dir)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: trainer.consumer.stop())
-    trainer.fit(take_over=take_over)
+    if not trainer.fit(take_over=take_over):
+        raise typer.Exit(130)  # stopped on the way: whoever watches must not take it for the end of the run
 
 
 def warm_start(config: Config, overrides: Set = None) -> None:

@@ -1,11 +1,15 @@
-"""The config file as the training side reads it: the shared sections, [trainer], [learner], [tiny_model], [warm_start]."""
+"""The config file as the training side reads it: the shared sections, and [trainer], [learner], [tiny_model],
+[warm_start], [evaluation]."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from pydantic import Field
 
 from buffer.config import Section
 from buffer.config_file import ConfigFile
+from buffer.errors import ConfigError
 from buffer.run_config import ReasoningGymDataset
 from consumer.advantages import AdvantageEstimator
 from consumer.learner_config import LearnerConfig
@@ -32,7 +36,7 @@ class EvaluationSection(Section):
     """[evaluation]: of the first and the last weights, on every held-out task."""
 
     groups: int | None = Field(None, ge=1)
-    """problems per evaluation; default: all held-out ones"""
+    """problems per evaluation; default: all held-out ones, which alone asks the same ones each time"""
 
 
 class TrainingConfig(ConfigFile):
@@ -45,7 +49,16 @@ class TrainingConfig(ConfigFile):
     evaluation: EvaluationSection = EvaluationSection()
 
     def evaluation_size(self, task: str) -> int:
-        """Problems of one evaluation of `task`."""
+        """Problems of one evaluation of `task`. ConfigError where its file cannot be read."""
+        if self.evaluation.groups is not None:
+            return self.evaluation.groups
         dataset = self.tasks[task].dataset
-        held_out = dataset.held_out_size if isinstance(dataset, ReasoningGymDataset) else 100
-        return self.evaluation.groups or held_out
+        return dataset.held_out_size if isinstance(dataset, ReasoningGymDataset) else _count_problems(dataset.path)
+
+
+def _count_problems(file: Path) -> int:
+    try:
+        with file.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be opened: {error.strerror}", hint="see the task's dataset.path") from error

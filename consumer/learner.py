@@ -92,9 +92,17 @@ class Learner:
         """Continue from `state_tensors()`. ModelError, and nothing changed, if they are of another model."""
         self.step = restore(state, self.parameters, self._optimizer, self.device)
 
-    def save_weights(self, folder: Path) -> None:
-        """Write config.json and safetensors weights into `folder`, as Hugging Face and vLLM read them."""
-        save_model(self.model, folder)
+    def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
+        """Write config.json and safetensors weights into `folder`, as Hugging Face and vLLM read them.
+
+        `to_publish`: in the numbers that the forward pass uses. With `bf16` that halves the bytes; an engine in
+        bfloat16 would round them to the same.
+        """
+        save_model(self.model, folder, dtype=torch.bfloat16 if to_publish and self.config.bf16 else None)
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most this process has allocated on its GPU so far; None on a CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:

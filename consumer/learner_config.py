@@ -57,5 +57,5 @@ class LearnerConfig(Section):
     old_policy: Literal["rollout", "current"] = "rollout"
     """what the ratio is clipped against: the rollout's own logprobs, or the weights before this batch"""
     bf16: bool = False
-    """forward pass in bfloat16"""
+    """forward pass, and published weights, in bfloat16; parameters and optimizer stay float32"""
     loss: LossConfig = LossConfig()

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
+
 from buffer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -62,10 +64,20 @@ def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedMod
     return model
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json and safetensors weights into an existing folder."""
+def save_model(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and safetensors weights into an existing folder; rounded to `dtype` where one is given."""
     _hush()
-    model.save_pretrained(folder)
+    if dtype is None:
+        model.save_pretrained(folder)
+        return
+    rounded: dict[int, torch.Tensor] = {}  # tied weights stay tied: one copy per storage
+    state = model.state_dict()
+    model.save_pretrained(
+        folder, state_dict={n: rounded.setdefault(t.data_ptr(), t.to("cpu", dtype)) for n, t in state.items()}
+    )
+    file = folder / "config.json"
+    config = orjson.loads(file.read_bytes()) | {"dtype": str(dtype).removeprefix("torch.")}
+    file.write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

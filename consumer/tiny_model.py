@@ -79,7 +79,7 @@ def _architecture(spec: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
 
     return Qwen3Config(
         # A multiple of 64 keeps matrix kernels and tensor parallelism simple.
-        vocab_size=-(-len(tokenizer) // 64) * 64,
+        vocab_size=-(-max(len(tokenizer), spec.vocab_size or 0) // 64) * 64,
         hidden_size=spec.hidden,
         num_hidden_layers=spec.layers,
         num_attention_heads=spec.heads,

@@ -18,6 +18,8 @@ class TinyModelConfig(Section):
     head_dim: int = Field(32, ge=8, multiple_of=8)
     """vLLM's attention on a CPU takes 32, 64, 80, 96, 112, 128 and 256"""
     intermediate: int = Field(384, ge=8)
+    vocab_size: int | None = Field(None, ge=1)
+    """rows of the embedding, for the shape of a larger model; default: as many as the tokenizer has tokens"""
     max_positions: int = Field(256, ge=16)
     """longest prompt and answer together, in tokens"""
     init_std: float = Field(0.08, gt=0)

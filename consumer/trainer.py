@@ -10,13 +10,16 @@ import logging
 import shutil
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from buffer.config_file import allocate
-from buffer.errors import LostRun
+from buffer.errors import LostRun, ModelError
 from buffer.ledger import NotReady
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
@@ -76,9 +79,8 @@ class Trainer:
         """
         self._position = self._newest_position()
         self.consumer.open(self._position.step, run_nonce=self._position.run_nonce, take_over=take_over)
-        self._learner = self._load_learner()
-        self._position.lineage = self.consumer.lineage
         try:
+            self._go_on()
             self._publish(Timing())
             self._evaluate_once()
             self._train_on()
@@ -90,6 +92,16 @@ class Trainer:
         finally:
             self.consumer.close()
         return True
+
+    def _go_on(self) -> None:
+        """Put this trainer where its checkpoint is, and end what an earlier one had begun."""
+        position = self._position
+        self._checkpoints.clear(after=position.step)
+        self._weights.clear()
+        self._learner = self._load_learner()
+        position.lineage, position.uncommitted = self.consumer.lineage, []
+        if position.step:  # the last trainer may have died between its checkpoint and the commit
+            self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
     # -- from where ----------------------------------------------------------
 
@@ -111,8 +123,16 @@ class Trainer:
         device = _device(self._config.trainer.device)
         learner = Learner(self._model_dir, self._config.learner, device=device, seed=seed)
         if step:
-            learner.load_state_tensors(load_file(self._checkpoints.path(step) / OPTIMIZER))
+            learner.load_state_tensors(self._read_state(self._checkpoints.path(step) / OPTIMIZER))
         return learner
+
+    @staticmethod
+    def _read_state(file: Path) -> dict[str, Tensor]:
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            hint = "remove this checkpoint's folder to use an older one"
+            raise ModelError(f"{file} cannot be read: {error}", hint=hint) from error
 
     # -- one step ------------------------------------------------------------
 
@@ -136,25 +156,35 @@ class Trainer:
         if step % self._config.policy.sync_weights_interval == 0 or step == self._config.plan.steps:
             self._publish(timing)
         metrics |= batch_metrics(batch) | _times(timing, time.monotonic() - started)
-        # before the checkpoint: a step that is in a checkpoint must be in the log
+        if peak := self._learner.peak_memory_bytes():
+            metrics["memory/peak_bytes"] = float(peak)
+        # before the checkpoint: a step that is in a checkpoint must be in the log, and only those of the one trainer
+        self.consumer.check_role()
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
         log.info("step", extra={"step": step, "reward": metrics["reward/mean"]})
         if step % self._config.trainer.checkpoint_every_steps == 0 or step == self._config.plan.steps:
             self._checkpoint()
 
     def _publish(self, timing: Timing) -> None:
-        """Write the weights first, so that workers stand still only for the switch."""
+        """Write the weights first, so that workers stand still only for the switch.
+
+        Whoever is stopped while it waits for the workers publishes nothing: the next trainer begins with that.
+        """
         clock = time.monotonic()
         weights = PolicyVersion(self.consumer.lineage, self._position.step)
-        path, checksum = self._weights.write(weights, self._save_model)
+        path, checksum = self._weights.write(weights, partial(self._save_model, to_publish=True))
         timing.publish = time.monotonic() - clock
-        timing.pause = self.consumer.pause(self._config.policy.pause_mode)
+        try:
+            timing.pause = self.consumer.pause(self._config.policy.pause_mode)
+        except Stopped:
+            self.consumer.continue_()
+            return
         self.consumer.publish_weights(weights.version, path, checksum)
         self.consumer.continue_()
         self._weights.prune()
 
-    def _save_model(self, folder: Path) -> None:
-        self._learner.save_weights(folder)
+    def _save_model(self, folder: Path, *, to_publish: bool = False) -> None:
+        self._learner.save_weights(folder, to_publish=to_publish)
         for pattern in TOKENIZER_FILES:
             for file in self._model_dir.glob(pattern):
                 if not (folder / file.name).exists():
@@ -164,6 +194,7 @@ class Trainer:
         """Write a checkpoint, then commit: in this order, or a crash between the two would lose batches (I6)."""
         if self._position.step in (0, self._newest_step()) or not self._position.uncommitted:
             return
+        self.consumer.check_role()
         self._position.cursors = {task: self._run.jobs.cursor(task) for task in self._run.limits.tasks}
         self._checkpoints.write(self._position, self._save_parts)
         keep = self._checkpoints.prune(self._config.trainer.keep_checkpoints)

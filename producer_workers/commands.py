@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,12 +68,14 @@ def producer(config: Config, overrides: Set = None, redis_url: Url = None, take_
     settings = _load(config, overrides)
     log_json("producer")
     follow_owner()
+    from producer_workers.assembly import make_producer
+
+    member = make_producer(settings, _open(settings, redis_url, "producer"))
+    # only now: while it waits for its run there is nothing to end in order, and a signal ends the process
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    from producer_workers.assembly import make_producer
-
-    make_producer(settings, _open(settings, redis_url, "producer")).run(stop, take_over=take_over)
+    member.run(stop, take_over=take_over)
 
 
 def problems(config: Config, overrides: Set = None) -> None:
@@ -105,27 +108,27 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str) -> Run:
 async def _work(settings: ProducingConfig, redis_url: str | None, name: str) -> None:
     from producer_workers.assembly import make_worker, start_engine
 
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+    # until it holds groups there is nothing to end in order; what the engine started ends with this process
+    _on_signals(os._exit, 130)
     run = await asyncio.to_thread(_open, settings, redis_url, name)
     engine = await start_engine(settings, run)
     try:
         member = make_worker(settings, run, engine, name)
-        watch = asyncio.create_task(_stop_when(stopped, member))
+        _on_signals(_drain, member)
         await member.run()
-        watch.cancel()
     finally:
         await engine.shutdown()
 
 
-async def _stop_when(stopped: asyncio.Event, member: Worker) -> None:
-    """The first signal drains; a second one ends the process at once."""
-    await stopped.wait()
-    log.info("stopping: finishing what is held")
+def _on_signals(do: Callable[..., object], *args: object) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, os._exit, 130)
+        asyncio.get_running_loop().add_signal_handler(number, do, *args)
+
+
+def _drain(member: Worker) -> None:
+    """The first signal drains; a second one ends the process at once."""
+    log.info("stopping: finishing what is held")
+    _on_signals(os._exit, 130)
     member.stop()
 
 

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 class GroupWork:
-    """The work of one worker. `tokens` and `done` count what it made: tokens, and completed groups."""
+    """The work of one worker. `tokens` and `done` count what it made: tokens, and completed groups.
+
+    `handing_in`: jobs whose last call is on its way. The server may have ended their leases because it arrived.
+    """
 
     def __init__(
         self, run: Run, engine: Engine, loops: Mapping[str, AgentLoop], worker_id: str, *, partial_rollout: bool
@@ -32,6 +35,7 @@ class GroupWork:
         self._run, self._engine, self._loops = run, engine, loops
         self._worker, self._partial = worker_id, partial_rollout
         self.tokens = self.done = 0
+        self.handing_in: set[Job] = set()
 
     async def do(self, job: Job) -> None:
         """Generate, judge and hand in one group. Its failure is its own; EngineDeadError is the worker's."""
@@ -49,8 +53,11 @@ class GroupWork:
             unknown = not isinstance(error, RolloutMQError)
             log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=unknown)
             await self._release(job, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            self.handing_in.discard(job)
 
     async def _hand_in(self, job: Job, group: RolloutGroup, known: int) -> None:
+        self.handing_in.add(job)
         status = group.status
         if status is Status.FAILED:
             errors = {m["error"] for m in group.members if m.get("error")}

@@ -26,8 +26,8 @@ log = logging.getLogger("rolloutmq.worker")
 class Heart:
     """Beats for one worker until `stop`.
 
-    `look` is called before every beat for what to say and what is held; `tell` after it with the answer, what had
-    been said, and which of the held jobs are lost. Both on this thread.
+    `look` is called before every beat for what to say and what is held; `tell` after it with the answer and what had
+    been said. Both on this thread.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Heart:
         nonce: str,
         facts: Mapping[str, str],
         look: Callable[[], tuple[Pulse, Sequence[Job]]],
-        tell: Callable[[Beat, Pulse, Sequence[Job]], object],
+        tell: Callable[[Beat, Pulse], None],
     ) -> None:
         self._run, self._worker, self._nonce, self._facts = run, worker, nonce, facts
         self._look, self._tell = look, tell
@@ -84,8 +84,7 @@ class Heart:
             log.warning("the server does not know this worker (any more); registering again")
             _, control = self._run.fleet.register(self._worker, self._nonce, self._facts)
             beat = Beat(True, control, beat.lost)
-        lost = set(beat.lost)
-        self._tell(beat, pulse, [job for job in held if job.gid in lost])
+        self._tell(beat, pulse)
 
     def _listen_on(self) -> None:
         client: Any = open_client(self._run.store.url, name=f"{self._run.store.name}-hints", timeout_s=5.0)

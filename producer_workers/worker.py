@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from buffer.control import ControlState, Mode, new_nonce
@@ -63,7 +63,8 @@ class Worker:
         self._concurrency = concurrency
         self._drain_timeout_s = drain_timeout_s
         self._facts = {"engine": engine.name, "concurrency": str(concurrency), **(facts or {})}
-        self._work: dict[str, tuple[Job, asyncio.Task[None]]] = {}
+        # by task, not by gid: a group that failed here may be claimed here again before its first task has ended
+        self._work: dict[asyncio.Task[None], Job] = {}
         self._control: ControlState | None = None
         self._changed = asyncio.Event()
         self._ack = self._receipt = 0
@@ -83,10 +84,11 @@ class Worker:
         """
         loop = asyncio.get_running_loop()
         _, self._control = await asyncio.to_thread(self._run.fleet.register, self.id, self._nonce, self._facts)
-        heart = Heart(
-            self._run, self.id, self._nonce, self._facts, self._look,
-            lambda *heard: loop.call_soon_threadsafe(self._hear, *heard),
-        )  # fmt: skip
+
+        def tell(beat: Beat, pulse: Pulse) -> None:
+            loop.call_soon_threadsafe(self._hear, beat, pulse)
+
+        heart = Heart(self._run, self.id, self._nonce, self._facts, self._look, tell)
         heart.start()
         try:
             await self._serve(heart)
@@ -143,7 +145,7 @@ class Worker:
         if now - then > 1.0:
             self._rate = (now, made, (made - tokens) / (now - then))
         pulse = Pulse(self._ack, self._engine.version(), self._state(), self._rate[2], self._group_work.done)
-        return pulse, [job for job, _ in list(self._work.values())]
+        return pulse, list(self._work.values())
 
     def _state(self) -> str:
         if self._stopping:
@@ -152,13 +154,12 @@ class Worker:
             return "paused"
         return "working" if self._work else "idle"
 
-    def _hear(self, beat: Beat, pulse: Pulse, lost: Sequence[Job]) -> None:
-        """The answer to a heartbeat that said `pulse`; the leases of `lost` are gone."""
+    def _hear(self, beat: Beat, pulse: Pulse) -> None:
+        """The answer to a heartbeat that said `pulse`."""
         self._receipt = pulse.ack
-        for job in lost:
-            held, task = self._work.get(job.gid, (None, None))
-            # the group may be back under a newer token, which that beat knew nothing of
-            if task and held == job:
+        for task, job in list(self._work.items()):
+            # one that is being handed in may be gone because it arrived; its submit says so
+            if job in beat.lost and job not in self._group_work.handing_in:
                 log.warning("lease lost", extra={"gid": job.gid})
                 task.cancel()
         if beat.control:
@@ -229,20 +230,13 @@ class Worker:
         if claim.control:
             self._adopt(claim.control)
         for job in claim.jobs:
-            self._begin(job)
+            task = asyncio.create_task(self._group_work.do(job), name=job.gid)
+            self._work[task] = job
+            task.add_done_callback(self._end)
         return bool(claim.jobs)
 
-    def _begin(self, job: Job) -> None:
-        if job.gid in self._work:
-            # its lease ran out, and it came back to us before we heard of it
-            self._work[job.gid][1].cancel()
-        task = asyncio.create_task(self._group_work.do(job), name=job.gid)
-        self._work[job.gid] = (job, task)
-        task.add_done_callback(lambda task: self._end(job, task))
-
-    def _end(self, job: Job, task: asyncio.Task[None]) -> None:
-        if self._work[job.gid][1] is task:
-            del self._work[job.gid]
+    def _end(self, task: asyncio.Task[None]) -> None:
+        del self._work[task]
         self._changed.set()
         if not task.cancelled() and (error := task.exception()):
             self._failure = error
@@ -274,11 +268,11 @@ class Worker:
 
     async def _hand_back(self) -> None:
         """Give back, unharmed, what could not be ended."""
-        left = list(self._work.values())
-        for _, task in left:
+        left = dict(self._work)
+        for task in left:
             task.cancel()
-        await asyncio.gather(*(task for _, task in left), return_exceptions=True)
-        for job, task in left:
+        await asyncio.gather(*left, return_exceptions=True)
+        for task, job in left.items():
             if task.cancelled():
                 await self._try_to_release(job)
 
@@ -289,5 +283,5 @@ class Worker:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
     async def _await_work(self, timeout_s: float) -> None:
-        if tasks := [task for _, task in self._work.values()]:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        if self._work:
+            await asyncio.wait(list(self._work), timeout=timeout_s)

@@ -21,17 +21,7 @@ if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then ret
 if redis.call('HGET', control, who .. '_op') == operation then return {'OK', unpack(control_state(control))} end
 
 redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_op', operation)
-local ALL_LANES = 'eval resume fresh'
-local holds = redis.call('HMGET', control, 'operator_mode', 'operator_lanes', 'trainer_mode', 'trainer_lanes')
-local strictness = {run = 0, keep = 1, drain = 2, abort = 3, finish = 4}
-local effective = strictness[holds[1]] > strictness[holds[3]] and holds[1] or holds[3]
-local open = {}
-for lane in string.gmatch(holds[2] or ALL_LANES, '%S+') do
-  if string.find(' ' .. (holds[4] or ALL_LANES) .. ' ', ' ' .. lane .. ' ', 1, true) then open[#open + 1] = lane end
-end
-redis.call('HSET', control, 'mode', effective, 'lanes', table.concat(open, ' '), 'changed_ms', int(now_ms()))
-local epoch = redis.call('HINCRBY', control, 'epoch', 1)
-redis.call('PUBLISH', control, epoch)
+local epoch, effective = settle_mode(control)
 ring(bell_workers, 64)
 ring(bell_producer, 1)
 log_event(events, 'control', 'epoch', epoch, 'mode', effective, 'by', who)

@@ -1,5 +1,6 @@
 #!lua
--- create_run: make a run, once, or bring its limits up to date. The nonce tells this run from any other of the same name, before or after.
+-- create_run: make a run, once; or bring its limits up to date, and let a finished one go on (it has more steps now).
+-- The nonce tells this run from any other of the same name, before or after.
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] ledger    HASH    of the trainer
@@ -18,7 +19,13 @@ local known = redis.call('HMGET', meta, 'nonce', 'created_ms', 'schema')
 if known[1] and known[1] ~= nonce then return {'EXISTS', known[1], known[2], known[3]} end
 
 for i = 5, #ARGV - 1, 2 do redis.call('HSET', meta, ARGV[i], ARGV[i + 1]) end
-if known[1] then return {'OK'} end
+if known[1] then
+  if redis.call('HGET', control, 'trainer_mode') == 'finish' then
+    redis.call('HSET', control, 'trainer_mode', 'run', 'trainer_lanes', 'eval resume fresh')
+    settle_mode(control)
+  end
+  return {'OK'}
+end
 redis.call('HSET', meta, 'nonce', nonce, 'schema', schema, 'created_ms', int(now_ms()))
 redis.call('HSET', control, 'epoch', 1, 'mode', 'run', 'lanes', 'eval resume fresh',
   'trainer_mode', 'run', 'operator_mode', 'run', 'weights', weights, 'weights_path', path)

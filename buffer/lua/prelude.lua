@@ -37,6 +37,22 @@ local function control_state(control)
   return state
 end
 
+-- Trainer and operator hold the mode apart: the stricter one rules, with the lanes that both leave open (I10).
+local function settle_mode(control)
+  local all = 'eval resume fresh'
+  local strictness = {run = 0, keep = 1, drain = 2, abort = 3, finish = 4}
+  local holds = redis.call('HMGET', control, 'operator_mode', 'operator_lanes', 'trainer_mode', 'trainer_lanes')
+  local mode = strictness[holds[1]] > strictness[holds[3]] and holds[1] or holds[3]
+  local open = {}
+  for lane in string.gmatch(holds[2] or all, '%S+') do
+    if string.find(' ' .. (holds[4] or all) .. ' ', ' ' .. lane .. ' ', 1, true) then open[#open + 1] = lane end
+  end
+  redis.call('HSET', control, 'mode', mode, 'lanes', table.concat(open, ' '), 'changed_ms', int(now_ms()))
+  local epoch = redis.call('HINCRBY', control, 'epoch', 1)
+  redis.call('PUBLISH', control, epoch)
+  return epoch, mode
+end
+
 local function lane_is_open(control, lane)
   local lanes = redis.call('HGET', control, 'lanes') or ''
   return string.find(' ' .. lanes .. ' ', ' ' .. lane .. ' ', 1, true) ~= nil

@@ -14,11 +14,11 @@ from consumer.launch.child import Child
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """Something that dies when the trainer has taken `step` batches."""
+    """Something that dies once the trainer has taken `step` batches. `strike` says whether it was alive."""
 
     step: int
     what: str
-    strike: Callable[[], None]
+    strike: Callable[[], bool]
 
 
 class Chaos:
@@ -26,7 +26,7 @@ class Chaos:
 
     def __init__(self, strikes: list[Strike]) -> None:
         self._pending = strikes
-        self.delivered: list[Strike] = []
+        self._planned = len(strikes)
 
     @classmethod
     def plan(cls, steps: int, workers: list[Child], trainer: Child, server: EmbeddedServer | None) -> Chaos:
@@ -36,20 +36,24 @@ class Chaos:
             Strike(max(2, steps * 2 // 5), "SIGKILL to the trainer", trainer.kill),
         ]
         if server is not None:
-            strikes.append(Strike(max(3, steps * 3 // 5), "SIGKILL to the server, then a restart", lambda: _crash(server)))
+            what = "SIGKILL to the server, then a restart"
+            strikes.append(Strike(max(3, steps * 3 // 5), what, lambda: _crash(server)))
         strikes.append(Strike(max(4, steps * 4 // 5), f"SIGKILL to {workers[-1].name}", workers[-1].kill))
         return cls(strikes)
 
     def look(self, taken: int) -> list[str]:
-        """Deliver what is due; returns what to tell people."""
-        due = [strike for strike in self._pending if strike.step <= taken]
-        for strike in due:
-            strike.strike()
-            self._pending.remove(strike)
-            self.delivered.append(strike)
-        return [f"chaos at step {taken}: {strike.what}" for strike in due]
+        """Deliver the next strike if it is due and hits something; returns what to tell people."""
+        # one at a time, so that each meets a run that has seen the one before
+        if not self._pending or self._pending[0].step > taken or not self._pending[0].strike():
+            return []
+        return [f"chaos at step {taken}: {self._pending.pop(0).what}"]
+
+    @property
+    def outcome(self) -> str:
+        return f"chaos: {self._planned - len(self._pending)} of {self._planned} strikes were delivered"
 
 
-def _crash(server: EmbeddedServer) -> None:
+def _crash(server: EmbeddedServer) -> bool:
     server.kill()
     server.start()
+    return True

@@ -17,6 +17,9 @@ from buffer.lifeline import OWNER
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which starting again would only say the same again."""
 
+COME_BACK_S = 5.0
+"""A process that left in order is started again so late: at the end of a run they leave before the trainer does."""
+
 QUICK_S = 15.0
 """A process that dies so young three times in a row will not get better."""
 
@@ -55,16 +58,23 @@ class Child:
         return self._process is not None and self._process.poll() == 0
 
     def keep_alive(self, *more: str) -> str | None:
-        """Start it again if it died; returns what to tell people. ChildFailed when that is hopeless."""
-        if self._process is None or (code := self._process.poll()) in (None, 0):
+        """Start it again if it ended; returns what to tell people. ChildFailed when that is hopeless."""
+        if self._process is None or (code := self._process.poll()) is None:
             return None
         if self._retry_at == 0.0:
-            return self._note_death(code)
+            return self._note_end(code)
         if time.monotonic() < self._retry_at:
             return None
         self._retry_at = 0.0
         self.start(*more)
         return f"{self.name} started again"
+
+    def _note_end(self, code: int) -> str | None:
+        if code == 0:
+            # it saw the end of a run that is now going on
+            self._retry_at = time.monotonic() + COME_BACK_S
+            return None
+        return self._note_death(code)
 
     def _note_death(self, code: int) -> str:
         self.deaths += 1
@@ -74,7 +84,7 @@ class Child:
         hopeless = code in HOPELESS or self._restarts_left < 0 or (self._quick_deaths >= 3 and code > 0)
         if hopeless:
             error = ChildFailed(f"{self.name} {how}:\n{self.last_words()}", hint=f"its whole log: {self._log}")
-            error.exit_code = code if code in HOPELESS else 1
+            error.exit_code = code if code > 0 else 1
             raise error
         self._retry_at = time.monotonic() + min(10.0, 0.5 * 2.0**self._quick_deaths)
         return f"{self.name} {how}"
@@ -90,10 +100,12 @@ class Child:
         if self.pid:
             os.kill(self.pid, signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End it now, as a crash would (only this process; what it started notices by itself)."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
+    def kill(self) -> bool:
+        """End it now, as a crash would (only this process; what it started notices by itself). Whether it ran."""
+        pid = self.pid
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+        return bool(pid)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; whether it came in time."""

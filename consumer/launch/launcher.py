@@ -6,9 +6,12 @@ the next `rolloutmq run` of the same config goes on from the checkpoint and from
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +19,7 @@ from rich.console import Console
 from buffer.commands.live_view import LiveView
 from buffer.commands.top import watch
 from buffer.embedded import EmbeddedServer
+from buffer.errors import RoleHeld, StoreUnavailable
 from buffer.open_run import create_run, open_store
 from buffer.run import Run
 from consumer.config import TrainingConfig
@@ -24,6 +28,12 @@ from consumer.launch.child import Child
 from consumer.launch.placement import count_gpus, place
 from consumer.launch.preparation import prepare_model, prepare_problems, start_server
 from consumer.launch.report import finish
+
+LOOK_S = 0.5
+"""Time between two looks at the processes."""
+
+LOOKS_PER_LINE = 10
+"""Looks per line of output where no screen is redrawn."""
 
 NEWS = 4
 """Lines of news that stay on the screen."""
@@ -49,6 +59,23 @@ class Launcher:
         """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in order."""
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with self._alone():
+            self._run()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two launchers of one run would fence each other's trainer, and stop each other's server."""
+        with (self._folder / "launcher.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RoleHeld(
+                    f"another `rolloutmq run` works in {self._folder}",
+                    hint="stop it with Ctrl-C first, or give this run another [run] name or dir",
+                ) from None
+            yield  # the kernel frees the lock, however this process ends
+
+    def _run(self) -> None:
         try:
             run = self._prepare()
             self._start()
@@ -70,11 +97,11 @@ class Launcher:
 
     def _prepare(self) -> Run:
         config, say = self._config, self._console.print
+        prepare_problems(self._command)
         url, self._server = start_server(config, self._redis_url)
         os.environ["REDIS_URL"] = url
         store = open_store(config, url, name="rolloutmq-run")
         say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}", highlight=False)
-        prepare_problems(config, self._command)
         model = prepare_model(config, self._command)
         run = create_run(store, config, model)
         taken, committed, _ = run.ledger.steps()
@@ -118,13 +145,23 @@ class Launcher:
         chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
 
         def is_over() -> bool:
-            news = self._keep_alive()
-            if self._with_chaos:
-                news += chaos.look(run.ledger.steps()[0])
-            self._tell(view, news)
+            # where no screen is redrawn lines are rare, but processes are looked after as often
+            for _ in range(1 if self._console.is_terminal else LOOKS_PER_LINE):
+                if self._trainer.succeeded:
+                    return True
+                self._tell(view, self._keep_alive() + (self._strike(run, chaos) if self._with_chaos else []))
+                time.sleep(LOOK_S)
             return self._trainer.succeeded
 
-        watch(run, view, self._console, is_over)
+        watch(run, view, self._console, is_over, every_s=0.01)
+        if self._with_chaos:
+            self._console.print(chaos.outcome)
+
+    def _strike(self, run: Run, chaos: Chaos) -> list[str]:
+        try:
+            return chaos.look(run.ledger.steps()[0])
+        except StoreUnavailable:
+            return []  # the view says so, and the next look comes soon
 
     def _tell(self, view: LiveView, news: list[str]) -> None:
         if self._console.is_terminal:

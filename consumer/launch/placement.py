@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from buffer.config_file import LaunchSection
 from buffer.errors import ConfigError
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """GPU indices of the trainer and of each worker; empty lists on a machine without GPUs."""
+    """GPUs of the trainer and of each worker, numbered among those that this process may use."""
 
     trainer: list[int]
     workers: list[list[int]]
@@ -20,11 +23,20 @@ class Placement:
     @staticmethod
     def environment(gpus: list[int]) -> dict[str, str]:
         """What a process that may use only `gpus` needs in its environment."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+        names = visible_gpus()
+        return {VISIBLE: ",".join(names[g] if names else str(g) for g in gpus)} if gpus else {}
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that this process was given, by what the driver calls them; None: it may use all."""
+    given = os.environ.get(VISIBLE)
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs of this machine, without importing torch."""
+    """NVIDIA GPUs that this process may use, without importing torch."""
+    if (given := visible_gpus()) is not None:
+        return len(given)
     if shutil.which("nvidia-smi") is None:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -35,7 +47,8 @@ def place(launch: LaunchSection, gpus: int, tensor_parallel: int = 1) -> Placeme
     """Deal out `gpus`. ConfigError where they do not suffice, do not exist, or overlap without `colocated`."""
     if gpus == 0:
         if launch.trainer_gpus or launch.worker_gpus:
-            raise ConfigError("[launch] names GPUs, but this machine has none", hint="remove trainer_gpus and worker_gpus")
+            hint = "remove trainer_gpus and worker_gpus"
+            raise ConfigError("[launch] names GPUs, but this machine has none", hint=hint)
         return Placement([], [[] for _ in range(launch.workers)])
     trainer = [0] if launch.trainer_gpus is None else launch.trainer_gpus
     others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
@@ -54,6 +67,8 @@ def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int]
             f"trainer and workers both use GPUs {shared}",
             hint="give them different ones, or set [launch] colocated = true and leave memory to both",
         )
+    if len(set(pool)) < len(pool) and not launch.colocated:
+        raise ConfigError(f"[launch] worker_gpus = {pool} names a GPU twice", hint="each worker needs GPUs of its own")
     needed = launch.workers * tensor_parallel
     enough = tensor_parallel if launch.colocated else needed
     if len(pool) < enough:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,9 +9,8 @@ from pathlib import Path
 
 from buffer.config_file import ConfigFile
 from buffer.embedded import EmbeddedServer
-from buffer.errors import ModelError, RolloutMQError
+from buffer.errors import RolloutMQError
 from buffer.open_run import embedded_server
-from buffer.run_config import ReasoningGymDataset
 from consumer.model_folder import check_model_folder
 
 
@@ -25,10 +23,12 @@ def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedSer
     return server.url, server
 
 
-def prepare_problems(config: ConfigFile, command: Sequence[str]) -> None:
-    """Let the producing side write generated problems, which the warm start reads as well."""
-    if any(isinstance(task.dataset, ReasoningGymDataset) for task in config.tasks.values()):
-        _run(["problems", *command])
+def prepare_problems(command: Sequence[str]) -> None:
+    """Let the producing side check its half of the config and its data sets, and write generated problems.
+
+    Before anything is started: a wrong line is told in a second, not after a warm start.
+    """
+    _run(["problems", *command])
 
 
 def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
@@ -48,10 +48,14 @@ def _run(args: list[str], *, quiet: bool = True) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rolloutmq", *args],
         stdout=subprocess.DEVNULL if quiet else None,
-        env=os.environ,
+        stderr=subprocess.PIPE if quiet else None,
+        text=True,
         check=False,
     )
     if done.returncode:
-        error: RolloutMQError = ModelError(f"`rolloutmq {args[0]}` ended with exit code {done.returncode}; see above")
+        what = f"`rolloutmq {args[0]}` ended with exit code {done.returncode}"
+        # its own words, as if this process had said them
+        said, _, hint = (done.stderr or "").strip().removeprefix("error: ").partition("\nhint:  ")
+        error = RolloutMQError(said or f"{what}; see above", hint=hint)
         error.exit_code = done.returncode if done.returncode > 0 else 1
         raise error

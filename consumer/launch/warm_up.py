@@ -45,7 +45,7 @@ def _problems(config: TrainingConfig) -> list[Problem]:
     if not found:
         raise ConfigError(
             "there are no problems to warm-start a model with",
-            hint="set warm_start_size of a reasoning_gym data set, or [policy] model to a model that can already do the task",
+            hint="set warm_start_size of a reasoning_gym data set, or [policy] model to one that knows the task",
         )
     return found
 
@@ -53,7 +53,8 @@ def _problems(config: TrainingConfig) -> list[Problem]:
 def _file(folder: Path, task: str) -> Path:
     file = folder / "problems" / task / "warm_start.jsonl"
     if not file.exists():
-        raise ConfigError(f"{file} is missing", hint="`rolloutmq problems CONFIG` writes it; warm_start_size must be set")
+        hint = "`rolloutmq problems CONFIG` writes it; warm_start_size must be set"
+        raise ConfigError(f"{file} is missing", hint=hint)
     return file
 
 

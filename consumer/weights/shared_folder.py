@@ -15,7 +15,6 @@ from buffer import weights_manifest
 from buffer.rollout import PolicyVersion
 from consumer.model_folder import new_folder
 
-
 VERSION = re.compile(r"\w+-\d{6,}")
 """What a folder of one version is named."""
 

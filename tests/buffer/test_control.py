@@ -116,3 +116,16 @@ def test_control_is_never_made_on_a_server_without_the_run(scene: Scene) -> None
     with pytest.raises(RunNotFound):
         scene.run.control.state()
     assert scene.raw.exists(scene.keys.control) == 0
+
+
+def test_create_run_lets_a_finished_run_go_on(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.run.control.set_mode("trainer", Mode.FINISH, nonce=scene.trainer)
+    assert scene.run.control.state().lanes == ()
+    epoch = scene.run.control.state().epoch
+    Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
+    state = scene.run.control.state()
+    assert (state.mode, set(state.lanes)) == (Mode.RUN, {"eval", "resume", "fresh"})
+    assert state.epoch > epoch
+    Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
+    assert scene.run.control.state() == state

@@ -56,7 +56,7 @@ def transcribed_loss(columns: TokenColumns, sample: torch.Tensor, config: LossCo
     for t in range(len(sample)):
         if columns.mask[t] == 0:
             continue
-        new, old = columns.logprobs[t].item(), columns.old_logprobs[t].item()
+        new, old = columns.logprobs[t].detach().item(), columns.old_logprobs[t].item()
         rollout = columns.rollout_logprobs[t].item()
         advantage, ratio = float(columns.advantages[t]), math.exp(new - old)
         clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
@@ -66,7 +66,7 @@ def transcribed_loss(columns: TokenColumns, sample: torch.Tensor, config: LossCo
         if columns.ref_logprobs is not None:
             difference = float(columns.ref_logprobs[t]) - new
             loss += config.kl_coef * (math.exp(difference) - difference - 1)
-        per_sample[int(sample[t])].append(loss - config.entropy_coef * float(columns.entropy[t]))
+        per_sample[int(sample[t])].append(loss - config.entropy_coef * columns.entropy[t].detach().item())
     if config.aggregation == "token_mean":
         return sum(map(sum, per_sample)) / sum(map(len, per_sample))
     if config.aggregation == "sequence_mean":
@@ -90,7 +90,7 @@ def test_policy_loss_equals_its_transcription(aggregation: str, options: dict[st
     for seed in range(5):
         columns, sample = make_columns(seed)
         loss, _ = policy_loss(columns, weigh(columns, sample, config), config)
-        assert loss.item() == pytest.approx(transcribed_loss(columns, sample, config), rel=1e-9)
+        assert loss.detach().item() == pytest.approx(transcribed_loss(columns, sample, config), rel=1e-9)
 
 
 def test_policy_loss_is_reinforce_when_the_policy_has_not_moved() -> None:

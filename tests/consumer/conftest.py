@@ -1,0 +1,75 @@
+"""A fresh run on each kind of server, and the trainer's handle on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from buffer import PolicyVersion, Run, RunLimits, Store, TaskLimits, new_nonce
+from consumer.rollout_consumer import RolloutConsumer
+from tests.servers import Server
+from tests.unit.tiny import build_model
+
+LIMITS = RunLimits(
+    lease_ms=3000,
+    heartbeat_ms=100,
+    role_timeout_ms=600,
+    stale_threshold=1000,
+    tasks={"math": TaskLimits(), "quiz": TaskLimits(eval_of="math"), "exam": TaskLimits(eval_of="math")},
+)
+
+Trainers = Callable[..., RolloutConsumer]
+
+
+@pytest.fixture
+def store(server: Server) -> Iterator[Store]:
+    store = Store(server.url, deadline_s=5.0)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def make_run(store: Store, run_name: str) -> Callable[..., Run]:
+    """The run of this test, with other limits: `make_run(lease_ms=1000)`."""
+    nonce = new_nonce()
+
+    def make(**changes: object) -> Run:
+        limits = RunLimits(**{**LIMITS.model_dump(), **changes})
+        return Run.create(store, run_name, nonce, limits, PolicyVersion("initial", 0), "/weights/0")
+
+    return make
+
+
+@pytest.fixture
+def run(make_run: Callable[..., Run]) -> Run:
+    return make_run()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainers]:
+    """Open trainers with `trainer(run, step=3)`; what is open at the end is closed."""
+    opened: list[RolloutConsumer] = []
+
+    def open_trainer(run: Run, step: int = 0, **options: object) -> RolloutConsumer:
+        consumer = RolloutConsumer(run)
+        consumer.open(step, **options)  # type: ignore[arg-type]
+        opened.append(consumer)
+        return consumer
+
+    yield open_trainer
+    for consumer in opened:
+        die(consumer)
+
+
+def die(consumer: RolloutConsumer) -> None:
+    """Stop a trainer's heartbeat as a crash would: without a word to the server."""
+    consumer._closed.set()
+    if consumer._heart:
+        consumer._heart.join()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("models"))

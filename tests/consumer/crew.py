@@ -1,0 +1,136 @@
+"""A producer and a worker in threads of their own: prepared groups, handed in through the real scripts.
+
+What they make of a draw depends on the draw alone, so that two runs see the same groups whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from buffer import (
+    ControlState,
+    Job,
+    Mode,
+    PolicyVersion,
+    Pulse,
+    RolloutGroup,
+    RolloutState,
+    Run,
+    Status,
+    VersionSpan,
+    group_id,
+    new_nonce,
+    split_group_id,
+    wire,
+)
+
+PROMPT = 6
+MEMBERS = 4
+
+
+def prompt(gid: str) -> bytes:
+    """An INIT payload of 4 rollouts."""
+    draw = np.random.default_rng(split_group_id(gid)[1])
+    ids = draw.integers(6, 90, PROMPT)
+    states = [RolloutState(index=i, prompt_ids=ids, messages=[]) for i in range(MEMBERS)]
+    return wire.encode(RolloutGroup(gid, split_group_id(gid)[0], states))
+
+
+def answer(group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:
+    """The group with random tokens, and scores 0, 1, 0, 1."""
+    draw = np.random.default_rng(split_group_id(group.gid)[1] + 10_000)
+    for place, state in enumerate(group.states):
+        length = int(draw.integers(1, 6))
+        span = VersionSpan(0, length, weights.version, weights.lineage)
+        state.append(draw.integers(6, 90, length).astype("<i4"), draw.uniform(-5, -3, length).astype("<f4"), [span])
+        state.status, state.finish_reason, state.reward = Status.COMPLETED, "stop", {"score": float(place % 2)}
+    return RolloutGroup(group.gid, group.task, group.states)
+
+
+class Crew:
+    """Serves `run` until `stop`. `targets`: groups of each training task, in all; evaluations set their own.
+
+    `deaf`: confirms nothing. `stamp`: what the tokens say made them; default: the newest weights.
+    """
+
+    def __init__(self, run: Run, targets: dict[str, int], *, deaf: bool = False, stamp: int | None = None) -> None:
+        self._run, self._targets, self.deaf, self._stamp = run, targets, deaf, stamp
+        self._producer, self._nonce, self.worker = new_nonce(), new_nonce(), "w0"
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.epochs: list[tuple[int, Mode]] = []
+
+    def start(self) -> None:
+        self._run.control.open_producer(self._producer, take_over=True)
+        self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error:
+            raise self._error
+
+    def _serve(self) -> None:
+        try:
+            while not self._stop.wait(0.01):
+                self._turn()
+        except BaseException as error:
+            self._error = error
+
+    def _turn(self) -> None:
+        state = self._run.control.state()
+        self._run.tidy()
+        for task in self._run.limits.tasks:
+            self._produce(task)
+        if state.mode is Mode.RUN:
+            for job in self._claim(state):
+                group = answer(self._run.buffer.get(job.payload), self._weights(job, state))
+                self._run.buffer.submit(self.worker, job, group, 1)
+        if not self.deaf:
+            pulse = Pulse(state.epoch, state.weights, "ready", 0.0, 0)
+            if not self._run.fleet.heartbeat(self.worker, self._nonce, pulse, []).known:
+                self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
+            self.epochs.append((state.epoch, state.mode))
+
+    def _weights(self, job: Job, state: ControlState) -> PolicyVersion:
+        if self._stamp is None or job.lane == "eval":
+            return state.weights
+        return PolicyVersion("initial", self._stamp)
+
+    def _produce(self, task: str) -> None:
+        jobs, target = self._run.jobs, self._targets.get(task)
+        if (room := min(64, jobs.room(task, target))) <= 0:
+            return
+        cursor = jobs.cursor(task)
+        self._run.payloads.write_prompts({g: prompt(g) for g in (group_id(task, cursor + i) for i in range(room))})
+        jobs.enqueue(self._producer, new_nonce(), task, cursor, [MEMBERS] * room, target)
+
+    def _claim(self, state: ControlState) -> list[Job]:
+        return self._run.jobs.claim(self.worker, self._nonce, new_nonce(), state.weights, 64).jobs
+
+
+@contextmanager
+def at_work(run: Run, *, deaf: bool = False, stamp: int | None = None, **targets: int) -> Iterator[Crew]:
+    """A crew that works while the test does; its own failure is the test's."""
+    crew = Crew(run, targets, deaf=deaf, stamp=stamp)
+    crew.start()
+    try:
+        yield crew
+    finally:
+        crew.stop()
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Poll until it holds; a test that waits in vain fails with `what`."""
+    pause = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"in vain: {what}")

@@ -1,0 +1,285 @@
+"""The trainer's handle against real servers: blocking, fencing, restarts, pauses, evaluations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from buffer import NotReady, Run, new_nonce, wire
+from buffer.control import Mode
+from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld, StoreError
+from buffer.store import Store
+from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
+from tests.consumer.conftest import Trainers, die
+from tests.consumer.crew import at_work, wait_until
+from tests.servers import Server
+
+
+def content(batch: Batch) -> list[bytes]:
+    return [wire.encode(group) for group in batch.groups]
+
+
+# -- take and commit ---------------------------------------------------------------------------------
+
+
+def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    heard: list[str] = []
+    with at_work(run, math=2):
+        wait_until(lambda: run.buffer.count("math").completed == 2, "two groups")
+        with pytest.raises(TimeoutError, match="math 2 of 3"):
+            consumer.take_batch(1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: heard.append(str(reason)))
+    assert heard[-1] == "waiting for groups: math 2 of 3"
+    with at_work(run, math=3):
+        batch = consumer.take_batch(1, {"math": 3})
+    assert batch.step == 1
+    assert sorted(group.gid for group in batch.groups) == [f"math-{draw:010d}" for draw in range(3)]
+    assert [group.gid for group in batch.groups] == batch.manifest.gids
+
+
+def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=2):
+        wait_until(lambda: run.buffer.count("math").completed == 2, "two groups")
+    assert len(consumer.take_batch(1, {"math": 5}, strict=False).groups) == 2
+
+
+def test_stop_ends_a_waiting_take(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    waits = threading.Event()
+    stopper = threading.Thread(target=lambda: waits.wait() and consumer.stop())
+    stopper.start()
+    with pytest.raises(Stopped):
+        consumer.take_batch(1, {"math": 1}, waiting=lambda _: waits.set())
+    stopper.join()
+    assert run.ledger.steps()[0] == 0
+
+
+def test_commit_frees_batches_up_to_the_oldest_checkpoint_kept(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=6):
+        for step in range(1, 4):
+            consumer.take_batch(step, {"math": 2})
+        consumer.commit(3, keep=2)
+    assert run.ledger.steps() == (3, 3, 2)
+    assert run.ledger.manifest(2) is None
+    assert run.ledger.manifest(3) is not None
+    assert run.account.fsck().clean
+
+
+# -- restarts ----------------------------------------------------------------------------------------
+
+
+def test_restart_from_a_checkpoint_delivers_what_follows_byte_for_byte(run: Run, trainer: Trainers) -> None:
+    first = trainer(run)
+    with at_work(run, math=20):
+        batches = {step: first.take_batch(step, {"math": 3}) for step in range(1, 5)}
+        first.commit(2, keep=2)
+        die(first)
+        second = trainer(run, 2, take_over=True)
+        for step in (3, 4):
+            again = second.take_batch(step, {"math": 99})  # a step that was taken is what it was
+            assert again.manifest == batches[step].manifest
+            assert content(again) == content(batches[step])
+        fresh = second.take_batch(5, {"math": 3})
+        assert not set(fresh.manifest.gids) & {gid for batch in batches.values() for gid in batch.manifest.gids}
+    assert second.lineage != first.lineage
+
+
+def test_open_is_refused_below_what_is_kept_and_above_what_was_taken(run: Run, trainer: Trainers) -> None:
+    first = trainer(run)
+    with at_work(run, math=4):
+        for step in (1, 2):
+            first.take_batch(step, {"math": 2})
+        first.commit(2, keep=2)
+    die(first)
+    for step, why in ((1, "already freed"), (3, "only knows steps up to 2")):
+        with pytest.raises(LedgerError, match=why):
+            trainer(run, step, take_over=True)
+    trainer(run, 2, take_over=True)
+
+
+def test_open_is_refused_when_the_server_holds_another_run(run: Run, trainer: Trainers) -> None:
+    with pytest.raises(LostRun, match="not the run"):
+        trainer(run, run_nonce=new_nonce())
+    trainer(run, run_nonce=run.nonce)
+
+
+# -- the role ----------------------------------------------------------------------------------------
+
+
+def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_is_busy(
+    run: Run, trainer: Trainers
+) -> None:
+    trainer(run)
+    end = time.monotonic() + 2.5 * run.limits.role_timeout_ms / 1000
+    while time.monotonic() < end:  # pure Python: never gives up the interpreter by itself
+        sum(range(1000))
+    with pytest.raises(RoleHeld):
+        trainer(run)
+
+
+def test_open_works_once_the_trainer_before_was_silent_for_long_enough(run: Run, trainer: Trainers) -> None:
+    die(trainer(run))
+    with pytest.raises(RoleHeld):
+        trainer(run)
+
+    def opens() -> RolloutConsumer | None:
+        try:
+            return trainer(run)
+        except RoleHeld:
+            return None
+
+    wait_until(opens, "the role to run out")
+
+
+def test_close_gives_the_role_up_at_once(run: Run, trainer: Trainers) -> None:
+    trainer(run).close()
+    trainer(run)
+
+
+OPERATIONS: dict[str, Callable[[RolloutConsumer], Any]] = {
+    "take": lambda c: c.take_batch(1, {"math": 1}),
+    "commit": lambda c: c.commit(0, keep=0),
+    "pause": lambda c: c.pause("keep"),
+    "continue": lambda c: c.continue_(),
+    "publish": lambda c: c.publish_weights(1, "/weights/1", ""),
+    "evaluate": lambda c: c.evaluate("quiz", 1),
+    "finish": lambda c: c.finish(),
+    "check": lambda c: c.check_role(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_first_trainer_is_fenced_on_its_next_operation_when_a_second_one_takes_over(
+    run: Run, trainer: Trainers, operation: str
+) -> None:
+    first = trainer(run)
+    trainer(run, take_over=True)
+    before = run.control.state()
+    with pytest.raises(Fenced):
+        OPERATIONS[operation](first)
+    assert run.control.state() == before
+    assert run.ledger.steps() == (0, 0, 0)
+
+
+def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(run: Run, trainer: Trainers) -> None:
+    first = trainer(run)
+    seconds: list[RolloutConsumer] = []
+
+    def take_over(_: NotReady) -> None:
+        if not seconds:
+            seconds.append(trainer(run, take_over=True))
+
+    with pytest.raises(Fenced):
+        first.take_batch(1, {"math": 1}, waiting=take_over)
+    first.close()  # has nothing to give up, and must not close the other one's role
+    seconds[0].check_role()
+
+
+def test_heartbeat_tells_of_a_server_that_refuses(server: Server, run: Run, trainer: Trainers, store: Store) -> None:
+    raw: Any = store.control
+    raw.acl_setuser("limited", enabled=True, passwords=["+secret"], keys=["*"], channels=["*"], commands=["+@all"])
+    limited = Store(server.url.replace("unix://", "unix://limited:secret@"), deadline_s=2.0)
+    try:
+        consumer = trainer(Run.open(limited, run.name))
+        raw.acl_setuser("limited", commands=["-evalsha", "-eval"])
+        wait_until(lambda: consumer._lost is not None, "the heartbeat to fail")
+        with pytest.raises(StoreError, match="refused"):
+            consumer._check()
+    finally:
+        raw.acl_deluser("limited")
+        limited.close()
+
+
+# -- pause, publish, continue ------------------------------------------------------------------------
+
+
+def test_pause_waits_for_the_receipt_of_every_worker(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0) as crew:
+        with consumer.paused("keep") as seconds:
+            assert (run.control.state().epoch, Mode.KEEP) in crew.epochs
+            assert run.control.state().mode is Mode.KEEP
+            weights = consumer.publish_weights(4, "/weights/4", "abc")
+        state = run.control.state()
+    assert seconds >= 0
+    assert (state.mode, state.weights, state.weights_path) == (Mode.RUN, weights, "/weights/4")
+    assert weights == (consumer.lineage, 4)
+
+
+def test_paused_continues_the_run_when_its_body_fails(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with pytest.raises(OSError, match="disk"), consumer.paused("drain"):
+        raise OSError("disk full")
+    assert run.control.state().mode is Mode.RUN
+
+
+def test_pause_fences_a_worker_that_stays_silent(make_run: Callable[..., Run], trainer: Trainers) -> None:
+    run = make_run(pause_timeout_s=0.3, lease_ms=60_000)
+    consumer = trainer(run)
+    with at_work(run, math=0, deaf=True):
+        assert [w["id"] for w in run.fleet.workers()] == ["w0"]
+        assert consumer.pause("abort") >= 0.3
+        assert run.fleet.workers() == []
+
+
+def test_pause_hears_stop_while_it_waits_for_a_silent_worker(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0, deaf=True):
+        consumer.stop()
+        with pytest.raises(Stopped):
+            consumer.pause("keep")
+
+
+def test_finish_is_what_workers_and_producer_see(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    consumer.finish()
+    assert run.control.state().mode is Mode.FINISH
+
+
+# -- evaluation --------------------------------------------------------------------------------------
+
+
+def test_evaluate_returns_exactly_what_was_asked_for_of_several_tasks_and_again(run: Run, trainer: Trainers) -> None:
+    """Each task counts for itself: a later evaluation of another task or size asks for no more, and gets all."""
+    consumer = trainer(run)
+    with at_work(run, math=0):
+        for task, count in (("quiz", 5), ("exam", 3), ("quiz", 2), ("exam", 4)):
+            assert {g.task for g in consumer.evaluate(task, count)} == {task}
+    audit = {account.task: account for account in run.account.totals().tasks}
+    assert (audit["quiz"].enqueued, audit["quiz"].archived) == (7, 7)
+    assert (audit["exam"].enqueued, audit["exam"].archived) == (7, 7)
+    assert audit["math"].consumed == 0
+    assert run.ledger.steps() == (0, 0, 0)
+
+
+def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_same(run: Run, trainer: Trainers) -> None:
+    first = trainer(run)
+    with at_work(run, math=0):
+        run.evaluations.set_target(first.nonce, "quiz", 4)
+        wait_until(lambda: run.buffer.count("quiz").completed == 4, "the groups of an evaluation")
+        left = run.evaluations.take(first.nonce, 1, {"quiz": 4})
+        die(first)
+        groups = trainer(run, take_over=True).evaluate("quiz", 4)
+    assert [g.gid for g in groups] == left.gids  # type: ignore[union-attr]
+    assert run.progress("quiz")["enqueued"] == "4"
+
+
+def test_evaluate_puts_away_what_older_weights_or_another_task_left(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0):
+        run.evaluations.set_target(consumer.nonce, "exam", 2)
+        run.evaluations.set_target(consumer.nonce, "quiz", 3)
+        wait_until(lambda: run.buffer.count("quiz").completed + run.buffer.count("exam").completed == 5, "all groups")
+        run.evaluations.take(consumer.nonce, 1, {"exam": 2})
+        with consumer.paused("keep"):
+            consumer.publish_weights(7, "/weights/7", "")
+        groups = consumer.evaluate("quiz", 4)
+    assert len(groups) == 4
+    assert {group.oldest().version for group in groups} == {7}  # type: ignore[union-attr]
+    assert run.account.fsck().clean
