@@ -47,6 +47,15 @@ ENDS = ("archived", "filtered", "dropped")
 """Places without a record: a bit in a bitmap is all that is left of a group."""
 
 
+EVERY_META = "rmq:{*}:meta"
+"""Pattern of the `meta` keys of all runs on a server."""
+
+
+def run_of_meta(key: str) -> str:
+    """The name of the run whose `meta` key this is."""
+    return key.removeprefix("rmq:{").removesuffix("}:meta")
+
+
 def valid_name(kind: str, name: str) -> str:
     """`name`, if it may be part of a key; ConfigError says why not."""
     if not NAME.fullmatch(name):

@@ -59,7 +59,7 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
             findings = require_safe(client, config.redis.allow_unsafe)
     for finding in findings:
         if finding.level == "warning":
-            log.warning("%s", finding.what)
+            log.warning("%s", finding)
     store.waits_for_disk = can_wait_for_disk(store)
     return store
 

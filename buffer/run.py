@@ -14,7 +14,7 @@ from buffer.control import RunControl
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.fleet import Fleet
 from buffer.jobs import JobQueue
-from buffer.keys import Keys
+from buffer.keys import EVERY_META, Keys, run_of_meta
 from buffer.ledger import BatchLedger
 from buffer.limits import SCHEMA, RunLimits
 from buffer.payloads import PayloadStore
@@ -80,8 +80,8 @@ class Run:
     @staticmethod
     def names(store: Store) -> list[str]:
         """The runs on a server. Walks the key space in slices: for people, never for a hot path."""
-        found = store.retrying("runs", lambda: list(store.control.scan_iter("rmq:{*}:meta", count=1000)))
-        return sorted(key.decode()[len("rmq:{") : -len("}:meta")] for key in found)
+        found = store.retrying("runs", lambda: list(store.control.scan_iter(EVERY_META, count=1000)))
+        return sorted(run_of_meta(key.decode()) for key in found)
 
     def progress(self, task: str) -> dict[str, str]:
         """The account and counters of a task, as in redis-cli."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -16,15 +15,16 @@ Evaluations = dict[tuple[str, int], dict[str, float]]
 def read_evaluations(folder: Path) -> Evaluations:
     """All evaluations of a run; the last one of a task and step counts. A torn line is passed over."""
     file = folder / FILE
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    entries = [entry for line in lines if (entry := _parse(line))]
-    return {(entry["task"], entry["step"]): entry["metrics"] for entry in entries}
+    found: Evaluations = {}
+    for line in file.read_bytes().splitlines() if file.exists() else []:
+        found |= _parse(line)
+    return found
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Evaluations:
     try:
-        entry: dict[str, Any] = orjson.loads(line)
-    except orjson.JSONDecodeError:
+        entry = orjson.loads(line)
+        return {(entry["task"], entry["step"]): entry["metrics"]}
+    except (orjson.JSONDecodeError, KeyError, TypeError):
         # a trainer was killed in the middle of this line; the restarted one evaluates again
-        return None
-    return entry
+        return {}

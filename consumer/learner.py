@@ -139,7 +139,13 @@ class Learner:
 
     def _backward(self, part: _Part, batch: MicroBatch, number: int) -> dict[str, float]:
         config = self.config
-        now = token_logprobs(self.model, batch, temperature=config.temperature, bf16=config.bf16)
+        now = token_logprobs(
+            self.model,
+            batch,
+            temperature=config.temperature,
+            bf16=config.bf16,
+            entropy_gradient=config.loss.entropy_coef > 0,
+        )
         columns = TokenColumns(
             logprobs=now.logprobs,
             old_logprobs=self._old_logprobs(part, batch, number, now.logprobs),

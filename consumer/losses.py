@@ -18,7 +18,7 @@ from consumer.learner_config import LossConfig
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """What the loss reads, each float32[N]. Only `logprobs` and `entropy` carry a gradient."""
+    """What the loss reads, each float32[N]. Only `logprobs`, and `entropy` where the loss has it, carry a gradient."""
 
     logprobs: Tensor  # of the policy that is trained
     old_logprobs: Tensor  # of the policy that the ratio is clipped against

@@ -19,12 +19,18 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    model: PreTrainedModel, batch: MicroBatch, *, temperature: float = 1.0, bf16: bool = False
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    bf16: bool = False,
+    entropy_gradient: bool = True,
 ) -> TokenLogprobs:
     """Log-probability of each of the N targets, and the entropy (nats) of what it was drawn from.
 
     The output head is applied to the N positions that predict a response token, not to all R * W slots:
-    prompts cost no logits, which for a large vocabulary is most of the memory.
+    prompts cost no logits, which for a large vocabulary is most of the memory. Without `entropy_gradient` the entropy
+    keeps none of its tensors, each as large as the logits, for a backward pass.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
         # No attention mask on purpose: only then does transformers read the borders from the positions.
@@ -34,4 +40,6 @@ def token_logprobs(
         logits = model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, batch.logit_index))
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = distribution.gather(1, batch.targets[:, None]).squeeze(1)
-    return TokenLogprobs(logprobs, -(distribution.exp() * distribution).sum(-1))
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(distribution.exp() * distribution).sum(-1)
+    return TokenLogprobs(logprobs, entropy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +10,8 @@ from rich.table import Table
 
 from buffer.account import Audit
 from buffer.errors import AccountError
+from buffer.keys import Keys
+from buffer.masking import mask_url
 from buffer.step_log import StepLog, TrainedStep
 from consumer.config import TrainingConfig
 from consumer.evaluations import read_evaluations
@@ -95,13 +98,14 @@ def _account_table(audit: Audit) -> Table:
 
 
 def _say_where_to_look(console: Console, config: TrainingConfig, server_cli: str | None) -> None:
-    where = f"--run-dir {config.run.folder}" if server_cli else "--redis-url …"
-    prefix = f"rmq:{{{config.run.name}}}"
+    url = mask_url(os.environ.get("REDIS_URL", "URL"))
+    where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
+    keys = Keys(config.run.name)
     console.print("\nlook around:")
     # the server that this command started went away with it; its data is on disk
     commands = [f"rolloutmq server {where}"] if server_cli else []
     commands += [f"rolloutmq {c} {where}" for c in ("status", "ls", "tail --from-start", "fsck")]
-    cli = server_cli or "redis-cli"
-    commands += [f"{cli} HGETALL '{prefix}:control'", f"{cli} XREVRANGE '{prefix}:events' + - COUNT 5"]
+    cli = server_cli or f"redis-cli -u {url}"
+    commands += [f"{cli} HGETALL '{keys.control}'", f"{cli} XREVRANGE '{keys.events}' + - COUNT 5"]
     for command in commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

@@ -149,9 +149,20 @@ class VllmEngine:
                 # The processes are ended next, whatever they say.
                 logger.warning("vLLM did not abort its requests before the shutdown: %r", error)
         self._dead = "shut down"
+        await self._stop_listening(llm)
         await asyncio.to_thread(llm.shutdown)
         # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by then.
         llm.shutdown = lambda *_: None
+
+    async def _stop_listening(self, llm: Any) -> None:
+        """End vLLM's own loop first: it would report the end of the process that it reads from as an error."""
+        handler = getattr(llm, "output_handler", None)
+        if handler is None or self._api is None:
+            return
+        handler.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+        # whoever still waits for an answer hears that there will be none
+        llm.output_processor.propagate_error(self._api.engine_dead())
 
     def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
         api = import_vllm()

@@ -51,7 +51,12 @@ def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(run: Run, tra
 def test_stop_ends_a_waiting_take(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     waits = threading.Event()
-    stopper = threading.Thread(target=lambda: waits.wait() and consumer.stop())
+
+    def stop() -> None:
+        waits.wait()
+        consumer.stop()
+
+    stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(Stopped):
         consumer.take_batch(1, {"math": 1}, waiting=lambda _: waits.set())

@@ -1,0 +1,267 @@
+"""The trainer dies between any two of its lines, and ends with the very weights of one that never died."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from buffer import Run
+from buffer.errors import Fenced, LostRun, ModelError
+from buffer.step_log import StepLog
+from consumer.checkpoint import CheckpointFolder
+from consumer.config import TrainingConfig
+from consumer.evaluations import read_evaluations
+from consumer.learner import Learner
+from consumer.rollout_consumer import RolloutConsumer
+from consumer.step_log import StepWriter
+from consumer.trainer import OPTIMIZER, Trainer
+from consumer.weights.shared_folder import SharedFolder
+from tests.consumer.crew import at_work
+
+STEPS, GROUPS = 5, 3
+DRAWS = 5 * GROUPS + 6
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, run: Run) -> TrainingConfig:
+    dataset = {"kind": "jsonl", "path": "problems.jsonl"}
+    return TrainingConfig.model_validate(
+        {
+            "run": {"name": run.name, "dir": tmp_path / "run", "seed": 3},
+            "plan": {"steps": STEPS, "batch_size": GROUPS},
+            "tasks": {"math": {"judge": "exact_match", "dataset": dataset}, "quiz": {"eval_of": "math"}},
+            "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "device": "cpu"},
+            "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5},
+            "evaluation": {"groups": 3},
+        }
+    )
+
+
+def train(run: Run, config: TrainingConfig, model_dir: Path) -> bool:
+    """One life of a trainer, from its start to its end."""
+    config.run.folder.mkdir(exist_ok=True)
+    return Trainer(run, config, model_dir).fit(take_over=True)
+
+
+def history(config: TrainingConfig) -> StepLog:
+    log = StepLog(config.run.folder / "steps.jsonl")
+    log.read_new()
+    return log
+
+
+def last_state(config: TrainingConfig) -> dict[str, torch.Tensor]:
+    return load_file(config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / OPTIMIZER)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """What a trainer that nobody disturbed ends with; made by the first test that asks."""
+    return {}
+
+
+def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> None:
+    """The account adds up, and history and weights are those of the undisturbed run, bit for bit."""
+    log, state = history(config), last_state(config)
+    assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
+    assert log.trained_twice() == {}
+    assert run.account.fsck().clean
+    assert run.ledger.steps() == (STEPS, STEPS, 4)
+    assert CheckpointFolder(config.run.folder / "checkpoints").steps() == [4, 5]
+    assert set(read_evaluations(config.run.folder)) == {("quiz", 0), ("quiz", STEPS)}
+    gids = [step.gids for step in log.steps]
+    assert gids == undisturbed.setdefault("gids", gids)
+    for name, tensor in undisturbed.setdefault("state", state).items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_undisturbed_trainer_ends_with_a_clean_account(
+    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any]
+) -> None:
+    with at_work(run, stamp=0, math=DRAWS):
+        assert train(run, config, model_dir)
+    check_end(run, config, undisturbed)
+    # what makes the comparison of the other tests mean something: training did move the weights
+    start = load_file(model_dir / "model.safetensors")
+    assert any(not torch.equal(start[n], undisturbed["state"][f"model/{n}"]) for n in start)
+    assert len(list((config.run.folder / "weights").iterdir())) == 2
+
+
+CRASHES: list[tuple[type, str, int]] = [
+    (RolloutConsumer, "open", 1),
+    (SharedFolder, "write", 1),
+    (RolloutConsumer, "evaluate", 1),
+    (RolloutConsumer, "take_batch", 1),
+    (Learner, "train_step", 4),
+    (SharedFolder, "write", 4),
+    (RolloutConsumer, "pause", 4),
+    (RolloutConsumer, "publish_weights", 4),
+    (RolloutConsumer, "continue_", 4),
+    (StepWriter, "add_step", 4),
+    (CheckpointFolder, "write", 1),
+    (CheckpointFolder, "write", 2),
+    (CheckpointFolder, "prune", 3),
+    (RolloutConsumer, "commit", 2),
+    (RolloutConsumer, "evaluate", 2),
+    (StepWriter, "add_evaluation", 2),
+    (RolloutConsumer, "finish", 1),
+]
+
+
+@pytest.mark.parametrize(("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
+    run: Run,
+    config: TrainingConfig,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    call: int,
+) -> None:
+    calls = []
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            calls.append(method)
+            if len(calls) == call:
+                raise Killed
+            return result
+
+        return wrapped
+
+    with at_work(run, stamp=0, math=DRAWS):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, dying(getattr(owner, method)))
+            patch.setattr(RolloutConsumer, "close", lambda self: self._closed.set())  # the dead say no good-bye
+            with pytest.raises(Killed):
+                train(run, config, model_dir)
+        assert train(run, config, model_dir)
+    check_end(run, config, undisturbed)
+
+
+def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
+    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    original = StepWriter.add_step
+
+    def dying(self: StepWriter, step: int, *rest: Any) -> None:
+        original(self, step, *rest)
+        if written.count(step) == 0:
+            written.append(step)
+            raise Killed
+
+    with at_work(run, stamp=0, math=DRAWS):
+        monkeypatch.setattr(StepWriter, "add_step", dying)
+        for _ in range(STEPS):
+            with pytest.raises(Killed):
+                train(run, config, model_dir)
+        assert train(run, config, model_dir)
+    assert history(config).replaced == 1 + 2 + 1 + 2 + 1  # since the checkpoint before, each time
+    check_end(run, config, undisturbed)
+
+
+def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
+    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped while it waits for a worker that confirms no pause: the step is trained, but not published."""
+    with at_work(run, stamp=0, math=DRAWS) as crew:
+        trainer = Trainer(run, config, model_dir)
+        config.run.folder.mkdir()
+        original = Learner.train_step
+
+        def stop_after(self: Learner, *args: Any) -> dict[str, float]:
+            metrics = original(self, *args)
+            if self.step == 3:
+                crew.deaf = True
+                threading.Timer(0.2, trainer.consumer.stop).start()
+            return metrics
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Learner, "train_step", stop_after)
+            assert not trainer.fit()
+        state = run.control.state()
+        assert (state.mode, state.weights.version) == ("run", 2)
+        assert [step.step for step in history(config).steps] == [1, 2, 3]
+        assert run.ledger.steps()[1] == 3
+        crew.deaf = False
+        assert train(run, config, model_dir)
+    assert history(config).replaced == 0
+    log = history(config)
+    assert [step.gids for step in log.steps] == undisturbed["gids"]
+    assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+
+
+def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
+    run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 3})})
+    second = RolloutConsumer(run)
+    original = Learner.train_step
+
+    def taken_over(self: Learner, *args: Any) -> dict[str, float]:
+        metrics = original(self, *args)
+        if self.step == 2:
+            second.open(0, take_over=True)
+        return metrics
+
+    monkeypatch.setattr(Learner, "train_step", taken_over)
+    with at_work(run, stamp=0, math=DRAWS), pytest.raises(Fenced):
+        train(run, config, model_dir)
+    assert [step.step for step in history(config).steps] == [1]
+    assert CheckpointFolder(config.run.folder / "checkpoints").steps() == []
+    second.check_role()
+    second.close()
+
+
+def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
+    run: Run, config: TrainingConfig, model_dir: Path
+) -> None:
+    with at_work(run, stamp=0, math=DRAWS):
+        assert train(run, config, model_dir)
+        file = config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / "trainer.json"
+        file.write_bytes(orjson.dumps(orjson.loads(file.read_bytes()) | {"run_nonce": "of-another"}))
+        with pytest.raises(LostRun, match="another run"):
+            train(run, config, model_dir)
+
+
+def test_trainer_names_the_file_when_the_optimizer_of_its_checkpoint_is_torn(
+    run: Run, config: TrainingConfig, model_dir: Path
+) -> None:
+    with at_work(run, stamp=0, math=DRAWS):
+        assert train(run, config, model_dir)
+        file = config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / OPTIMIZER
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(ModelError, match=OPTIMIZER):
+            train(run, config, model_dir)
+        # it gave the role up, and the older checkpoint works, as the message says
+        for part in sorted(file.parent.rglob("*"), reverse=True):
+            part.rmdir() if part.is_dir() else part.unlink()
+        assert Trainer(run, config, model_dir).fit()
+
+
+def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(
+    run: Run, config: TrainingConfig, model_dir: Path
+) -> None:
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"bf16": True})})
+    with at_work(run, stamp=0, math=DRAWS):
+        assert train(run, config, model_dir)
+    published = load_file(Path(run.control.state().weights_path) / "model.safetensors")
+    kept = load_file(config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / "model" / "model.safetensors")
+    assert published.keys() == kept.keys()
+    for name, tensor in kept.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(published[name], tensor.bfloat16()), name
+    assert orjson.loads((Path(run.control.state().weights_path) / "config.json").read_bytes())["dtype"] == "bfloat16"

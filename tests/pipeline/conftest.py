@@ -1,0 +1,68 @@
+"""A yard for each test, on the embedded server (`on_both`: on Redis too); a server of its own where a test kills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.embedded import EmbeddedServer
+from buffer.store import Store
+from tests.pipeline.site import Site
+from tests.pipeline.yard import LIMITS, Yard
+from tests.servers import Server, start_server
+
+
+@pytest.fixture(scope="session")
+def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """One server of each kind for the session, started when it is first asked for."""
+    with ExitStack() as stack:
+        yield cache(lambda kind: stack.enter_context(start_server(kind, tmp_path_factory.mktemp(kind))))
+
+
+@pytest.fixture
+def make_yard(
+    request: pytest.FixtureRequest, server_of: Callable[[str], Server], run_name: str, tmp_path: Path
+) -> Iterator[Callable[..., Yard]]:
+    """A yard with other limits: `make_yard(max_tries=1)`. Its parameter is the kind of server."""
+    store = Store(server_of(getattr(request, "param", "valkey")).url, deadline_s=30.0)
+    yield lambda **changes: Yard(store, run_name, tmp_path, LIMITS.model_copy(update=changes))
+    store.close()
+
+
+@pytest.fixture
+def yard(make_yard: Callable[..., Yard]) -> Yard:
+    return make_yard()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that the test may kill."""
+    with EmbeddedServer(tmp_path / "server") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of some thousand weights, built once."""
+    from tests.unit.tiny import build_model
+
+    return build_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_site(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Site]]:
+    """A run in a folder; nothing of it is left at the end."""
+    sites: list[Site] = []
+
+    def make(folder: str = "site", **changes: Any) -> Site:
+        sites.append(Site(tmp_path / folder, tiny_model, **changes))
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        site.close()

@@ -1,0 +1,39 @@
+"""A producer as a process of its own, for tests that kill it: the real one, with a tokenizer that costs no import.
+
+usage: python -m tests.pipeline.produce URL RUN DATASET TARGET
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from buffer.rollout import SampleParams
+from buffer.run import Run
+from buffer.store import Store
+from producer_workers.datasets.jsonl import JsonlDataset
+from producer_workers.producer import Producer
+from producer_workers.sampler import Sampler
+from producer_workers.strategy import AsyncProduceStrategy
+from tests.pipeline.yard import TASK, Letters
+
+
+def make_producer(
+    run: Run, dataset: Path, share: int, *, steps: int = 1000, threshold: int = 1, slice_size: int = 7
+) -> Producer:
+    """A producer that starts `share` groups for every step that the newest weights may serve."""
+    sampler = Sampler(
+        TASK, JsonlDataset(dataset), Letters(), SampleParams(), prompt_repeat_k=2, seed=3, max_prompt_tokens=50
+    )
+    strategy = AsyncProduceStrategy({TASK: share}, steps, 0.0, threshold, -1)
+    return Producer(run, {TASK: sampler}, strategy, slice_size=slice_size)
+
+
+def main(url: str, name: str, dataset: str, share: str) -> None:
+    run = Run.open(Store(url), name)
+    make_producer(run, Path(dataset), int(share)).run(threading.Event(), take_over=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,196 @@
+"""A run in a folder, as a user has it: a config file, a server, and real processes that can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from buffer.account import Audit
+from buffer.embedded import EmbeddedServer
+from buffer.run import Run
+from buffer.step_log import StepLog
+from buffer.store import Store
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 90.0
+
+CONFIG = """
+[run]
+name = "{name}"
+dir = "{folder}/run"
+seed = 1
+[plan]
+steps = {steps}
+batch_size = 4
+[lease]
+lease_ms = 2000
+heartbeat_ms = 200
+[policy]
+model = "{model}"
+max_staleness = 1
+[strategy]
+tail_batch_trigger_size = 0
+[tasks.sums]
+prompt_repeat_k = 4
+judge = "tests.pipeline.judges:by_chance"
+sample = {{ max_tokens = 16 }}
+[tasks.sums.dataset]
+kind = "jsonl"
+path = "{folder}/problems.jsonl"
+[engine]
+kind = "simulated"
+vocab_size = 100
+first_token_s = {{ shape = "fixed", value = 0.02 }}
+token_s = {{ shape = "fixed", value = {token_s} }}
+response_tokens = {{ shape = "fixed", value = 12 }}
+[worker]
+concurrency = 3
+drain_timeout_s = 5
+[launch]
+workers = 1
+[trainer]
+checkpoint_every_steps = 3
+device = "cpu"
+[learner]
+learning_rate = 1e-2
+"""
+
+
+@dataclass
+class Process:
+    """A `rolloutmq` command that runs; `said()` is its output so far."""
+
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def end(self, number: signal.Signals) -> int:
+        self.popen.send_signal(number)
+        return self.popen.wait(DEADLINE_S)
+
+    def wait(self) -> int:
+        return self.popen.wait(DEADLINE_S)
+
+
+@dataclass
+class Site:
+    """Everything of one run below `folder`. `close` ends what is left of it."""
+
+    folder: Path
+    model: Path
+    name: str = "site"
+    steps: int = 12
+    token_s: float = 0.02
+    processes: list[Process] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
+        (self.folder / "problems.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+        text = CONFIG.format(**{k: getattr(self, k) for k in ("name", "folder", "steps", "model", "token_s")})
+        self.config.write_text(text, encoding="utf-8")
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "run.toml"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def server(self) -> EmbeddedServer:
+        return EmbeddedServer(self.run_dir / "server")
+
+    # -- processes -----------------------------------------------------------
+
+    def start(self, verb: str, *more: str) -> Process:
+        """`rolloutmq VERB CONFIG …` as a process."""
+        log = self.folder / f"{verb}-{len(self.processes)}.log"
+        env = {k: v for k, v in os.environ.items() if k not in ("REDIS_URL", "ROLLOUTMQ_OWNER_PID")}
+        with log.open("wb") as out:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "rolloutmq", verb, str(self.config), *more],
+                cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
+        self.processes.append(Process(popen, log))
+        return self.processes[-1]
+
+    def tell(self, verb: str, *more: str) -> tuple[int, str]:
+        """A command that is expected to end by itself: exit code and output."""
+        process = self.start(verb, *more)
+        return process.wait(), process.said()
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.popen.kill()
+                process.popen.wait()
+        self.server.kill()
+
+    # -- sights --------------------------------------------------------------
+
+    def history(self) -> StepLog:
+        log = StepLog(self.run_dir / "steps.jsonl")
+        log.read_new()
+        return log
+
+    def lines(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(step, gids) of every line that any trainer wrote, replaced ones too."""
+        file = self.run_dir / "steps.jsonl"
+        rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+        return [(row["step"], tuple(row["gids"])) for row in rows]
+
+    def until_step(self, step: int) -> None:
+        """Wait until the trainer has written down a step."""
+        self.until(lambda: any(number >= step for number, _ in self.lines()), f"step {step}")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"{what} never came; {self.words()}"
+            time.sleep(0.02)
+
+    def words(self) -> str:
+        """The ends of all logs, for a test that failed."""
+        logs = [*(p.log for p in self.processes), *(self.run_dir / "logs").glob("*.log")]
+        return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+
+    def audit(self) -> Audit:
+        """fsck, with the server started if it went away with the run."""
+        with_server = self.server
+        mine = not with_server.is_running
+        with_server.start()
+        try:
+            store = Store(with_server.url, deadline_s=20.0)
+            run = Run.open(store, self.name)
+            run.tidy()
+            audit = run.account.fsck()
+            store.close()
+        finally:
+            if mine:
+                with_server.stop()
+        return audit
+
+    def check(self) -> None:
+        """Nothing lost, nothing trained twice, every step there, and what was delivered again was the same."""
+        history = self.history()
+        assert [step.step for step in history.steps] == list(range(1, self.steps + 1)), self.words()
+        assert not history.trained_twice()
+        batches: dict[int, tuple[str, ...]] = {}
+        for step, gids in self.lines():
+            assert batches.setdefault(step, gids) == gids, f"step {step} was delivered with other groups"
+        audit = self.audit()
+        assert audit.clean, (audit.faults, audit.lost, audit.doubled)
+        assert audit.checked >= 4 * self.steps

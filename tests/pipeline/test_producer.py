@@ -1,0 +1,162 @@
+"""The producer on a real server: how far it runs ahead, and what a kill or a second one costs (I3, I7)."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer.control import Mode
+from buffer.errors import Fenced, RoleHeld
+from buffer.keys import group_id
+from producer_workers.producer import Producer
+from tests.pipeline.produce import make_producer
+from tests.pipeline.yard import TASK, Yard
+from tests.servers import KINDS
+
+ROOT = Path(__file__).parents[2]
+on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """100 problems, every tenth too long."""
+    path = tmp_path / "problems.jsonl"
+    rows = [{"question": f"{n:04d}" * (40 if n % 10 == 0 else 1), "answer": n} for n in range(100)]
+    path.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
+    return path
+
+
+def take_the_role(producer: Producer, yard: Yard) -> None:
+    yard.run.control.open_producer(producer.nonce, take_over=True)
+
+
+def play(producer: Producer, yard: Yard) -> None:
+    """Rounds until nothing more is started."""
+    while producer.round(yard.run.control.state()):
+        pass
+
+
+@on_both
+def test_target_follows_the_weights(yard: Yard, dataset: Path) -> None:
+    producer = make_producer(yard.run, dataset, share=10, threshold=2)
+    take_the_role(producer, yard)
+    seen = []
+    for version in (0, 1, 2, 6):
+        if version:
+            yard.publish(version)
+        play(producer, yard)
+        seen.append(yard.places()["waiting"])
+    assert seen == [20, 30, 40, 80]
+    yard.check()
+
+
+def test_target_ends_with_the_last_step(yard: Yard, dataset: Path) -> None:
+    producer = make_producer(yard.run, dataset, share=10, threshold=3, steps=4)
+    take_the_role(producer, yard)
+    yard.publish(3)
+    play(producer, yard)
+    assert yard.places()["waiting"] == 40
+
+
+@on_both
+def test_prompts_that_are_too_long_are_counted_and_replaced(yard: Yard, dataset: Path) -> None:
+    producer = make_producer(yard.run, dataset, share=95)
+    take_the_role(producer, yard)
+    play(producer, yard)
+    places, counters = yard.places(), yard.counters()
+    assert places == {"waiting": 95, "dropped": counters["cursor"] - 95}
+    assert places["dropped"] >= 10
+    yard.check()
+
+
+def test_nothing_is_started_while_the_run_is_paused(yard: Yard, dataset: Path) -> None:
+    producer = make_producer(yard.run, dataset, share=5)
+    take_the_role(producer, yard)
+    yard.control(Mode.KEEP)
+    play(producer, yard)
+    assert not yard.places()
+    yard.control(Mode.RUN)
+    play(producer, yard)
+    assert yard.places()["waiting"] == 5
+
+
+def test_a_second_producer_is_refused_while_the_first_beats(yard: Yard, dataset: Path) -> None:
+    second = make_producer(yard.run, dataset, share=5)
+    with pytest.raises(RoleHeld, match="producer"):
+        second.run(threading.Event())
+    assert not yard.places()
+
+
+@on_both
+def test_two_producers_never_overshoot_when_one_is_fenced_in_the_middle(yard: Yard, dataset: Path) -> None:
+    first = make_producer(yard.run, dataset, share=300, slice_size=3)
+    ended: list[BaseException] = []
+
+    def run_first() -> None:
+        try:
+            first.run(threading.Event(), take_over=True)
+        except Fenced as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run_first)
+    thread.start()
+    wait_until(lambda: yard.places().get("waiting", 0) > 20)
+    second = make_producer(yard.run, dataset, share=300, slice_size=5)
+    take_the_role(second, yard)
+    play(second, yard)
+    thread.join(60)
+    assert len(ended) == 1
+    assert yard.places()["waiting"] == 300
+    check_draws(yard)
+
+
+def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
+    make_yard: Callable[..., Yard], server_of: Callable[[str], Any], dataset: Path
+) -> None:
+    """A process of its own each time, killed at a random moment of its work (I3)."""
+    yard = make_yard()
+    chance = random.Random(11)
+    share, version = 120, 0
+    for _ in range(6):
+        version += 1
+        yard.publish(version)
+        start = yard.places().get("waiting", 0)
+        command = [sys.executable, "-m", "tests.pipeline.produce", server_of("valkey").url, yard.run.name]
+        process = subprocess.Popen([*command, str(dataset), str(share)], cwd=ROOT)
+        goal = start + chance.randrange(1, share)
+        wait_until(lambda goal=goal: yard.places().get("waiting", 0) >= goal)  # type: ignore[misc]
+        process.kill()
+        process.wait()
+    last = make_producer(yard.run, dataset, share)
+    take_the_role(last, yard)
+    play(last, yard)
+    assert yard.places()["waiting"] == share * (version + 1)
+    check_draws(yard)
+
+
+def check_draws(yard: Yard) -> None:
+    """Every draw up to the cursor is one group, in order, with the prompt that the draw stands for."""
+    yard.check()
+    cursor = yard.run.jobs.cursor(TASK)
+    stream = yard.store.control.xrange(yard.run.keys.jobs(TASK, "fresh"))
+    waiting = [fields[b"gid"].decode() for _, fields in stream]  # type: ignore[union-attr]
+    dropped = {draw for draw in range(cursor) if yard.run.account.places(TASK, draw) == ["dropped"]}
+    assert waiting == [group_id(TASK, draw) for draw in range(cursor) if draw not in dropped]
+    rows = {(s.extra["epoch"], s.extra["row"]) for s in (yard.group(gid).states[0] for gid in waiting)}
+    assert len(rows) == len(waiting)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)

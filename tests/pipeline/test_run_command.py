@@ -1,0 +1,286 @@
+"""`rolloutmq run` and its parts as a user meets them: to the end, interrupted, killed, and asked for nonsense."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.pipeline.site import Process, Site
+from tests.servers import SAFE, start_redis
+
+
+def children_of(process: Process) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process.popen.pid).children() if "valkey" not in child.name()]
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def test_run_goes_on_after_ctrl_c_and_after_a_kill(make_site: Callable[..., Site]) -> None:
+    site = make_site(steps=20)
+    first = site.start("run")
+    site.until_step(4)
+    children = children_of(first)
+    assert len(children) == 3
+    assert first.end(signal.SIGINT) == 130, first.said()
+    assert "the same command goes on from here" in first.said()
+    assert all_gone(children)
+    assert not site.server.is_running
+
+    second = site.start("run")
+    reached = max(step for step, _ in site.lines())
+    site.until_step(reached + 3)
+    assert "goes on: step" in second.said()
+    children = children_of(second)
+    second.end(signal.SIGKILL)
+    # the launcher cannot tell its children any more: they notice
+    site.until(lambda: all_gone(children), "the end of the orphans")
+
+    code, said = site.tell("run")
+    assert code == 0, said
+    assert "account: lost 0 · in two places 0 · trained twice 0" in said
+    assert (site.run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+    site.check()
+
+    # a run that is over, with more steps: processes that saw its end must come back
+    change(site, "steps = 20", "steps = 22")
+    site.steps = 22
+    code, said = site.tell("run")
+    assert code == 0, said
+    site.check()
+
+
+def test_chaos_ends_with_a_clean_account(make_site: Callable[..., Site]) -> None:
+    site = make_site(steps=20)
+    code, said = site.tell("run", "--chaos")
+    assert code == 0, said + site.words()
+    assert "chaos: 4 of 4 strikes were delivered" in said
+    assert "trainer was killed by SIGKILL" in said
+    assert "account: lost 0 · in two places 0 · trained twice 0" in said
+    site.check()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_run_trains_a_warm_started_model_with_a_real_engine(tmp_path: Path) -> None:
+    """Everything real: generated problems, a model made on the spot, vLLM, weights in flight, an evaluation."""
+    folder = tmp_path / "site"
+    site = Site(folder, folder / "none", name="real", steps=3)
+    site.config.write_text(
+        f"""
+[run]
+name = "real"
+dir = "{site.run_dir}"
+[plan]
+steps = 3
+batch_size = 4
+[policy]
+max_staleness = 1
+[tasks.sums]
+prompt_repeat_k = 4
+judge = "reasoning_gym"
+sample = {{ max_tokens = 4 }}
+[tasks.sums.dataset]
+kind = "reasoning_gym"
+name = "chain_sum"
+size = 400
+warm_start_size = 300
+held_out_size = 40
+config = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
+[tasks.held_out]
+eval_of = "sums"
+[engine]
+kind = "vllm"
+max_model_len = 64
+max_num_seqs = 32
+kv_cache_memory_bytes = 33554432
+omp_threads = 1
+[launch]
+workers = 1
+[learner]
+learning_rate = 1e-3
+[tiny_model]
+hidden = 64
+[warm_start]
+max_steps = 60
+development_problems = 50
+stop_accuracy = 0.2
+""",
+        encoding="utf-8",
+    )
+    try:
+        code, said = site.tell("run")
+        assert code == 0, said + site.words()
+        assert "account: lost 0 · in two places 0 · trained twice 0" in said
+        assert "held_out" in said
+        assert (site.run_dir / "report.png").stat().st_size > 10_000
+        assert [step.step for step in site.history().steps] == [1, 2, 3]
+        worker = (site.run_dir / "logs" / "worker-0.log").read_text(encoding="utf-8")
+        assert worker.count("weights loaded") >= 2
+        assert "output_handler failed" not in worker
+        assert "Traceback" not in worker
+    finally:
+        site.close()
+
+
+# -- a live run, and others that want something of it ------------------------
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Site]:
+    """A run that goes on while it is bothered, and must have got on with its work at the end."""
+    site = Site(tmp_path_factory.mktemp("live"), tiny_model, name="live", steps=100_000)
+    site.server.start()
+    site.start("train")
+    site.start("producer")
+    site.start("worker", "--id", "w0")
+    site.until_step(2)
+    yield site
+    reached = site.lines()[-1][0]
+    site.until_step(reached + 2)
+    audit = site.audit()
+    assert audit.clean, (audit.faults, audit.lost, audit.doubled)
+    assert not site.history().trained_twice()
+    site.close()
+
+
+def test_a_second_producer_is_refused_on_a_live_run(live: Site) -> None:
+    code, said = live.tell("producer")
+    assert code == 5
+    assert "has a producer that was alive" in said
+    assert "--take-over" in said
+
+
+def test_a_second_trainer_is_refused_unless_it_takes_over(live: Site) -> None:
+    code, said = live.tell("train")
+    assert code == 5
+    assert "has a trainer that was alive" in said
+    assert "--take-over" in said
+    first = live.processes[0]
+    second = live.start("train", "--take-over")
+    assert first.wait() == 5
+    assert "another one was opened" in first.said()
+    count = len(live.lines())
+    live.until(lambda: len(live.lines()) > count + 2, "a step of the new trainer")
+    assert second.popen.poll() is None
+
+
+def test_a_run_of_the_same_name_from_another_folder_is_refused(live: Site, make_site: Callable[..., Site]) -> None:
+    other = make_site(name="live")
+    code, said = other.tell("run", "--redis-url", live.server.url)
+    assert code == 5
+    assert "another run named 'live'" in said
+    assert "choose another [run] name" in said
+
+
+def test_a_second_launcher_is_refused_in_the_same_folder(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    (site.run_dir / "logs").mkdir(parents=True)
+    first = site.start("run")
+    site.until(lambda: "server" in first.said(), "the first launcher")
+    code, said = site.tell("run")
+    assert code == 5
+    assert "another `rolloutmq run` works in" in said
+    assert first.popen.poll() is None
+    first.end(signal.SIGINT)
+
+
+# -- bad input ---------------------------------------------------------------
+
+
+def change(site: Site, old: str, new: str) -> None:
+    text = site.config.read_text(encoding="utf-8")
+    assert old in text
+    site.config.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_an_unknown_key_is_told_with_a_suggestion(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    change(site, "batch_size", "batchsize")
+    code, said = site.tell("run")
+    assert code == 2
+    assert "plan.batchsize" in said
+    assert "batch_size" in said
+
+
+def test_an_unknown_key_of_the_other_side_is_told_before_anything_starts(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    change(site, "concurrency", "concurency")
+    code, said = site.tell("run")
+    assert code == 2
+    assert "worker.concurency" in said
+    assert said.count("error:") == 1
+    assert not site.server.is_running
+
+
+def test_a_line_that_is_not_json_is_told_with_file_and_number(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    file = site.folder / "problems.jsonl"
+    file.write_bytes(file.read_bytes() + b"\n{not json}\n")
+    for verb in ("run", "problems"):
+        code, said = site.tell(verb)
+        assert code == 2
+        assert f"{file}:41: not JSON" in said
+
+
+def test_a_bad_line_ends_the_producer_and_leaves_the_run_intact(live: Site, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"question": "1 + 1", "answer": 2}\n[]\n')
+    code, said = live.tell("producer", "--take-over", "--set", f"tasks.sums.dataset.path={bad}")
+    assert code == 2
+    assert f"{bad}:2: the line is a list, not an object" in said
+
+
+def test_a_folder_that_is_no_model_is_told(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    site = make_site()
+    change(site, f'model = "{site.model}"', f'model = "{tmp_path}"')
+    code, said = site.tell("run")
+    assert code == 4
+    assert f"{tmp_path} is not a model folder" in said
+
+
+def test_a_server_that_is_not_there_is_told(make_site: Callable[..., Site]) -> None:
+    code, said = make_site().tell("run", "--redis-url", "redis://127.0.0.1:1/0")
+    assert code == 3
+    assert "127.0.0.1:1" in said
+
+
+def test_a_wrong_password_is_told_and_not_shown(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    with start_redis(tmp_path / "redis", *SAFE, "--requirepass", "right") as url:
+        code, said = make_site().tell("run", "--redis-url", url.replace("unix://", "unix://:secret42@"))
+    assert code == 3
+    assert "password" in said.lower()
+    assert "secret42" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--appendonly", "no", "--save", ""), "appendonly"),
+        ((*SAFE, "--maxmemory-policy", "allkeys-lru"), "maxmemory-policy"),
+    ],
+    ids=["no persistence", "evicts"],
+)
+def test_a_server_that_would_lose_data_is_refused(
+    make_site: Callable[..., Site], tmp_path: Path, options: tuple[str, ...], word: str
+) -> None:
+    with start_redis(tmp_path / "redis", *options) as url:
+        code, said = make_site().tell("run", "--redis-url", url)
+    assert code == 3
+    assert word in said
+
+
+def test_a_signal_ends_a_process_that_still_waits_for_its_run(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    site.server.start()
+    for verb in ("producer", "worker"):
+        process = site.start(verb)
+        site.until(lambda process=process: "waiting for it" in process.said(), "its wait")  # type: ignore[misc]
+        assert process.end(signal.SIGTERM) in (130, -signal.SIGTERM)
+
+

@@ -1,0 +1,194 @@
+"""A run on a real server whose workers run in this process, with engines that a test can watch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from buffer import weights_manifest, wire
+from buffer.control import ControlState, Mode, new_nonce
+from buffer.group import RolloutGroup
+from buffer.keys import group_id
+from buffer.limits import RunLimits, TaskLimits
+from buffer.open_run import INITIAL
+from buffer.payloads import PayloadRef
+from buffer.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.run import Run
+from buffer.store import Store
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.engines.base import Generation
+from producer_workers.engines.config import SimulatedConfig
+from producer_workers.engines.distributions import Fixed
+from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.worker import Worker
+from tests.pipeline.judges import by_chance
+
+TASK = "sums"
+LIMITS = RunLimits(
+    lease_ms=1500, heartbeat_ms=100, worker_timeout_ms=4500, role_timeout_ms=60_000, tasks={TASK: TaskLimits()}
+)
+DEADLINE_S = 60.0
+LINEAGE = "l1"
+
+
+class Letters:
+    """A tokenizer of one character per id."""
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+        return [ord(c) % 100 for message in messages for c in message["content"]]
+
+
+class WatchedEngine(SimulatedEngine):
+    """Notes every request: (id, prompt length, what was asked for)."""
+
+    def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
+        super().__init__(config, version)
+        self.requests: list[tuple[str, int, SampleParams]] = []
+
+    async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
+        self.requests.append((request_id, len(prompt_ids), params))
+        return await super().generate(request_id, prompt_ids, params)
+
+
+class Yard:
+    """One run with an open producer and an open trainer. `folder` holds the weights that are published."""
+
+    def __init__(self, store: Store, name: str, folder: Path, limits: RunLimits = LIMITS) -> None:
+        self.store, self.folder = store, folder
+        self.run = Run.create(store, name, new_nonce(), limits, PolicyVersion(INITIAL, 0), "")
+        self.producer, self.trainer = new_nonce(), new_nonce()
+        self.run.control.open_producer(self.producer)
+        self.run.ledger.open(self.trainer, step=0, lineage=LINEAGE)
+
+    # -- moves ---------------------------------------------------------------
+
+    def enqueue(self, count: int, tokens: Sequence[int] = (10, 10)) -> list[str]:
+        """Groups whose members generate exactly so many tokens each."""
+        cursor = self.run.jobs.cursor(TASK)
+        gids = [group_id(TASK, cursor + i) for i in range(count)]
+        for gid in gids:
+            states = [
+                RolloutState(
+                    index=place,
+                    messages=[{"role": "user", "content": gid}],
+                    prompt_ids=np.arange(3),
+                    ground_truth=gid,
+                    sample_params=SampleParams(max_tokens=length, min_tokens=length, seed=place),
+                )
+                for place, length in enumerate(tokens)
+            ]
+            self.run.payloads.write_prompts({gid: wire.encode(RolloutGroup(gid, TASK, states))})
+        done = self.run.jobs.enqueue(self.producer, new_nonce(), TASK, cursor, [len(tokens)] * count, 10_000)
+        assert done.count == count
+        return gids
+
+    def reissue(self) -> int:
+        return self.run.jobs.reissue(self.producer, TASK, "aborted", 10_000)
+
+    def control(self, mode: Mode) -> ControlState:
+        return self.run.control.set_mode("operator", mode)
+
+    def write_weights(self, version: int) -> tuple[Path, str]:
+        """A folder of weights and its checksum."""
+        folder = self.folder / f"weights-{version}"
+        folder.mkdir()
+        save_file({"w": np.full(300, version, dtype=np.float32)}, folder / "model.safetensors")
+        return folder, weights_manifest.write(folder, f"{LINEAGE}:{version}")
+
+    def publish(self, version: int) -> PolicyVersion:
+        path, checksum = self.write_weights(version)
+        return self.name(version, path, checksum)
+
+    def name(self, version: int, path: Path, checksum: str) -> PolicyVersion:
+        weights = PolicyVersion(LINEAGE, version)
+        self.run.control.publish_weights(self.trainer, weights, str(path), checksum)
+        return weights
+
+    def worker(self, name: str = "w0", *, token_s: float = 0.001, judge: Any = by_chance, **options: Any) -> Worker:
+        """A worker with an engine of its own (`worker.engine`)."""
+        engine_options = {key: options.pop(key) for key in ("die_after", "max_num_seqs") if key in options}
+        config = SimulatedConfig(
+            first_token_s=Fixed(value=0.0),
+            token_s=Fixed(value=token_s),
+            response_tokens=Fixed(value=1),
+            vocab_size=100,
+            **engine_options,
+        )
+        engine = WatchedEngine(config, PolicyVersion(INITIAL, 0))
+        partial = options.get("partial_rollout", False)
+        loop = SingleTurnAgentLoop(
+            judge=FunctionJudge("test", judge), tokenizer=Letters(), eos_ids={100}, partial_rollout=partial
+        )
+        options = {"concurrency": 4, **options}
+        worker = Worker(self.run, engine, {TASK: loop}, worker_id=name, **options)
+        worker.engine = engine  # type: ignore[attr-defined]
+        return worker
+
+    @asynccontextmanager
+    async def working(self, worker: Worker) -> AsyncIterator[WatchedEngine]:
+        """`worker` at work; stopped in order at the end. What ended it is raised there."""
+        engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
+        await engine.start()
+        task = asyncio.create_task(worker.run())
+        try:
+            yield engine
+        finally:
+            worker.stop()
+            await task
+
+    # -- sights --------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        return {name: int(float(value)) for name, value in self.run.progress(TASK).items() if value.isdigit()}
+
+    def leases(self) -> int:
+        return self.run.account.totals().leases
+
+    def places(self) -> dict[str, int]:
+        """Where groups are; only places that are not empty."""
+        return {place: n for place, n in self.run.account.totals().tasks[0].places.items() if n}
+
+    def group(self, gid: str) -> RolloutGroup:
+        """A group as its newest payload has it."""
+        record = self.run.record(gid)
+        ref = PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
+        return self.run.buffer.get(ref)
+
+    def records(self) -> list[dict[str, str]]:
+        return [self.run.record(group_id(TASK, draw)) for draw in range(self.run.jobs.cursor(TASK))]
+
+    def check(self) -> None:
+        audit = self.run.account.fsck()
+        assert audit.clean, (audit.faults, audit.lost, audit.doubled)
+
+    # -- waiting -------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is so."""
+        end = time.monotonic() + DEADLINE_S
+        while not await asyncio.to_thread(condition):
+            assert time.monotonic() < end, f"never came; groups are {self.places()}"
+            await asyncio.sleep(0.01)
+
+    async def until_places(self, **places: int) -> None:
+        await self.until(lambda: self.places() == places)
+
+    async def receipts(self, state: ControlState) -> None:
+        """Wait until every live worker has carried out a control state."""
+        await asyncio.to_thread(self.run.control.wait_for_receipts, state, timeout_s=DEADLINE_S)
+
+    async def until_generating(self, engine: WatchedEngine, requests: int) -> None:
+        """Wait until so many requests have made some tokens."""
+        await self.until(lambda: engine.unfinished() == requests)
+        await asyncio.sleep(0.1)
