@@ -26,7 +26,7 @@ from consumer.config import TrainingConfig
 from consumer.launch.chaos import Chaos
 from consumer.launch.child import Child
 from consumer.launch.placement import count_gpus, place
-from consumer.launch.preparation import prepare_model, prepare_problems, start_server
+from consumer.launch.preparation import await_roles, is_done, prepare_model, prepare_problems, start_server
 from consumer.launch.report import finish
 
 LOOK_S = 0.5
@@ -78,9 +78,12 @@ class Launcher:
     def _run(self) -> None:
         try:
             run = self._prepare()
-            self._start()
-            self._watch(run)
-            self._stop_children()
+            if is_done(self._config):
+                self._console.print(f"all {self._config.plan.steps} steps are done; for a new run, remove {self._folder}")
+            else:
+                self._start(run)
+                self._watch(run)
+                self._stop_children()
             run.tidy()
             finish(self._console, self._config, run.account.fsck(), self._server.cli if self._server else None)
         except KeyboardInterrupt:
@@ -103,14 +106,16 @@ class Launcher:
         store = open_store(config, url, name="rolloutmq-run")
         say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}", highlight=False)
         model = prepare_model(config, self._command)
-        run = create_run(store, config, model)
+        done = is_done(config)
+        run = Run.open(store, config.run.name) if done else create_run(store, config, model)
         taken, committed, _ = run.ledger.steps()
         where = f"goes on: step {committed} is committed, {taken} taken" if taken else "starts"
         say(f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}", highlight=False)
         return run
 
-    def _start(self) -> None:
+    def _start(self, run: Run) -> None:
         config = self._config
+        await_roles(run, self._console.print)
         tensor_parallel = dict(config.engine).get("tensor_parallel_size", 1) if config.engine else 1
         placement = place(config.launch, count_gpus(), tensor_parallel)
         # on a CPU everybody gets a share: torch would take all cores in every process

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from buffer.commands.snapshot import take_snapshot
 from buffer.config_file import ConfigFile
 from buffer.embedded import EmbeddedServer
-from buffer.errors import RolloutMQError
+from buffer.errors import RoleHeld, RolloutMQError
 from buffer.open_run import embedded_server
+from buffer.run import Run
+from consumer.checkpoint import CheckpointFolder
+from consumer.config import TrainingConfig
+from consumer.evaluations import read_evaluations
 from consumer.model_folder import check_model_folder
 
 
@@ -41,6 +47,34 @@ def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
         _run(["warm-start", *command], quiet=False)
     check_model_folder(folder)
     return folder
+
+
+def await_roles(run: Run, say: Callable[[str], None]) -> None:
+    """Wait until trainer and producer of an earlier launcher have left; RoleHeld when one of them goes on beating.
+
+    The children of a launcher that was killed end by themselves within seconds.
+    """
+    end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
+    told = False
+    while held := [role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).alive]:
+        if time.monotonic() > end:
+            raise RoleHeld(
+                f"run {run.name!r} has a live {' and a live '.join(held)} that this command did not start",
+                hint="stop it first; `rolloutmq train CONFIG --take-over` fences a trainer that cannot be stopped",
+            )
+        if not told:
+            say(f"waiting   for the {' and the '.join(held)} of an earlier start to leave")
+            told = True
+        time.sleep(0.2)
+
+
+def is_done(config: TrainingConfig) -> bool:
+    """Whether the last step of the plan is in a checkpoint, and its weights were evaluated."""
+    last = config.plan.steps
+    evaluations = read_evaluations(config.run.folder)
+    tasks = [name for name, task in config.tasks.items() if task.eval_of is not None]
+    reached = CheckpointFolder(config.run.folder / "checkpoints").steps()[-1:] == [last]
+    return reached and all((task, last) in evaluations for task in tasks)
 
 
 def _run(args: list[str], *, quiet: bool = True) -> None:

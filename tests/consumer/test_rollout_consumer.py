@@ -225,7 +225,7 @@ def test_paused_continues_the_run_when_its_body_fails(run: Run, trainer: Trainer
 
 
 def test_pause_fences_a_worker_that_stays_silent(make_run: Callable[..., Run], trainer: Trainers) -> None:
-    run = make_run(pause_timeout_s=0.3, lease_ms=60_000)
+    run = make_run(pause_timeout_s=0.3, lease_ms=60_000, worker_timeout_ms=600_000)
     consumer = trainer(run)
     with at_work(run, math=0, deaf=True):
         assert [w["id"] for w in run.fleet.workers()] == ["w0"]

@@ -1,6 +1,6 @@
-"""vLLM's processes end with the worker that owns them; a mixture of experts takes new weights.
+"""vLLM's processes end with the worker that owns them; models of other shapes take new weights.
 
-The first two share an engine of their own; the third kills another.
+Engines of their own: the mixture of experts is killed afterwards, as is the model with a tied head.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,16 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, Any], Path]]:
-    root = tmp_path_factory.mktemp("experts")
-    first = write_tiny_model(root / "first", seed=1, architecture="qwen3_moe")
-    second = write_tiny_model(root / "second", seed=2, architecture="qwen3_moe")
+    """A mixture of experts."""
+    with _owning(tmp_path_factory.mktemp("experts"), architecture="qwen3_moe") as owned:
+        yield owned
+
+
+@contextmanager
+def _owning(root: Path, **model: Any) -> Iterator[tuple[Any, dict[str, Any], Path]]:
+    """A process whose engine started with one checkpoint and went on with a second: itself, its report, the second."""
+    first = write_tiny_model(root / "first", seed=1, **model)
+    second = write_tiny_model(root / "second", seed=2, **model)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.engines.owner", str(first), str(second)],
         stdout=subprocess.PIPE,
@@ -50,6 +58,13 @@ def test_a_mixture_of_experts_runs_its_new_weights_after_an_update(
 ) -> None:
     _, report, second = owner
     reference = reference_logprobs(second, [40, 41, 42], report["token_ids"])
+    assert np.abs(np.array(report["logprobs"]) - np.array(reference)).max() < 2e-3
+
+
+def test_a_tied_head_runs_its_new_weights_after_an_update(tmp_path: Path) -> None:
+    """The file names no tensor of the head, so nothing but the embeddings tells vLLM that it has changed."""
+    with _owning(tmp_path, tied=True) as (_, report, second):
+        reference = reference_logprobs(second, [40, 41, 42], report["token_ids"])
     assert np.abs(np.array(report["logprobs"]) - np.array(reference)).max() < 2e-3
 
 

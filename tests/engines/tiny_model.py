@@ -9,8 +9,13 @@ VOCABULARY = 320
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 
-def write_tiny_model(folder: Path, *, seed: int, hidden: int = 64, architecture: str = "qwen3") -> Path:
-    """Save a model and its tokenizer to `folder`. Two seeds are two checkpoints of one model."""
+def write_tiny_model(
+    folder: Path, *, seed: int, hidden: int = 64, architecture: str = "qwen3", tied: bool = False
+) -> Path:
+    """Save a model and its tokenizer to `folder`. Two seeds are two checkpoints of one model.
+
+    `tied`: the output head is the embedding matrix, and no tensor of the file is named after it.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,7 +32,7 @@ def write_tiny_model(folder: Path, *, seed: int, hidden: int = 64, architecture:
         "max_position_embeddings": 4096,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "initializer_range": 0.4,  # far from uniform, so that wrong weights show in the logprobs
     }
     if architecture == "qwen3_moe":

@@ -91,7 +91,7 @@ name = "chain_sum"
 size = 400
 warm_start_size = 300
 held_out_size = 40
-config = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
+config = {{ min_terms = 3, max_terms = 3, min_digits = 1, max_digits = 1 }}
 [tasks.held_out]
 eval_of = "sums"
 [engine]
