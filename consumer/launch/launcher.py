@@ -79,7 +79,8 @@ class Launcher:
         try:
             run = self._prepare()
             if is_done(self._config):
-                self._console.print(f"all {self._config.plan.steps} steps are done; for a new run, remove {self._folder}")
+                steps = self._config.plan.steps
+                self._console.print(f"all {steps} steps are done; for a new run, remove {self._folder}")
             else:
                 self._start(run)
                 self._watch(run)
