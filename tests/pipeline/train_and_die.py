@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 from safetensors.torch import load_file
 
@@ -128,5 +127,4 @@ def main(path: Path, batches: Path) -> None:
 
 
 if __name__ == "__main__":
-    assert np.float32
     main(Path(sys.argv[1]), Path(sys.argv[2]))

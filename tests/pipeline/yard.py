@@ -37,15 +37,28 @@ LIMITS = RunLimits(
 )
 DEADLINE_S = 60.0
 LINEAGE = "l1"
+FIRST = PolicyVersion(INITIAL, 0)
+
+LONG = (5000, 5000)
+"""More than a slow engine makes while a test looks; a fast one makes it in half a second."""
+
+SLOW_S, FAST_S = 0.01, 0.0001
+
+
+def versions(state: RolloutState) -> list[PolicyVersion]:
+    """The weights of each token, from its spans, which must cover the response."""
+    stamps = [PolicyVersion(span.lineage, span.version) for span in state.spans for _ in range(span.length)]
+    assert len(stamps) == len(state.response_ids) == len(state.logprobs)
+    return stamps
 
 
 class Letters:
     """A tokenizer of one character per id."""
 
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
+    def decode(self, ids: Any, /, **_: Any) -> str:
         return "".join(chr(97 + i % 26) for i in ids)
 
-    def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+    def apply_chat_template(self, messages: Any, /, **_: Any) -> list[int]:
         return [ord(c) % 100 for message in messages for c in message["content"]]
 
 
@@ -66,7 +79,7 @@ class Yard:
 
     def __init__(self, store: Store, name: str, folder: Path, limits: RunLimits = LIMITS) -> None:
         self.store, self.folder = store, folder
-        self.run = Run.create(store, name, new_nonce(), limits, PolicyVersion(INITIAL, 0), "")
+        self.run = Run.create(store, name, new_nonce(), limits, FIRST, "")
         self.producer, self.trainer = new_nonce(), new_nonce()
         self.run.control.open_producer(self.producer)
         self.run.ledger.open(self.trainer, step=0, lineage=LINEAGE)
@@ -125,7 +138,7 @@ class Yard:
             vocab_size=100,
             **engine_options,
         )
-        engine = WatchedEngine(config, PolicyVersion(INITIAL, 0))
+        engine = WatchedEngine(config, FIRST)
         partial = options.get("partial_rollout", False)
         loop = SingleTurnAgentLoop(
             judge=FunctionJudge("test", judge), tokenizer=Letters(), eos_ids={100}, partial_rollout=partial

@@ -1,0 +1,296 @@
+"""A worker and the control state: pauses, new weights, and groups that are interrupted (I9, I10)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from buffer.control import Mode
+from buffer.open_run import INITIAL
+from buffer.rollout import PolicyVersion, Status
+from producer_workers.heart import Heart
+from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
+from tests.servers import KINDS
+
+on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
+"""Also on Redis: the tests that take no time."""
+
+
+# -- pauses ------------------------------------------------------------------
+
+
+@on_both
+@pytest.mark.parametrize("partial", [True, False], ids=["partial", "whole"])
+def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_is_on(yard: Yard, partial: bool) -> None:
+    gids = yard.enqueue(3, LONG)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=partial)) as engine:
+            await yard.until_generating(engine, 6)
+            await yard.receipts(yard.control(Mode.ABORT))
+            assert yard.leases() == 0
+            assert yard.places() == {"aborted": 3}
+
+    asyncio.run(scenario())
+    for gid in gids:
+        group = yard.group(gid)
+        assert (group.lengths > 0).all() == partial
+        assert (group.lengths < 5000).all()
+        assert group.status is (Status.ABORTED if partial else Status.INIT)
+        if partial:
+            assert [versions(s) for s in group.states] == [[FIRST] * int(n) for n in group.lengths]
+    assert {(r["tries"], r["aborts"]) for r in yard.records()} == {("0", "1")}
+    yard.check()
+
+
+def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_middle(yard: Yard) -> None:
+    gids = yard.enqueue(2, (100, 100))
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=0.03)) as engine:
+            await yard.until_generating(engine, 4)
+            await yard.receipts(yard.control(Mode.KEEP))
+            frozen = engine._clock()
+            # longer than a lease: what is frozen is still held
+            await asyncio.sleep(2.0)
+            assert engine._clock() == frozen
+            assert yard.places() == {"running": 2}
+            yard.publish(1)
+            yard.control(Mode.RUN)
+            await yard.until_places(completed=2)
+
+    asyncio.run(scenario())
+    for gid in gids:
+        for state in yard.group(gid).states:
+            stamps = versions(state)
+            old = stamps.count(FIRST)
+            assert 0 < old < 100
+            assert stamps == [FIRST] * old + [PolicyVersion(LINEAGE, 1)] * (100 - old)
+    assert yard.counters().get("leases_lost", 0) == 0
+    assert int(yard.records()[0]["version"]) == 0
+    yard.check()
+
+
+def test_drain_ends_what_runs_and_claims_nothing_when_more_waits(yard: Yard) -> None:
+    yard.enqueue(5, (60, 60))
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=2)) as engine:
+            await yard.until_generating(engine, 4)
+            await yard.receipts(yard.control(Mode.DRAIN))
+            assert yard.places() == {"completed": 2, "waiting": 3}
+            yard.control(Mode.RUN)
+            await yard.until_places(completed=5)
+
+    asyncio.run(scenario())
+    yard.check()
+
+
+def test_the_newest_control_state_counts_when_pauses_follow_each_other(yard: Yard) -> None:
+    yard.enqueue(2, LONG)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+            await yard.until_generating(engine, 4)
+            yard.control(Mode.KEEP)
+            yard.control(Mode.DRAIN)
+            state = yard.control(Mode.ABORT)
+            await yard.receipts(state)
+            assert yard.places() == {"aborted": 2}
+            for mode in (Mode.RUN, Mode.ABORT, Mode.RUN, Mode.KEEP):
+                state = yard.control(mode)
+            await yard.receipts(state)
+        yard.control(Mode.RUN)
+        assert yard.reissue() == 2
+        async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)):
+            await yard.until_places(completed=2)
+
+    asyncio.run(scenario())
+    yard.check()
+
+
+def test_nothing_is_aborted_when_a_drain_is_taken_back_while_it_runs(yard: Yard) -> None:
+    yard.enqueue(4, (100, 100))
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=2)) as engine:
+            await yard.until_generating(engine, 4)
+            yard.control(Mode.DRAIN)
+            await asyncio.sleep(0.2)
+            await yard.receipts(yard.control(Mode.RUN))
+            await yard.until_places(completed=4)
+            assert len(engine.requests) == 8
+
+    asyncio.run(scenario())
+    assert {r["aborts"] for r in yard.records()} == {"0"}
+    yard.check()
+
+
+@pytest.mark.parametrize("heartbeat_ms", [100, 60_000], ids=["by heartbeat", "by claim"])
+def test_a_deaf_worker_learns_of_a_pause_when_it_next_asks_the_server(
+    make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, heartbeat_ms: int
+) -> None:
+    monkeypatch.setattr(Heart, "_listen_on", lambda self: None)
+    yard = make_yard(heartbeat_ms=heartbeat_ms, lease_ms=180_000)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()):
+            await yard.until(lambda: yard.run.control.silent_workers(1) == [])
+            state = yard.control(Mode.DRAIN)
+            await yard.receipts(state)
+
+    asyncio.run(scenario())
+
+
+@on_both
+def test_a_worker_that_joins_during_a_pause_starts_paused(yard: Yard) -> None:
+    yard.enqueue(2)
+    state = yard.control(Mode.KEEP)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()) as engine:
+            await yard.until(lambda: [w.get("state") for w in yard.run.fleet.workers()] == ["paused"])
+            await yard.receipts(state)
+            assert yard.places() == {"waiting": 2}
+            assert not engine.requests
+            yard.control(Mode.RUN)
+            await yard.until_places(completed=2)
+
+    asyncio.run(scenario())
+
+
+def test_an_evaluation_runs_when_only_its_lane_is_open(make_yard: Callable[..., Yard]) -> None:
+    """Groups of an open lane must neither be aborted nor keep the receipt away."""
+    yard = make_yard()
+    yard.enqueue(3, LONG)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+            await yard.until_generating(engine, 6)
+            # 'resume' is open in this pause: what is taken from it must not be aborted again before the receipt
+            state = yard.run.control.set_mode("operator", Mode.ABORT, lanes="resume")
+            await yard.receipts(state)
+            assert yard.places() == {"aborted": 3}
+        assert yard.reissue() == 3
+        async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)) as engine:
+            await yard.until_places(completed=3)
+            assert len(engine.requests) == 6
+            await yard.receipts(state)
+
+    asyncio.run(scenario())
+    yard.check()
+
+
+# -- weights -----------------------------------------------------------------
+
+
+@on_both
+def test_newer_weights_are_loaded_before_anything_is_claimed(yard: Yard) -> None:
+    weights = yard.publish(4)
+    gids = yard.enqueue(3)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()) as engine:
+            await yard.until_places(completed=3)
+            assert engine.version() == weights
+
+    asyncio.run(scenario())
+    assert {span.version for gid in gids for s in yard.group(gid).states for span in s.spans} == {4}
+
+
+@pytest.mark.parametrize("mode", [Mode.KEEP, Mode.ABORT, Mode.DRAIN])
+def test_torn_weights_are_refused_without_harm_until_good_ones_come(
+    yard: Yard, caplog: pytest.LogCaptureFixture, mode: Mode
+) -> None:
+    caplog.set_level(logging.ERROR, "rolloutmq.worker")
+    folder, checksum = yard.write_weights(1)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1] + b"!")
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+            yard.enqueue(2, (100, 100))
+            await yard.until_generating(engine, 4)
+            yard.name(1, folder, checksum)
+            # what runs goes on under the old weights and ends: the engine is not left paused
+            await yard.until_places(completed=2)
+            yard.enqueue(1)
+            await asyncio.sleep(0.5)
+            assert yard.places() == {"completed": 2, "waiting": 1}
+            assert engine.version() == FIRST
+            # neither does a pause wait for weights that do not load
+            await yard.receipts(yard.control(mode))
+            yard.control(Mode.RUN)
+            await asyncio.sleep(0.2)
+            assert engine.version() == FIRST
+            # made whole in place: found out without any further message
+            (folder / "model.safetensors").write_bytes(whole)
+            await yard.until_places(completed=3)
+            assert engine.version() == PolicyVersion(LINEAGE, 1)
+
+    asyncio.run(scenario())
+    refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert len(refusals) == 1
+    assert "model.safetensors" in refusals[0]
+    yard.check()
+
+
+def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded(yard: Yard) -> None:
+    folder, _ = yard.write_weights(1)
+    _, foreign = yard.write_weights(2)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()) as engine:
+            yard.name(1, folder, foreign)
+            yard.enqueue(1)
+            await asyncio.sleep(0.5)
+            assert (engine.version(), yard.places()) == (FIRST, {"waiting": 1})
+            yard.publish(3)
+            await yard.until_places(completed=1)
+            assert engine.version() == PolicyVersion(LINEAGE, 3)
+
+    asyncio.run(scenario())
+
+
+# -- partial rollout ---------------------------------------------------------
+
+
+def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was(yard: Yard) -> None:
+    (gid,) = yard.enqueue(1, (5, 200, 200))
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker("first", token_s=0.05, partial_rollout=True)) as engine:
+            await yard.until_generating(engine, 2)
+            await yard.receipts(yard.control(Mode.ABORT))
+        before = yard.group(gid)
+        done = before.lengths.tolist()
+        assert done[0] == 5
+        assert all(0 < length < 200 for length in done[1:])
+        yard.publish(3)
+        yard.control(Mode.RUN)
+        assert yard.reissue() == 1
+        async with yard.working(yard.worker("second", partial_rollout=True)) as engine:
+            await yard.until_places(completed=1)
+            # the completed member is not asked for again; the others only for what is left, behind what they have
+            asked = sorted((prompt, params.max_tokens) for _, prompt, params in engine.requests)
+            assert asked == sorted((3 + length, 200 - length) for length in done[1:])
+        after = yard.group(gid)
+        assert after.lengths.tolist() == [5, 200, 200]
+        assert after.states[0].reward == before.states[0].reward
+        for old, new in zip(before.states, after.states, strict=True):
+            made = len(old.response_ids)
+            assert np.array_equal(new.response_ids[:made], old.response_ids)
+            assert np.array_equal(new.logprobs[:made], old.logprobs)
+            assert versions(new) == [FIRST] * made + [PolicyVersion(LINEAGE, 3)] * (len(new.response_ids) - made)
+
+    asyncio.run(scenario())
+    record = yard.run.record(gid)
+    assert (record["version"], record["lineage"], record["aborts"], record["tokens"]) == ("0", INITIAL, "1", "405")
+    assert yard.counters()["produced_tokens"] == 405
+    yard.check()
+
+
