@@ -2,7 +2,8 @@
 
     RolloutMQError                      1  something failed
     ├── ConfigError                     2  a config file, a flag or a data set is wrong
-    │   └── DatasetError                2  a line of a data set cannot be used
+    │   ├── DatasetError                2  a line of a data set cannot be used
+    │   └── QueryError                  2  a question about groups that cannot be asked
     ├── StoreError                      3  the Redis server
     │   ├── StoreUnavailable            3  no answer in time; the operation may be tried again
     │   ├── StoreUnsafe                 3  too old, or set up so that it would lose data
@@ -51,6 +52,10 @@ class ConfigError(RolloutMQError):
 
 class DatasetError(ConfigError):
     """A line of a data set cannot be used: file, line number, reason."""
+
+
+class QueryError(ConfigError):
+    """A question about groups cannot be asked like that: what is wrong, and what is allowed."""
 
 
 class StoreError(RolloutMQError):

@@ -2,7 +2,7 @@
 
     store = Store(url)
     run = Run.open(store, "demo")
-    run.jobs · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
+    run.jobs · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads · run.groups
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from buffer.account import Account
 from buffer.control import RunControl
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.fleet import Fleet
+from buffer.group_scan import GroupScan
 from buffer.jobs import JobQueue
 from buffer.keys import EVERY_META, Keys, run_of_meta
 from buffer.ledger import BatchLedger
@@ -37,6 +38,7 @@ class Run:
         self.control = RunControl(store, self.keys, limits)
         self.fleet = Fleet(store, self.keys, limits)
         self.account = Account(store, self.keys, limits)
+        self.groups = GroupScan(store, self.keys, limits, (self.ledger, self.evaluations))
 
     @classmethod
     def create(

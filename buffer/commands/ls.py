@@ -1,22 +1,28 @@
-"""`rolloutmq ls`: the groups of a run that still live, by task, status and stage."""
+"""`rolloutmq ls`: the groups of a run that still live, by task, status, stage, or any question (`buffer.query`)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
+import orjson
 import typer
 from rich.text import Text
 
-from buffer.commands.group_index import STAGES, find_groups
 from buffer.commands.screen import console, count, emit, state, table, version_style
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, QueryError
+from buffer.group_record import STAGES, GroupRecord
 from buffer.keys import POOLS
+from buffer.query import FIELDS, OPERATORS, parse
 
-EPILOG = "Example: rolloutmq ls --task math --status completed --limit 20"
+EPILOG = """Example: rolloutmq ls --where '{"status": "completed", "staleness": {"$gte": 2}}' --order=-tokens"""
 
 _STATUSES = ("init", *POOLS, "failed")
+_WHERE_HELP = (
+    f"Only groups that fit this JSON, and the other options. Fields: {', '.join(FIELDS)} (time: ms since a group began "
+    f"to wait, was claimed or handed in). Operators: $and, $or, {', '.join(OPERATORS)}."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +33,8 @@ def list_groups(
     task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
     status: Annotated[str | None, typer.Option(help=f"Only this status: {', '.join(_STATUSES)}.")] = None,
     stage: Annotated[str | None, typer.Option(help=f"Only this stage: {', '.join(STAGES)}.")] = None,
+    where: Annotated[str | None, typer.Option(metavar="JSON", help=_WHERE_HELP)] = None,
+    order: Annotated[str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: highest first.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -39,16 +47,21 @@ def list_groups(
     """
     _check("status", status, _STATUSES)
     _check("stage", stage, STAGES)
+    flags = {"task": task, "status": status, "stage": stage}
+    query = parse({"$and": [_where(where), {name: value for name, value in flags.items() if value is not None}]})
     with open_target(redis_url, run_dir, run) as target:
         _check("task", task, tuple(target.run.limits.tasks))
-        rows = find_groups(target.run, task=task, status=status, stage=stage, limit=limit)
+        rows = list(target.run.groups.find(query, limit=limit, order=order))
     if as_json:
         emit([asdict(row) for row in rows])
-        return
+    elif rows:
+        _show(rows, is_cut=len(rows) == limit)
+    else:
+        console().print("No such group. (Archived, filtered and dropped ones have ended: see rolloutmq status.)")
+
+
+def _show(rows: list[GroupRecord], *, is_cut: bool) -> None:
     screen = console()
-    if not rows:
-        screen.print("No such group. (Archived, filtered and dropped ones have ended: see rolloutmq status.)")
-        return
     grid = table("gid", "stage", "status", "ver", "stale", "tries", "tokens", "reward", "owner",
                  right=["ver", "stale", "tries", "tokens", "reward"])  # fmt: skip
     for row in rows:
@@ -62,11 +75,21 @@ def list_groups(
             str(row.tries),
             count(row.tokens),
             "-" if row.reward is None else f"{row.reward:.2f}",
-            row.owner or row.batch,
+            row.owner or row.batch or "",
         )
     screen.print(grid)
-    if len(rows) == limit:
-        screen.print(Text(f"the first {limit}; more with --limit", style="dim"))
+    if is_cut:
+        screen.print(Text(f"the first {len(rows)}; more with --limit", style="dim"))
+
+
+def _where(text: str | None) -> Any:
+    if text is None:
+        return {}
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        hint = """quote all of it for the shell, as in --where '{"status": "completed"}'"""
+        raise QueryError(f"--where is no JSON: {error}", hint=hint) from error
 
 
 def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:

@@ -108,6 +108,22 @@ def test_unknown_filter_names_the_known_ones(scene: Scene, command: Command, opt
     check(command("ls", option, value), 2, f"'{value}'", "one of")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--where", "{status: completed}"], ["--where is no JSON", "quote"]),
+        (["--where", "[]"], ["a query is a map"]),
+        (["--where", '{"colour": 1}'], ["no field 'colour'", "staleness"]),
+        (["--where", '{"status": "done"}'], ["'done'", "completed"]),
+        (["--where", '{"tries": {"$like": 1}}'], ["no operator '$like'", "$between"]),
+        (["--where", '{"tries": {"$between": [2, 1]}}'], ["lowest, highest"]),
+        (["--order", "colour"], ["no field 'colour'"]),
+    ],
+)
+def test_question_that_cannot_be_asked(scene: Scene, command: Command, options: list[str], words: list[str]) -> None:
+    check(command("ls", *options), 2, *words)
+
+
 def test_unknown_worker_names_the_known_ones(scene: Scene, command: Command) -> None:
     check(command("fence", "w7", "--yes"), 2, "no worker 'w7'", "w0, w1")
 

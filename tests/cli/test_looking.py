@@ -96,6 +96,12 @@ def test_newest_folder_with_a_server_is_found(scene: Scene, server: EmbeddedServ
         (["--stage", "dead"], [5]),
         (["--task", "exam"], []),
         (["--limit", "2"], [8, 9]),
+        (["--where", '{"status": "completed", "staleness": {"$gte": 1}}'], [3, 2]),
+        (["--where", '{"tokens": {"$gt": 0}}', "--stage", "pool"], [3, 4]),
+        (["--where", '{"$or": [{"draw": 9}, {"owner": "w0", "stage": "running"}]}'], [9, 7]),
+        (["--where", '{"aborts": 1}', "--task", "math", "--status", "aborted"], [4]),
+        (["--where", '{"stage": "waiting"}', "--order=-draw", "--limit", "2"], [11, 10]),
+        (["--where", '{"status": "archived"}'], []),
     ],
 )
 def test_ls_filters_by_the_indexes(scene: Scene, command: Command, filters: list[str], draws: list[int]) -> None:
