@@ -13,7 +13,15 @@ from buffer.keys import Keys, group_id, split_group_id
 from buffer.ledger import BatchLedger, Manifest, NotReady
 from buffer.limits import RunLimits, TaskLimits
 from buffer.replay_buffer import PoolSizes, ReplayBuffer
-from buffer.rollout import PolicyVersion, RolloutState, SampleParams, Status, VersionSpan
+from buffer.rollout import (
+    MediaRef,
+    PolicyVersion,
+    RolloutState,
+    SampleParams,
+    Status,
+    ToolCall,
+    VersionSpan,
+)
 from buffer.run import Run
 from buffer.store import Store
 
@@ -28,6 +36,7 @@ __all__ = [
     "JobQueue",
     "Keys",
     "Manifest",
+    "MediaRef",
     "Mode",
     "NotReady",
     "PolicyVersion",
@@ -45,6 +54,7 @@ __all__ = [
     "Store",
     "TaskAccount",
     "TaskLimits",
+    "ToolCall",
     "VersionSpan",
     "group_id",
     "new_nonce",

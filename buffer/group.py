@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.rollout import RolloutState, SampleParams, Status, VersionSpan, group_status
+from buffer.rollout import (
+    RolloutState,
+    SampleParams,
+    Status,
+    VersionSpan,
+    expert_rows,
+    group_status,
+)
+from buffer.staleness import token_mask
 
 Member = dict[str, Any]
 """What is kept per rollout beside its token columns; the keys are those of `buffer.wire`."""
@@ -22,24 +30,24 @@ Member = dict[str, Any]
 
 class RolloutGroup:
     """`states` (k rollouts) of the group `gid` of `task`. Columns: prompt_ids int32[P], lengths int32[k],
-    response_ids int32[sum R], logprobs float32[sum R], mask uint8[sum R], scores float32[k]."""
+    response_ids int32[sum R], logprobs float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout
+    has them: ref_logprobs and values float32[sum R] (nan for a rollout without), routed_experts int16[rows, layers,
+    top_k] (P + R - 1 rows for each rollout whose member says `routed_experts: True`)."""
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
         if not states:
             raise WireError(f"group {gid} has no rollouts")
         first = states[0]
         self.gid, self.task = gid, task
-        self.shared: dict[str, Any] = {
-            "messages": first.messages,
-            "data_source": first.data_source,
-            "ground_truth": first.ground_truth,
-            "extra": first.extra,
-        }
+        self.shared = _shared(first)
         self.prompt_ids = first.prompt_ids if first.prompt_ids is not None else np.empty(0, "<i4")
         self.lengths = np.array([len(s.response_ids) for s in states], "<i4")
         self.response_ids = np.concatenate([s.response_ids for s in states])
         self.logprobs = np.concatenate([s.logprobs for s in states])
         self.mask = np.concatenate([_mask(s) for s in states])
+        self.ref_logprobs = _optional([s.ref_logprobs for s in states], self.lengths)
+        self.values = _optional([s.values for s in states], self.lengths)
+        self.routed_experts = _experts(gid, states)
         self.members: list[Member] = [_member(s) for s in states]
         self._states: list[RolloutState] | None = list(states)
 
@@ -58,6 +66,8 @@ class RolloutGroup:
         group.prompt_ids, group.lengths = columns["prompt_ids"], columns["lengths"]
         group.response_ids, group.logprobs = columns["response_ids"], columns["logprobs"]
         group.mask = columns["mask"]
+        group.ref_logprobs, group.values = columns.get("ref_logprobs"), columns.get("values")
+        group.routed_experts = columns.get("routed_experts")
         group._states = None
         return group
 
@@ -94,20 +104,77 @@ class RolloutGroup:
                 oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
         return oldest
 
-    def _make_states(self) -> Iterator[RolloutState]:
+    def fresh_mask(self, step: int, token_threshold: int | None) -> NDArray[np.uint8]:
+        """uint8[sum R]: the mask without tokens that are too old for step T by themselves (`token_mask`)."""
+        masks = []
+        for member, part in self._parts():
+            spans = [VersionSpan(*s) for s in member.get("spans", ())]
+            fresh = token_mask(self.mask[part], part.stop - part.start, spans, step, token_threshold)
+            masks.append(self.mask[part] if fresh is None else fresh)
+        return np.concatenate(masks)
+
+    def _parts(self) -> Iterator[tuple[Member, slice]]:
+        """Each member, and where its tokens are."""
         start = 0
         for member, length in zip(self.members, self.lengths.tolist(), strict=True):
-            part = slice(start, start + length)
-            mask = self.mask[part]
+            yield member, slice(start, start + length)
+            start += length
+
+    def _make_states(self) -> Iterator[RolloutState]:
+        row = 0
+        for member, part in self._parts():
+            mask, fields = self.mask[part], _state_fields(member)
+            if fields.get("routed_experts") is True and self.routed_experts is not None:
+                rows = expert_rows(len(self.prompt_ids), part.stop - part.start)
+                fields["routed_experts"] = self.routed_experts[row : row + rows]
+                row += rows
             yield RolloutState(
                 **self.shared,
                 prompt_ids=self.prompt_ids,
                 response_ids=self.response_ids[part],
                 logprobs=self.logprobs[part],
                 response_mask=None if mask.all() else mask,
-                **_state_fields(member),
+                ref_logprobs=_own(self.ref_logprobs, part),
+                values=_own(self.values, part),
+                **fields,
             )
-            start += length
+
+
+def _shared(state: RolloutState) -> dict[str, Any]:
+    """What a prompt has once for all its rollouts; what few prompts have is left out where it is not there."""
+    shared: dict[str, Any] = {
+        "messages": state.messages,
+        "data_source": state.data_source,
+        "ground_truth": state.ground_truth,
+        "extra": state.extra,
+    }
+    optional = {
+        "tools": state.tools,
+        "tool_choice": state.tool_choice,
+        "multimodal": [media.model_dump(exclude_defaults=True) for media in state.multimodal] or None,
+    }
+    return shared | {name: value for name, value in optional.items() if value is not None}
+
+
+def _optional(columns: list[NDArray[np.float32] | None], lengths: NDArray[np.int32]) -> NDArray[np.float32] | None:
+    if not any(column is not None and len(column) for column in columns):
+        return None
+    filled = zip(columns, lengths.tolist(), strict=True)
+    return np.concatenate([np.full(n, np.nan, "<f4") if column is None else column for column, n in filled])
+
+
+def _own(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.float32] | None:
+    """A rollout's part of an optional column; None where it has none."""
+    if column is None or part.start == part.stop or np.isnan(column[part.start]):
+        return None
+    return column[part]
+
+
+def _experts(gid: str, states: Sequence[RolloutState]) -> NDArray[np.int16] | None:
+    inline = [s.routed_experts for s in states if isinstance(s.routed_experts, np.ndarray)]
+    if len({experts.shape[1:] for experts in inline}) > 1:
+        raise WireError(f"group {gid}: routed_experts of different shapes: {[list(e.shape) for e in inline]}")
+    return np.concatenate(inline) if inline else None
 
 
 def _mask(state: RolloutState) -> NDArray[np.uint8]:
@@ -126,6 +193,9 @@ def _member(state: RolloutState) -> Member:
         "finish_reason": state.finish_reason,
         "error": state.error,
         "spans": [list(s) for s in state.spans] or None,
+        "session_id": state.session_id,
+        "tool_calls": [call.model_dump(exclude_defaults=True) for call in state.tool_calls] or None,
+        "routed_experts": True if isinstance(state.routed_experts, np.ndarray) else state.routed_experts,
     }
     return member | {name: value for name, value in optional.items() if value is not None}
 

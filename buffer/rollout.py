@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,7 @@ def _column(dtype: str) -> BeforeValidator:
 Int32 = Annotated[NDArray[np.int32], _column("<i4")]
 Float32 = Annotated[NDArray[np.float32], _column("<f4")]
 Mask = Annotated[NDArray[np.uint8], _column("u1")]
+Experts = Annotated[NDArray[np.int16], _column("<i2")]
 
 
 def no_tokens() -> NDArray[np.int32]:
@@ -92,23 +93,62 @@ class SampleParams(BaseModel):
     frequency_penalty: float = 0.0
 
 
+class ToolCall(BaseModel):
+    """A call of a function that the model asked for. `arguments` is None where its text is no JSON object."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | None = None
+    raw_arguments: str = ""
+
+
+class MediaRef(BaseModel):
+    """An image, video or sound of the prompt, by reference: `uri` says where its features are, never what.
+
+    `tokens`: how many of the prompt it takes; `grid_thw`: patches in time, height and width, from which a
+    trainer computes 3-D positions. The buffer never opens it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Literal["image", "video", "audio"]
+    uri: str = Field(min_length=1)
+    tokens: int = Field(0, ge=0)
+    grid_thw: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None = None
+
+
 class RolloutState(BaseModel):
     """One of the `prompt_repeat_k` rollouts of a prompt.
 
     Columns over response tokens have one length R: `response_ids`, `logprobs` (of the sampled tokens, at
-    the sampling temperature), `response_mask` (1 = trained; None = all ones). `spans` say which weights
-    made which tokens; tokens without a span were not sampled (a tool's, say).
+    the sampling temperature), `response_mask` (1 = trained; None = all ones), and where somebody computed them
+    `ref_logprobs` (of the reference model) and `values` (of a critic). `spans` say which weights made which
+    tokens; tokens without a span were not sampled (a tool's, say).
+
+    `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for every token but the
+    last, or a text that says where they are. `messages`, `tools`, `tool_choice`, `multimodal`, `prompt_ids`,
+    `data_source`, `ground_truth` and `extra` belong to the prompt and are the same in a whole group.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     index: int = Field(0, ge=0, description="place in its group")
+    session_id: str | None = Field(None, description="turns of one session go to one engine")
     messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = Field(None, description="what the model may call, as JSON schemas")
+    tool_choice: str | dict[str, Any] | None = None
+    multimodal: list[MediaRef] = []
     prompt_ids: Int32 | None = None
     response: str = ""
+    tool_calls: list[ToolCall] = []
     response_ids: Int32 = Field(default_factory=no_tokens)
     logprobs: Float32 = Field(default_factory=no_logprobs)
     response_mask: Mask | None = None
+    ref_logprobs: Float32 | None = None
+    values: Float32 | None = None
+    routed_experts: str | Experts | None = None
     spans: list[VersionSpan] = []
     reward: dict[str, float] | None = None
     finish_reason: str | None = None
@@ -122,13 +162,20 @@ class RolloutState(BaseModel):
     @model_validator(mode="after")
     def _columns_agree(self) -> RolloutState:
         tokens = len(self.response_ids)
-        if len(self.logprobs) != tokens:
-            raise ValueError(f"logprobs has {len(self.logprobs)} values for {tokens} response_ids")
-        if self.response_mask is not None and len(self.response_mask) != tokens:
-            raise ValueError(f"response_mask has {len(self.response_mask)} values for {tokens} response_ids")
+        for name in ("logprobs", "response_mask", "ref_logprobs", "values"):
+            column = getattr(self, name)
+            if column is not None and len(column) != tokens:
+                raise ValueError(f"{name} has {len(column)} values for {tokens} response_ids")
         if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
             raise ValueError(f"a version span lies outside of the {tokens} response tokens")
+        if isinstance(self.routed_experts, np.ndarray):
+            self._check_experts(self.routed_experts)
         return self
+
+    def _check_experts(self, experts: NDArray[np.int16]) -> None:
+        rows = expert_rows(0 if self.prompt_ids is None else len(self.prompt_ids), len(self.response_ids))
+        if experts.ndim != 3 or len(experts) != rows:
+            raise ValueError(f"routed_experts is {list(experts.shape)}, expected [{rows}, layers, top_k]")
 
     def oldest_version(self) -> int | None:
         """The oldest policy version M among the tokens; None where no token was sampled."""
@@ -139,20 +186,45 @@ class RolloutState(BaseModel):
         token_ids: NDArray[np.int32],
         logprobs: NDArray[np.float32],
         spans: Iterable[VersionSpan],
+        *,
+        routed_experts: NDArray[np.int16] | str | None = None,
     ) -> None:
-        """Add newly sampled tokens behind the ones that are there (partial rollout)."""
+        """Add newly sampled tokens behind the ones that are there (partial rollout).
+
+        `routed_experts` is of the whole, old tokens included. Columns that do not cover the new tokens are forgotten.
+        """
         done = len(self.response_ids)
+        if len(token_ids):
+            self.ref_logprobs, self.values, self.routed_experts = None, None, routed_experts
         self.response_ids = np.concatenate([self.response_ids, token_ids]).astype("<i4", copy=False)
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
         if self.response_mask is not None:
             self.response_mask = np.concatenate([self.response_mask, np.ones(len(token_ids), "u1")])
         self.spans = [*self.spans, *(s._replace(start=s.start + done) for s in spans if s.length)]
 
+    def stamp(self, weights: PolicyVersion) -> int:
+        """Say that the tokens behind the last span were made by `weights`; returns how many these are.
+
+        For engines that do not stamp their tokens. What has a span keeps it (I9), so a resumed rollout gets
+        several, and the oldest one counts.
+        """
+        start = max((span.start + span.length for span in self.spans), default=0)
+        new = len(self.response_ids) - start
+        if new > 0:
+            self.spans = [*self.spans, VersionSpan(start, new, weights.version, weights.lineage)]
+        return max(new, 0)
+
     def reset_response(self) -> None:
-        """Forget what was generated: the prompt, its ids and the answer key stay."""
-        self.response, self.response_ids, self.logprobs = "", no_tokens(), no_logprobs()
-        self.response_mask, self.spans, self.reward = None, [], None
+        """Forget what was generated, and start anew: the prompt, its ids, the answer key and the session stay."""
+        self.response, self.response_ids, self.logprobs, self.tool_calls = "", no_tokens(), no_logprobs(), []
+        self.response_mask, self.ref_logprobs, self.values, self.routed_experts = None, None, None, None
+        self.spans, self.reward = [], None
         self.finish_reason, self.error, self.status = None, None, Status.INIT
+
+
+def expert_rows(prompt: int, response: int) -> int:
+    """Tokens that were routed to sample a response: all but the last one, which nobody has read yet."""
+    return max(prompt + response - 1, 0)
 
 
 PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, Status.INIT)
@@ -161,8 +233,9 @@ PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, St
 def group_status(statuses: Iterable[Status | str]) -> Status:
     """The status of a group from those of its members: the first of `PRECEDENCE` that one has, else COMPLETED.
 
-    Unlike the reference, where a group of INIT members counts as COMPLETED by accident, here it is INIT,
-    and a group without members is an error: neither can ever be trained.
+    On purpose unlike the reference, where a group of INIT members, or of none, counts as COMPLETED because nothing
+    else fits: here it is INIT as long as one member still is (it waits or is being made, and is never submitted),
+    and a group without members is an error. Neither can ever be trained.
     """
     held = {Status(status) for status in statuses}
     if not held:

@@ -6,6 +6,14 @@ groups at once, pools are scored by M and nothing is ever rewritten when a step 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.errors import ConfigError
+from buffer.rollout import VersionSpan
+
 
 def staleness(step: int, oldest_version: int) -> int:
     """T - M_oldest - 1: 0 is fully on-policy; negative when evaluated ahead of its step."""
@@ -25,3 +33,31 @@ def freshness_cut(step: int, threshold: int) -> int:
 def last_step_for(version: int, threshold: int) -> int:
     """The last train step that weights M may still serve; producing further would only make waste."""
     return version + threshold
+
+
+def token_mask(
+    mask: NDArray[np.uint8] | None, tokens: int, spans: Iterable[VersionSpan], step: int, token_threshold: int | None
+) -> NDArray[np.uint8] | None:
+    """uint8[tokens]: which tokens of a response step T trains: those in `mask` that are fresh by themselves.
+
+    A token is fresh while T - M - 1 < `token_threshold` (`stale_threshold` of max_token_staleness), M being the
+    version that made it; one that no policy made (a tool's) does not age. All zeros: the rollout has expired
+    (`is_used_up`). None where it does not apply: no threshold, no token, or none that was to be trained anyway.
+    Versions of weights that a trainer forked away from are clamped by the caller (I8).
+    """
+    if token_threshold is None:
+        return None
+    if token_threshold < 1:
+        raise ConfigError(f"the token threshold is {token_threshold}", hint="at least 1 step, or none at all")
+    if not tokens or (mask is not None and not mask.any()):
+        return None
+    fresh = np.ones(tokens, "u1") if mask is None else mask.copy()
+    for span in spans:
+        if staleness(step, span.version) >= token_threshold:
+            fresh[span.start : span.start + span.length] = 0
+    return fresh
+
+
+def is_used_up(fresh: NDArray[np.uint8] | None) -> bool:
+    """Whether a mask of `token_mask` leaves nothing to train, so that its rollout counts as expired."""
+    return fresh is not None and not fresh.any()

@@ -1,11 +1,16 @@
 """The wire format: one msgpack document per group, readable by any msgpack library in any language.
 
     {"schema": 1, "gid": str, "task": str,
-     "shared": {"messages": [...], "data_source": str?, "ground_truth": any, "extra": {...}},
+     "shared": {"messages": [...], "data_source": str?, "ground_truth": any, "extra": {...},
+                "tools": [...]?, "tool_choice": str or {...}?,
+                "multimodal": [{"kind": str, "uri": str, "tokens": int?, "grid_thw": [int, int, int]?}, ...]?},
      "members": [{"index": int, "status": str, "sample": {...}, "response": str?, "reward": {str: float}?,
-                  "finish_reason": str?, "error": str?, "spans": [[start, length, version, lineage], ...]?}, ...],
+                  "finish_reason": str?, "error": str?, "spans": [[start, length, version, lineage], ...]?,
+                  "session_id": str?, "routed_experts": True (in the column) or str (where they are)?,
+                  "tool_calls": [{"id": str, "name": str, "arguments": {...}?, "raw_arguments": str?}, ...]?}, ...],
      "columns": {"prompt_ids": {"dtype": "<i4", "data": bin}, "lengths": …, "response_ids": …, "logprobs": …,
-                 "mask": … (only where some token is not trained)}}
+                 "mask": … (only where some token is not trained), "ref_logprobs": …?, "values": …? (NaN for all
+                 tokens of a member without), "routed_experts": {…, "shape": [rows, layers, top_k]}?}}
 
 Columns are raw little-endian arrays, never lists of numbers. The prompt is stored once per group.
 `decode` trusts nothing: size, nesting, types, lengths against each other, NaN and schema are checked, and the
@@ -15,16 +20,16 @@ error says what is wrong and where. Scripts never see these bytes (I14).
 from __future__ import annotations
 
 import reprlib
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from buffer.errors import SchemaVersionError, WireError
 from buffer.group import RolloutGroup
-from buffer.rollout import SampleParams, Status
+from buffer.rollout import MediaRef, SampleParams, Status, ToolCall
+from buffer.wire_columns import Column, pack_columns, unpack_columns
 
 SCHEMA = 1
 MAX_BYTES = 256 * 2**20
@@ -39,21 +44,21 @@ MAX_ITEMS = 2**18
 MAX_NESTING = 32
 """Deeper documents would end other readers' (and our own encoder's) recursion."""
 
-_DTYPES = {"prompt_ids": "<i4", "lengths": "<i4", "response_ids": "<i4", "logprobs": "<f4", "mask": "|u1"}
-
-
-class _Column(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    dtype: str
-    data: bytes
-
-
 class _Shared(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     messages: list[dict[str, Any]] = []
     data_source: str | None = None
     ground_truth: Any = None
     extra: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    multimodal: list[MediaRef] = []
+
+    def fields(self) -> dict[str, Any]:
+        """As `RolloutGroup` keeps them: optional ones only where they are there."""
+        always = ("messages", "data_source", "ground_truth", "extra")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in always}
+        return fields | self.model_dump(include={"tools", "tool_choice", "multimodal"}, exclude_defaults=True)
 
 
 class _Member(BaseModel):
@@ -66,6 +71,9 @@ class _Member(BaseModel):
     finish_reason: str | None = None
     error: str | None = None
     spans: list[list[Any]] = []
+    session_id: str | None = None
+    tool_calls: list[ToolCall] = []
+    routed_experts: Literal[True] | str | None = None
 
 
 class _Document(BaseModel):
@@ -75,26 +83,18 @@ class _Document(BaseModel):
     task: str = Field(max_length=64)
     shared: _Shared
     members: list[_Member] = Field(min_length=1, max_length=4096)
-    columns: dict[str, _Column]
+    columns: dict[str, Column]
 
 
 def encode(group: RolloutGroup) -> bytes:
     """The bytes of a group. O(bytes): columns are copied once, tokens are never looked at."""
-    columns = {
-        "prompt_ids": group.prompt_ids,
-        "lengths": group.lengths,
-        "response_ids": group.response_ids,
-        "logprobs": group.logprobs,
-    }
-    if not group.mask.all():
-        columns["mask"] = group.mask
     document = {
         "schema": SCHEMA,
         "gid": group.gid,
         "task": group.task,
         "shared": group.shared,
         "members": group.members,
-        "columns": {name: _pack(name, column) for name, column in columns.items()},
+        "columns": pack_columns(group),
     }
     try:
         packed: bytes = msgpack.packb(document)
@@ -104,11 +104,6 @@ def encode(group: RolloutGroup) -> bytes:
             hint="messages, ground_truth, extra and reward may hold text, numbers, lists and maps",
         ) from error
     return packed
-
-
-def _pack(name: str, column: NDArray[Any]) -> dict[str, Any]:
-    dtype = _DTYPES[name]
-    return {"dtype": dtype, "data": np.ascontiguousarray(column, dtype).tobytes()}
 
 
 def decode(data: bytes) -> RolloutGroup:
@@ -121,12 +116,12 @@ def decode(data: bytes) -> RolloutGroup:
     if len(data) > MAX_BYTES:
         raise WireError(f"document of {len(data)} bytes", hint=f"at most {MAX_BYTES}")
     document = _document(data)
-    columns = {name: _unpack(name, column) for name, column in document.columns.items()}
-    _check_columns(document, columns)
+    inline = [member.routed_experts is True for member in document.members]
+    columns = unpack_columns(document.columns, inline)
     for place, member in enumerate(document.members):
         _check_member(place, member, int(columns["lengths"][place]))
     members = [m.model_dump(exclude_defaults=True) | {"index": m.index, "sample": m.sample} for m in document.members]
-    return RolloutGroup.from_columns(document.gid, document.task, document.shared.model_dump(), members, columns)
+    return RolloutGroup.from_columns(document.gid, document.task, document.shared.fields(), members, columns)
 
 
 def _document(data: bytes) -> _Document:
@@ -188,40 +183,6 @@ def _check_nesting(document: dict[str, Any]) -> None:
 
 def _no_extensions(code: int, _: bytes) -> Any:
     raise WireError(f"msgpack extension type {code}", hint="the format uses none")
-
-
-def _unpack(name: str, column: _Column) -> NDArray[Any]:
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise WireError(f"at columns.{name[:32]}: unknown column")
-    if column.dtype != dtype:
-        raise WireError(f"at columns.{name}: dtype {column.dtype[:16]!r}, expected {dtype!r}")
-    if len(column.data) % np.dtype(dtype).itemsize:
-        raise WireError(f"at columns.{name}: {len(column.data)} bytes are no whole {dtype} array")
-    return np.frombuffer(column.data, dtype)
-
-
-def _check_columns(document: _Document, columns: dict[str, NDArray[Any]]) -> None:
-    missing = {"prompt_ids", "lengths", "response_ids", "logprobs"} - set(columns)
-    if missing:
-        raise WireError(f"at columns: {sorted(missing)} missing")
-    lengths = columns["lengths"]
-    if len(lengths) != len(document.members):
-        raise WireError(f"at columns.lengths: {len(lengths)} values for {len(document.members)} members")
-    if (lengths < 0).any():
-        raise WireError("at columns.lengths: negative")
-    tokens = int(lengths.sum(dtype=np.int64))
-    for name in ("response_ids", "logprobs", "mask"):
-        if name in columns and len(columns[name]) != tokens:
-            raise WireError(f"at columns.{name}: {len(columns[name])} values for {tokens} response tokens")
-    columns.setdefault("mask", np.ones(tokens, "u1"))
-    if (columns["mask"] > 1).any():
-        raise WireError("at columns.mask: a value that is neither 0 nor 1")
-    for name in ("prompt_ids", "response_ids"):
-        if (columns[name] < 0).any():
-            raise WireError(f"at columns.{name}: a negative token id")
-    if not np.isfinite(columns["logprobs"]).all():
-        raise WireError("at columns.logprobs: NaN or infinite")
 
 
 def _check_member(place: int, member: _Member, tokens: int) -> None:

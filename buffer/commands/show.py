@@ -118,13 +118,7 @@ def _member(group: RolloutGroup, index: int) -> RolloutState:
 
 
 def _group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) -> dict[str, Any]:
-    first = group.states[0]
-    shared = {
-        "messages": first.messages,
-        "data_source": first.data_source,
-        "ground_truth": first.ground_truth,
-        "extra": first.extra,
-    }
+    shared = dict(group.shared)
     if tokens:
         shared["prompt_ids"] = group.prompt_ids.tolist()
     return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}
@@ -139,6 +133,8 @@ def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
         "reward": rollout.reward,
         "finish_reason": rollout.finish_reason,
         "error": rollout.error,
+        "session_id": rollout.session_id,
+        "tool_calls": [call.model_dump() for call in rollout.tool_calls],
         "spans": [span._asdict() for span in rollout.spans],
         "sample_params": rollout.sample_params.model_dump(),
     }

@@ -33,6 +33,12 @@ def test_columns_become_little_endian_arrays() -> None:
         {"response_mask": [1]},
         {"spans": [VersionSpan(2, 2, 0, "l")]},
         {"spans": [VersionSpan(-1, 2, 0, "l")]},
+        {"ref_logprobs": [0.0]},
+        {"values": [0.0] * 4},
+        {"routed_experts": [[[1]]]},
+        {"routed_experts": [1, 2]},
+        {"tool_calls": [{"id": "a"}]},
+        {"multimodal": [{"kind": "image", "uri": "x", "pixels": []}]},
         {"unknown": 1},
         {"index": -1},
     ],
@@ -53,17 +59,54 @@ def test_append_moves_spans_behind_what_is_there() -> None:
     assert made.oldest_version() == 1
 
 
-def test_reset_forgets_the_response_and_keeps_the_prompt() -> None:
+def test_append_forgets_columns_that_no_longer_cover_all_tokens() -> None:
     made = state(
-        prompt_ids=[1], messages=[{"role": "user", "content": "?"}], ground_truth="4", reward={"score": 1.0},
-        status=Status.ABORTED, finish_reason="abort", spans=[VersionSpan(0, 3, 1, "a")], error="e", response="r",
-    )  # fmt: skip
+        1, prompt_ids=[1, 2], values=[0.5], ref_logprobs=[-1], routed_experts=np.ones((2, 1, 1)), response_mask=[1]
+    )
+    made.append(np.array([], "<i4"), np.array([], "<f4"), [])
+    assert made.values is not None
+    made.append(np.array([7], "<i4"), np.array([-2.0], "<f4"), [], routed_experts=np.zeros((3, 1, 1), "<i2"))
+    forgotten: list[Any] = [made.values, made.ref_logprobs]
+    assert forgotten == [None, None]
+    assert isinstance(made.routed_experts, np.ndarray)
+    made.append(np.array([7], "<i4"), np.array([-2.0], "<f4"), [])
+    assert made.routed_experts is None
+
+
+def test_stamp_names_the_weights_of_new_tokens_only() -> None:
+    made = state(2)
+    assert made.stamp(PolicyVersion("a", 1)) == 2
+    assert made.stamp(PolicyVersion("a", 9)) == 0
+    made.append(np.array([7, 8, 9], "<i4"), np.zeros(3, "<f4"), [])
+    assert made.stamp(PolicyVersion("b", 3)) == 3
+    assert made.spans == [VersionSpan(0, 2, 1, "a"), VersionSpan(2, 3, 3, "b")]
+    assert made.oldest_version() == 1
+    empty = state(0)
+    assert empty.stamp(PolicyVersion("a", 1)) == 0
+    assert empty.oldest_version() is None
+
+
+OF_THE_PROMPT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "?"}], "tools": [{"name": "add"}], "tool_choice": "auto",
+    "multimodal": [{"kind": "image", "uri": "x"}], "data_source": "sums", "ground_truth": "4", "extra": {"row": 1},
+    "index": 3, "session_id": "s", "sample_params": {"top_k": 5}, "prompt_ids": [1],
+}  # fmt: skip
+OF_THE_RESPONSE: dict[str, Any] = {
+    "response": "r", "tool_calls": [{"id": "c", "name": "add"}], "response_mask": [1, 0, 1], "values": [0, 0, 0],
+    "ref_logprobs": [0, 0, 0], "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
+    "reward": {"score": 1}, "finish_reason": "abort", "status": Status.ABORTED, "error": "e",
+}  # fmt: skip
+
+
+def test_reset_forgets_the_response_and_keeps_the_prompt() -> None:
+    """Every field is of one of the two, so a new one cannot be forgotten here."""
+    assert {*OF_THE_PROMPT, *OF_THE_RESPONSE, "response_ids", "logprobs"} == set(RolloutState.model_fields)
+    made = state(**OF_THE_PROMPT, **OF_THE_RESPONSE)
     made.reset_response()
-    untouched = RolloutState(prompt_ids=made.prompt_ids, messages=made.messages, ground_truth="4")
-    assert {k: v for k, v in made if k not in ("prompt_ids", "response_ids", "logprobs")} == {
-        k: v for k, v in untouched if k not in ("prompt_ids", "response_ids", "logprobs")
-    }
-    assert len(made.response_ids) == len(made.logprobs) == 0
+    untouched = RolloutState(**OF_THE_PROMPT)
+    for name in RolloutState.model_fields:
+        np.testing.assert_array_equal(getattr(made, name), getattr(untouched, name), err_msg=name)
+        assert type(getattr(made, name)) is type(getattr(untouched, name))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer import RolloutGroup, RolloutState, SampleParams, Status, VersionSpan, wire
+from buffer import MediaRef, RolloutGroup, RolloutState, SampleParams, Status, ToolCall, VersionSpan, wire
 from buffer.errors import SchemaVersionError, WireError
 
 GOLDEN = Path(__file__).parent.parent / "buffer" / "golden" / "group_v1.msgpack"
@@ -34,18 +35,43 @@ PARAMS = st.builds(
     stops=st.lists(TEXT, max_size=2),
     seed=st.none() | st.integers(0, 2**63 - 1),
 )
+CALLS = st.builds(
+    ToolCall, id=TEXT, name=TEXT, arguments=st.none() | st.dictionaries(TEXT, JSON, max_size=2), raw_arguments=TEXT
+)
+MEDIA = st.builds(
+    MediaRef,
+    kind=st.sampled_from(["image", "video", "audio"]),
+    uri=st.text("abc:/", min_size=1),
+    tokens=st.integers(0, 99),
+    grid_thw=st.none() | st.lists(st.integers(1, 9), min_size=3, max_size=3),
+)
+
+
+def floats(tokens: int) -> st.SearchStrategy[list[float] | None]:
+    return st.none() | st.lists(st.floats(-100, 100, width=32), min_size=tokens, max_size=tokens)
+
+
+def experts(prompt: int, tokens: int, layers: int) -> st.SearchStrategy[Any]:
+    """None, by reference, or where there is a row to write, inline."""
+    rows = prompt + tokens - 1
+    inline = st.just(np.arange(max(rows, 0) * layers * 2, dtype="<i2").reshape(-1, layers, 2))
+    return st.none() | TEXT | inline if rows > 0 else st.none() | TEXT
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> RolloutGroup:
-    shared = {
+    shared: dict[str, Any] = {
         "messages": draw(st.lists(st.dictionaries(TEXT, JSON, max_size=3), max_size=2)),
         "prompt_ids": np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), "<i4"),
         "data_source": draw(st.none() | TEXT),
         "ground_truth": draw(JSON),
         "extra": draw(st.dictionaries(TEXT, JSON, max_size=2)),
+        "tools": draw(st.none() | st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2)),
+        "tool_choice": draw(st.none() | TEXT | st.dictionaries(TEXT, JSON, max_size=2)),
+        "multimodal": draw(st.lists(MEDIA, max_size=2)),
     }
     states = []
+    layers = draw(st.integers(1, 3))
     for index in range(draw(st.integers(1, 4))):
         tokens = draw(st.integers(0, 6))
         logprob = st.floats(-100, 0, width=32)
@@ -60,6 +86,11 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
                 ),
                 logprobs=np.array(draw(st.lists(logprob, min_size=tokens, max_size=tokens)), "<f4"),
                 response_mask=mask,
+                ref_logprobs=draw(floats(tokens)),
+                values=draw(floats(tokens)),
+                routed_experts=draw(experts(len(shared["prompt_ids"]), tokens, layers)),
+                session_id=draw(st.none() | TEXT),
+                tool_calls=draw(st.lists(CALLS, max_size=2)),
                 spans=[VersionSpan(0, tokens, draw(st.integers(0, 2**40)), draw(TEXT))] if tokens else [],
                 reward=draw(st.none() | st.dictionaries(TEXT, NUMBERS, max_size=2)),
                 finish_reason=draw(st.none() | TEXT),
@@ -72,9 +103,13 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
 
 
 def plain(state: RolloutState) -> dict[str, Any]:
-    """A state as comparable values; a mask of all ones is the same as none."""
+    """A state as comparable values; a mask of all ones is the same as none, and so is a column without tokens."""
     fields = dict(state)
     mask = fields.pop("response_mask")
+    for name in ("ref_logprobs", "values"):
+        fields[name] = None if fields[name] is None else fields[name].tolist() or None
+    if isinstance(state.routed_experts, np.ndarray):
+        fields["routed_experts"] = state.routed_experts.tolist()
     columns = {name: fields.pop(name).tolist() for name in ("prompt_ids", "response_ids", "logprobs")}
     return fields | columns | {"mask": None if mask is None or all(mask) else mask.tolist()}
 
@@ -94,6 +129,25 @@ def sample() -> RolloutGroup:
     )  # fmt: skip
     second = RolloutState(**shared, index=1, status=Status.ABORTED, finish_reason="abort", error="paused")
     return RolloutGroup("sums-0000000007", "sums", [first, second])
+
+
+def full() -> RolloutGroup:
+    """A group with everything that a document may hold."""
+    shared: dict[str, Any] = {
+        "prompt_ids": np.array([101, 102], "<i4"),
+        "tools": [{"name": "add", "parameters": {}}],
+        "tool_choice": "auto",
+        "multimodal": [MediaRef(kind="image", uri="file:///features/7.safetensors", tokens=2, grid_thw=[1, 2, 4])],
+    }
+    first = RolloutState(
+        **shared, session_id="s0", response_ids=[5, 6], logprobs=[-1, -2], ref_logprobs=[-1.5, -2.5],
+        values=[0.5, 0.25], tool_calls=[ToolCall(id="c0", name="add", arguments={"a": 1}, raw_arguments='{"a": 1}')],
+        routed_experts=np.arange(12, dtype="<i2").reshape(3, 2, 2), status=Status.COMPLETED, reward={"score": 1},
+    )  # fmt: skip
+    second = RolloutState(
+        **shared, index=1, response_ids=[7], logprobs=[-3], routed_experts="file:///experts/8", status=Status.COMPLETED
+    )
+    return RolloutGroup("sums-0000000008", "sums", [first, second])
 
 
 def document() -> dict[str, Any]:
@@ -159,6 +213,42 @@ def test_golden_file_is_read_by_plain_msgpack() -> None:
     assert [plain(s) for s in wire.decode(data).states] == [plain(s) for s in sample().states]
 
 
+def test_optional_columns_are_plain_msgpack_too() -> None:
+    raw = msgpack.unpackb(wire.encode(full()))
+    columns = raw["columns"]
+    assert columns["routed_experts"] == {"dtype": "<i2", "data": struct.pack("<12h", *range(12)), "shape": [3, 2, 2]}
+    assert columns["values"]["data"] == struct.pack("<3f", 0.5, 0.25, float("nan"))
+    assert [member["routed_experts"] for member in raw["members"]] == [True, "file:///experts/8"]
+    assert raw["shared"]["multimodal"] == [
+        {"kind": "image", "uri": "file:///features/7.safetensors", "tokens": 2, "grid_thw": [1, 2, 4]}
+    ]
+    assert raw["members"][0]["tool_calls"] == [
+        {"id": "c0", "name": "add", "arguments": {"a": 1}, "raw_arguments": '{"a": 1}'}
+    ]
+
+
+def test_optional_columns_lie_beside_the_others_for_the_trainer() -> None:
+    group = wire.decode(wire.encode(full()))
+    assert group.ref_logprobs is not None
+    assert group.values is not None
+    assert group.routed_experts is not None
+    np.testing.assert_array_equal(group.ref_logprobs, np.array([-1.5, -2.5, np.nan], "<f4"))
+    np.testing.assert_array_equal(group.values, np.array([0.5, 0.25, np.nan], "<f4"))
+    assert group.routed_experts.shape == (3, 2, 2)
+    assert not group.routed_experts.flags.owndata
+    assert group.states[1].values is None
+    assert group.states[1].routed_experts == "file:///experts/8"
+    plainest = wire.decode(wire.encode(sample()))
+    assert (plainest.ref_logprobs, plainest.values, plainest.routed_experts) == (None, None, None)
+
+
+def test_experts_of_different_models_are_refused() -> None:
+    states = full().states
+    states[1].routed_experts = np.zeros((2, 3, 2), "<i2")
+    with pytest.raises(WireError, match="different shapes"):
+        RolloutGroup("sums-0000000008", "sums", states)
+
+
 def test_mask_is_left_out_when_every_token_is_trained() -> None:
     states = sample().states
     states[0].response_mask = None
@@ -210,7 +300,25 @@ INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
         (("columns", "logprobs", "data"), NAN, "logprobs"),
         (("columns", "logprobs", "data"), INFINITE, "logprobs"),
         (("columns", "mask", "data"), bytes([1, 2, 1]), "mask"),
-        (("columns", "values"), {"dtype": "<f4", "data": b""}, "unknown column"),
+        (("columns", "advantages"), {"dtype": "<f4", "data": b""}, "unknown column"),
+        (("columns", "values"), {"dtype": "<f4", "data": b""}, "0 values for 3"),
+        (("columns", "values"), {"dtype": "<f4", "data": INFINITE}, "columns.values: infinite"),
+        (("columns", "values"), {"dtype": "<f4", "data": NAN}, "NaN for some"),
+        (("columns", "ref_logprobs"), {"dtype": "<f4", "data": struct.pack("<3f", *[float("nan")] * 3)}, "no member"),
+        (("columns", "ref_logprobs"), {"dtype": "<f8", "data": bytes(24)}, "dtype"),
+        (("columns", "logprobs", "shape"), [3], "only routed_experts"),
+        (("columns", "routed_experts"), {"dtype": "<i2", "data": bytes(8), "shape": [4, 1, 1]}, "members have 0"),
+        (("members", 0, "routed_experts"), True, "0 rows, its members have 4"),
+        (("members", 0, "routed_experts"), False, "members.0.routed_experts"),
+        (("members", 0, "routed_experts"), [1], "members.0.routed_experts"),
+        (("members", 0, "session_id"), 7, "members.0.session_id"),
+        (("members", 0, "tool_calls"), [{"id": "a"}], "members.0.tool_calls.0.name"),
+        (("members", 0, "tool_calls"), [{"id": "a", "name": "b", "type": "function"}], "tool_calls.0.type"),
+        (("shared", "tools"), [7], "shared.tools"),
+        (("shared", "tool_choice"), 7, "shared.tool_choice"),
+        (("shared", "multimodal"), [{"kind": "smell", "uri": "x"}], "shared.multimodal.0.kind"),
+        (("shared", "multimodal"), [{"kind": "image", "uri": ""}], "shared.multimodal.0.uri"),
+        (("shared", "multimodal"), [{"kind": "image", "uri": "x", "grid_thw": [1, 2]}], "grid_thw"),
     ],
 )
 def test_inconsistent_documents_are_refused_with_the_place(place: tuple[Any, ...], value: object, said: str) -> None:
@@ -222,6 +330,26 @@ def test_inconsistent_documents_are_refused_with_the_place(place: tuple[Any, ...
     with pytest.raises(WireError, match=said) as caught:
         decode(changed)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shape": [3, 4]}, "for 12 values"),
+        ({"shape": [3, 2, 3]}, "for 12 values"),
+        ({"shape": [-3, -2, 2]}, "for 12 values"),
+        ({"shape": [2**40, 2**40, 2**40]}, "for 12 values"),
+        ({"shape": None}, "for 12 values"),
+        ({"shape": [6, 1, 2]}, "6 rows, its members have 3"),
+        ({"data": struct.pack("<12h", *range(11), -1)}, "negative expert"),
+        ({"dtype": "<i4"}, "dtype"),
+    ],
+)
+def test_inconsistent_experts_are_refused(changes: dict[str, Any], said: str) -> None:
+    raw = msgpack.unpackb(wire.encode(full()))
+    raw["columns"]["routed_experts"] |= changes
+    with pytest.raises(WireError, match=said):
+        decode(raw)
 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "lengths", "response_ids", "logprobs"])
@@ -303,12 +431,13 @@ def test_random_bytes_never_do_worse_than_a_wire_error(data: bytes) -> None:
         wire.decode(data)
 
 
-def test_mutated_documents_never_do_worse_than_a_wire_error() -> None:
+@pytest.mark.parametrize("make", [sample, full])
+def test_mutated_documents_never_do_worse_than_a_wire_error(make: Callable[[], RolloutGroup]) -> None:
     """Whatever is accepted can be used: states, scores, and the way back to bytes."""
     dice = random.Random(7)
-    whole = wire.encode(sample())
+    whole = wire.encode(make())
     accepted = 0
-    for _ in range(4000):
+    for _ in range(3000):
         data = bytearray(whole)
         for _ in range(dice.randint(1, 4)):
             place = dice.randrange(len(data))
@@ -330,7 +459,8 @@ def test_mutated_documents_never_do_worse_than_a_wire_error() -> None:
         accepted += 1
         assert len(group.states) == len(group)
         assert group.scores.shape == (len(group),)
-        assert wire.decode(wire.encode(group)).gid == group.gid
+        again = RolloutGroup(group.gid, group.task, group.states)
+        assert [plain(s) for s in wire.decode(wire.encode(again)).states] == [plain(s) for s in group.states]
     assert accepted > 10
 
 
