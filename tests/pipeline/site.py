@@ -20,7 +20,7 @@ from buffer.step_log import StepLog
 from buffer.store import Store
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 90.0
+DEADLINE_S = 150.0
 
 CONFIG = """
 [run]

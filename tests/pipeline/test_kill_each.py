@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
+import pytest
 
 from tests.pipeline.site import DEADLINE_S, ROOT, Site
 from tests.pipeline.train_and_die import KILLED, POINTS
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_nothing_is_lost_or_trained_twice_when_each_kind_of_process_is_killed(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=24)
     site.server.start()
@@ -40,6 +43,8 @@ def test_nothing_is_lost_or_trained_twice_when_each_kind_of_process_is_killed(ma
     site.check()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_weights_are_those_of_an_undisturbed_run_when_the_trainer_dies_at_every_line(
     make_site: Callable[..., Site], tmp_path: Path
 ) -> None:

@@ -21,6 +21,8 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_run_goes_on_after_ctrl_c_and_after_a_kill(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=20)
     first = site.start("run")
@@ -48,6 +50,8 @@ def test_run_goes_on_after_ctrl_c_and_after_a_kill(make_site: Callable[..., Site
     site.check()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_chaos_ends_with_a_clean_account(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=20)
     code, said = site.tell("run", "--chaos")
@@ -60,6 +64,7 @@ def test_chaos_ends_with_a_clean_account(make_site: Callable[..., Site]) -> None
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_run_trains_a_warm_started_model_with_a_real_engine(tmp_path: Path) -> None:
     """Everything real: generated problems, a model made on the spot, vLLM, weights in flight, an evaluation."""
     folder = tmp_path / "site"
