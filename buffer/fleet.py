@@ -60,7 +60,7 @@ class Fleet:
         return reply[1], ControlState.parse(reply[2:])
 
     def heartbeat(self, worker: str, nonce: str, pulse: Pulse, held: Sequence[Job]) -> Beat:
-        """Renew the leases of `held`, hand in a receipt, hear the control state."""
+        """Renew the leases of `held`, hand in a receipt, hear the control state. Fenced by a newer one of its id."""
         keys = self._keys
         reply = self._store.call(
             "heartbeat",
@@ -86,6 +86,11 @@ class Fleet:
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )
+        if reply[0] == "REPLACED":
+            raise Fenced(
+                f"another process registered as worker {worker!r}; this one is not wanted any more",
+                hint="give every worker an --id of its own",
+            )
         if reply[0] == "UNKNOWN":
             return Beat(False, None, tuple(held))
         return Beat(True, ControlState.parse(reply[1:7]), tuple(held[int(number) - 1] for number in reply[7:]))

@@ -76,6 +76,7 @@ def warm_start(config: Config, overrides: Set = None) -> None:
     A short supervised phase on problems that are used for nothing else; the model is kept in the run's folder.
     """
     settings = _load(config, overrides)
+    follow_owner()
     from consumer.launch.warm_up import make_model
 
     make_model(settings)

@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.jobs import Job
 from buffer.run import Run
@@ -27,7 +27,7 @@ class Heart:
     """Beats for one worker until `stop`.
 
     `look` is called before every beat for what to say and what is held; `tell` after it with the answer and what had
-    been said. Both on this thread.
+    been said; `give_up` once, instead, when this worker is replaced or its run is gone. All on this thread.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class Heart:
         facts: Mapping[str, str],
         look: Callable[[], tuple[Pulse, Sequence[Job]]],
         tell: Callable[[Beat, Pulse], None],
+        give_up: Callable[[RolloutMQError], None],
     ) -> None:
         self._run, self._worker, self._nonce, self._facts = run, worker, nonce, facts
-        self._look, self._tell = look, tell
+        self._look, self._tell, self._give_up = look, tell, give_up
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._beat_on, name="heartbeat", daemon=True),
@@ -73,6 +74,9 @@ class Heart:
                     reaped = time.monotonic()
             except StoreUnavailable as error:
                 log.warning("no heartbeat: %s", error)
+            except (Fenced, RunError) as error:
+                self._give_up(error)
+                return
             except RolloutMQError:
                 log.exception("a heartbeat failed")
             self._wake.wait(self._run.limits.heartbeat_ms / 1000)
@@ -82,7 +86,10 @@ class Heart:
         beat = self._run.fleet.heartbeat(self._worker, self._nonce, pulse, held)
         if not beat.known and not self._stopping.is_set():
             log.warning("the server does not know this worker (any more); registering again")
-            _, control = self._run.fleet.register(self._worker, self._nonce, self._facts)
+            run_nonce, control = self._run.fleet.register(self._worker, self._nonce, self._facts)
+            if run_nonce != self._run.nonce:
+                what = f"the server holds another run named {self._run.name!r} now"
+                raise LostRun(what, hint="start this worker again")
             beat = Beat(True, control, beat.lost)
         self._tell(beat, pulse)
 

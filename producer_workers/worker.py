@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from buffer.control import ControlState, Mode, new_nonce
-from buffer.errors import Fenced, StoreUnavailable
+from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.jobs import Job
 from buffer.run import Run
@@ -88,7 +88,10 @@ class Worker:
         def tell(beat: Beat, pulse: Pulse) -> None:
             loop.call_soon_threadsafe(self._hear, beat, pulse)
 
-        heart = Heart(self._run, self.id, self._nonce, self._facts, self._look, tell)
+        def give_up(error: RolloutMQError) -> None:
+            loop.call_soon_threadsafe(self._fail, error)
+
+        heart = Heart(self._run, self.id, self._nonce, self._facts, self._look, tell, give_up)
         heart.start()
         try:
             await self._serve(heart)
@@ -153,6 +156,10 @@ class Worker:
         if self._steered.paused:
             return "paused"
         return "working" if self._work else "idle"
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._changed.set()
 
     def _hear(self, beat: Beat, pulse: Pulse) -> None:
         """The answer to a heartbeat that said `pulse`."""

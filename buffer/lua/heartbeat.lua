@@ -17,12 +17,15 @@
 -- ARGV[7] rate      tokens per second, for people
 -- ARGV[8] done      groups finished since it started
 -- ARGV[9+] gid, token  pairs that it works on
--- replies OK 6 x control, then the numbers of the pairs that it no longer holds | UNKNOWN
+-- replies OK 6 x control, then the numbers of the pairs that it no longer holds
+--       | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
 local control, clock, leases, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, holds, groups, bell = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local id, nonce, lease_ms, ack = ARGV[1], ARGV[2], num(ARGV[3]), num(ARGV[4])
-if redis.call('HGET', worker, 'nonce') ~= nonce then return {'UNKNOWN'} end
+local known = redis.call('HGET', worker, 'nonce')
+if not known then return {'UNKNOWN'} end
+if known ~= nonce then return {'REPLACED'} end
 
 local now = now_ms()
 tick(clock, now, lease_ms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from buffer.commands.snapshot import take_snapshot
 from buffer.config_file import ConfigFile
 from buffer.embedded import EmbeddedServer
 from buffer.errors import RoleHeld, RolloutMQError
+from buffer.lifeline import OWNER
 from buffer.open_run import embedded_server
 from buffer.run import Run
 from consumer.checkpoint import CheckpointFolder
@@ -81,6 +83,7 @@ def _run(args: list[str], *, quiet: bool = True) -> None:
     """A sub-command in a process of its own: torch and the data set packages leave this one alone."""
     done = subprocess.run(
         [sys.executable, "-m", "rolloutmq", *args],
+        env=os.environ | {OWNER: str(os.getpid())},
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.PIPE if quiet else None,
         text=True,

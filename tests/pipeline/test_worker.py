@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from buffer.control import Mode
+from buffer.control import Mode, new_nonce
 from buffer.embedded import EmbeddedServer
+from buffer.errors import Fenced, LostRun
 from buffer.store import Store
 from producer_workers import worker as worker_module
 from producer_workers.engines.base import EngineDeadError
@@ -24,6 +25,15 @@ async def yard_is_idle(engine: WatchedEngine) -> None:
     """Wait until the engine has made all it was asked for."""
     while engine.unfinished():
         await asyncio.sleep(0.02)
+
+
+async def begin(yard: Yard) -> asyncio.Task[None]:
+    """A worker `w0` that nobody stops, once it has registered."""
+    worker = yard.worker()
+    await worker.engine.start()  # type: ignore[attr-defined]
+    work = asyncio.create_task(worker.run())
+    await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
+    return work
 
 
 @on_both
@@ -99,6 +109,29 @@ def test_an_idle_worker_ends_when_its_engine_dies(yard: Yard) -> None:
             await yard.until(lambda: not yard.run.fleet.workers())
 
     with pytest.raises(EngineDeadError):
+        asyncio.run(scenario())
+
+
+@on_both
+def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> None:
+    async def scenario() -> None:
+        work = await begin(yard)
+        yard.run.fleet.register("w0", new_nonce(), {})
+        await asyncio.wait_for(work, 60)
+
+    with pytest.raises(Fenced, match="another process registered"):
+        asyncio.run(scenario())
+
+
+@on_both
+def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
+    async def scenario() -> None:
+        work, keys, raw = await begin(yard), yard.run.keys, yard.run.store.control
+        raw.hset(keys.meta, "nonce", new_nonce())
+        raw.unlink(keys.worker("w0"))
+        await asyncio.wait_for(work, 60)
+
+    with pytest.raises(LostRun, match="another run"):
         asyncio.run(scenario())
 
 
