@@ -20,6 +20,7 @@
     ├── WireError                       1  bytes that are not a group
     │   └── SchemaVersionError          1  written by another version
     ├── PayloadMissing                  1  an index entry without its bytes
+    ├── SnapshotError                   1  a folder that is no whole snapshot, or a run that moved while it was copied
     ├── JudgeError                      1  a judge raised or returned nonsense
     └── AccountError                    6  the account of groups does not add up
 
@@ -130,6 +131,10 @@ class SchemaVersionError(WireError):
 
 class PayloadMissing(RolloutMQError):
     """An index entry whose bytes are gone."""
+
+
+class SnapshotError(RolloutMQError):
+    """A folder that is no whole snapshot, or a run that did not stand still while its index was copied."""
 
 
 class JudgeError(RolloutMQError):

@@ -15,6 +15,7 @@
     rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf without one)
     rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
     rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
+    rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads: nothing is freed meanwhile
     rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed: steps of a consumer (train, eval)
     rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
     rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
@@ -91,6 +92,7 @@ class Keys:
         self.lineages = self.prefix + "lineages"
         self.leases = self.prefix + "leases"
         self.garbage = self.prefix + "garbage"
+        self.hold = self.prefix + "hold"
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.events = self.prefix + "events"

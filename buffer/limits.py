@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 SCHEMA = "1"
 """Version of keys and scripts; a client refuses a run of another one."""
 
+LOADING = "loading"
+"""Stands in place of the schema while a run is filled from a snapshot: nobody can open it."""
+
 
 class TaskLimits(BaseModel):
     """One task as the queue sees it."""

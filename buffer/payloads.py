@@ -116,7 +116,8 @@ class PayloadStore:
     def _collect(self, limit: int) -> int:
         client: Any = self._store.bulk
         entries: list[bytes] = client.srandmember(self._keys.garbage, limit)
-        if not entries:
+        # looked at after the choice: what was garbage before a snapshot's hold is not in the snapshot
+        if not entries or client.exists(self._keys.hold):
             return 0
         names = []
         for entry in entries:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from buffer.account import Account
@@ -17,10 +18,14 @@ from buffer.group_scan import GroupScan
 from buffer.jobs import JobQueue
 from buffer.keys import EVERY_META, Keys, run_of_meta
 from buffer.ledger import BatchLedger
-from buffer.limits import SCHEMA, RunLimits
+from buffer.limits import LOADING, SCHEMA, RunLimits
 from buffer.payloads import PayloadStore
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollout import PolicyVersion
+from buffer.snapshot_cut import Advance, no_advance
+from buffer.snapshot_folder import SnapshotFacts
+from buffer.snapshot_loader import SnapshotLoader
+from buffer.snapshot_saver import SnapshotSaver
 from buffer.store import Store
 
 
@@ -75,9 +80,32 @@ class Run:
             raise RunNotFound(
                 f"there is no run {name!r} on this server", hint="`rolloutmq status` without a name lists the runs"
             )
+        if meta.get("schema") == LOADING:
+            raise RunNotFound(
+                f"run {name!r} is being resumed from a snapshot, or that was interrupted",
+                hint="wait for its end; `rolloutmq resume` clears away what an interrupted one left",
+            )
         if meta.get("schema") != SCHEMA:
             raise SchemaVersionError(f"run {name!r} has schema {meta.get('schema')}; this version knows {SCHEMA}")
         return cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
+
+    def save(self, folder: Path, *, attempts: int = 5, advance: Advance = no_advance) -> SnapshotFacts:
+        """Write all of the run into a new folder, as of one instant; see `buffer.snapshot_saver`.
+
+        The run may go on meanwhile, but its index must stand still for one of `attempts` copies of it: SnapshotError
+        otherwise, and no folder.
+        """
+        return SnapshotSaver(self.store, self.keys, self.limits, self.payloads).save(folder, attempts, advance)
+
+    @classmethod
+    def resume(cls, store: Store, folder: Path, *, name: str | None = None, advance: Advance = no_advance) -> Run:
+        """The run that `save` wrote, on a server that has none of that `name` (default: the one it had).
+
+        Raises SnapshotError, SchemaVersionError or RunExists; the server is then as it was before.
+        """
+        loader = SnapshotLoader(store, folder, name)
+        loader.load(advance)
+        return cls.open(store, loader.keys.run)
 
     @staticmethod
     def names(store: Store) -> list[str]:

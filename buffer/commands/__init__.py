@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from buffer.commands import doctor, fence, fsck, ls, pause, server, show, status, tail, top, workers
+from buffer.commands import doctor, fence, fsck, ls, pause, resume, save, server, show, status, tail, top, workers
 
 
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
-    for command in (status, top, ls, show, tail, workers, pause, fence, fsck, doctor, server):
+    for command in (status, top, ls, show, tail, workers, pause, fence, save, resume, fsck, doctor, server):
         command.register(app)

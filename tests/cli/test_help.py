@@ -10,7 +10,10 @@ import pytest
 
 from tests.cli.conftest import ROOT, rolloutmq
 
-COMMANDS = ("status", "top", "ls", "show", "tail", "workers", "pause", "continue", "fence", "fsck", "doctor", "server")
+COMMANDS = (
+    *("status", "top", "ls", "show", "tail", "workers", "pause", "continue", "fence"),
+    *("save", "resume", "fsck", "doctor", "server"),
+)
 HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}
 
 

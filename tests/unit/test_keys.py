@@ -30,6 +30,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "pool:<task>:<status>": keys.pool("math", "completed"),
         "payload:<gid>:<token>": keys.payload("math-0000000001", "abc"),
         "garbage": keys.garbage,
+        "hold": keys.hold,
         "ledger:<name>": keys.ledger("train"),
         "batch:<name>:<step>": keys.batch("train", 3),
         "progress:<task>": keys.progress("math"),
