@@ -1,8 +1,8 @@
 """The account: every group is in exactly one place, and nothing is trained twice (I1, I6).
 
 Totals come from one script, at one instant, and are kept twice: structures (streams, sorted sets, bitmaps) and
-counters that move in the same scripts; both must agree with `enqueued`. Membership is then proved draw by draw,
-each looked at from every side at one instant: paging through two live sets would report false losses.
+counters that move in the same scripts; both must agree with `enqueued + imported`. Membership is then proved draw by
+draw, each looked at from every side at one instant: paging through two live sets would report false losses.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
-from buffer.keys import ENDS, LANES, POOLS, Keys, group_id, split_group_id
+from buffer.keys import ENDS, IMPORTED_FROM, LANES, POOLS, Keys, group_id, split_group_id
 from buffer.ledger import BatchLedger
 from buffer.limits import RunLimits
 from buffer.store import Store
@@ -28,6 +29,7 @@ _COUNTERS = (
     "dead",
     "filtered",
     "dropped",
+    "imported",
 )
 PLACES = (
     "waiting",
@@ -64,6 +66,7 @@ class TaskAccount:
     filtered: int
     dropped: int
     enqueued: int
+    imported: int
     cursor: int
     target: int
     consumed: int
@@ -71,14 +74,20 @@ class TaskAccount:
 
     @property
     def places(self) -> dict[str, int]:
-        """Groups by place; their sum must be `enqueued`."""
+        """Groups by place; their sum must be `entered`."""
         return {name: getattr(self, name) for name in PLACES}
+
+    @property
+    def entered(self) -> int:
+        """Groups that ever came in: drawn from the data set, or imported."""
+        return self.enqueued + self.imported
 
     def faults(self) -> Iterator[str]:
         """What does not add up."""
         total = sum(self.places.values())
-        if total != self.enqueued:
-            yield f"{self.task}: {self.enqueued} enqueued, but {total} in all places"
+        if total != self.entered:
+            imported = f" and {self.imported} imported" if self.imported else ""
+            yield f"{self.task}: {self.enqueued} enqueued{imported}, but {total} in all places"
         if self.enqueued != self.cursor:
             yield f"{self.task}: {self.enqueued} enqueued, but the cursor is at {self.cursor}"
         for end, bits in zip(ENDS, self.ended_bits, strict=True):
@@ -136,7 +145,7 @@ class Account:
         """`totals`, then every draw of every task by itself, then every manifest. Works on a live run."""
         audit = self.totals()
         for task in audit.tasks:
-            for draw in range(task.cursor):
+            for draw in chain(range(task.cursor), range(IMPORTED_FROM, IMPORTED_FROM + task.imported)):
                 self._check(audit, task.task, draw)
         for ledger in ("train", "eval"):
             self._check_manifests(audit, BatchLedger(self._store, self._keys, self._limits, ledger))
@@ -186,13 +195,13 @@ class Account:
 
 
 def _task(name: str, row: list[int]) -> TaskAccount:
-    counters = dict(zip(_COUNTERS, row[6:17], strict=True))
+    counters = dict(zip(_COUNTERS, row[6:18], strict=True))
     return TaskAccount(
         task=name,
         waiting=sum(row[:3]),
         completed=row[3],
         aborted=row[4],
         expired=row[5],
-        ended_bits=(row[17], row[18], row[19]),
+        ended_bits=(row[18], row[19], row[20]),
         **counters,
     )

@@ -47,6 +47,10 @@ POOLS = ("completed", "aborted", "expired")
 ENDS = ("archived", "filtered", "dropped")
 """Places without a record: a bit in a bitmap is all that is left of a group."""
 
+IMPORTED_FROM = 2**25
+"""Draws from here on number imported groups, so that those of the data set are neither skipped nor doubled (I3).
+A bitmap of ended draws that reaches so far takes 4 MiB."""
+
 
 EVERY_META = "rmq:{*}:meta"
 """Pattern of the `meta` keys of all runs on a server."""

@@ -14,6 +14,8 @@ from buffer.account import Account
 from buffer.control import RunControl
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.fleet import Fleet
+from buffer.group_export import Exported, GroupExport
+from buffer.group_import import GroupImport, Imported
 from buffer.group_scan import GroupScan
 from buffer.jobs import JobQueue
 from buffer.keys import EVERY_META, Keys, run_of_meta
@@ -106,6 +108,21 @@ class Run:
         loader = SnapshotLoader(store, folder, name)
         loader.load(advance)
         return cls.open(store, loader.keys.run)
+
+    def export(
+        self, path: Path, *, task: str | None = None, status: str = "completed", advance: Advance = no_advance
+    ) -> Exported:
+        """Write the living groups of that status to a new .jsonl or .parquet file, one line per rollout."""
+        tasks = [task] if task else list(self.limits.tasks)
+        return GroupExport(self.store, self.keys, self.buffer, self.ledger).write(path, tasks, status, advance)
+
+    def import_groups(
+        self, path: Path, *, task: str | None = None, from_line: int = 1, advance: Advance = no_advance
+    ) -> Imported:
+        """Put the groups of a .jsonl or .parquet file into the pools. DatasetError, and nothing imported, if a line
+        is wrong; see `buffer.group_import`."""
+        reader = GroupImport(self.store, self.keys, self.limits, self.payloads)
+        return reader.read(path, task, from_line=from_line, advance=advance)
 
     @staticmethod
     def names(store: Store) -> list[str]:

@@ -14,19 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import redis
 
-from buffer.keys import ENDS, LANES, POOLS, Keys, group_id
+from buffer.keys import ENDS, LANES, POOLS, Keys
 from buffer.limits import SCHEMA, RunLimits
+from buffer.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
 from buffer.snapshot_folder import Item, Kind
 from buffer.store import Store
-
-PAGE = 500
-"""Members, entries or records asked for at once."""
-
-PAGE_DRAWS = 2**19
-"""Draws whose ends are looked up at once: 64 KiB of each bitmap."""
 
 LEDGERS = ("train", "eval")
 
@@ -47,6 +41,7 @@ class IndexCut:
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store, self._keys, self._limits = store, keys, limits
+        self._walk = RecordWalk(store, keys)
         self._entries: dict[str, tuple[int, int]] = {}
         self.meta: dict[str, str] = {}
         self.groups = 0
@@ -139,41 +134,13 @@ class IndexCut:
     def _bits(self, key: str) -> Iterator[Item]:
         size = self._ask("strlen", key)
         for offset in range(0, size, PAGE_DRAWS // 8):
-            page = self._page(key, offset)
+            page = self._walk.bits(key, offset)
             # imported groups are numbered far away from the others: most pages between are empty
             if page.strip(b"\0"):
                 yield self._item("bits", key, [offset, page])
 
-    def _page(self, key: str, offset: int) -> bytes:
-        page: bytes = self._ask("getrange", key, offset, offset + PAGE_DRAWS // 8 - 1)
-        return page
-
     def _groups(self, task: str) -> Iterator[Item]:
-        gids: list[str] = []
-        for draw in self._living(task):
-            gids.append(group_id(task, draw))
-            if len(gids) == PAGE:
-                yield from self._records(task, gids)
-                gids = []
-        if gids:
-            yield from self._records(task, gids)
-
-    def _living(self, task: str) -> Iterator[int]:
-        """The draws of a task that were started and have not ended, in order."""
-        cursor = int(self._ask("hget", self._keys.progress(task), "cursor") or 0)
-        for first in range(0, cursor, PAGE_DRAWS):
-            ended = np.zeros(PAGE_DRAWS // 8, "u1")
-            for end in ENDS:
-                page = np.frombuffer(self._page(self._keys.ended(task, end), first // 8), "u1")
-                ended[: len(page)] |= page
-            living = np.flatnonzero(np.unpackbits(ended)[: cursor - first] == 0)
-            yield from (living + first).tolist()
-
-    def _records(self, task: str, gids: list[str]) -> Iterator[Item]:
-        for gid, fields in zip(gids, self._hashes([self._keys.group(gid) for gid in gids]), strict=True):
-            record = {name.decode(): value.decode() for name, value in fields.items()}
-            if not record:
-                continue
+        for gid, record in self._walk.records(task):
             self.groups += 1
             if record["stage"] in _IN_WORK:
                 record, job = self._at_rest(task, gid, record)
@@ -183,7 +150,7 @@ class IndexCut:
                 yield self._item("string", self._keys.dead_letter(gid), letter or b"{}")
             yield self._item("hash", self._keys.group(gid), _flat(record))
 
-    def _at_rest(self, task: str, gid: str, record: dict[str, str]) -> tuple[dict[str, str], Item]:
+    def _at_rest(self, task: str, gid: str, record: Record) -> tuple[Record, Item]:
         """The record of a running group as if its worker had handed it back, and the job it is now."""
         lane = "eval" if record["lane"] == "eval" else "resume"
         stream = self._keys.jobs(task, lane)
@@ -194,15 +161,6 @@ class IndexCut:
         tries = str(int(record["tries"]) - 1)
         job = self._item("stream", stream, [[entry, ["gid", gid, "payload", record["payload"]]]])
         return record | _RESTING | {"lane": lane, "tries": tries, "entry": entry}, job
-
-    def _hashes(self, keys: list[str]) -> list[dict[bytes, bytes]]:
-        def ask() -> list[dict[bytes, bytes]]:
-            pipe = self._store.bulk.pipeline(transaction=False)
-            for key in keys:
-                pipe.hgetall(key)
-            return list(pipe.execute())
-
-        return self._store.retrying("snapshot", ask)
 
     def _item(self, kind: Kind, key: str, data: Any) -> Item:
         return Item(kind, key.removeprefix(self._keys.prefix), data)

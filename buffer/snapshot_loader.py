@@ -21,7 +21,8 @@ from buffer.account import Account
 from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError, SnapshotError
 from buffer.keys import Keys
 from buffer.limits import LOADING, SCHEMA, RunLimits
-from buffer.snapshot_cut import PAGE, Advance
+from buffer.record_walk import PAGE
+from buffer.snapshot_cut import Advance
 from buffer.snapshot_folder import Item, read_items, read_manifest, verify
 from buffer.store import Store
 

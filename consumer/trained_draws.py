@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ConfigDict
 
 from buffer.errors import AccountError
-from buffer.keys import split_group_id
+from buffer.keys import IMPORTED_FROM, split_group_id
 
 
 class DrawSet(BaseModel):
@@ -35,7 +35,7 @@ class DrawSet(BaseModel):
 
 
 class TrainedDraws(BaseModel):
-    """`DrawSet` by task."""
+    """`DrawSet` by task; imported groups have one of their own, since they are numbered far away from the others."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,12 +43,18 @@ class TrainedDraws(BaseModel):
 
     def add_batch(self, step: int, gids: Iterable[str]) -> None:
         """Count a batch as trained. AccountError, and nothing changed, if one of its groups was trained before."""
-        draws = [split_group_id(gid) for gid in gids]
-        seen = [f"{task}-{draw:010d}" for task, draw in draws if draw in self.tasks.get(task, DrawSet())]
-        if seen or len(set(draws)) != len(draws):
+        batch = list(gids)
+        numbered = {gid: _numbered(gid) for gid in batch}
+        seen = [gid for gid, (task, draw) in numbered.items() if draw in self.tasks.get(task, DrawSet())]
+        if seen or len(numbered) != len(batch):
             raise AccountError(
                 f"the batch of step {step} holds groups that these weights were already trained on: {seen[:5]}",
                 hint="do not train it; look at `rolloutmq fsck`",
             )
-        for task, draw in draws:
+        for task, draw in numbered.values():
             self.tasks.setdefault(task, DrawSet()).add(draw)
+
+
+def _numbered(gid: str) -> tuple[str, int]:
+    task, draw = split_group_id(gid)
+    return (task, draw) if draw < IMPORTED_FROM else (f"{task} (imported)", draw - IMPORTED_FROM)

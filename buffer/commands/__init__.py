@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import typer
 
-from buffer.commands import doctor, fence, fsck, ls, pause, resume, save, server, show, status, tail, top, workers
+from buffer.commands import (
+    curate,
+    doctor,
+    fence,
+    fsck,
+    ls,
+    pause,
+    resume,
+    save,
+    server,
+    show,
+    status,
+    tail,
+    top,
+    workers,
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
-    for command in (status, top, ls, show, tail, workers, pause, fence, save, resume, fsck, doctor, server):
+    looking = (status, top, ls, show, tail, workers)
+    for command in (*looking, pause, fence, save, resume, curate, fsck, doctor, server):
         command.register(app)

@@ -68,7 +68,7 @@ def fsck(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None
 
 def run_audit(run: Run, *, quiet: bool = False) -> Audit:
     """`Account.fsck` with a progress bar on stderr."""
-    total = sum(task.cursor for task in run.account.totals().tasks)
+    total = sum(task.cursor + task.imported for task in run.account.totals().tasks)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as progress:
@@ -92,7 +92,10 @@ def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
         "clean": audit.clean and not twice,
         "checked": audit.checked,
         "leases": audit.leases,
-        "tasks": {task.task: {"enqueued": task.enqueued, "places": task.places} for task in audit.tasks},
+        "tasks": {
+            task.task: {"enqueued": task.enqueued, "imported": task.imported, "places": task.places}
+            for task in audit.tasks
+        },
         "faults": audit.faults,
         "lost": audit.lost,
         "doubled": audit.doubled,
@@ -112,6 +115,8 @@ def show_audit(screen: Console, audit: Audit, steps: StepLog | None) -> None:
         grid.add_row(place, *(count(value) for value in values), style="" if any(values) else "dim")
     grid.add_row("sum", *(count(sum(task.places.values())) for task in audit.tasks), style="bold")
     grid.add_row("enqueued", *(count(task.enqueued) for task in audit.tasks), style="bold")
+    if any(task.imported for task in audit.tasks):
+        grid.add_row("imported", *(count(task.imported) for task in audit.tasks), style="bold")
     screen.print(grid)
     screen.print()
     _verdict(screen, "the sums of one instant add up", audit.faults)

@@ -127,17 +127,17 @@ def _curve(name: str, values: list[float], now: str) -> Text:
 
 
 def groups_table(snap: Snapshot) -> Table:
-    """Groups by place, one row per task; the sum must be what was enqueued."""
+    """Groups by place, one row per task; the sum must be what was enqueued or imported."""
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
     for task in snap.tasks:
         places = task.account.places
         cells = [Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS]
         total = sum(places.values())
-        wrong = total != task.account.enqueued
+        wrong = total != task.account.entered
         cells.append(
             Text(
-                f"{total}!={task.account.enqueued}" if wrong else str(total),
+                f"{total}!={task.account.entered}" if wrong else str(total),
                 style="bold red" if wrong else "bold",
             )
         )

@@ -16,7 +16,7 @@ from buffer.commands.screen import console, count, emit, facts, plain, state, ve
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import AccountError, ConfigError
 from buffer.group import RolloutGroup
-from buffer.keys import ENDS, split_group_id
+from buffer.keys import ENDS, IMPORTED_FROM, split_group_id
 from buffer.payloads import PayloadRef
 from buffer.rollout import RolloutState
 from buffer.run import Run
@@ -85,7 +85,9 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     task, draw = split_group_id(gid)
     if end := next((place for place in places if place in ENDS), None):
         return end
-    if draw >= (cursor := run.jobs.cursor(task)):
+    if draw >= IMPORTED_FROM + int(run.progress(task).get("imported", 0)):
+        raise ConfigError(f"{gid} was not imported: draws from {IMPORTED_FROM} on number imported groups")
+    if IMPORTED_FROM > draw >= (cursor := run.jobs.cursor(task)):
         raise ConfigError(f"{gid} was not started yet: the next draw of {task} is {cursor}", hint="see rolloutmq ls")
     raise AccountError(f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups")
 

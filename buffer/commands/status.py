@@ -73,6 +73,7 @@ def _task_json(task: TaskView) -> dict[str, Any]:
     return {
         "places": task.account.places,
         "enqueued": task.account.enqueued,
+        "imported": task.account.imported,
         "cursor": task.account.cursor,
         "target": task.account.target,
         "consumed": task.account.consumed,
@@ -174,6 +175,8 @@ def places_table(snap: Snapshot) -> Any:
     sums = [sum(task.account.places.values()) for task in snap.tasks]
     grid.add_row("sum", *(count(v) for v in sums), style="bold")
     grid.add_row("enqueued", *(count(task.account.enqueued) for task in snap.tasks))
+    if any(task.account.imported for task in snap.tasks):
+        grid.add_row("imported", *(count(task.account.imported) for task in snap.tasks))
     return grid
 
 
