@@ -18,6 +18,7 @@ from buffer.payloads import CHUNK_BYTES, PayloadRef
 from buffer.snapshot_loader import SnapshotLoader
 from tests.buffer.keyspace import dump
 from tests.buffer.scene import FIRST, LIMITS, Scene, extend
+from tests.servers import start_server
 
 ROLES = {b"trainer", b"producer", b"trainer_closed", b"producer_closed"}
 
@@ -401,3 +402,20 @@ def test_names_of_payloads_are_those_of_the_records(busy: Scene, tmp_path: Path)
         if record := other.record(gid):
             ref = PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
             assert other.run.buffer.get(ref).gid == gid
+
+
+@pytest.mark.parametrize("kinds", [("valkey", "redis"), ("redis", "valkey")])
+def test_snapshot_of_one_kind_of_server_resumes_on_the_other(tmp_path: Path, kinds: tuple[str, str]) -> None:
+    folder = tmp_path / "s"
+    with start_server(kinds[0], tmp_path / "a") as one, one.connect() as raw:
+        store = Store(one.url)
+        scene = Scene(store, raw, "moved", LIMITS.model_copy(update={"max_tries": 1, "stale_threshold": 9}))
+        fill(scene).run.save(folder)
+        manifest = scene.run.ledger.manifest(3)
+        store.close()
+    with start_server(kinds[1], tmp_path / "b") as other:
+        store = Store(other.url)
+        run = Run.resume(store, folder)
+        assert run.account.fsck().clean
+        assert run.ledger.manifest(3) == manifest
+        store.close()
