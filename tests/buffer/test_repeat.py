@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import redis
 
@@ -56,7 +58,7 @@ def echo(
     store.close()
 
 
-def tell_a_whole_story(scene: Scene) -> None:
+def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     """Every script, in every branch that changes something."""
     run = scene.run
     scene.open_producer()
@@ -97,6 +99,11 @@ def tell_a_whole_story(scene: Scene) -> None:
     run.fleet.deregister("w0", scene.worker())
     scene.raw.zadd(scene.keys.workers, {"w1": 1})
     run.jobs.reap()
+    lines = [
+        {"gid": gid, "task": "math", "response_ids": [1], "logprobs": [0.0], "reward": {"score": 1.0}} for gid in "ab"
+    ]
+    (folder / "f.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    run.import_groups(folder / "f.jsonl")
     run.control.beat("trainer", scene.trainer)
     run.control.beat("trainer", scene.trainer, closing=True)
     run.control.beat("producer", scene.producer, closing=True)
@@ -106,11 +113,11 @@ def tell_a_whole_story(scene: Scene) -> None:
     ("echo", "tail_batch"), [(name, -1) for name in MUTATING] + [("refresh", 0), ("reissue", 0)], indirect=["echo"]
 )
 def test_script_changes_nothing_when_it_runs_again(
-    echo: EchoStore, redis_client: redis.Redis, run_name: str, tail_batch: int
+    echo: EchoStore, redis_client: redis.Redis, run_name: str, tail_batch: int, tmp_path: Path
 ) -> None:
     limits = RunLimits(**{**LIMITS.model_dump(), "max_tries": 2, "tail_batch_trigger_size": tail_batch})
     scene = Scene(echo, redis_client, run_name, limits)
-    tell_a_whole_story(scene)
+    tell_a_whole_story(scene, tmp_path)
     assert echo.calls > 0
     assert echo.differences == [{}] * echo.calls
     scene.check()
