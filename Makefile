@@ -12,7 +12,7 @@ help: ## this list
 setup: ## make .venv and install everything (CPU or CUDA builds); a second call takes no time
 	@$(PYTHON) bootstrap.py
 
-demo: setup ## train a small model over Redis with two real vLLM workers; about 8 minutes on 2 cores
+demo: setup ## train a small model over Redis with two real vLLM workers; about 3 minutes on 2 cores
 	@.venv/bin/rolloutmq run configs/demo.toml
 
 chaos: setup ## the same run while a worker, the trainer and the server are killed

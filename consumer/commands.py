@@ -42,12 +42,17 @@ def run(
     """Start a whole run on this machine, or go on with it.
 
     Starts a server, the producer, the workers and the trainer, and shows them live.
-    Ctrl-C stops it in order; the same command goes on where it was.
+    Ctrl-C stops it in order; the same command goes on where it was. With --chaos it is a run of its own, NAME-chaos.
     """
-    settings = _load(config, overrides)
+    given = list(overrides or [])
+    settings = _load(config, given)
+    if chaos and not any(override.startswith("run.") for override in given):
+        # a run of its own: the one that was not disturbed stays as it is
+        given += [f"run.name={settings.run.name}-chaos", f"run.dir={settings.run.folder}-chaos"]
+        settings = _load(config, given)
     from consumer.launch.launcher import Launcher
 
-    Launcher(settings, config, overrides or [], redis_url=redis_url, chaos=chaos).run()
+    Launcher(settings, config, given, redis_url=redis_url, chaos=chaos).run()
 
 
 def train(config: Config, overrides: Set = None, redis_url: Url = None, take_over: TakeOver = False) -> None:

@@ -80,7 +80,7 @@ class Launcher:
             run = self._prepare()
             if is_done(self._config):
                 steps = self._config.plan.steps
-                self._console.print(f"all {steps} steps are done; for a new run, remove {self._folder}")
+                self._console.print(f"all {steps} steps are done already; for a new run, remove {self._folder}")
             else:
                 self._start(run)
                 self._watch(run)

@@ -54,7 +54,7 @@ def test_run_goes_on_after_ctrl_c_and_after_a_kill(make_site: Callable[..., Site
 @pytest.mark.timeout(400)
 def test_chaos_ends_with_a_clean_account(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=20)
-    code, said = site.tell("run", "--chaos")
+    code, said = site.tell("run", "--chaos", "--set", f"run.name={site.name}")
     assert code == 0, said + site.words()
     assert "chaos: 4 of 4 strikes were delivered" in said
     assert "trainer was killed by SIGKILL" in said
