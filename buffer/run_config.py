@@ -56,7 +56,7 @@ class RedisSection(Section):
     """[redis]: the server. With no URL anywhere, the run starts an embedded Valkey of its own."""
 
     url: str | None = Field(None, repr=False)
-    """redis://, rediss:// or unix:// URL; if not set, the environment's REDIS_URL; --redis-url beats both"""
+    """redis://, rediss:// or unix:// URL; the environment's REDIS_URL beats it, --redis-url both"""
     deadline_s: float = Field(60.0, gt=0)
     """how long one operation is tried again before the process gives up"""
     allow_unsafe: bool = False
@@ -70,8 +70,8 @@ class RedisSection(Section):
         return url
 
     def resolve_url(self, flag: str | None = None) -> str | None:
-        """`--redis-url`, else this section's, else REDIS_URL, else None (embedded server)."""
-        return flag or self.url or os.environ.get("REDIS_URL") or None
+        """`--redis-url`, else REDIS_URL, else this section's, else None (embedded server)."""
+        return flag or os.environ.get("REDIS_URL") or self.url or None
 
     def __str__(self) -> str:
         return f"redis {mask_url(self.url) if self.url else '(embedded)'}"

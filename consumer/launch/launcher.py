@@ -54,6 +54,7 @@ class Launcher:
         self._console = Console()
         self._children: list[Child] = []
         self._server: EmbeddedServer | None = None
+        self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
         """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in order."""
@@ -86,7 +87,7 @@ class Launcher:
                 self._watch(run)
                 self._stop_children()
             run.tidy()
-            finish(self._console, self._config, run.account.fsck(), self._server.cli if self._server else None)
+            finish(self._console, self._config, run, self._server.cli if self._server else None)
         except KeyboardInterrupt:
             self._console.print("\nstopping in order (Ctrl-C again: at once); the same command goes on from here")
             self._stop_children()
@@ -103,7 +104,7 @@ class Launcher:
         config, say = self._config, self._console.print
         prepare_problems(self._command)
         url, self._server = start_server(config, self._redis_url)
-        os.environ["REDIS_URL"] = url
+        self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
         say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}", highlight=False)
         model = prepare_model(config, self._command)
@@ -121,8 +122,8 @@ class Launcher:
         placement = place(config.launch, count_gpus(), tensor_parallel)
         # on a CPU everybody gets a share: torch would take all cores in every process
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
-        if not placement.trainer:
-            os.environ.setdefault("OMP_NUM_THREADS", threads)
+        if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
+            self._shared_env["OMP_NUM_THREADS"] = threads
         self._trainer = self._child("trainer", ["train"], placement.environment(placement.trainer))
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [
@@ -137,6 +138,7 @@ class Launcher:
     def _child(self, name: str, args: list[str], env: dict[str, str]) -> Child:
         log = self._folder / "logs" / f"{name}.log"
         verb, *flags = args
+        env = self._shared_env | env
         child = Child(name, [verb, *self._command, *flags], log, env, restarts=self._config.launch.max_restarts)
         self._children.append(child)
         return child

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rich.console import Console
@@ -10,8 +9,8 @@ from rich.table import Table
 
 from buffer.account import Audit
 from buffer.errors import AccountError
-from buffer.keys import Keys
 from buffer.masking import mask_url
+from buffer.run import Run
 from buffer.step_log import StepLog, TrainedStep
 from consumer.config import TrainingConfig
 from consumer.evaluations import read_evaluations
@@ -51,9 +50,9 @@ def _smooth(values: list[float], window: int = 10) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
 
 
-def finish(console: Console, config: TrainingConfig, audit: Audit, server_cli: str | None) -> None:
+def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
     """Print the outcome of a run and write its plot. AccountError when the account does not add up."""
-    folder = config.run.folder
+    folder, audit = config.run.folder, run.account.fsck()
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
     evaluations = read_evaluations(folder)
@@ -65,7 +64,7 @@ def finish(console: Console, config: TrainingConfig, audit: Audit, server_cli: s
     style = "green" if audit.clean and not twice else "bold red"
     console.print(f"account: lost {lost} · in two places {doubled} · trained twice {len(twice)}", style=style)
     console.print(f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}")
-    _say_where_to_look(console, config, server_cli)
+    _say_where_to_look(console, config, run, server_cli)
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
         raise AccountError("the account does not add up", hint="; ".join(what))
@@ -97,10 +96,10 @@ def _account_table(audit: Audit) -> Table:
     return table
 
 
-def _say_where_to_look(console: Console, config: TrainingConfig, server_cli: str | None) -> None:
-    url = mask_url(os.environ.get("REDIS_URL", "URL"))
+def _say_where_to_look(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
+    url = mask_url(run.store.url)
     where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
-    keys = Keys(config.run.name)
+    keys = run.keys
     console.print("\nlook around:")
     # the server that this command started went away with it; its data is on disk
     commands = [f"rolloutmq server {where}"] if server_cli else []

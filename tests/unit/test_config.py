@@ -207,14 +207,14 @@ def test_splits_that_leave_nothing_to_train_on_are_refused(tmp_path: Path) -> No
     assert "leave no problem" in problems(tmp_path, GOOD, "tasks.math.dataset.size=500")
 
 
-def test_the_url_comes_from_the_flag_then_the_config_then_the_environment(
+def test_the_url_comes_from_the_flag_then_the_environment_then_the_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://environment")
     assert RedisSection(url="redis://config").resolve_url("redis://flag") == "redis://flag"
-    assert RedisSection(url="redis://config").resolve_url() == "redis://config"
-    assert RedisSection().resolve_url() == "redis://environment"
+    assert RedisSection(url="redis://config").resolve_url() == "redis://environment"
     monkeypatch.delenv("REDIS_URL")
+    assert RedisSection(url="redis://config").resolve_url() == "redis://config"
     assert RedisSection().resolve_url() is None
 
 
