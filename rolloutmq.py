@@ -28,6 +28,7 @@ Examples:
   rolloutmq top                            the live view
   rolloutmq ls --task math --stage pool    groups that are ready
   rolloutmq show math-0000000042           texts, rewards, policy versions
+  rolloutmq dead                           what failed, and why
   rolloutmq pause --mode drain --wait      finish what runs, claim nothing
   rolloutmq continue                       and go on
   rolloutmq fsck                           nothing lost, nothing trained twice

@@ -8,10 +8,12 @@ from buffer.control import ControlState, Mode, RunControl, new_nonce
 from buffer.errors import RolloutMQError
 from buffer.fleet import Fleet, Pulse
 from buffer.group import RolloutGroup
-from buffer.jobs import Claim, Job, JobQueue
+from buffer.job import Claim, Job
+from buffer.jobs import JobQueue
 from buffer.keys import Keys, group_id, split_group_id
-from buffer.ledger import BatchLedger, Manifest, NotReady
+from buffer.ledger import BatchLedger, NotReady
 from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.replay_buffer import PoolSizes, ReplayBuffer
 from buffer.rollout import (
     MediaRef,
@@ -36,6 +38,7 @@ __all__ = [
     "JobQueue",
     "Keys",
     "Manifest",
+    "ManifestEntry",
     "MediaRef",
     "Mode",
     "NotReady",

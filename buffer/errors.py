@@ -15,6 +15,7 @@
     │   ├── LostRun                     5  the server is not the one the checkpoint knows
     │   └── RoleHeld                    5  another trainer or producer still beats
     ├── Fenced                          5  somebody newer holds what this process held
+    ├── GroupHeld                       1  a group that cannot be moved by hand: it runs, is in a batch, has ended
     ├── LedgerError                     1  a step that cannot be taken or committed
     ├── PauseTimeout                    1  some worker did not confirm a pause
     ├── WireError                       1  bytes that are not a group
@@ -111,6 +112,10 @@ class Fenced(RolloutMQError):
     """Somebody newer holds what this process held; nothing was changed (I2, I7)."""
 
     exit_code = 5
+
+
+class GroupHeld(RolloutMQError):
+    """A group that nobody may move by hand: it runs, is in a batch, has ended, or never was (I1)."""
 
 
 class LedgerError(RolloutMQError):

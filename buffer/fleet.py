@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from buffer.control import ControlState
 from buffer.errors import Fenced, RunNotFound
-from buffer.jobs import Job, retry_keys
+from buffer.job import Job
+from buffer.jobs import retry_keys
 from buffer.keys import Keys, valid_name
 from buffer.limits import RunLimits
 from buffer.rollout import PolicyVersion

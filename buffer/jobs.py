@@ -8,54 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import orjson
 
-from buffer.control import ControlState
-from buffer.errors import Fenced, PayloadMissing, ScriptError
-from buffer.keys import ENDS, LANES, Keys, split_group_id
+from buffer.control import ControlState, new_nonce
+from buffer.errors import Fenced, GroupHeld, PayloadMissing, ScriptError
+from buffer.job import Claim, Enqueued, Job, ReleaseKind
+from buffer.keys import ENDS, LANES, POOLS, Keys, split_group_id
 from buffer.limits import RunLimits
-from buffer.payloads import PayloadRef
 from buffer.rollout import PolicyVersion
 from buffer.store import Store
-
-Refusal = Literal["PAUSED", "STALE", "UNKNOWN"]
-ReleaseKind = Literal["handback", "aborted", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The right to generate one group, until its lease runs out."""
-
-    gid: str
-    token: str
-    lane: str
-    tries: int
-    payload: PayloadRef
-
-    @property
-    def task(self) -> str:
-        return split_group_id(self.gid)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a claim brought: jobs, or why none (`refusal`; None with no jobs: the line is empty)."""
-
-    control: ControlState | None
-    jobs: list[Job]
-    refusal: Refusal | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Enqueued:
-    """`count` jobs were started; the cursor is where the next draw begins. `closed`: the lane is shut."""
-
-    count: int
-    cursor: int
-    closed: bool = False
 
 
 class JobQueue:
@@ -197,7 +159,7 @@ class JobQueue:
         if reply[0] != "OK":
             return Claim(state, [], "PAUSED" if reply[0] == "PAUSED" else "STALE")
         rows = [reply[i : i + 7] for i in range(7, len(reply), 7)]
-        return Claim(state, [_job(row, token) for row in rows])
+        return Claim(state, [Job.parse(row, token) for row in rows])
 
     def _serving_order(self) -> list[tuple[str, str]]:
         """Lanes by priority; within a lane the tasks in an order drawn anew, by weight, for every claim."""
@@ -234,6 +196,64 @@ class JobQueue:
         if reply[0] == "FENCED":
             raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
         return str(reply[1])
+
+    # -- by hand -------------------------------------------------------------
+
+    def requeue(self, gid: str, *, operation: str = "") -> str:
+        """Let a dead or pooled group wait again with all its tries; where it was before ("waiting": nothing was to do).
+
+        It starts from its prompt; only an aborted group keeps its tokens. `operation` is the same for a repeated
+        call. Raises GroupHeld when it runs, is in a batch, has ended, or never was.
+        """
+        task, draw = split_group_id(gid)
+        lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
+        reply = self._store.call(
+            "requeue",
+            self._by_hand_keys(gid, task) | {"jobs": self._keys.jobs(task, lane), "bell": self._keys.bell("workers")},
+            {"gid": gid, "draw": draw, "operation": operation or new_nonce(), "lane": lane},
+            durable=True,
+        )
+        return self._moved(reply, gid)
+
+    def drop(self, gid: str, *, revoke: str = "") -> str:
+        """End a group that waits, is in a pool, or is dead; where it was before ("dropped": nothing was to do).
+
+        One that runs is only dropped if `revoke` names the worker that holds it: the lease ends in the same step.
+        Raises GroupHeld otherwise, and when it is in a batch, has ended as something else, or never was.
+        """
+        keys, (task, draw) = self._keys, split_group_id(gid)
+        reply = self._store.call(
+            "drop",
+            self._by_hand_keys(gid, task)
+            | {f"jobs_{lane}": keys.jobs(task, lane) for lane in LANES}
+            | {"leases": keys.leases, "holders": keys.holders, "bell": keys.bell("producer")},
+            {"gid": gid, "draw": draw, "revoke": revoke},
+            durable=True,
+        )
+        return self._moved(reply, gid)
+
+    def _by_hand_keys(self, gid: str, task: str) -> dict[str, str]:
+        keys = self._keys
+        return (
+            {"group": keys.group(gid), "progress": keys.progress(task), "dead": keys.dead}
+            | {"dead_letters": keys.dead_letters, "garbage": keys.garbage, "events": keys.events}
+            | {status: keys.pool(task, status) for status in POOLS}
+            | {end: keys.ended(task, end) for end in ENDS}
+        )
+
+    def _moved(self, reply: list[str], gid: str) -> str:
+        match reply[0]:
+            case "OK":
+                return reply[1]
+            case "RUNNING":
+                raise GroupHeld(f"{gid} runs on {reply[1]}", hint="name that worker to revoke its lease, or fence it")
+            case "TAKEN":
+                raise GroupHeld(f"{gid} is in batch {reply[1]}", hint="only the trainer can take it out of there")
+            case "ENDED":
+                raise GroupHeld(f"{gid} has ended: it is {reply[1]}")
+            case "UNKNOWN":
+                raise GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")
+        raise ScriptError(f"{gid}: {reply}")
 
     # -- anybody's -----------------------------------------------------------
 
@@ -274,9 +294,3 @@ def retry_keys(keys: Keys, limits: RunLimits) -> list[str]:
         for task in limits.tasks
         for key in (keys.jobs(task, "resume"), keys.jobs(task, "eval"), keys.progress(task))
     ]
-
-
-def _job(row: Sequence[str], token: str) -> Job:
-    gid, lane, tries, payload, chunks, size, crc = row
-    ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
-    return Job(gid, token, lane, int(tries), ref)

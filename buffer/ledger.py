@@ -10,44 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import orjson
+
 from buffer.control import opened
 from buffer.errors import Fenced, LedgerError, ScriptError
-from buffer.keys import ENDS, Keys
+from buffer.keys import ENDS, Keys, split_group_id
 from buffer.limits import RunLimits
-from buffer.payloads import PayloadRef
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestEntry:
-    """One group of a batch."""
-
-    payload: PayloadRef
-    samples: int
-    version: int | None
-
-    @property
-    def gid(self) -> str:
-        return self.payload.gid
-
-    @classmethod
-    def parse(cls, line: str) -> ManifestEntry:
-        gid, token, chunks, size, crc, samples, version = line.split(" ")
-        ref = PayloadRef(gid, token, int(chunks), int(size), "" if crc == "-" else crc)
-        return cls(ref, int(samples), None if version == "-" else int(version))
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What step T was given: its groups, in order, and what was asked for."""
-
-    step: int
-    header: str
-    entries: tuple[ManifestEntry, ...]
-
-    @property
-    def gids(self) -> list[str]:
-        return [entry.gid for entry in self.entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +138,7 @@ class BatchLedger:
     def _taken(self, reply: list[str], step: int, nothing: Mapping[str, tuple[int, int]]) -> Manifest | NotReady:
         match reply[0]:
             case "OK":
-                return Manifest(step, reply[1], tuple(ManifestEntry.parse(line) for line in reply[2:]))
+                return Manifest.parse(step, reply[1:])
             case "SHORT":
                 rows = [reply[i : i + 3] for i in range(1, len(reply), 3)]
                 return NotReady({task: (int(ready), int(wanted)) for task, ready, wanted in rows})
@@ -184,6 +154,56 @@ class BatchLedger:
                 raise LedgerError(f"a batch holds at most {reply[1]} groups")
         self._unfenced(reply)
         raise ScriptError(f"take_batch: {reply}")
+
+    def quarantine(self, nonce: str, step: int, entry: ManifestEntry, reason: str) -> Manifest:
+        """Swap a group that cannot be used for the next ready one of its task; without one the batch gets smaller.
+
+        The batch must be taken and not committed. Returns its new revision, which is what `take` returns from now on;
+        the group is a dead letter with `reason`, and counts against its worker. Raises Fenced, LedgerError.
+        """
+        keys, (task, _) = self._keys, split_group_id(entry.gid)
+        text = reason[:2000].encode(errors="replace").decode()
+        reply = self._store.call(
+            "quarantine",
+            {
+                "control": keys.control,
+                "ledger": keys.ledger(self.name),
+                "batch": keys.batch(self.name, step),
+                "groups": keys.groups,
+                "completed": keys.pool(task, "completed"),
+                "progress": keys.progress(task),
+                "dead": keys.dead,
+                "dead_letters": keys.dead_letters,
+                "worker_records": keys.worker_records,
+                "bell": keys.bell("producer"),
+                "events": keys.events,
+            },
+            {
+                "nonce": nonce,
+                "step": step,
+                "gid": entry.gid,
+                "token": entry.payload.token,
+                "reason": orjson.dumps(text).decode(),
+            },
+            durable=True,
+        )
+        manifest = self._quarantined(reply, step, entry.gid)
+        if manifest is None:
+            raise LedgerError(f"the manifest of step {step} is gone")
+        return manifest
+
+    def _quarantined(self, reply: list[str], step: int, gid: str) -> Manifest | None:
+        match reply[0]:
+            case "OK":
+                return self.manifest(step)
+            case "RECOVERING":
+                raise LedgerError(f"{gid} stays in step {step}: the run recovers from a fork", hint="open it again")
+            case "COMMITTED":
+                raise LedgerError(f"{gid} stays in step {step}, which is trained: step {reply[1]} is committed")
+            case "NOT_TAKEN":
+                raise LedgerError(f"{gid} is not in the batch of step {step}")
+        self._unfenced(reply)
+        raise ScriptError(f"quarantine: {reply}")
 
     def commit(self, nonce: str, step: int, keep: int) -> None:
         """The checkpoint of `step` is durable; `keep` is the oldest checkpoint that is kept.
@@ -226,9 +246,7 @@ class BatchLedger:
         key = self._keys.batch(self.name, step)
         raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
         lines = [line.decode() for line in raw]
-        if not lines:
-            return None
-        return Manifest(step, lines[0], tuple(ManifestEntry.parse(line) for line in lines[1:]))
+        return Manifest.parse(step, lines) if lines else None
 
     def set_target(self, nonce: str, task: str, target: int) -> None:
         """Ask for groups of a task whose target the trainer sets (an evaluation), `target` in all so far."""

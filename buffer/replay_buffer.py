@@ -14,7 +14,7 @@ import numpy as np
 from buffer import wire
 from buffer.errors import Fenced, PayloadMissing, WireError
 from buffer.group import RolloutGroup
-from buffer.jobs import Job
+from buffer.job import Job
 from buffer.keys import POOLS, Keys
 from buffer.limits import RunLimits
 from buffer.payloads import PayloadRef, PayloadStore

@@ -2,7 +2,8 @@
 
     store = Store(url)
     run = Run.open(store, "demo")
-    run.jobs · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads · run.groups
+    run.jobs · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
+    run.groups
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from buffer.account import Account
 from buffer.control import RunControl
+from buffer.dead_letters import DeadLetters
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.fleet import Fleet
 from buffer.group_export import Exported, GroupExport
@@ -39,6 +41,7 @@ class Run:
         self.keys = Keys(name)
         self.payloads = PayloadStore(store, self.keys)
         self.jobs = JobQueue(store, self.keys, limits)
+        self.dead_letters = DeadLetters(store, self.keys)
         self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
         self.ledger = BatchLedger(store, self.keys, limits)
         self.evaluations = BatchLedger(store, self.keys, limits, "eval")

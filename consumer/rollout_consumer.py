@@ -28,14 +28,18 @@ from typing import Literal
 
 from buffer import wire
 from buffer.control import Mode, new_nonce
-from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.errors import LedgerError, PayloadMissing, RolloutMQError, StoreUnavailable, WireError
 from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
-from buffer.ledger import BatchLedger, Manifest, NotReady, Opening
+from buffer.ledger import BatchLedger, NotReady, Opening
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.consumer")
+
+MAX_QUARANTINED = 8
+"""Bad groups in one batch that are put aside; more than that is not bad luck, and the next one's error is raised."""
 
 PauseMode = Literal["abort", "drain", "keep"]
 Waiting = Callable[[NotReady], None]
@@ -116,7 +120,8 @@ class RolloutConsumer:
         """The groups of train step `step`, `counts` of each task; blocks until they are ready.
 
         A step that was taken before comes back as it was. `waiting` hears why, at least once a second. Raises
-        TimeoutError after `deadline_s`, Stopped after `stop`, Fenced when another trainer was opened.
+        TimeoutError after `deadline_s`, Stopped after `stop`, Fenced when another trainer was opened. A group that
+        cannot be read is quarantined (I11); WireError or PayloadMissing once that happened 8 times in a batch.
         """
         return self._take(self._run.ledger, step, counts, strict, deadline_s, waiting)
 
@@ -139,8 +144,44 @@ class RolloutConsumer:
                 waiting(answer)
             self._run.store.wait_bell(self._run.keys.bell("trainer"), min(1.0, left_s))
         waited_s = time.monotonic() - started
-        payloads = self._run.payloads.read_many([entry.payload for entry in answer.entries])
-        return Batch(step, [wire.decode(data) for data in payloads], answer, waited_s)
+        manifest, groups = self._load(ledger, answer)
+        return Batch(step, groups, manifest, waited_s)
+
+    def _load(self, ledger: BatchLedger, manifest: Manifest) -> tuple[Manifest, list[RolloutGroup]]:
+        """The groups of a batch. One whose bytes are gone, damaged or no group is swapped for another, and told of."""
+        for _ in range(MAX_QUARANTINED):
+            try:
+                return manifest, self._decode(manifest)
+            except (WireError, PayloadMissing):
+                found = self._find_bad(manifest)
+            if found is None:
+                continue  # all can be read now
+            bad, reason = found
+            log.error("group quarantined in step %s: %s", manifest.step, reason, extra={"gid": bad.gid})
+            manifest = ledger.quarantine(self.nonce, manifest.step, bad, f"{type(reason).__name__}: {reason}")
+        return manifest, self._decode(manifest)
+
+    def _decode(self, manifest: Manifest) -> list[RolloutGroup]:
+        if not manifest.entries:
+            raise LedgerError(
+                f"every group of step {manifest.step} was quarantined: the batch is empty",
+                hint="`rolloutmq dead` says why; commit the step to go on without it",
+            )
+        payloads = self._run.payloads.read_many([entry.payload for entry in manifest.entries])
+        groups = [wire.decode(data) for data in payloads]
+        for group, entry in zip(groups, manifest.entries, strict=True):
+            if group.gid != entry.gid:
+                raise WireError(f"the payload of {entry.gid} says that it is {group.gid!r}")
+        return groups
+
+    def _find_bad(self, manifest: Manifest) -> tuple[ManifestEntry, RolloutMQError] | None:
+        """The first group that cannot be read, one by one: for the rare case, so that the usual one stays quick."""
+        for entry in manifest.entries:
+            try:
+                self._run.buffer.get(entry.payload)
+            except (WireError, PayloadMissing) as error:
+                return entry, error
+        return None
 
     def _check(self) -> None:
         if self._lost:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.group import RolloutGroup
-from buffer.jobs import Job, ReleaseKind
+from buffer.job import Job, ReleaseKind
 from buffer.rollout import Status
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop

@@ -16,7 +16,7 @@ import redis
 
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.fleet import Beat, Pulse
-from buffer.jobs import Job
+from buffer.job import Job
 from buffer.run import Run
 from buffer.store import open_client
 

@@ -22,7 +22,7 @@ from typing import Any
 from buffer.control import ControlState, Mode, new_nonce
 from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
 from buffer.fleet import Beat, Pulse
-from buffer.jobs import Job
+from buffer.job import Job
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError

@@ -6,11 +6,14 @@ import typer
 
 from buffer.commands import (
     curate,
+    dead,
     doctor,
+    drop,
     fence,
     fsck,
     ls,
     pause,
+    requeue,
     resume,
     save,
     server,
@@ -24,6 +27,6 @@ from buffer.commands import (
 
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
-    looking = (status, top, ls, show, tail, workers)
+    looking = (status, top, ls, show, dead, requeue, drop, tail, workers)
     for command in (*looking, pause, fence, save, resume, curate, fsck, doctor, server):
         command.register(app)

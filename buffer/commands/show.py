@@ -53,7 +53,7 @@ def show(
         if not record:
             _show_ended(gid, _end(target.run, gid, places), as_json)
             return
-        letter = _dead_letter(target.run, gid)
+        letter = target.run.dead_letters.reason(gid)
         group = target.run.buffer.get(_payload(gid, record))
     states = group.states if member is None else [_member(group, member)]
     if as_json:
@@ -67,12 +67,6 @@ def show(
     if letter:
         screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
     _show_group(screen, group, states, tokens)
-
-
-def _dead_letter(run: Run, gid: str) -> Any:
-    key = run.keys.dead_letter(gid)
-    letter: Any = run.store.retrying("dead letter", lambda: run.store.control.get(key))
-    return orjson.loads(letter) if letter else None
 
 
 def _check_known(run: Run, task: str) -> None:

@@ -11,7 +11,7 @@ from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_targe
 
 EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
-_NUMBERS = ("silent_ms", "holds", "ack", "done", "joined_ms", "seen_ms")
+_NUMBERS = ("silent_ms", "holds", "ack", "done", "quarantined", "joined_ms", "seen_ms")
 
 
 def register(app: typer.Typer) -> None:
@@ -36,8 +36,8 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
 
 def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Table:
     """One row per worker; weights that are not the newest are marked."""
-    grid = table("worker", "engine", "state", "weights", "seen", "holds", "tok/s", "done",
-                 right=["seen", "holds", "tok/s", "done"])  # fmt: skip
+    grid = table("worker", "engine", "state", "weights", "seen", "holds", "tok/s", "done", "bad",
+                 right=["seen", "holds", "tok/s", "done", "bad"])  # fmt: skip
     for row in rows:
         silent_ms, weights = int(row["silent_ms"]), row.get("weights", "")
         is_silent = silent_ms >= lease_ms
@@ -50,6 +50,7 @@ def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Tab
             row["holds"],
             count(float(row.get("tokens_per_s", 0))),
             row.get("done", "0"),
+            Text(row.get("quarantined", "0"), style="red" if row.get("quarantined") else "dim"),
         )
     return grid
 

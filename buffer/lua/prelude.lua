@@ -101,3 +101,29 @@ local function retry_or_bury(keys, gid, max_tries, reason)
   redis.call('HINCRBY', keys.progress, 'dead', 1)
   return 'dead'
 end
+
+-- What a manifest says of a group: "gid token chunks size crc samples version", '-' for what it does not have.
+local function manifest_line(groups, gid)
+  local record = redis.call('HMGET', groups .. gid, 'payload', 'chunks', 'size', 'crc', 'samples', 'version')
+  for k = 1, 6 do if not record[k] or record[k] == '' then record[k] = '-' end end
+  return gid .. ' ' .. table.concat(record, ' ')
+end
+
+-- Where a draw without a record has ended; nil if it has not.
+local function ended_place(bitmaps, draw)
+  for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
+    if redis.call('GETBIT', bitmaps[place], draw) == 1 then return place end
+  end
+end
+
+-- Take a dead or pooled group out of where it is; returns that place (dead, or the status of the pool).
+local function leave_by_hand(keys, gid, stage, status, arrival)
+  if stage == 'dead' then
+    redis.call('ZREM', keys.dead, gid)
+    redis.call('UNLINK', keys.dead_letters .. gid)
+    redis.call('HINCRBY', keys.progress, 'dead', -1)
+    return 'dead'
+  end
+  redis.call('ZREM', keys[status], arrival .. ':' .. gid)
+  return status
+end

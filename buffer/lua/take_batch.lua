@@ -48,9 +48,7 @@ for i = 7, #KEYS, 2 do
   local members = redis.call('ZRANGEBYSCORE', KEYS[i], cut, '+inf', 'LIMIT', 0, num(ARGV[i - 1]))
   for _, member in ipairs(members) do
     local gid = string.match(member, ':(.*)$')
-    local record = redis.call('HMGET', groups .. gid, 'payload', 'chunks', 'size', 'crc', 'samples', 'version')
-    for k = 1, 6 do if not record[k] or record[k] == '' then record[k] = '-' end end
-    redis.call('RPUSH', batch, gid .. ' ' .. table.concat(record, ' '))
+    redis.call('RPUSH', batch, manifest_line(groups, gid))
     redis.call('ZREM', KEYS[i], member)
     redis.call('HSET', groups .. gid, 'stage', 'taken', 'batch', name)
   end

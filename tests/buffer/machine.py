@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from buffer import Job, Manifest, NotReady, PolicyVersion, RunLimits, Status, Store, TaskLimits, group_id, new_nonce
-from buffer.errors import Fenced, LedgerError
+from buffer.errors import Fenced, GroupHeld, LedgerError
 from buffer.staleness import staleness
 from tests.buffer.scene import FIRST, Scene, extend
 
@@ -306,6 +306,33 @@ class Machine:
     def load_weights(self, worker: str) -> None:
         self.engines[worker] = self.weights
 
+    def quarantine(self, which: int) -> None:
+        """A group of a taken batch is no good: where it may not be taken out, it stays."""
+        if not self.batches:
+            return
+        step = sorted(self.batches)[which % len(self.batches)]
+        manifest = self.batches[step]
+        if not manifest.entries:
+            return
+        entry = manifest.entries[which // 8 % len(manifest.entries)]
+        ledger, nonce = self.scene.run.ledger, self.scene.trainer
+        if step <= self.committed:
+            with pytest.raises(LedgerError):
+                ledger.quarantine(nonce, step, entry, "bad")
+            return
+        bad = self.groups[entry.gid]
+        ready = [g for g in self.pooled("completed", bad.task) if self.version(g) >= step - THRESHOLD]
+        gids = [gid for gid in manifest.gids if gid != bad.gid]
+        if ready:
+            gids.insert(manifest.gids.index(bad.gid), ready[0].gid)
+            ready[0].place = "taken"
+        bad.place, bad.token = "dead", ""
+        self.batches[step] = ledger.quarantine(nonce, step, entry, "bad")
+        assert self.batches[step].gids == gids
+        before = self.totals()
+        assert ledger.quarantine(nonce, step, entry, "bad") == self.batches[step]
+        assert self.totals() == before
+
     def restart_trainer(self, back: int) -> None:
         self.reopen(max(self.keep, self.taken - back))
 
@@ -336,6 +363,41 @@ class Machine:
             with pytest.raises(Fenced):
                 call()
         assert self.totals() == before
+
+    # -- by hand ------------------------------------------------------------------------------
+
+    def requeue(self, which: int) -> None:
+        group = self.some_group(which)
+        if group is None:
+            return
+        before = group.place
+        if before not in ("waiting", "dead", "completed", "aborted", "expired"):
+            with pytest.raises(GroupHeld):
+                self.scene.run.jobs.requeue(group.gid)
+            return
+        assert self.scene.run.jobs.requeue(group.gid) == before
+        if before == "waiting":
+            return
+        group.place, group.lane, group.token, group.tries = "waiting", "resume", "", 0
+        if before != "aborted":
+            group.made_by, group.result = [], "init"
+
+    def drop(self, which: int, by_name: bool) -> None:
+        group = self.some_group(which)
+        if group is None:
+            return
+        before = group.place
+        revoke = group.owner if by_name else ""
+        if before in ("taken", "archived", "filtered") or (before == "running" and not by_name):
+            with pytest.raises(GroupHeld):
+                self.scene.run.jobs.drop(group.gid, revoke=revoke)
+            return
+        assert self.scene.run.jobs.drop(group.gid, revoke=revoke) == before
+        group.place, group.token, group.result = "dropped", "", ""
+
+    def some_group(self, which: int) -> Group | None:
+        groups = list(self.groups.values())
+        return groups[which % len(groups)] if groups else None
 
     # -- anybody ----------------------------------------------------------------------------
 

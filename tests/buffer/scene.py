@@ -29,7 +29,7 @@ from buffer import (
     wire,
 )
 from buffer.fleet import Beat
-from buffer.jobs import Enqueued
+from buffer.job import Enqueued
 from buffer.payloads import PayloadRef
 from tests.buffer.keyspace import dump
 

@@ -9,7 +9,7 @@ import pytest
 
 from buffer import PolicyVersion, RolloutGroup, Status, group_id, new_nonce, wire
 from buffer.errors import Fenced, PayloadMissing, WireError
-from buffer.jobs import ReleaseKind
+from buffer.job import ReleaseKind
 from tests.buffer.scene import FIRST, Scene, extend
 
 GID = group_id("math", 0)

@@ -83,7 +83,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.jobs.release("w0", survivors.pop(), "failed")
     for job in survivors:
         scene.submit(job)
-    scene.take(1)
+    put_right_by_hand(scene)
     scene.take(2, strict=False)
     run.ledger.commit(scene.trainer, 2, 1)
     run.buffer.refresh("math")
@@ -107,6 +107,23 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.control.beat("trainer", scene.trainer)
     run.control.beat("trainer", scene.trainer, closing=True)
     run.control.beat("producer", scene.producer, closing=True)
+
+
+def put_right_by_hand(scene: Scene) -> None:
+    """Batch 1, and groups that are no good."""
+    scene.ready(0, 0, 0)
+    scene.ready(0, task="code")
+    swapped, kept, removed = scene.take(1, math=2, code=1).entries
+    for entry in (swapped, removed):
+        scene.run.ledger.quarantine(scene.trainer, 1, entry, "not good")
+    assert scene.take(1).gids[1:] == [kept.gid]
+    for gid, before in ((swapped.gid, "dead"), (removed.gid, "dead"), (scene.ready(0)[0], "completed")):
+        assert scene.run.jobs.requeue(gid) == before
+    assert scene.run.jobs.drop(removed.gid) == "waiting"
+    (job, other) = scene.claim(2)
+    assert scene.run.jobs.drop(job.gid, revoke="w0") == "running"
+    scene.submit(other)
+    assert scene.run.jobs.drop(other.gid) == "completed"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tests.cli.conftest import ROOT, rolloutmq
 
 COMMANDS = (
-    *("status", "top", "ls", "show", "tail", "workers", "pause", "continue", "fence"),
+    *("status", "top", "ls", "show", "dead", "requeue", "drop", "tail", "workers", "pause", "continue", "fence"),
     *("save", "resume", "export", "import", "fsck", "doctor", "server"),
 )
 HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}

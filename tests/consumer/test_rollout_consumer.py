@@ -11,7 +11,7 @@ import pytest
 
 from buffer import NotReady, Run, new_nonce, wire
 from buffer.control import Mode
-from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld, StoreError
+from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld, StoreError, WireError
 from buffer.store import Store
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from tests.consumer.conftest import Trainers, die
@@ -73,6 +73,56 @@ def test_commit_frees_batches_up_to_the_oldest_checkpoint_kept(run: Run, trainer
     assert run.ledger.steps() == (3, 3, 2)
     assert run.ledger.manifest(2) is None
     assert run.ledger.manifest(3) is not None
+    assert run.account.fsck().clean
+
+
+# -- groups that cannot be used ----------------------------------------------------------------------
+
+
+def spoil(run: Run, gid: str, data: bytes | None) -> None:
+    """Put other bytes where a submitted group was; None: none at all."""
+    record = run.record(gid)
+    key = run.keys.payload(gid, record["payload"])
+    if data is None:
+        run.store.control.delete(key)
+    else:
+        run.store.control.set(key, data)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1 no msgpack", None])
+def test_a_group_that_cannot_be_read_is_swapped_and_the_batch_is_the_same_again(
+    run: Run, trainer: Trainers, data: bytes | None
+) -> None:
+    first = trainer(run)
+    with at_work(run, math=4):
+        wait_until(lambda: run.buffer.count("math").completed == 4, "four groups")
+    bad = f"math-{1:010d}"
+    spoil(run, bad, data)
+    batch = first.take_batch(1, {"math": 3})
+    assert len(batch.groups) == 3
+    assert bad not in batch.manifest.gids
+    assert [group.gid for group in batch.groups] == batch.manifest.gids
+    assert run.dead_letters.reason(bad)["worker"] == "w0"
+    die(first)
+    again = trainer(run, take_over=True).take_batch(1, {"math": 3})
+    assert again.manifest == batch.manifest
+    assert content(again) == content(batch)
+    assert run.account.fsck().clean
+
+
+def test_a_batch_of_which_nothing_can_be_read_is_an_error_and_not_a_loop(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=12):
+        wait_until(lambda: run.buffer.count("math").completed == 12, "twelve groups")
+    for draw in range(12):
+        spoil(run, f"math-{draw:010d}", b"nonsense")
+    with pytest.raises(WireError, match="were submitted"):
+        consumer.take_batch(1, {"math": 2})
+    assert len(run.dead_letters) == 8
+    with pytest.raises(LedgerError, match="batch is empty"):
+        consumer.take_batch(1, {"math": 2})
+    assert len(run.dead_letters) == 12
+    consumer.commit(1, keep=1)
     assert run.account.fsck().clean
 
 

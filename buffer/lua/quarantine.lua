@@ -1,0 +1,74 @@
+#!lua flags=allow-oom
+-- quarantine: a group of a taken, uncommitted batch cannot be used; the next ready one of its task takes its place,
+-- or, if there is none, the batch gets smaller. The group becomes a dead letter, and counts against its worker.
+-- KEYS[1] control      HASH
+-- KEYS[2] ledger       HASH
+-- KEYS[3] batch        LIST     the manifest of this step
+-- KEYS[4] groups       prefix of the group records (HASH)
+-- KEYS[5] completed    ZSET     pool of the task
+-- KEYS[6] progress     HASH     of the task
+-- KEYS[7] dead         ZSET
+-- KEYS[8] dead_letters prefix of the reasons (STRING)
+-- KEYS[9] worker_records  prefix of the workers' records (HASH)
+-- KEYS[10] bell        LIST     of the producer
+-- KEYS[11] events      STREAM
+-- ARGV[1] nonce        of the trainer
+-- ARGV[2] step         T
+-- ARGV[3] gid
+-- ARGV[4] token        of the payload in the manifest
+-- ARGV[5] reason       a JSON string
+-- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
+-- keeps I1, I5 (the new revision is the record: header and entries change here), I7, I8 (the cut of the header), I11, I13 (gid and token)
+local control, ledger, batch, groups, completed, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local dead, dead_letters, worker_records, bell, events = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local nonce, step, gid, token, reason = ARGV[1], num(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
+
+if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
+if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end
+local committed = num(redis.call('HGET', ledger, 'committed'))
+if step <= committed then return {'COMMITTED', int(committed)} end
+local lines = redis.call('LRANGE', batch, 0, -1)
+local header, place = lines[1] or '', nil
+for i = 2, #lines do
+  if string.find(lines[i], gid .. ' ' .. token .. ' ', 1, true) == 1 then place = i - 1 end
+end
+local revision = num(string.match(header, ' revision=(%d+)'))
+if not place then
+  local _, found = string.find(header, gid .. ':' .. token .. ':', 1, true)
+  if found then return {'OK', revision, string.match(header, '^[^,]+', found + 1)} end
+  return {'NOT_TAKEN'}
+end
+local cut = string.match(header, ' cut=(%S+)')
+local member = redis.call('ZRANGEBYSCORE', completed, cut, '+inf', 'LIMIT', 0, 1)[1]
+
+local substitute = '-'
+if member then
+  substitute = string.match(member, ':(.*)$')
+  redis.call('LSET', batch, place, manifest_line(groups, substitute))
+  redis.call('ZREM', completed, member)
+  redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', redis.call('HGET', groups .. gid, 'batch'))
+else
+  redis.call('LREM', batch, 1, lines[place + 1])
+  redis.call('HINCRBY', progress, 'taken', -1)
+end
+local note = gid .. ':' .. token .. ':' .. substitute
+if revision == 0 then
+  header = header .. ' revision=1 quarantined=' .. note
+else
+  header = string.gsub(header, ' revision=%d+', ' revision=' .. int(revision + 1)) .. ',' .. note
+end
+redis.call('LSET', batch, 0, header)
+
+local owner = redis.call('HGET', groups .. gid, 'owner') or ''
+redis.call('HDEL', groups .. gid, 'batch')
+redis.call('HSET', groups .. gid, 'stage', 'dead', 'status', 'failed', 'token', '')
+redis.call('ZADD', dead, int(now_ms()), gid)
+redis.call('SET', dead_letters .. gid, '{"reason":' .. reason .. ',"worker":"' .. owner .. '","step":' .. int(step) .. '}')
+redis.call('HINCRBY', progress, 'dead', 1)
+redis.call('HINCRBY', progress, 'quarantined', 1)
+if redis.call('EXISTS', worker_records .. owner) == 1 then
+  redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1)
+end
+ring(bell, 1)
+log_event(events, 'quarantined', 'gid', gid, 'step', int(step), 'substitute', substitute, 'worker', owner)
+return {'OK', revision + 1, substitute}

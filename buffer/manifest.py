@@ -1,0 +1,52 @@
+"""The record of one batch: what a train step was given, in order (I5)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from buffer.payloads import PayloadRef
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestEntry:
+    """One group of a batch."""
+
+    payload: PayloadRef
+    samples: int
+    version: int | None
+
+    @property
+    def gid(self) -> str:
+        return self.payload.gid
+
+    @classmethod
+    def parse(cls, line: str) -> ManifestEntry:
+        gid, token, chunks, size, crc, samples, version = line.split(" ")
+        ref = PayloadRef(gid, token, int(chunks), int(size), "" if crc == "-" else crc)
+        return cls(ref, int(samples), None if version == "-" else int(version))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What step T was given: its groups, in order, and what was asked for."""
+
+    step: int
+    header: str
+    entries: tuple[ManifestEntry, ...]
+
+    @property
+    def revision(self) -> int:
+        """How many groups were quarantined out of it since it was taken."""
+        found = re.search(r" revision=(\d+)", self.header)
+        return int(found[1]) if found else 0
+
+    @property
+    def gids(self) -> list[str]:
+        return [entry.gid for entry in self.entries]
+
+    @classmethod
+    def parse(cls, step: int, lines: Sequence[str]) -> Manifest:
+        """A header and one line per group, as the server keeps them."""
+        return cls(step, lines[0], tuple(ManifestEntry.parse(line) for line in lines[1:]))
