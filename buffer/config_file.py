@@ -12,7 +12,15 @@ from pydantic import Field, model_validator
 
 from buffer.config import Section
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run_config import LeaseSection, PolicySection, RedisSection, RunSection, StrategySection, Tasks
+from buffer.run_config import (
+    LeaseSection,
+    PolicySection,
+    RedisSection,
+    RetentionSection,
+    RunSection,
+    StrategySection,
+    Tasks,
+)
 
 
 class PlanSection(Section):
@@ -46,6 +54,7 @@ class ConfigFile(Section):
     redis: RedisSection = RedisSection()
     lease: LeaseSection = LeaseSection()
     policy: PolicySection = PolicySection()
+    retention: RetentionSection = RetentionSection()
     plan: PlanSection = PlanSection()
     strategy: StrategySection = StrategySection()
     launch: LaunchSection = LaunchSection()
@@ -78,6 +87,8 @@ class ConfigFile(Section):
             pause_timeout_s=self.lease.pause_timeout_s,
             stale_threshold=self.policy.stale_threshold,
             tail_batch_trigger_size=self.strategy.tail_batch_trigger_size,
+            retain_batches=self.retention.batches,
+            retain_until_exported=self.retention.policy == "export",
             tasks={n: TaskLimits(weight=t.weight, eval_of=t.eval_of) for n, t in self.tasks.items()},
         )
 

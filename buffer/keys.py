@@ -16,7 +16,8 @@
     rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
     rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
     rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads: nothing is freed meanwhile
-    rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed: steps of a consumer (train, eval)
+    rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed (= archived), forgotten,
+                                              exported: steps of a consumer (train, eval)
     rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
     rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
     rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered / dropped

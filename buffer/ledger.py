@@ -208,7 +208,7 @@ class BatchLedger:
     def commit(self, nonce: str, step: int, keep: int) -> None:
         """The checkpoint of `step` is durable; `keep` is the oldest checkpoint that is kept.
 
-        Batches up to `keep` are archived and their bytes become garbage; newer ones can be delivered again.
+        Batches up to `keep` are archived, and freed once they are not retained; newer ones can be delivered again.
         """
         keys, freed = self._keys, keep - 1
         tasks = list(self._limits.tasks)
@@ -232,6 +232,40 @@ class BatchLedger:
             if reply[0] != "OK":
                 raise LedgerError(f"step {step} cannot be committed: {' '.join(str(r) for r in reply)}")
             freed = min(int(reply[2]), keep) if int(reply[1]) >= keep else keep
+        self.forget()
+
+    def forget(self, *, exported: int = 0) -> int:
+        """Free archived batches that are retained no longer; returns the newest step of which nothing is left.
+
+        `exported`: batches up to this step were copied elsewhere, which frees them under `retain_until_exported`. Any
+        process may call it, as often as it likes. Evaluations are not retained.
+        """
+        keys, limits, training = self._keys, self._limits, self.name == "train"
+        while True:
+            reply = self._store.call(
+                "forget",
+                {
+                    "ledger": keys.ledger(self.name),
+                    "batches": keys.batches(self.name),
+                    "garbage": keys.garbage,
+                    "events": keys.events,
+                },
+                {
+                    "retain": limits.retain_batches if training else 0,
+                    "wait": int(limits.retain_until_exported and training),
+                    "exported": exported,
+                    "limit": 1000,
+                },
+            )
+            if int(reply[2]) == 0:
+                return int(reply[1])
+
+    def archived(self) -> range:
+        """The steps whose archived batches are still there: read them with `manifest` and `ReplayBuffer.get`."""
+        ledger = self._keys.ledger(self.name)
+        values = self._store.retrying("archived", lambda: self._store.control.hmget(ledger, "forgotten", "freed"))
+        forgotten, freed = (int(v or 0) for v in values)
+        return range(forgotten + 1, freed + 1)
 
     def steps(self) -> tuple[int, int, int]:
         """(taken, committed, freed)."""
@@ -242,7 +276,7 @@ class BatchLedger:
         return taken, committed, freed
 
     def manifest(self, step: int) -> Manifest | None:
-        """The recorded manifest of a step that was taken and is not freed yet."""
+        """The recorded manifest of a step that was taken and not freed yet; of an archived one while it is retained."""
         key = self._keys.batch(self.name, step)
         raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
         lines = [line.decode() for line in raw]

@@ -42,6 +42,10 @@ class RunLimits(BaseModel):
     pause_timeout_s: float = 300.0
     stale_threshold: int = 1
     tail_batch_trigger_size: int = -1
+    retain_batches: int = 0
+    """archived batches whose payloads and manifests are kept"""
+    retain_until_exported: bool = False
+    """and none is freed before somebody said that it was exported"""
     tasks: dict[str, TaskLimits] = {}
 
     @property

@@ -43,6 +43,11 @@ class Manifest:
         return int(found[1]) if found else 0
 
     @property
+    def archived(self) -> bool:
+        """Trained and committed: kept for those who look back, never delivered again."""
+        return " archived_ms=" in self.header
+
+    @property
     def gids(self) -> list[str]:
         return [entry.gid for entry in self.entries]
 

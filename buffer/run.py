@@ -144,13 +144,15 @@ class Run:
         return {k.decode(): v.decode() for k, v in raw.items()}
 
     def tidy(self) -> int:
-        """What a janitor does, and any process may: reap leases, expire stale groups, free garbage.
+        """What a janitor does, and any process may: reap leases, expire stale groups, forget old batches, free garbage.
 
         Returns how many groups and payloads were touched. Needs no leader and no lock.
         """
         touched = self.jobs.reap()
         for task in self.limits.training_tasks:
             touched += self.buffer.refresh(task)
+        for ledger in (self.ledger, self.evaluations):
+            ledger.forget()
         while freed := self.payloads.collect():
             touched += freed
         return touched

@@ -1,4 +1,4 @@
-"""The config sections both sides share: [run] [redis] [lease] [policy] [tasks] [strategy].
+"""The config sections both sides share: [run] [redis] [lease] [policy] [retention] [tasks] [strategy].
 
 The models of the two sides put these together with sections of their own. Paths are relative to where the
 command is started. Names and defaults are XTuner's where the thing is the same.
@@ -123,6 +123,24 @@ class PolicySection(Section):
     def weights_folder(self, run: RunSection) -> Path:
         # a folder per run: each deletes its own old versions
         return self.weights_dir / run.name if self.weights_dir else run.folder / "weights"
+
+
+class RetentionSection(Section):
+    """[retention]: what is kept of batches that are trained and committed."""
+
+    policy: Literal["none", "last", "export"] = "none"
+    """none: they are freed at once; last: the last `batches` of them stay readable; export: each stays until an
+    exporter has said that it copied it, and the last `batches` of them after that"""
+    batches: int = Field(0, ge=0)
+    """archived batches that stay, with their bytes: they count against the server's memory"""
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> RetentionSection:
+        if self.policy == "last" and not self.batches:
+            raise ValueError('policy = "last" needs batches = N, of at least 1')
+        if self.policy == "none" and self.batches:
+            raise ValueError('batches is only used by policy = "last" or "export"')
+        return self
 
 
 class SampleParamsSection(Section):

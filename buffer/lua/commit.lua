@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- commit: the trainer's checkpoint of step T is durable, and F is the oldest checkpoint it keeps.
--- Frees one slice of the batches up to F per call; the caller repeats it until freed = F.
+-- Archives one slice of the batches up to F per call; the caller repeats it until freed = F. Payload and manifest of
+-- an archived batch stay until `forget` frees them, at once or after a while: that is what retention means.
 -- KEYS[1] control   HASH
 -- KEYS[2] ledger    HASH
 -- KEYS[3] batches   prefix of the manifests (LIST)
@@ -11,7 +12,7 @@
 -- ARGV[1] nonce     of the trainer
 -- ARGV[2] step      T
 -- ARGV[3] keep      F
--- ARGV[4] limit     groups to free at most
+-- ARGV[4] limit     groups to archive at most
 -- ARGV[5+] task     name of each pair
 -- replies OK committed freed | FENCED | GAP taken | UNKNOWN_TASK gid
 -- keeps I1, I6 (frees nothing a kept checkpoint may ask for again), I13 (step)
@@ -19,8 +20,8 @@ local control, ledger, batches, groups, garbage, events = KEYS[1], KEYS[2], KEYS
 local nonce, step, keep, limit = ARGV[1], num(ARGV[2]), num(ARGV[3]), num(ARGV[4])
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep')
-local taken, committed, freed = num(steps[1]), num(steps[2]), num(steps[3])
+local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep', 'slice')
+local taken, committed, freed, done = num(steps[1]), num(steps[2]), num(steps[3]), num(steps[5])
 if step > taken then return {'GAP', int(taken)} end
 committed = math.max(committed, step)
 keep = math.min(keep, committed)
@@ -32,8 +33,7 @@ for i = 5, #ARGV do
 end
 local batch = batches .. int(freed + 1)
 local entries = {}
-if freed < keep then entries = redis.call('LRANGE', batch, math.max(-limit, 1 - redis.call('LLEN', batch)), -1) end
-if redis.call('LLEN', batch) <= 1 then entries = {} end
+if freed < keep then entries = redis.call('LRANGE', batch, 1 + done, done + limit) end
 for _, entry in ipairs(entries) do
   local gid = string.match(entry, '^(%S+)')
   if not tasks[string.match(gid, '^(.*)%-%d+$')] then return {'UNKNOWN_TASK', gid} end
@@ -42,19 +42,22 @@ end
 -- F is fenced before the first slice: a manifest that is half freed is never delivered again (I6)
 redis.call('HSET', ledger, 'committed', int(committed), 'keep', int(math.max(keep, num(steps[4]))))
 for _, entry in ipairs(entries) do
-  local gid, token, chunks = string.match(entry, '^(%S+) (%S+) (%S+)')
+  local gid = string.match(entry, '^(%S+)')
   local name, draw = string.match(gid, '^(.*)%-(%d+)$')
   redis.call('SETBIT', tasks[name].archived, tonumber(draw), 1)
-  redis.call('SADD', garbage, gid .. ' init 1', gid .. ' ' .. token .. ' ' .. chunks)
+  -- the result holds a copy of the prompt
+  redis.call('SADD', garbage, gid .. ' init 1')
   redis.call('UNLINK', groups .. gid)
   redis.call('HINCRBY', tasks[name].progress, 'taken', -1)
   redis.call('HINCRBY', tasks[name].progress, 'archived', 1)
 end
-if #entries > 0 then redis.call('LTRIM', batch, 0, -1 - #entries) end
-if freed < keep and redis.call('LLEN', batch) <= 1 then
-  redis.call('UNLINK', batch)
+done = done + #entries
+redis.call('HSET', ledger, 'slice', int(done))
+local header = redis.call('LINDEX', batch, 0)
+if freed < keep and done >= redis.call('LLEN', batch) - 1 then
+  if header then redis.call('LSET', batch, 0, header .. ' archived_ms=' .. int(now_ms())) end
   freed = freed + 1
-  redis.call('HSET', ledger, 'freed', int(freed))
+  redis.call('HSET', ledger, 'freed', int(freed), 'slice', 0)
   log_event(events, 'archived', 'step', int(freed))
 end
 if step > num(steps[2]) then log_event(events, 'committed', 'step', int(step), 'keep', int(keep)) end

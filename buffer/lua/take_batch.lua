@@ -19,9 +19,11 @@ local control, ledger, batch, groups, bell, events = KEYS[1], KEYS[2], KEYS[3], 
 local nonce, step, strict, threshold = ARGV[1], num(ARGV[2]), ARGV[3] == '1', ARGV[4]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
+local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'keep')
+-- what is archived, or about to be, is never delivered again: its manifest is only kept for those who look back
+if step <= num(steps[3]) then return {'COMMITTED', int(num(steps[2]))} end
 if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end
 if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end
-local steps = redis.call('HMGET', ledger, 'taken', 'committed')
 if step <= num(steps[2]) then return {'COMMITTED', int(num(steps[2]))} end
 if step ~= num(steps[1]) + 1 then return {'GAP', int(num(steps[1]))} end
 

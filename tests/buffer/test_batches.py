@@ -194,7 +194,10 @@ def test_commit_frees_in_slices_and_a_half_freed_batch_is_never_delivered_again(
         ["math"],
     )
     assert reply == ["OK", "1", "0"]
-    assert scene.raw.llen(keys.batch("train", 1)) == 2
+    assert scene.raw.hget(keys.ledger("train"), "slice") == b"2"
+    assert scene.counters()["archived"] == "2"
+    with pytest.raises(LedgerError, match="behind the committed step 1"):
+        scene.take(1)
     scene.check()
     with pytest.raises(LedgerError, match="step 0"):
         scene.open_trainer(step=0, take_over=True)

@@ -1,0 +1,123 @@
+"""What is kept of archived batches, and for how long (I6, I12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer import Manifest, RolloutGroup
+from buffer.errors import LedgerError
+from tests.buffer.scene import Scene
+
+
+def train(scene: Scene, steps: range) -> dict[int, Manifest]:
+    """Steps of two groups each, committed one by one."""
+    batches = {}
+    for step in steps:
+        scene.ready(step, step, lineage="l1")
+        batches[step] = scene.take(step, math=2)
+        scene.run.ledger.commit(scene.trainer, step, step)
+    return batches
+
+
+def read(scene: Scene, manifest: Manifest) -> list[RolloutGroup]:
+    return [scene.run.buffer.get(entry.payload) for entry in manifest.entries]
+
+
+def payloads(scene: Scene) -> int:
+    while scene.run.payloads.collect():
+        pass
+    return len(list(scene.raw.scan_iter(f"{scene.keys.prefix}payload:*")))
+
+
+def test_nothing_is_left_of_archived_batches_when_none_are_retained(scene: Scene) -> None:
+    scene.open_trainer()
+    train(scene, range(1, 4))
+    assert scene.run.ledger.archived() == range(4, 4)
+    assert scene.run.ledger.manifest(3) is None
+    assert payloads(scene) == 0
+    scene.check()
+
+
+def test_the_last_batches_stay_readable_until_they_fall_out(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(retain_batches=2)
+    scene.open_trainer()
+    batches = train(scene, range(1, 5))
+    assert scene.run.ledger.archived() == range(3, 5)
+    assert payloads(scene) == 4
+    for step in (3, 4):
+        manifest = scene.run.ledger.manifest(step)
+        assert manifest is not None
+        assert manifest.archived
+        assert manifest.entries == batches[step].entries
+        assert [group.gid for group in read(scene, manifest)] == batches[step].gids
+        with pytest.raises(LedgerError, match="committed"):
+            scene.take(step)
+    assert scene.run.ledger.manifest(2) is None
+    assert (scene.counters()["archived"], scene.counters()["taken"]) == ("8", "0")
+    scene.check()
+
+
+def test_a_restart_goes_on_from_its_checkpoint_with_retained_batches_behind_it(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(retain_batches=3)
+    scene.open_trainer()
+    train(scene, range(1, 3))
+    scene.ready(2, 2, lineage="l1")
+    third = scene.take(3)
+    scene.open_trainer(step=2, lineage="l2", take_over=True)
+    assert scene.take(3) == third
+    with pytest.raises(LedgerError, match="already freed"):
+        scene.open_trainer(step=1, lineage="l3", take_over=True)
+    assert scene.run.ledger.archived() == range(1, 3)
+    scene.check()
+
+
+def test_batches_wait_for_their_export_when_that_is_the_policy(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(retain_until_exported=True)
+    scene.open_trainer()
+    train(scene, range(1, 4))
+    scene.run.tidy()
+    assert scene.run.ledger.archived() == range(1, 4)
+    assert scene.run.ledger.forget(exported=2) == 2
+    assert scene.run.ledger.forget(exported=1) == 2
+    scene.run.tidy()
+    assert scene.run.ledger.archived() == range(3, 4)
+    assert payloads(scene) == 2
+    scene.check()
+
+
+def test_what_was_retained_is_freed_by_anybody_when_the_run_retains_less(make_scene: Callable[..., Scene]) -> None:
+    kept = make_scene(retain_batches=9)
+    kept.open_trainer()
+    train(kept, range(1, 4))
+    limits = kept.run.limits.model_copy(update={"retain_batches": 1})
+    less = type(kept.run)(kept.store, kept.name, kept.run.nonce, limits)
+    less.tidy()
+    assert less.ledger.archived() == range(3, 4)
+    assert payloads(kept) == 2
+    kept.check()
+
+
+def test_forget_goes_in_slices_and_leaves_a_manifest(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(retain_batches=1)
+    scene.open_trainer()
+    train(scene, range(1, 2))
+    keys = scene.keys
+    reply = scene.store.call(
+        "forget",
+        {
+            "ledger": keys.ledger("train"),
+            "batches": keys.batches("train"),
+            "garbage": keys.garbage,
+            "events": keys.events,
+        },
+        {"retain": 0, "wait": 0, "exported": 0, "limit": 1},
+    )
+    assert reply == ["OK", "0", "1"]
+    half = scene.run.ledger.manifest(1)
+    assert half is not None
+    assert len(read(scene, half)) == 1
+    scene.check()
