@@ -11,9 +11,10 @@ from buffer.group import RolloutGroup
 from buffer.job import Claim, Job
 from buffer.jobs import JobQueue
 from buffer.keys import Keys, group_id, split_group_id
-from buffer.ledger import BatchLedger, NotReady
+from buffer.ledger import BatchLedger
 from buffer.limits import RunLimits, TaskLimits
-from buffer.manifest import Manifest, ManifestEntry
+from buffer.manifest import Manifest, ManifestEntry, NotReady
+from buffer.order import Finished
 from buffer.replay_buffer import PoolSizes, ReplayBuffer
 from buffer.rollout import (
     MediaRef,
@@ -33,6 +34,7 @@ __all__ = [
     "BatchLedger",
     "Claim",
     "ControlState",
+    "Finished",
     "Fleet",
     "Job",
     "JobQueue",

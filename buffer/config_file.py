@@ -12,11 +12,11 @@ from pydantic import Field, model_validator
 
 from buffer.config import Section
 from buffer.limits import RunLimits, TaskLimits
+from buffer.retention_config import RetentionSection
 from buffer.run_config import (
     LeaseSection,
     PolicySection,
     RedisSection,
-    RetentionSection,
     RunSection,
     StrategySection,
     Tasks,
@@ -87,6 +87,7 @@ class ConfigFile(Section):
             pause_timeout_s=self.lease.pause_timeout_s,
             stale_threshold=self.policy.stale_threshold,
             tail_batch_trigger_size=self.strategy.tail_batch_trigger_size,
+            order=self.policy.order,
             retain_batches=self.retention.batches,
             retain_until_exported=self.retention.policy == "export",
             tasks={n: TaskLimits(weight=t.weight, eval_of=t.eval_of) for n, t in self.tasks.items()},

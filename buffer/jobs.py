@@ -237,6 +237,7 @@ class JobQueue:
         return (
             {"group": keys.group(gid), "progress": keys.progress(task), "dead": keys.dead}
             | {"dead_letters": keys.dead_letters, "garbage": keys.garbage, "events": keys.events}
+            | {"order": keys.order(task)}
             | {status: keys.pool(task, status) for status in POOLS}
             | {end: keys.ended(task, end) for end in ENDS}
         )

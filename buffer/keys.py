@@ -13,6 +13,8 @@
     rmq:{run}:group:<gid>            HASH     the record of one group, short fields only
     rmq:{run}:leases                 ZSET     gid by deadline (ms of the server's clock): what runs
     rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf without one)
+    rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's policy, where it is
+                                              neither staleness nor freshest (buffer/order.py)
     rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
     rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
     rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads: nothing is freed meanwhile
@@ -118,6 +120,9 @@ class Keys:
 
     def pool(self, task: str, status: str) -> str:
         return f"{self.prefix}pool:{task}:{status}"
+
+    def order(self, task: str) -> str:
+        return f"{self.prefix}order:{task}:completed"
 
     def payload(self, gid: str, token: str, chunk: int = 0) -> str:
         base = f"{self.prefix}payload:{gid}:{token}"

@@ -7,7 +7,7 @@ offsets with the output; Redis only must not free what a kept checkpoint may ask
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -16,22 +16,9 @@ from buffer.control import opened
 from buffer.errors import Fenced, LedgerError, ScriptError
 from buffer.keys import ENDS, Keys, split_group_id
 from buffer.limits import RunLimits
-from buffer.manifest import Manifest, ManifestEntry
+from buffer.manifest import Manifest, ManifestEntry, NotReady
+from buffer.order_index import in_order
 from buffer.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class NotReady:
-    """Why a batch cannot be taken yet: (ready, wanted) groups of each task; empty while recovering."""
-
-    missing: Mapping[str, tuple[int, int]]
-    recovering: bool = False
-
-    def __str__(self) -> str:
-        if self.recovering:
-            return "recovering after a fork of the weights"
-        short = [f"{task} {ready} of {wanted}" for task, (ready, wanted) in self.missing.items() if ready < wanted]
-        return "waiting for groups: " + ", ".join(short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +98,16 @@ class BatchLedger:
         Best effort (`strict=False`) takes what there is. Nothing stale is ever handed out, whether or not
         `refresh` has run (I8). Raises Fenced; LedgerError for a step that is not the next one.
         """
-        keys = self._keys
         tasks = [task for task, count in counts.items() if count > 0]
-        reply = self._store.call(
+        reply = self._in_order(nonce, lambda: self._take(nonce, step, tasks, counts, strict))
+        return self._taken(reply, step, dict.fromkeys(tasks, (0, 0)))
+
+    def _in_order(self, nonce: str, call: Callable[[], list[str]]) -> list[str]:
+        return in_order(self._store, self._keys, self._limits, nonce, call)
+
+    def _take(self, nonce: str, step: int, tasks: list[str], counts: Mapping[str, int], strict: bool) -> list[str]:
+        keys, limits, training = self._keys, self._limits, self.name == "train"
+        return self._store.call(
             "take_batch",
             {
                 "control": keys.control,
@@ -127,13 +121,13 @@ class BatchLedger:
                 "nonce": nonce,
                 "step": step,
                 "strict": int(strict),
-                "threshold": self._limits.stale_threshold if self.name == "train" else "",
+                "threshold": limits.stale_threshold if training else "",
+                "policy": limits.order if training else "staleness",
             },
-            [key for task in tasks for key in (keys.pool(task, "completed"), keys.progress(task))],
+            [k for task in tasks for k in (keys.pool(task, "completed"), keys.order(task), keys.progress(task))],
             [arg for task in tasks for arg in (task, counts[task])],
             durable=True,
         )
-        return self._taken(reply, step, dict.fromkeys(tasks, (0, 0)))
 
     def _taken(self, reply: list[str], step: int, nothing: Mapping[str, tuple[int, int]]) -> Manifest | NotReady:
         match reply[0]:
@@ -161,9 +155,16 @@ class BatchLedger:
         The batch must be taken and not committed. Returns its new revision, which is what `take` returns from now on;
         the group is a dead letter with `reason`, and counts against its worker. Raises Fenced, LedgerError.
         """
+        reply = self._in_order(nonce, lambda: self._quarantine(nonce, step, entry, reason))
+        manifest = self._quarantined(reply, step, entry.gid)
+        if manifest is None:
+            raise LedgerError(f"the manifest of step {step} is gone")
+        return manifest
+
+    def _quarantine(self, nonce: str, step: int, entry: ManifestEntry, reason: str) -> list[str]:
         keys, (task, _) = self._keys, split_group_id(entry.gid)
         text = reason[:2000].encode(errors="replace").decode()
-        reply = self._store.call(
+        return self._store.call(
             "quarantine",
             {
                 "control": keys.control,
@@ -177,6 +178,7 @@ class BatchLedger:
                 "worker_records": keys.worker_records,
                 "bell": keys.bell("producer"),
                 "events": keys.events,
+                "order": keys.order(task),
             },
             {
                 "nonce": nonce,
@@ -187,10 +189,6 @@ class BatchLedger:
             },
             durable=True,
         )
-        manifest = self._quarantined(reply, step, entry.gid)
-        if manifest is None:
-            raise LedgerError(f"the manifest of step {step} is gone")
-        return manifest
 
     def _quarantined(self, reply: list[str], step: int, gid: str) -> Manifest | None:
         match reply[0]:

@@ -42,6 +42,8 @@ class RunLimits(BaseModel):
     pause_timeout_s: float = 300.0
     stale_threshold: int = 1
     tail_batch_trigger_size: int = -1
+    order: str = "staleness"
+    """in which ready groups are taken: see buffer/order.py"""
     retain_batches: int = 0
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False

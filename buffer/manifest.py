@@ -1,9 +1,9 @@
-"""The record of one batch: what a train step was given, in order (I5)."""
+"""The record of one batch: what a train step was given, in order (I5); or why there is none yet."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from buffer.payloads import PayloadRef
@@ -55,3 +55,17 @@ class Manifest:
     def parse(cls, step: int, lines: Sequence[str]) -> Manifest:
         """A header and one line per group, as the server keeps them."""
         return cls(step, lines[0], tuple(ManifestEntry.parse(line) for line in lines[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class NotReady:
+    """Why a batch cannot be taken yet: (ready, wanted) groups of each task; empty while recovering."""
+
+    missing: Mapping[str, tuple[int, int]]
+    recovering: bool = False
+
+    def __str__(self) -> str:
+        if self.recovering:
+            return "recovering after a fork of the weights"
+        short = [f"{task} {ready} of {wanted}" for task, (ready, wanted) in self.missing.items() if ready < wanted]
+        return "waiting for groups: " + ", ".join(short)

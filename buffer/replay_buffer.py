@@ -17,6 +17,8 @@ from buffer.group import RolloutGroup
 from buffer.job import Job
 from buffer.keys import POOLS, Keys
 from buffer.limits import RunLimits
+from buffer.order import OrderFunction, submit_argument
+from buffer.order_index import expire
 from buffer.payloads import PayloadRef, PayloadStore
 from buffer.rollout import Status
 from buffer.store import Store
@@ -38,6 +40,8 @@ class ReplayBuffer:
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
         self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+        self.order_function: OrderFunction | None = None
+        """the run's order policy where it is a user's: loaded and set by whoever submits"""
 
     def get(self, ref: PayloadRef) -> RolloutGroup:
         """The group behind a payload. Raises PayloadMissing or WireError."""
@@ -94,6 +98,7 @@ class ReplayBuffer:
                 "bell_trainer": keys.bell("trainer"),
                 "bell_producer": keys.bell("producer"),
                 "events": keys.events,
+                "order": keys.order(task),
             },
             {
                 "gid": group.gid,
@@ -105,11 +110,17 @@ class ReplayBuffer:
                 "crc": ref.crc,
                 "reward_sum": f"{float(scores.sum()) if counted else 0.0:.6g}",
                 "reward_count": len(scores) if counted else 0,
+                "order": self._place(group) if status == "completed" else "",
             },
             keys.payload_chunks(ref.gid, ref.token, ref.chunks),
             [part for pair in group.oldest_by_lineage().items() for part in pair],
             durable=True,
         )
+
+    def _place(self, group: RolloutGroup) -> str:
+        # evaluations are taken whole: their order does not matter
+        is_eval = self._limits.tasks[group.task].eval_of is not None
+        return "" if is_eval else submit_argument(self._limits.order, group, self.order_function)
 
     def count(self, task: str) -> PoolSizes:
         """How many groups each pool of a task holds. O(1)."""
@@ -122,30 +133,7 @@ class ReplayBuffer:
         """Expire what the next train step may not use any more; returns how many groups moved."""
         moved = 0
         for status in ("completed", "aborted"):
-            while (slice_ := self._refresh(task, status, limit)) == limit:
+            while (slice_ := expire(self._store, self._keys, self._limits, task, status, limit)) == limit:
                 moved += slice_
             moved += slice_
         return moved
-
-    def _refresh(self, task: str, status: str, limit: int) -> int:
-        keys = self._keys
-        reply = self._store.call(
-            "refresh",
-            {
-                "ledger": keys.ledger("train"),
-                "pool": keys.pool(task, status),
-                "expired": keys.pool(task, "expired"),
-                "progress": keys.progress(task),
-                "groups": keys.groups,
-                "dropped": keys.ended(task, "dropped"),
-                "garbage": keys.garbage,
-                "bell": keys.bell("producer"),
-                "events": keys.events,
-            },
-            {
-                "threshold": self._limits.stale_threshold,
-                "limit": limit,
-                "retryable": int(self._limits.tail_batch_trigger_size >= 0),
-            },
-        )
-        return int(reply[1])

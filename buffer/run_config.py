@@ -1,4 +1,4 @@
-"""The config sections both sides share: [run] [redis] [lease] [policy] [retention] [tasks] [strategy].
+"""The config sections both sides share: [run] [redis] [lease] [policy] [tasks] [strategy].
 
 The models of the two sides put these together with sections of their own. Paths are relative to where the
 command is started. Names and defaults are XTuner's where the thing is the same.
@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_v
 from buffer.config import Section
 from buffer.config_problem import RENAMED
 from buffer.masking import mask_url
+from buffer.order import BUILT_IN as ORDERS
 from buffer.rollout import SampleParams
 
 
@@ -26,6 +27,12 @@ def check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         raise ValueError("expected letters, digits, `_ . -`; first a letter or digit; at most 64 characters")
     return name
+
+
+def is_function_path(text: str) -> bool:
+    """Whether it reads package.module:function."""
+    module, colon, function = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])
 
 
 Name = Annotated[str, AfterValidator(check_name)]
@@ -112,8 +119,18 @@ class PolicySection(Section):
     """train steps between two publications of weights"""
     max_staleness: int = Field(0, ge=0)
     """how many publications old the weights of a rollout may be; 0 is on-policy"""
+    order: str = "staleness"
+    """which ready groups are taken first: staleness (oldest weights), fifo (arrival), freshest (newest weights),
+    length_fair (short and long responses take turns), or your own function as package.module:function"""
     pause_mode: Literal["abort", "drain", "keep"] = "keep"
     """what a weight update does to running rollouts: hand back what they have, finish, or freeze and go on"""
+
+    @field_validator("order")
+    @classmethod
+    def _check_order(cls, order: str) -> str:
+        if order not in ORDERS and not is_function_path(order):
+            raise ValueError(f"expected {', '.join(ORDERS)} or package.module:function")
+        return order
 
     @property
     def stale_threshold(self) -> int:
@@ -123,24 +140,6 @@ class PolicySection(Section):
     def weights_folder(self, run: RunSection) -> Path:
         # a folder per run: each deletes its own old versions
         return self.weights_dir / run.name if self.weights_dir else run.folder / "weights"
-
-
-class RetentionSection(Section):
-    """[retention]: what is kept of batches that are trained and committed."""
-
-    policy: Literal["none", "last", "export"] = "none"
-    """none: they are freed at once; last: the last `batches` of them stay readable; export: each stays until an
-    exporter has said that it copied it, and the last `batches` of them after that"""
-    batches: int = Field(0, ge=0)
-    """archived batches that stay, with their bytes: they count against the server's memory"""
-
-    @model_validator(mode="after")
-    def _check_batches(self) -> RetentionSection:
-        if self.policy == "last" and not self.batches:
-            raise ValueError('policy = "last" needs batches = N, of at least 1')
-        if self.policy == "none" and self.batches:
-            raise ValueError('batches is only used by policy = "last" or "export"')
-        return self
 
 
 class SampleParamsSection(Section):
@@ -235,9 +234,7 @@ class TaskSection(Section):
     @field_validator("judge")
     @classmethod
     def _check_judge(cls, judge: str) -> str:
-        module, colon, function = judge.partition(":")
-        is_path = bool(colon) and all(part.isidentifier() for part in [*module.split("."), function])
-        if judge not in JUDGES and not is_path:
+        if judge not in JUDGES and not is_function_path(judge):
             raise ValueError(f"expected {', '.join(JUDGES)} or package.module:function")
         return judge
 

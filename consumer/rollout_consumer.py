@@ -31,8 +31,8 @@ from buffer.control import Mode, new_nonce
 from buffer.errors import LedgerError, PayloadMissing, RolloutMQError, StoreUnavailable, WireError
 from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
-from buffer.ledger import BatchLedger, NotReady, Opening
-from buffer.manifest import Manifest, ManifestEntry
+from buffer.ledger import BatchLedger, Opening
+from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from buffer.config_file import allocate
 from buffer.errors import LostRun, ModelError
-from buffer.ledger import NotReady
+from buffer.manifest import NotReady
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.staleness import staleness

@@ -11,11 +11,13 @@ import orjson
 
 from buffer.errors import ConfigError, ModelError
 from buffer.open_run import INITIAL
+from buffer.order import BUILT_IN, is_custom
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop, load_agent_loop
 from producer_workers.config import ProducingConfig
 from producer_workers.datasets.open import open_dataset
+from producer_workers.dotted_path import load_object
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from producer_workers.judges.load import load_judge
@@ -72,6 +74,8 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     partial = config.strategy.enable_partial_rollout
+    if is_custom(run.limits.order):
+        run.buffer.order_function = load_object(run.limits.order, kind="order policy", built_in=BUILT_IN)
     loops: dict[str, AgentLoop] = {
         name: load_agent_loop(
             config.worker.agent_loop,

@@ -18,6 +18,7 @@
 -- KEYS[16] garbage     SET
 -- KEYS[17] bell        LIST     of the producer
 -- KEYS[18] events      STREAM
+-- KEYS[19] order       ZSET     of the completed groups of the task, where the policy needs one
 -- ARGV[1] gid
 -- ARGV[2] draw
 -- ARGV[3] revoke       worker whose lease on the group is revoked in this step; '' = a running group is refused
@@ -26,7 +27,7 @@
 local group, progress, jobs_eval, jobs_resume, jobs_fresh = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local completed, aborted, expired, leases, holders = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local dead, dead_letters, archived, filtered, dropped = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
-local garbage, bell, events = KEYS[16], KEYS[17], KEYS[18]
+local garbage, bell, events, order = KEYS[16], KEYS[17], KEYS[18], KEYS[19]
 local gid, draw, revoke = ARGV[1], ARGV[2], ARGV[3]
 
 local held = redis.call('HMGET', group, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'lane', 'entry')
@@ -51,7 +52,7 @@ elseif before == 'waiting' then
   redis.call('XDEL', jobs[held[8]], held[9])
 else
   before = leave_by_hand({group = group, progress = progress, completed = completed, aborted = aborted,
-    expired = expired, dead = dead, dead_letters = dead_letters}, gid, before, held[2], held[7])
+    expired = expired, order = order, dead = dead, dead_letters = dead_letters}, gid, before, held[2], held[7])
 end
 redis.call('SADD', garbage, gid .. ' init 1')
 if held[5] ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held[5] .. ' ' .. held[6]) end

@@ -12,15 +12,18 @@
 -- KEYS[9] worker_records  prefix of the workers' records (HASH)
 -- KEYS[10] bell        LIST     of the producer
 -- KEYS[11] events      STREAM
+-- KEYS[12] order       ZSET     of the completed groups of the task, where the policy needs one
 -- ARGV[1] nonce        of the trainer
 -- ARGV[2] step         T
 -- ARGV[3] gid
 -- ARGV[4] token        of the payload in the manifest
 -- ARGV[5] reason       a JSON string
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
+--       | BLOCKED task | UNORDERED task
 -- keeps I1, I5 (the new revision is the record: header and entries change here), I7, I8 (the cut of the header), I11, I13 (gid and token)
 local control, ledger, batch, groups, completed, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local dead, dead_letters, worker_records, bell, events = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local order = KEYS[12]
 local nonce, step, gid, token, reason = ARGV[1], num(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -39,13 +42,17 @@ if not place then
   return {'NOT_TAKEN'}
 end
 local cut = string.match(header, ' cut=(%S+)')
-local member = redis.call('ZRANGEBYSCORE', completed, cut, '+inf', 'LIMIT', 0, 1)[1]
+local policy = string.match(header, ' order=(%S+)') or 'staleness'
+local found, problem = next_ready(policy, completed, order, progress, cut, 1)
+local member, task = found[1], redis.call('HGET', groups .. gid, 'task')
+if problem == 'blocked' then return {'BLOCKED', task} end
+if problem == 'unordered' then return {'UNORDERED', task} end
 
 local substitute = '-'
 if member then
   substitute = string.match(member, ':(.*)$')
   redis.call('LSET', batch, place, manifest_line(groups, substitute))
-  redis.call('ZREM', completed, member)
+  take_out(completed, order, progress, member)
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', redis.call('HGET', groups .. gid, 'batch'))
 else
   redis.call('LREM', batch, 1, lines[place + 1])

@@ -9,13 +9,14 @@
 -- KEYS[7] garbage    SET
 -- KEYS[8] bell       LIST     of the producer
 -- KEYS[9] events     STREAM
+-- KEYS[10] order     ZSET     of the completed groups of the task, where the policy needs one
 -- ARGV[1] threshold  stale threshold in steps
 -- ARGV[2] limit      groups at most
 -- ARGV[3] retryable  1 = to the pool of expired groups, from their prompt again; 0 = dropped
 -- replies OK moved
 -- keeps I1, I8 (take does not rely on it), I13 (repeating it finds nothing)
 local ledger, pool, expired, progress, groups = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local dropped, garbage, bell, events = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local dropped, garbage, bell, events, order = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local threshold, limit, retryable = num(ARGV[1]), num(ARGV[2]), ARGV[3] == '1'
 
 local step = num(redis.call('HGET', ledger, 'taken')) + 1
@@ -24,6 +25,7 @@ for _, member in ipairs(members) do
   local gid = string.match(member, ':(.*)$')
   local record = redis.call('HMGET', groups .. gid, 'payload', 'chunks', 'draw')
   redis.call('ZREM', pool, member)
+  redis.call('ZREM', order, member)
   redis.call('SADD', garbage, gid .. ' ' .. record[1] .. ' ' .. record[2])
   redis.call('HINCRBY', progress, 'expirations', 1)
   if retryable then

@@ -15,6 +15,7 @@
 -- KEYS[12] garbage     SET
 -- KEYS[13] bell        LIST     of the workers
 -- KEYS[14] events      STREAM
+-- KEYS[15] order       ZSET     of the completed groups of the task, where the policy needs one
 -- ARGV[1] gid
 -- ARGV[2] draw
 -- ARGV[3] operation    nonce of this call
@@ -23,7 +24,7 @@
 -- keeps I1, I11 (a dead letter may live again), I13 (operation)
 local group, progress, jobs, completed, aborted, expired = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local dead, dead_letters, archived, filtered, dropped = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local garbage, bell, events = KEYS[12], KEYS[13], KEYS[14]
+local garbage, bell, events, order = KEYS[12], KEYS[13], KEYS[14], KEYS[15]
 local gid, draw, operation, lane = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
 local held = redis.call('HMGET', group, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'requeued')
@@ -37,7 +38,7 @@ if held[1] == 'running' or held[1] == 'judging' then return {'RUNNING', held[3]}
 if held[1] == 'taken' then return {'TAKEN', held[4]} end
 
 local before = leave_by_hand({group = group, progress = progress, completed = completed, aborted = aborted,
-  expired = expired, dead = dead, dead_letters = dead_letters}, gid, held[1], held[2], held[7])
+  expired = expired, order = order, dead = dead, dead_letters = dead_letters}, gid, held[1], held[2], held[7])
 local payload = held[5]
 if before ~= 'aborted' then
   if payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[6]) end

@@ -54,15 +54,16 @@ class Task:
 class Machine:
     """Every method without an underscore makes one move on the server and in the model, and compares the outcome."""
 
-    def __init__(self, store: Store, raw: redis.Redis, name: str, tail_batch: int) -> None:
+    def __init__(self, store: Store, raw: redis.Redis, name: str, tail_batch: int, order: str = "staleness") -> None:
         limits = RunLimits(
             stale_threshold=THRESHOLD,
             max_tries=MAX_TRIES,
             tail_batch_trigger_size=tail_batch,
+            order=order,
             tasks={task: TaskLimits() for task in TASKS},
         )
         self.scene = Scene(store, raw, name, limits)
-        self.retried = tail_batch >= 0
+        self.retried, self.order = tail_batch >= 0, order
         self.groups: dict[str, Group] = {}
         self.tasks = {name: Task() for name in TASKS}
         self.forks: list[tuple[str, int]] = []
@@ -96,8 +97,17 @@ class Machine:
 
     def fresh(self, task: str) -> list[Group]:
         """The completed groups that the next step may use, in order."""
-        cut = self.taken + 1 - THRESHOLD
-        return [g for g in self.pooled("completed", task) if self.version(g) >= cut]
+        return self.ready(task, self.taken + 1)
+
+    def ready(self, task: str, step: int) -> list[Group]:
+        """The completed groups that `step` may use, in the order of the run's policy."""
+        fresh = [g for g in self.pooled("completed", task) if self.version(g) >= step - THRESHOLD]
+        match self.order:
+            case "fifo":
+                fresh.sort(key=lambda g: g.arrival)
+            case "freshest":
+                fresh.reverse()
+        return fresh
 
     def room(self, task: str, target: int) -> int:
         busy = len(self.at("waiting", task)) + len(self.at("running", task)) + len(self.fresh(task))
@@ -321,7 +331,7 @@ class Machine:
                 ledger.quarantine(nonce, step, entry, "bad")
             return
         bad = self.groups[entry.gid]
-        ready = [g for g in self.pooled("completed", bad.task) if self.version(g) >= step - THRESHOLD]
+        ready = self.ready(bad.task, step)
         gids = [gid for gid in manifest.gids if gid != bad.gid]
         if ready:
             gids.insert(manifest.gids.index(bad.gid), ready[0].gid)
@@ -442,5 +452,9 @@ class Machine:
             if self.readable(group):
                 tokens = self.scene.run.buffer.get(self.newest(group)).states[0].response_ids
                 assert len(tokens) == 2 * len(group.made_by), group
+        for task in TASKS:
+            pool = self.scene.raw.zrange(self.scene.keys.pool(task, "completed"), 0, -1)
+            index = self.scene.raw.zrange(self.scene.keys.order(task), 0, -1)
+            assert index == (sorted(pool) if self.order == "fifo" else [])
         for step, manifest in self.batches.items():
             assert self.scene.run.ledger.manifest(step) == manifest

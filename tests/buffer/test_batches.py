@@ -8,7 +8,7 @@ import pytest
 
 from buffer import PolicyVersion, Status, group_id
 from buffer.errors import LedgerError
-from buffer.ledger import NotReady
+from buffer.manifest import NotReady
 from tests.buffer.scene import Scene
 
 

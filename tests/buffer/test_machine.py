@@ -62,6 +62,7 @@ RARE = [
     moves("collect_garbage"),
     moves("server_forgets_its_scripts"),
 ]
+orders = st.sampled_from(["staleness", "fifo", "fifo", "freshest"])
 histories = st.lists(st.sampled_from(COMMON * 2 + RARE).flatmap(lambda move: move), min_size=70, max_size=110)
 
 
@@ -85,10 +86,10 @@ def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(tail_batch=st.sampled_from([-1, 0, 2]), history=histories)
-    def live(tail_batch: int, history: list[tuple[str, dict[str, Any]]]) -> None:
+    @given(tail_batch=st.sampled_from([-1, 0, 2]), order=orders, history=histories)
+    def live(tail_batch: int, order: str, history: list[tuple[str, dict[str, Any]]]) -> None:
         raw.flushall()
-        machine = Machine(store, raw, f"machine-{next(numbers)}", tail_batch)
+        machine = Machine(store, raw, f"machine-{next(numbers)}", tail_batch, order)
         for name, arguments in history:
             getattr(machine, name)(**arguments)
             machine.check_totals()

@@ -127,12 +127,16 @@ def put_right_by_hand(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("echo", "tail_batch"), [(name, -1) for name in MUTATING] + [("refresh", 0), ("reissue", 0)], indirect=["echo"]
+    ("echo", "tail_batch", "order"),
+    [(name, -1, "staleness") for name in MUTATING if name != "reorder"]
+    + [("refresh", 0, "staleness"), ("reissue", 0, "staleness")]
+    + [(name, 0, "length_fair") for name in ("submit", "take_batch", "quarantine", "refresh", "requeue", "reorder")],
+    indirect=["echo"],
 )
 def test_script_changes_nothing_when_it_runs_again(
-    echo: EchoStore, redis_client: redis.Redis, run_name: str, tail_batch: int, tmp_path: Path
+    echo: EchoStore, redis_client: redis.Redis, run_name: str, tail_batch: int, order: str, tmp_path: Path
 ) -> None:
-    limits = RunLimits(**{**LIMITS.model_dump(), "max_tries": 2, "tail_batch_trigger_size": tail_batch})
+    limits = RunLimits(**{**LIMITS.model_dump(), "max_tries": 2, "tail_batch_trigger_size": tail_batch, "order": order})
     scene = Scene(echo, redis_client, run_name, limits)
     tell_a_whole_story(scene, tmp_path)
     assert echo.calls > 0

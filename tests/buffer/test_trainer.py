@@ -8,7 +8,7 @@ import pytest
 
 from buffer import PolicyVersion, Status, new_nonce
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
-from buffer.ledger import NotReady
+from buffer.manifest import NotReady
 from tests.buffer.scene import Scene, extend
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from buffer.config import Section, load_config
+from buffer.config_file import ConfigFile
 from buffer.errors import ConfigError
+from buffer.limits import RunLimits
 from buffer.masking import mask_url
 from buffer.run_config import (
     JsonlDataset,
@@ -216,6 +218,37 @@ def test_the_url_comes_from_the_flag_then_the_environment_then_the_config(
     monkeypatch.delenv("REDIS_URL")
     assert RedisSection(url="redis://config").resolve_url() == "redis://config"
     assert RedisSection().resolve_url() is None
+
+
+def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    limits = load_config(ConfigFile, path).limits()
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == ("staleness", 0, False)
+    changes = ("policy.order=my.module:score", "retention.policy=export", "retention.batches=3")
+    limits = load_config(ConfigFile, path, changes).limits()
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == ("my.module:score", 3, True)
+    assert RunLimits.from_meta(dict(batched(limits.to_meta()))) == limits
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("policy.order=shortest", "expected staleness, fifo, freshest, length_fair or package.module:function"),
+        ("policy.order=my-module:score", "expected staleness"),
+        ("retention.policy=last", "needs batches = N"),
+        ("retention.batches=2", "only used by policy"),
+    ],
+)
+def test_orders_and_retentions_that_make_no_sense_are_refused(tmp_path: Path, change: str, told: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        load_config(ConfigFile, path, [change])
+
+
+def batched(pairs: list[str]) -> list[tuple[str, str]]:
+    return list(zip(pairs[::2], pairs[1::2], strict=True))
 
 
 def test_stale_threshold_counts_train_steps() -> None:

@@ -28,6 +28,7 @@ ROLES = {
     "dead": "dead",
     "dead_letters": "dead:",
     "pool": "pool",
+    "order": "order",
     "completed": "pool",
     "aborted": "pool",
     "expired": "pool",
@@ -122,7 +123,8 @@ def test_every_refusal_is_known_to_its_caller(name: str) -> None:
     # what is left to a general case: an error that shows the reply, or "nothing was done"
     general = {"commit": {"GAP", "UNKNOWN_TASK"}, "deregister": {"UNKNOWN"}, "reap": {"GRACE"}, "reissue": {"CLOSED"}}
     general |= {"check": set(), "totals": set()}
-    sources = [p.read_text() for p in BUFFER.glob("*.py") if f'"{name}"' in p.read_text() or p.stem == "control"]
+    shared = {"control", "order_index"}
+    sources = [p.read_text() for p in BUFFER.glob("*.py") if f'"{name}"' in p.read_text() or p.stem in shared]
     quoted = {code for source in sources for code in re.findall(r'"([A-Z_]+)"', source)}
     assert replies_of(name) - {"OK"} - general.get(name, set()) <= quoted
 

@@ -1,0 +1,78 @@
+"""Keeps what `take_batch` reads in order: clears what is too stale out of the way, and fills what is missing.
+
+Scripts never search without a bound. Where too many stale groups stand before the fresh ones, or the index does not
+hold every ready group (the policy was changed, or a worker of before still submits), they say so and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from buffer.errors import Fenced, ScriptError
+from buffer.keys import Keys
+from buffer.limits import RunLimits
+from buffer.store import Store
+
+_SLICE = 500
+_PASSES = 20
+
+
+def in_order(
+    store: Store, keys: Keys, limits: RunLimits, nonce: str, call: Callable[[], list[str]]
+) -> list[str]:
+    """The reply of `call`, a script that takes in order, once nothing stands in its way. Raises Fenced."""
+    for _ in range(_PASSES):
+        reply = call()
+        if reply[0] == "BLOCKED":
+            while expire(store, keys, limits, reply[1], "completed", _SLICE) == _SLICE:
+                pass
+        elif reply[0] == "UNORDERED":
+            _fill(store, keys, limits, nonce, reply[1])
+        else:
+            return reply
+    raise ScriptError(f"the order of {reply[1]} is never settled: {reply[0]}")
+
+
+def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
+    """Move up to `limit` groups out of a pool that the next train step may not use any more; how many there were."""
+    reply = store.call(
+        "refresh",
+        {
+            "ledger": keys.ledger("train"),
+            "pool": keys.pool(task, status),
+            "expired": keys.pool(task, "expired"),
+            "progress": keys.progress(task),
+            "groups": keys.groups,
+            "dropped": keys.ended(task, "dropped"),
+            "garbage": keys.garbage,
+            "bell": keys.bell("producer"),
+            "events": keys.events,
+            "order": keys.order(task),
+        },
+        {
+            "threshold": limits.stale_threshold,
+            "limit": limit,
+            "retryable": int(limits.tail_batch_trigger_size >= 0),
+        },
+    )
+    return int(reply[1])
+
+
+def _fill(store: Store, keys: Keys, limits: RunLimits, nonce: str, task: str) -> None:
+    """Add to the index what is ready and not in it, slice by slice."""
+    start, scanned = 0, _SLICE
+    while scanned == _SLICE:
+        reply = store.call(
+            "reorder",
+            {
+                "control": keys.control,
+                "progress": keys.progress(task),
+                "pool": keys.pool(task, "completed"),
+                "order": keys.order(task),
+            },
+            {"nonce": nonce, "policy": limits.order, "start": start, "limit": _SLICE},
+        )
+        if reply[0] == "FENCED":
+            raise Fenced("this is no longer the trainer of the run: another one was opened")
+        scanned = int(reply[1])
+        start += scanned
