@@ -11,7 +11,7 @@ import orjson
 
 from buffer.errors import ConfigError, ModelError
 from buffer.open_run import INITIAL
-from buffer.order import BUILT_IN, is_custom
+from buffer.order import BUILT_IN, OrderFunction, is_custom
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop, load_agent_loop
@@ -74,8 +74,7 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     partial = config.strategy.enable_partial_rollout
-    if is_custom(run.limits.order):
-        run.buffer.order_function = load_object(run.limits.order, kind="order policy", built_in=BUILT_IN)
+    run.buffer.order_function = load_order(run.limits.order)
     loops: dict[str, AgentLoop] = {
         name: load_agent_loop(
             config.worker.agent_loop,
@@ -96,6 +95,14 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
         drain_timeout_s=config.worker.drain_timeout_s,
         facts={"host": socket.gethostname(), "pid": str(os.getpid())},
     )
+
+
+def load_order(order: str) -> OrderFunction | None:
+    """The function of a user's order policy; None for those that the buffer knows. Raises ConfigError."""
+    if not is_custom(order):
+        return None
+    function: OrderFunction = load_object(order, kind="order policy", built_in=BUILT_IN)
+    return function
 
 
 def _eos_ids(folder: Path) -> set[int]:

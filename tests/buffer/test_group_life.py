@@ -47,7 +47,7 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     manifest = scene.take(1)
     assert scene.pool("completed") == []
     assert raw.llen(keys.batch("train", 1)) == 2
-    assert manifest.header.startswith("step=1 cut=-1 asked=math=1 strict=1 taken_ms=")
+    assert manifest.header.startswith("step=1 cut=-1 asked=math=1 strict=1 order=staleness taken_ms=")
     assert scene.record(GID)["stage"] == "taken"
     assert (scene.counters()["consumed"], scene.counters()["taken"]) == ("1", "1")
     assert scene.run.buffer.get(manifest.entries[0].payload).states[0].response_ids.tolist() == [5, 6]
