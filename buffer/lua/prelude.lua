@@ -152,11 +152,12 @@ local function next_ready(policy, pool, order, progress, cut, count)
 end
 
 -- Remove groups that are taken from the pool and its index; the clock of length_fair goes on with the last one.
-local function take_out(pool, order, progress, member)
-  local round = tonumber(redis.call('ZSCORE', order, member) or '') or 0
+local function take_out(pool, order, progress, members)
+  if #members == 0 then return end
+  local round = tonumber(redis.call('ZSCORE', order, members[#members]) or '') or 0
   if round < math.huge and round > (tonumber(redis.call('HGET', progress, 'order_round') or '') or 0) then
     redis.call('HSET', progress, 'order_round', string.format('%.17g', round))
   end
-  redis.call('ZREM', order, member)
-  redis.call('ZREM', pool, member)
+  redis.call('ZREM', order, unpack(members))
+  redis.call('ZREM', pool, unpack(members))
 end

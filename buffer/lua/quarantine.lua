@@ -52,7 +52,7 @@ local substitute = '-'
 if member then
   substitute = string.match(member, ':(.*)$')
   redis.call('LSET', batch, place, manifest_line(groups, substitute))
-  take_out(completed, order, progress, member)
+  take_out(completed, order, progress, {member})
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', redis.call('HGET', groups .. gid, 'batch'))
 else
   redis.call('LREM', batch, 1, lines[place + 1])

@@ -61,9 +61,9 @@ for i = 7, #KEYS, 3 do
   for _, member in ipairs(chosen[i]) do
     local gid = string.match(member, ':(.*)$')
     redis.call('RPUSH', batch, manifest_line(groups, gid))
-    take_out(KEYS[i], KEYS[i + 1], KEYS[i + 2], member)
     redis.call('HSET', groups .. gid, 'stage', 'taken', 'batch', name)
   end
+  take_out(KEYS[i], KEYS[i + 1], KEYS[i + 2], chosen[i])
   redis.call('HINCRBY', KEYS[i + 2], 'consumed', #chosen[i])
   redis.call('HINCRBY', KEYS[i + 2], 'taken', #chosen[i])
 end
