@@ -1,10 +1,10 @@
 """Groups from a file into the pools of a run: all lines are checked first, then each group goes in by one script.
 
 Imported groups are numbered apart from those of the data set (`keys.IMPORTED_FROM`) and counted apart
-(`enqueued + imported = sum of all places`). They are completed groups like any other: the trainer takes them by age and
-arrival, the producer starts that many fewer, and one that expires starts again from its prompt. Their versions are
-those of the file; a lineage of weights that this run never had counts as old as its oldest fork (I8), and a group
-without spans never ages.
+(`enqueued + imported = sum of all places`). They are completed groups like any other: the trainer takes them in the
+order of the run's policy, the producer starts that many fewer, and one that expires starts again from its prompt. Their
+versions are those of the file; a lineage of weights that this run never had counts as old as its oldest fork (I8), and
+a group without spans never ages.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from buffer.group import RolloutGroup
 from buffer.keys import IMPORTED_FROM, Keys, group_id
 from buffer.limits import RunLimits
 from buffer.line_file import read_lines
+from buffer.order import OrderFunction, submit_argument
 from buffer.payloads import PayloadStore
 from buffer.rollout_line import RolloutLine, group_of, prompt_of
 from buffer.snapshot_cut import Advance, no_advance
@@ -56,8 +57,12 @@ class _Part:
 class GroupImport:
     """Reads groups into one run."""
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, function: OrderFunction | None = None
+    ) -> None:
+        """`function`: the run's order policy where it is a user's (`buffer.order.load_order`)."""
         self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+        self._function = function
 
     def read(
         self, path: Path, task: str | None = None, *, from_line: int = 1, advance: Advance = no_advance
@@ -115,9 +120,13 @@ class GroupImport:
 
     def _check(self, path: Path, part: _Part) -> None:
         try:
-            part.group(IMPORTED_FROM)
+            group = part.group(IMPORTED_FROM)
         except ValueError as error:
             raise DatasetError(f"{path}, lines {part.first} to {part.last}: {error}") from error
+        self._place(group)
+
+    def _place(self, group: RolloutGroup) -> str:
+        return submit_argument(self._limits.order, group, self._function)
 
     def _put(self, part: _Part) -> None:
         token, draw = new_nonce(), self._next_draw(part.task)
@@ -159,6 +168,7 @@ class GroupImport:
                 "events": keys.events,
                 "payload_prompt": keys.payload(gid, prompt.token),
                 "payload_init": keys.payload(gid, "init"),
+                "order": keys.order(task),
             },
             {
                 "task": task,
@@ -171,6 +181,7 @@ class GroupImport:
                 "size": ref.size,
                 "crc": ref.crc,
                 "reward": f"{float(group.scores.sum()):.6g}",
+                "order": self._place(group),
             },
             keys.payload_chunks(gid, token, ref.chunks),
             [part for pair in oldest.items() for part in pair],

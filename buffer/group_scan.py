@@ -47,9 +47,9 @@ class GroupScan:
     def find(self, query: object = TRUE, *, limit: int | None = None, order: str = "") -> Iterator[GroupRecord]:
         """The records that fit, one page in memory at a time.
 
-        They come in the order in which they will be served, or by a field: `order="tokens"`, or `"-tokens"` for
-        the highest first, in both cases those without a value last; that looks at all that fit, keeps `limit` of
-        them, and so needs a limit. Raises QueryError at once, whatever the data.
+        They come stage by stage, a pool by weights and arrival (whatever the run's order policy), or by a field:
+        `order="tokens"`, or `"-tokens"` for the highest first, in both cases those without a value last; that looks
+        at all that fit, keeps `limit` of them, and so needs a limit. Raises QueryError at once, whatever the data.
         """
         node = parse(query)
         if limit is not None and limit < 0:

@@ -7,8 +7,8 @@
     module:name   a function of yours: the lower its score, the earlier; equal ones by arrival
 
 The first two need nothing but the pool. The others have an index beside it, `order:<task>:completed`; its score is
-settled at submit, on the worker's side, and never changes. No policy hands out what is too stale (I8), and no Lua
-knows one that is not listed here.
+settled at submit or import, on the client's side, and never changes. No policy hands out what is too stale (I8), and
+no Lua knows one that is not listed here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
 from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
@@ -64,6 +65,14 @@ def is_custom(order: str) -> bool:
     return order not in BUILT_IN
 
 
+def load_order(order: str) -> OrderFunction | None:
+    """The function of a user's order policy; None for those that are listed above. Raises ConfigError."""
+    if not is_custom(order):
+        return None
+    function: OrderFunction = load_object(order, kind="order policy", built_in=BUILT_IN)
+    return function
+
+
 def bucket(group: RolloutGroup) -> int:
     """The length class of a group: the power of two below its longest response (0 for none).
 
@@ -76,7 +85,7 @@ def bucket(group: RolloutGroup) -> int:
 
 
 def submit_argument(order: str, group: RolloutGroup, function: OrderFunction | None) -> str:
-    """What `submit` is told of a completed group's place: "" (no index), "arrival", "bucket:<n>", or a score."""
+    """What scripts are told of a completed group's place: "" (no index), "arrival", "bucket:<n>", or a score."""
     match order:
         case "staleness" | "freshest":
             return ""

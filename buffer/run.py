@@ -124,7 +124,7 @@ class Run:
     ) -> Imported:
         """Put the groups of a .jsonl or .parquet file into the pools. DatasetError, and nothing imported, if a line
         is wrong; see `buffer.group_import`."""
-        reader = GroupImport(self.store, self.keys, self.limits, self.payloads)
+        reader = GroupImport(self.store, self.keys, self.limits, self.payloads, self.buffer.order_function)
         return reader.read(path, task, from_line=from_line, advance=advance)
 
     @staticmethod

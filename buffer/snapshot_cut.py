@@ -68,7 +68,7 @@ class IndexCut:
         keys = self._keys
         fixed = [keys.meta, keys.lineages, keys.dead, *map(keys.ledger, LEDGERS)]
         for task in self._limits.tasks:
-            fixed += [keys.progress(task), *keys.all_jobs(task), *keys.all_pools([task])]
+            fixed += [keys.progress(task), keys.order(task), *keys.all_jobs(task), *keys.all_pools([task])]
             fixed += [keys.ended(task, end) for end in ENDS]
         return fixed
 
@@ -87,6 +87,7 @@ class IndexCut:
                 yield from self._stream(keys.jobs(task, lane))
             for status in POOLS:
                 yield from self._zset(keys.pool(task, status))
+            yield from self._zset(keys.order(task))
         yield from self._zset(keys.dead)
         for task in tasks:
             yield from self._groups(task)
@@ -102,7 +103,8 @@ class IndexCut:
         if not fields:
             return
         yield self._item("hash", keys.ledger(name), _flat(fields))
-        for step in range(int(fields.get(b"freed", 0)) + 1, int(fields.get(b"taken", 0)) + 1):
+        # archived batches that are retained, then those that may be delivered again
+        for step in range(int(fields.get(b"forgotten", 0)) + 1, int(fields.get(b"taken", 0)) + 1):
             yield from self._list(keys.batch(name, step))
 
     def _progress(self, task: str) -> Iterator[Item]:

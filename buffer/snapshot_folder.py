@@ -1,7 +1,8 @@
 """A snapshot on disk: a folder of msgpack files and a manifest, readable without Python and without pickle.
 
     manifest.json         {"manifest": {...}, "blake2b": checksum of the manifest as compact JSON with sorted keys}
-    index-00000.msgpack   control, lineages, ledgers, batches, bitmaps, streams, pools, dead letters, records, counters
+    index-00000.msgpack   control, lineages, ledgers, batches, bitmaps, streams, pools, orders, dead letters, records,
+                          counters
     payloads-00000.msgpack
 
 A file is a row of msgpack arrays [kind, key, data]; keys stand without their prefix, so that a run can be resumed
@@ -46,7 +47,7 @@ ITEM_BYTES = 16 * 2**20
 """One item is smaller: a reader needs no more memory than this, whatever the snapshot holds."""
 
 KEY = re.compile(
-    r"control|lineages|dead|(control|ledger|progress|ended|jobs|pool|batch|dead|group|payload):[A-Za-z0-9_.:-]+"
+    r"control|lineages|dead|(control|ledger|progress|ended|jobs|pool|order|batch|dead|group|payload):[A-Za-z0-9_.:-]+"
 )
 
 Kind = Literal["hash", "zset", "stream", "list", "bits", "string"]

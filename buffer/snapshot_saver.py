@@ -3,7 +3,7 @@
 The index is copied again where it moved meanwhile, a few times; a busy run is paused for that copy (workers may keep
 what they hold). Payloads are copied afterwards, while the run goes on: bytes that a record names never change, and the
 key `hold` keeps `PayloadStore.collect` from freeing any. The hold expires by itself; a payload that is gone
-nevertheless is an error, never a gap.
+nevertheless is an error, never a gap; only that of a dead group may be what killed it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from buffer.limits import RunLimits
 from buffer.payloads import CHUNK_BYTES, PayloadRef, PayloadStore
 from buffer.snapshot_cut import Advance, IndexCut
 from buffer.snapshot_folder import Item, Section, SnapshotFacts, new_snapshot, write_manifest
+from buffer.snapshot_payloads import named_payloads
 from buffer.store import Store
 
 HOLD_MS = 60_000
@@ -84,25 +85,20 @@ class SnapshotSaver:
         return size
 
     def _read_payloads(self, index: Section) -> Iterator[Item]:
-        refs = (ref for item in index.items() if item.key.startswith("group:") for ref in _refs(item))
-        while some := list(islice(refs, _AT_ONCE)):
-            for ref, data in zip(some, self._payloads.read_many(some), strict=True):
+        named = named_payloads(index.items())
+        while some := list(islice(named, _AT_ONCE)):
+            whole = [ref for ref, is_evidence in some if not is_evidence]
+            for ref, data in zip(whole, self._payloads.read_many(whole), strict=True):
                 for chunk in range(ref.chunks):
-                    part = data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-                    key = self._keys.payload(ref.gid, ref.token, chunk)
-                    yield Item("string", key.removeprefix(self._keys.prefix), part)
+                    yield self._item(ref, chunk, data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
+            for ref in (ref for ref, is_evidence in some if is_evidence):
+                for chunk, part in enumerate(self._payloads.read_chunks(ref)):
+                    if part is not None:
+                        yield self._item(ref, chunk, part)
 
-
-def _refs(item: Item) -> Iterator[PayloadRef]:
-    """The payloads of a record: the newest bytes, and the prompt, to which an expired group goes back."""
-    fields = dict(zip(item.data[::2], item.data[1::2], strict=True))
-    gid = item.key.removeprefix("group:")
-    size, crc = int(fields.get("size") or 0), fields.get("crc", "")
-    if fields["payload"] == "init":
-        yield PayloadRef(gid, "init", 1, size, crc)
-        return
-    yield PayloadRef(gid, "init", 1, 0, "")
-    yield PayloadRef(gid, fields["payload"], int(fields["chunks"]), size, crc)
+    def _item(self, ref: PayloadRef, chunk: int, part: bytes) -> Item:
+        key = self._keys.payload(ref.gid, ref.token, chunk)
+        return Item("string", key.removeprefix(self._keys.prefix), part)
 
 
 class _Hold:

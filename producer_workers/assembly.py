@@ -11,13 +11,12 @@ import orjson
 
 from buffer.errors import ConfigError, ModelError
 from buffer.open_run import INITIAL
-from buffer.order import BUILT_IN, OrderFunction, is_custom
+from buffer.order import load_order
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from producer_workers.agent_loops.agent_loop import AgentLoop, load_agent_loop
 from producer_workers.config import ProducingConfig
 from producer_workers.datasets.open import open_dataset
-from producer_workers.dotted_path import load_object
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from producer_workers.judges.load import load_judge
@@ -95,14 +94,6 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
         drain_timeout_s=config.worker.drain_timeout_s,
         facts={"host": socket.gethostname(), "pid": str(os.getpid())},
     )
-
-
-def load_order(order: str) -> OrderFunction | None:
-    """The function of a user's order policy; None for those that the buffer knows. Raises ConfigError."""
-    if not is_custom(order):
-        return None
-    function: OrderFunction = load_object(order, kind="order policy", built_in=BUILT_IN)
-    return function
 
 
 def _eos_ids(folder: Path) -> set[int]:

@@ -12,6 +12,7 @@ from buffer.commands.screen import console, emit, plural
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import ConfigError
 from buffer.keys import POOLS
+from buffer.order import load_order
 
 EXPORT_EPILOG = "Example: rolloutmq export good.parquet --task math"
 IMPORT_EPILOG = "Example: rolloutmq import chosen.jsonl --task math"
@@ -65,6 +66,7 @@ def import_groups(
     group; it gets a gid of its own. What a line may hold is what export writes.
     """
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
+        target.run.buffer.order_function = load_order(target.run.limits.order)
         done = target.run.import_groups(file, task=task, from_line=from_line, advance=advance)
     if as_json:
         emit({"file": str(file), "groups": done.groups, "rollouts": done.rollouts})

@@ -41,7 +41,7 @@ def list_groups(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """List groups, in the order in which they will be served.
+    """List groups, stage by stage: waiting ones in their order, a pool by weights and arrival.
 
     Finds them through the run's indexes. Archived, filtered and dropped groups have ended and are only counted.
     """

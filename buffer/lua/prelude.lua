@@ -129,6 +129,20 @@ local function leave_by_hand(keys, gid, stage, status, arrival)
   return status
 end
 
+-- Put a completed group where `place` says: arrival, bucket:<n> (buckets take turns) or a score; '' = no index.
+local function put_in_order(order, progress, place, arrival, gid)
+  if place == '' then return end
+  if place == 'arrival' then
+    place = arrival
+  elseif string.match(place, '^bucket:%d+$') then
+    local turns = place
+    local rounds = redis.call('HMGET', progress, turns, 'order_round')
+    place = int(math.max(num(rounds[1]), num(rounds[2])) + 1)
+    redis.call('HSET', progress, turns, place)
+  end
+  redis.call('ZADD', order, place, arrival .. ':' .. gid)
+end
+
 -- The next groups of a pool in the order of the run's policy, none older than the cut (I8); and what stands in the way:
 -- 'unordered' (the index does not hold all that is ready), 'blocked' (too much of it is too old).
 local function next_ready(policy, pool, order, progress, cut, count)

@@ -76,17 +76,7 @@ else
   redis.call('HINCRBY', record, 'tokens', tokens)
   local score = version == '' and '+inf' or version
   redis.call('ZADD', status == 'completed' and completed or aborted, score, arrival .. ':' .. gid)
-  if status == 'completed' and place ~= '' then
-    local turns = string.match(place, '^bucket:%d+$')
-    if place == 'arrival' then
-      place = arrival
-    elseif turns then
-      local rounds = redis.call('HMGET', progress, turns, 'order_round')
-      place = int(math.max(num(rounds[1]), num(rounds[2])) + 1)
-      redis.call('HSET', progress, turns, place)
-    end
-    redis.call('ZADD', order, place, arrival .. ':' .. gid)
-  end
+  if status == 'completed' then put_in_order(order, progress, place, arrival, gid) end
   -- I11: only failures and lost leases use up a try
   redis.call('HINCRBY', record, 'tries', -1)
   if status == 'aborted' then redis.call('HINCRBY', record, 'aborts', 1) end

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol, cast
 
+from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
 from buffer.rollout import RolloutState
-from producer_workers.dotted_path import load_object
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import Judge
 from producer_workers.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
-from producer_workers.dotted_path import load_object
 from producer_workers.judges.exact_match import exact_match
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.gsm8k import gsm8k

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 import buffer.group_scan
 from buffer import PolicyVersion, Status
 from buffer.errors import QueryError
-from buffer.group_record import RECORD_FIELDS, GroupRecord, Moment
+from buffer.group_record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.query import FIELDS
 from tests.buffer.scene import Scene
 from tests.naive_query import QUERIES, says
@@ -79,6 +79,36 @@ def test_indexes_answer_what_a_scan_of_all_records_answers(make_scene: Callable[
     check()
 
 
+def moved_by_hand(scene: Scene) -> None:
+    """Quarantined, requeued, dropped, archived in part, and retained."""
+    run = scene.run
+    run.ledger.commit(scene.trainer, 1, 1)
+    run.ledger.quarantine(scene.trainer, 2, scene.take(2, math=1).entries[0], "bad")
+    aborted, completed = scene.pool("aborted")[0][0], scene.pool("completed")[0][0]
+    dead = next(letter.gid for letter in run.dead_letters.newest())
+    for gid in (aborted, completed, dead):
+        run.jobs.requeue(gid)
+    run.jobs.drop(scene.pool("completed")[0][0])
+    run.jobs.drop(scene.stream("fresh")[0])
+
+
+@pytest.mark.parametrize("order", ["staleness", "fifo", "length_fair"])
+def test_indexes_agree_with_a_scan_after_moves_by_hand(make_scene: Callable[..., Scene], order: str) -> None:
+    scene = make_scene(max_tries=1, stale_threshold=3, tail_batch_trigger_size=0, order=order, retain_batches=1)
+    everywhere(scene)
+    moved_by_hand(scene)
+    found = every_record(scene)
+    assert sorted(row.gid for row in scene.run.groups.find()) == sorted(found)
+    for stage in STAGES:
+        expected = sorted(gid for gid, record in found.items() if record.stage == stage)
+        assert sorted(row.gid for row in scene.run.groups.find({"stage": stage})) == expected
+        assert scene.run.groups.count({"stage": stage}) == len(expected)
+    again = list(scene.run.groups.find({"stage": "waiting", "tries": 0, "tokens": 0, "version": None}))
+    assert len(again) >= 2
+    assert [row.reward for row in again] == [None] * len(again)
+    scene.check()
+
+
 @pytest.mark.parametrize(
     "query",
     [
@@ -119,7 +149,7 @@ def test_stale_groups_are_read_from_the_pool_by_version(scene: Scene) -> None:
     assert calls(scene, "hmget", "hgetall", "get", "mget", "scan") == before + 3
 
 
-def test_groups_come_in_the_order_in_which_they_are_served(scene: Scene) -> None:
+def test_groups_of_a_pool_come_by_weights_and_arrival(scene: Scene) -> None:
     gids = scene.ready(2, 0, 1, 0)
     assert [record.gid for record in scene.run.groups.find({"stage": "pool"})] == [gids[i] for i in (1, 3, 2, 0)]
     assert [record.gid for record in scene.run.groups.find({}, limit=2)] == [gids[1], gids[3]]

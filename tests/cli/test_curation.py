@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import orjson
 
@@ -27,6 +28,20 @@ def test_export_choose_and_import(scene: Scene, command: Command, tmp_path: Path
     assert json_of(command("show", "math-0033554432", "--json"))["places"] == ["pool"]
     done = command("show", "math-0033554433")
     assert (done.returncode, "was not imported" in done.stderr) == (2, True)
+
+
+def test_import_asks_the_function_of_the_run(scene: Scene, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "my_policy_of_import.py").write_text("def longest_first(group):\n    return -group.longest\n")
+    keys, client = scene.run.keys, cast(Any, scene.run.store.control)
+    client.hset(keys.meta, "order", '"my_policy_of_import:longest_first"')
+    least = {"task": "math", "logprobs": [0.0] * 3, "response_ids": [1, 2, 3], "reward": {"score": 1}}
+    (tmp_path / "f.jsonl").write_bytes(orjson.dumps({"gid": "a"} | least))
+    done = command("import", str(tmp_path / "f.jsonl"))
+    assert (done.returncode, "my_policy_of_import" in done.stderr) == (2, True)
+    assert client.zcard(keys.order("math")) == 0
+    done = command("import", str(tmp_path / "f.jsonl"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [score for _, score in client.zrange(keys.order("math"), 0, -1, withscores=True)] == [-3.0]
 
 
 def test_json_of_both(scene: Scene, command: Command, tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.order import BUILT_IN, Finished
-from producer_workers.assembly import load_order
+from buffer.order import BUILT_IN, Finished, load_order
 
 
 def test_a_function_is_loaded_from_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
