@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
+import pytest
 
+from buffer.embedded import EmbeddedServer
 from tests.cli.conftest import Command, json_of
 from tests.cli.populate import Scene
 
@@ -30,7 +33,10 @@ def test_export_choose_and_import(scene: Scene, command: Command, tmp_path: Path
     assert (done.returncode, "was not imported" in done.stderr) == (2, True)
 
 
-def test_import_asks_the_function_of_the_run(scene: Scene, command: Command, tmp_path: Path) -> None:
+def test_import_asks_the_function_of_the_run(
+    scene: Scene, command: Command, server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "my_policy_of_import.py").write_text("def longest_first(group):\n    return -group.longest\n")
     keys, client = scene.run.keys, cast(Any, scene.run.store.control)
     client.hset(keys.meta, "order", '"my_policy_of_import:longest_first"')
@@ -39,7 +45,7 @@ def test_import_asks_the_function_of_the_run(scene: Scene, command: Command, tmp
     done = command("import", str(tmp_path / "f.jsonl"))
     assert (done.returncode, "my_policy_of_import" in done.stderr) == (2, True)
     assert client.zcard(keys.order("math")) == 0
-    done = command("import", str(tmp_path / "f.jsonl"), cwd=tmp_path)
+    done = command("import", str(tmp_path / "f.jsonl"), "--run-dir", str(server.folder), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [score for _, score in client.zrange(keys.order("math"), 0, -1, withscores=True)] == [-3.0]
 
