@@ -130,7 +130,10 @@ def put_right_by_hand(scene: Scene) -> None:
     ("echo", "tail_batch", "order"),
     [(name, -1, "staleness") for name in MUTATING if name != "reorder"]
     + [("refresh", 0, "staleness"), ("reissue", 0, "staleness")]
-    + [(name, 0, "length_fair") for name in ("submit", "take_batch", "quarantine", "refresh", "requeue", "reorder")],
+    + [
+        (name, 0, "length_fair")
+        for name in ("submit", "import", "take_batch", "quarantine", "refresh", "requeue", "reorder")
+    ],
     indirect=["echo"],
 )
 def test_script_changes_nothing_when_it_runs_again(
