@@ -25,11 +25,6 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
     return (max_staleness + 1) * sync_weights_interval
 
 
-def freshness_cut(step: int, threshold: int) -> int:
-    """The oldest version M that step T may still consume: staleness(T, M) < threshold."""
-    return step - threshold
-
-
 def last_step_for(version: int, threshold: int) -> int:
     """The last train step that weights M may still serve; producing further would only make waste."""
     return version + threshold

@@ -36,7 +36,6 @@ class Child:
         self._restarts_left, self._quick_deaths = restarts, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._retry_at = 0.0
-        self.deaths = 0
 
     def start(self, *more: str) -> None:
         """Start it; what it says goes to its log."""
@@ -77,7 +76,6 @@ class Child:
         return self._note_death(code)
 
     def _note_death(self, code: int) -> str:
-        self.deaths += 1
         self._restarts_left -= 1
         self._quick_deaths = self._quick_deaths + 1 if time.monotonic() - self._started < QUICK_S else 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

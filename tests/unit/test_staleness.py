@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from buffer import RolloutGroup, RolloutState, VersionSpan, wire
 from buffer.errors import ConfigError
-from buffer.staleness import freshness_cut, is_used_up, last_step_for, stale_threshold, staleness, token_mask
+from buffer.staleness import is_used_up, last_step_for, stale_threshold, staleness, token_mask
 
 TWO = [VersionSpan(0, 2, 0, "a"), VersionSpan(2, 1, 4, "a")]
 
@@ -18,7 +18,6 @@ def test_weights_of_step_4_serve_steps_5_to_8_at_interval_4() -> None:
     threshold = stale_threshold(max_staleness=0, sync_weights_interval=4)
     assert [step for step in range(4, 12) if 0 <= staleness(step, 4) < threshold] == [5, 6, 7, 8]
     assert last_step_for(4, threshold) == 8
-    assert freshness_cut(8, threshold) == 4
     assert staleness(4, 4) == -1
 
 
