@@ -2,12 +2,13 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
+FUZZ_S ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit lint format type arch check gpu-check chaos clean
+.PHONY: help setup demo test test-unit test-machine bench fuzz lint format type arch check gpu-check chaos clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-11s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make .venv and install everything (CPU or CUDA builds); a second call takes no time
 	@$(PYTHON) bootstrap.py
@@ -22,10 +23,21 @@ gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GP
 	@.venv/bin/rolloutmq gpu-check
 
 test: lint type arch ## everything that CI runs
-	@$(PYTEST) -m "not chaos and not gpu"
+	@$(PYTEST) -m "not chaos and not gpu" -n 2 --dist loadfile
 
 test-unit: setup ## the quick tests: no engine, no server
 	@$(PYTEST) tests/unit
+
+bench: setup ## measure against raw Redis, naive ways and ideal fleets; 20 minutes, rewrites benchmarks/README.md
+	@$(PY) -m benchmarks
+
+fuzz: setup ## coverage-guided fuzz of the decoder, FUZZ_S seconds (300); corpus and findings in build/fuzz
+	@mkdir -p build/fuzz
+	@$(PY) -m tests.fuzz.decoder -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=20 -rss_limit_mb=2048 \
+		-artifact_prefix=build/fuzz/ build/fuzz/corpus
+
+test-machine: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
+	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/test_machine.py -k valkey
 
 lint: setup ## ruff
 	@$(PY) -m ruff check .

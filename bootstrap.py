@@ -204,9 +204,7 @@ def pip(what: str, *arguments: str, failure: str = "failed") -> None:
 
 
 def run(command: list[str], log: TextIO, lines: list[str], progress: Progress) -> int:
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout or ():
             log.write(line)
             lines.append(line.rstrip())

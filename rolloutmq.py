@@ -31,6 +31,7 @@ Examples:
   rolloutmq dead                           what failed, and why
   rolloutmq pause --mode drain --wait      finish what runs, claim nothing
   rolloutmq continue                       and go on
+  rolloutmq set max_staleness=2            change it while it runs
   rolloutmq fsck                           nothing lost, nothing trained twice
 
 \b

@@ -8,14 +8,15 @@ from buffer.control import ControlState, Mode, RunControl, new_nonce
 from buffer.errors import RolloutMQError
 from buffer.fleet import Fleet, Pulse
 from buffer.group import RolloutGroup
-from buffer.job import Claim, Job
+from buffer.job import Claim, Job, Result
 from buffer.jobs import JobQueue
 from buffer.keys import Keys, group_id, split_group_id
 from buffer.ledger import BatchLedger
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.order import Finished
-from buffer.replay_buffer import PoolSizes, ReplayBuffer
+from buffer.pools import PoolSizes
+from buffer.replay_buffer import ReplayBuffer
 from buffer.rollout import (
     MediaRef,
     PolicyVersion,
@@ -48,6 +49,7 @@ __all__ = [
     "PoolSizes",
     "Pulse",
     "ReplayBuffer",
+    "Result",
     "RolloutGroup",
     "RolloutMQError",
     "RolloutState",

@@ -49,6 +49,11 @@ class ControlState:
     weights_checksum: str
 
     @classmethod
+    def parse_hint(cls, message: bytes) -> ControlState:
+        """What the control channel carries: the same fields, a NUL between two."""
+        return cls.parse(message.decode().split("\0"))
+
+    @classmethod
     def parse(cls, fields: Sequence[str]) -> ControlState:
         epoch, mode, lanes, weights, path, checksum = fields[:6]
         return cls(int(epoch), Mode(mode), tuple(lanes.split()), PolicyVersion.parse(weights), path, checksum)
@@ -90,7 +95,7 @@ class RunControl:
         )
         if reply[0] == "NO_RUN":
             raise self._no_run()
-        return ControlState.parse(_unfenced(reply, "trainer")[1:])
+        return ControlState.parse(unfenced(reply, "trainer")[1:])
 
     def publish_weights(self, nonce: str, weights: PolicyVersion, path: str, checksum: str) -> ControlState:
         """Name the newest weights; workers that do not have them may not claim."""
@@ -100,7 +105,7 @@ class RunControl:
             {"control": keys.control, "events": keys.events, **self._bells()},
             {"nonce": nonce, "weights": str(weights), "path": path, "checksum": checksum},
         )
-        return ControlState.parse(_unfenced(reply, "trainer")[1:])
+        return ControlState.parse(unfenced(reply, "trainer")[1:])
 
     def wait_for_receipts(self, state: ControlState, *, timeout_s: float | None = None) -> float:
         """Wait until every live worker has carried out `state.epoch`; returns the seconds it took.
@@ -118,20 +123,15 @@ class RunControl:
             self._store.wait_bell(self._keys.bell("receipts"), 0.1)
         return time.monotonic() - start
 
-    def silent_workers(self, epoch: int) -> list[str]:
-        """Live workers that have not acknowledged `epoch`."""
-        return self._store.retrying("receipts", lambda: self._silent(epoch))
-
-    def _silent(self, epoch: int) -> list[str]:
-        client, keys = self._store.control, self._keys
-        seconds, micros = client.time()
-        oldest = seconds * 1000 + micros // 1000 - self._limits.lease_ms
-        workers = [w.decode() for w in client.zrangebyscore(keys.workers, oldest, "+inf")]
-        pipe = client.pipeline(transaction=False)
-        for worker in workers:
-            pipe.hget(keys.worker(worker), "ack")
-        acks = pipe.execute() if workers else []
-        return [w for w, ack in zip(workers, acks, strict=True) if int(ack or 0) < epoch]
+    def silent_workers(self, epoch: int | None = None) -> list[str]:
+        """Live workers that have not acknowledged `epoch`; the newest by default. 10,000 workers at most."""
+        keys = self._keys
+        reply = self._store.call(
+            "silent",
+            {"control": keys.control, "workers": keys.workers, "worker_records": keys.worker_records},
+            {"epoch": "" if epoch is None else epoch, "lease_ms": self._limits.lease_ms, "limit": 10_000},
+        )
+        return reply[1:]
 
     def open_producer(self, nonce: str, *, run_nonce: str = "", take_over: bool = False) -> ControlState:
         """Become the active producer. Raises RoleHeld or LostRun."""
@@ -154,7 +154,7 @@ class RunControl:
         reply = self._store.call(
             "beat", {"control": self._keys.control}, {"role": role, "nonce": nonce, "closing": int(closing)}
         )
-        return ControlState.parse(_unfenced(reply, role)[1:])
+        return ControlState.parse(unfenced(reply, role)[1:])
 
     def _no_run(self) -> RunNotFound:
         return RunNotFound(
@@ -165,7 +165,8 @@ class RunControl:
         return {"bell_workers": self._keys.bell("workers"), "bell_producer": self._keys.bell("producer")}
 
 
-def _unfenced(reply: list[str], role: str) -> list[str]:
+def unfenced(reply: list[str], role: str) -> list[str]:
+    """The reply of a script that only the holder of a role may run."""
     if reply[0] == "FENCED":
         raise Fenced(f"this is no longer the {role} of the run: another one was opened")
     return reply

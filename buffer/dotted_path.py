@@ -11,6 +11,12 @@ from typing import Any
 from buffer.errors import ConfigError
 
 
+def is_dotted_path(text: str) -> bool:
+    """Whether it reads package.module:name."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
+
+
 def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
     """The object at `spec`, "package.module:name". Raises ConfigError with what is known instead.
 

@@ -6,6 +6,7 @@
     │   └── QueryError                  2  a question about groups that cannot be asked
     ├── StoreError                      3  the Redis server
     │   ├── StoreUnavailable            3  no answer in time; the operation may be tried again
+    │   │   └── StoreFull               3  it answers, but its memory is full: nothing new is started
     │   ├── StoreUnsafe                 3  too old, or set up so that it would lose data
     │   └── ScriptError                 1  a script said something that no caller knows: a bug
     ├── ModelError                      4  a model folder, an engine or weights cannot be loaded
@@ -17,9 +18,11 @@
     ├── Fenced                          5  somebody newer holds what this process held
     ├── GroupHeld                       1  a group that cannot be moved by hand: it runs, is in a batch, has ended
     ├── LedgerError                     1  a step that cannot be taken or committed
+    │   └── CheckpointNow               1  memory is full of batches that only a checkpoint frees
     ├── PauseTimeout                    1  some worker did not confirm a pause
     ├── WireError                       1  bytes that are not a group
     │   └── SchemaVersionError          1  written by another version
+    ├── MemoryFull                      1  the run holds as many payload bytes as it may
     ├── PayloadMissing                  1  an index entry without its bytes
     ├── SnapshotError                   1  a folder that is no whole snapshot, or a run that moved while it was copied
     ├── JudgeError                      1  a judge raised or returned nonsense
@@ -68,6 +71,10 @@ class StoreError(RolloutMQError):
 
 class StoreUnavailable(StoreError):
     """No answer before the deadline. Every operation of this project may be tried again (I13)."""
+
+
+class StoreFull(StoreUnavailable):
+    """The server is at its maxmemory. What frees memory or ends work goes on; what starts work is refused (I12)."""
 
 
 class StoreUnsafe(StoreError):
@@ -122,6 +129,10 @@ class LedgerError(RolloutMQError):
     """A train step that cannot be taken, committed or reopened like that (I5, I6)."""
 
 
+class CheckpointNow(LedgerError):
+    """Memory is full of batches that were taken and that only a checkpoint and its commit free (I12)."""
+
+
 class PauseTimeout(RolloutMQError):
     """Some worker did not confirm a pause in time (I10)."""
 
@@ -134,12 +145,26 @@ class SchemaVersionError(WireError):
     """A group written by another schema version: got and supported."""
 
 
+class MemoryFull(RolloutMQError):
+    """The run holds as many payload bytes as it may; what is taken, trained and committed makes room (I12)."""
+
+
 class PayloadMissing(RolloutMQError):
     """An index entry whose bytes are gone."""
 
 
 class SnapshotError(RolloutMQError):
     """A folder that is no whole snapshot, or a run that did not stand still while its index was copied."""
+
+
+class TaskStopped(RolloutMQError):
+    """Too many tries of a task failed one after the other: nothing more of it is started (I11)."""
+
+    exit_code = 5
+
+
+class GroupTimeout(RolloutMQError):
+    """A group took longer than its task allows."""
 
 
 class JudgeError(RolloutMQError):

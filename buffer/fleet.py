@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from buffer.control import ControlState
 from buffer.errors import Fenced, RunNotFound
 from buffer.job import Job
-from buffer.jobs import retry_keys
 from buffer.keys import Keys, valid_name
 from buffer.limits import RunLimits
 from buffer.rollout import PolicyVersion
@@ -17,13 +16,14 @@ from buffer.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a worker says of itself with a heartbeat."""
+    """What a worker says of itself with a heartbeat. `heard`, the control epoch that it knew then, it keeps."""
 
     ack: int
     weights: PolicyVersion
     state: str
     tokens_per_s: float
     done: int
+    heard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,17 @@ class Fleet:
         return bool(reply[0] != "HOLDS")
 
     def fence(self, worker: str) -> int:
-        """Revoke all that a worker holds, in one step, and forget it. Returns how many groups."""
+        """Revoke all that a worker holds, slice by slice, and forget it. Returns how many groups."""
+        revoked = 0
+        while True:
+            reply = self._fence(worker)
+            revoked += int(reply[1])
+            if int(reply[2]) == 0:
+                return revoked
+
+    def _fence(self, worker: str) -> list[str]:
         keys = self._keys
-        reply = self._store.call(
+        return self._store.call(
             "fence_worker",
             {
                 "leases": keys.leases,
@@ -125,15 +133,13 @@ class Fleet:
                 "dead": keys.dead,
                 "dead_letters": keys.dead_letters,
                 "bell_workers": keys.bell("workers"),
+                "bell_producer": keys.bell("producer"),
                 "events": keys.events,
+                "jobs": keys.waiting_lines,
+                "progress": keys.accounts,
             },
-            {"worker": worker, "max_tries": self._limits.max_tries, "limit": 4096},
-            retry_keys(keys, self._limits),
-            list(self._limits.tasks),
+            {"worker": worker, "max_tries": self._limits.max_tries, "limit": 200},
         )
-        if reply[0] == "TOO_MANY":
-            raise Fenced(f"worker {worker} holds {reply[1]} groups, more than one step may revoke")
-        return int(reply[1])
 
     def workers(self) -> list[dict[str, str]]:
         """All known workers as their records say, with `id`, `silent_ms` and `holds`."""

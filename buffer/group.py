@@ -22,9 +22,12 @@ from buffer.rollout import (
     expert_rows,
     group_status,
 )
-from buffer.staleness import token_mask
+from buffer.staleness import living_version, token_mask
 
 Member = dict[str, Any]
+
+GROUP_TIME = "group_time_s"
+"""In `extra`: the seconds that workers spent on a group so far, over all its claims."""
 """What is kept per rollout beside its token columns; the keys are those of `buffer.wire`."""
 
 
@@ -104,11 +107,42 @@ class RolloutGroup:
                 oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
         return oldest
 
-    def fresh_mask(self, step: int, token_threshold: int | None) -> NDArray[np.uint8]:
-        """uint8[sum R]: the mask without tokens that are too old for step T by themselves (`token_mask`)."""
+    def made_by(self, by_token: bool) -> list[str | int]:
+        """What scripts are told of the weights behind a group: triples (oldest, lineage, version); `by_token`: and of
+        `last_by_lineage` (last, lineage, version)."""
+        told = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
+        told += [("last", *pair) for pair in self.last_by_lineage().items()] if by_token else []
+        return [part for triple in told for part in triple]
+
+    def last_by_lineage(self) -> dict[str, int]:
+        """By lineage of weights, the version after which the first rollout has no trained token that is fresh.
+
+        Of each rollout whose trained tokens all have a version, the lineage of the last one and its newest version
+        count; of several rollouts, the oldest. Others never run out.
+        """
+        found: dict[str, int] = {}
+        for member, part in self._parts():
+            mask = self.mask[part]
+            spans = [VersionSpan(*s) for s in member.get("spans", ())]
+            trained = [s for s in spans if mask[s.start : s.start + s.length].any()]
+            if not trained or sum(int(mask[s.start : s.start + s.length].sum()) for s in trained) < mask.sum():
+                continue
+            lineage = max(trained).lineage
+            newest = max(s.version for s in trained if s.lineage == lineage)
+            found[lineage] = min(newest, found.get(lineage, newest))
+        return found
+
+    def fresh_mask(
+        self, step: int, token_threshold: int | None, forks: Sequence[tuple[str, int]] = ()
+    ) -> NDArray[np.uint8]:
+        """uint8[sum R]: the mask without tokens that are too old for step T by themselves (`token_mask`).
+
+        `forks`: of the lineages of the run, as versions count (`living_version`).
+        """
         masks = []
         for member, part in self._parts():
             spans = [VersionSpan(*s) for s in member.get("spans", ())]
+            spans = [s._replace(version=living_version(forks, s.lineage, s.version)) for s in spans]
             fresh = token_mask(self.mask[part], part.stop - part.start, spans, step, token_threshold)
             masks.append(self.mask[part] if fresh is None else fresh)
         return np.concatenate(masks)

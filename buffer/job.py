@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.control import ControlState
+from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
 from buffer.payloads import PayloadRef
 
-Refusal = Literal["PAUSED", "STALE", "UNKNOWN"]
+Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL"]
 ReleaseKind = Literal["handback", "aborted", "failed"]
 
 
@@ -28,12 +29,27 @@ class Job:
     def task(self) -> str:
         return split_group_id(self.gid)[0]
 
+    @property
+    def prompt(self) -> PayloadRef:
+        """Where the group started from, and may start again."""
+        return PayloadRef(self.gid, "init", 1, 0, "")
+
     @classmethod
     def parse(cls, row: Sequence[str], token: str) -> Job:
         """One group of a claim's reply."""
         gid, lane, tries, payload, chunks, size, crc = row
         ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
         return cls(gid, token, lane, int(tries), ref)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a worker made of a job. `new_tokens`: generated since the claim."""
+
+    job: Job
+    group: RolloutGroup
+    new_tokens: int
+    filtered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +60,40 @@ class Claim:
     jobs: list[Job]
     refusal: Refusal | None = None
 
+    @classmethod
+    def parse(cls, reply: Sequence[str], token: str) -> Claim:
+        """The reply of `claim.lua`."""
+        match reply[0]:
+            case "UNKNOWN":
+                return cls(None, [], "UNKNOWN")
+            case "PAUSED" | "STALE" | "FULL" as refusal:
+                return cls(ControlState.parse(reply[1:7]), [], refusal)
+        rows = [reply[i : i + 7] for i in range(7, len(reply), 7)]
+        return cls(ControlState.parse(reply[1:7]), [Job.parse(row, token) for row in rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """`count` jobs were started; the cursor is where the next draw begins. `closed`: the lane is shut."""
+    """`count` jobs were started; the cursor is where the next draw begins.
+
+    `refusal`: why there could be none: CLOSED (the lane is shut), FULL (so many payload bytes are held, I12), STOPPED
+    (so many tries of the task failed one after the other, I11).
+    """
 
     count: int
     cursor: int
-    closed: bool = False
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """What became of leases that ran out. `grace_ms`: how long all are still spared after an outage (I11)."""
+
+    waiting: int = 0
+    buried: int = 0
+    gone_workers: int = 0
+    grace_ms: int = 0
+
+    @property
+    def groups(self) -> int:
+        return self.waiting + self.buried

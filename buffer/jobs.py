@@ -1,23 +1,28 @@
 """The waiting line: prompts become jobs, jobs become leases, leases run out.
 
-The stream *is* the line: `claim` reads its head in order of lane, deletes the entry and grants the lease in one
-script, so `XLEN` is the backlog, and no second record of ownership exists that could drift.
+The stream *is* the line: `claim` reads its head in order of lane, deletes the entry and grants the lease in one script,
+so `XLEN` is the backlog, and no second record of ownership exists that could drift.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import orjson
 
-from buffer.control import ControlState, new_nonce
+from buffer.control import new_nonce, unfenced
 from buffer.errors import Fenced, GroupHeld, PayloadMissing, ScriptError
-from buffer.job import Claim, Enqueued, Job, ReleaseKind
-from buffer.keys import ENDS, LANES, POOLS, Keys, split_group_id
+from buffer.job import Claim, Enqueued, Job, Reaped, ReleaseKind
+from buffer.keys import ENDS, LANES, POOLS, Keys, group_id, split_group_id
 from buffer.limits import RunLimits
+from buffer.pins import pin_listed
 from buffer.rollout import PolicyVersion
 from buffer.store import Store
+
+CLAIM_MOST = 128
+"""Jobs in one claim: the server is busy for some milliseconds, and others shall get some, too."""
 
 
 class JobQueue:
@@ -30,17 +35,31 @@ class JobQueue:
 
     def cursor(self, task: str) -> int:
         """The next draw of a task (I3)."""
-        value = self._store.retrying("cursor", lambda: self._store.control.hget(self._keys.progress(task), "cursor"))
-        return int(value or 0)
+        (cursor,) = self._store.each("cursor", [("HGET", self._keys.progress(task), "cursor")], "control")
+        return int(cursor or 0)
+
+    def next_draw(self, nonce: str, task: str) -> int:
+        """The cursor, once it has passed over what came in before it did (after a loss). Raises Fenced."""
+        keys = self._keys
+        while True:
+            reply = self._store.call(
+                "pass_over",
+                {"control": keys.control, "progress": keys.progress(task), "groups": keys.groups}
+                | {end: keys.ended(task, end) for end in ENDS},
+                {"nonce": nonce, "task": task, "limit": 500},
+            )
+            if not int(unfenced(reply, "producer")[2]):
+                return int(reply[1])
 
     def room(self, task: str, target: int | None) -> int:
         """About how many groups may be started; `enqueue` decides for itself, this only sizes its payloads."""
-        keys, pipe = self._keys, self._store.control.pipeline(transaction=False)
-        pipe.hmget(keys.progress(task), "consumed", "running", "judging", "target")
-        pipe.zcard(keys.pool(task, "completed"))
-        for stream in keys.all_jobs(task):
-            pipe.xlen(stream)
-        counters, completed, *waiting = self._store.retrying("room", pipe.execute)
+        keys = self._keys
+        commands = [
+            ("HMGET", keys.progress(task), "consumed", "running", "judging", "target"),
+            ("ZCARD", keys.pool(task, "completed")),
+            *(("XLEN", stream) for stream in keys.all_jobs(task)),
+        ]
+        counters, completed, *waiting = self._store.each("room", commands, "control")
         consumed, running, judging, asked = (int(c or 0) for c in counters)
         used: int = consumed + running + judging + completed + sum(waiting)
         return (asked if target is None else target) - used
@@ -55,12 +74,14 @@ class JobQueue:
         """
         keys, limits = self._keys, self._limits
         lane = limits.tasks[task].lane
-        payloads = [keys.payload(f"{task}-{cursor + i:010d}", "init") for i in range(len(samples))]
+        payloads = [keys.payload(group_id(task, cursor + i), "init") for i in range(len(samples))]
+        # in a cluster no script can see them
+        sizes = self._store.each("prompts", [("STRLEN", name) for name in payloads if keys.spread])
         reply = self._store.call(
             "enqueue",
             self._start_keys(task)
             | {end: keys.ended(task, end) for end in ENDS}
-            | {"bell": keys.bell("workers"), "events": keys.events},
+            | {"bell": keys.bell("workers"), "events": keys.events, "unpinned": keys.unpinned},
             {
                 "nonce": nonce,
                 "operation": operation,
@@ -68,12 +89,15 @@ class JobQueue:
                 "lane": lane,
                 "cursor": cursor,
                 "target": "" if target is None else target,
-                "threshold": self._threshold(task),
+                "threshold": self._limits.threshold(task),
+                "mark": limits.low_bytes if lane == "fresh" else limits.high_bytes,
+                **self._bounds(task),
             },
-            payloads,
-            list(samples),
+            keys.in_slot(payloads),
+            [part for pair in zip_longest(samples, sizes, fillvalue=0) for part in pair],
         )
-        return self._enqueued(reply, task, cursor)
+        pin_listed(self._store, keys)
+        return self._enqueued(unfenced(reply, "producer"), task, cursor)
 
     def _enqueued(self, reply: list[str], task: str, cursor: int) -> Enqueued:
         match reply[0]:
@@ -81,18 +105,17 @@ class JobQueue:
                 return Enqueued(int(reply[1]), int(reply[2]))
             case "CURSOR":
                 return Enqueued(0, int(reply[1]))
-            case "CLOSED":
-                return Enqueued(0, cursor, closed=True)
+            case "CLOSED" | "FULL" | "STOPPED":
+                return Enqueued(0, cursor, refusal=reply[0])
             case "NO_PAYLOAD":
                 raise PayloadMissing(f"the prompt of {reply[1]} is not stored", hint="write it, then enqueue again")
-            case "FENCED":
-                raise Fenced(f"another producer was opened; {task} was not touched")
         raise ScriptError(f"enqueue: {reply}")
 
     def reissue(
         self, nonce: str, task: str, status: str, target: int | None, *, at_least: int = 1, limit: int = 256
     ) -> int:
-        """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many."""
+        """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many: none
+        above the high mark (I12)."""
         keys = self._keys
         reply = self._store.call(
             "reissue",
@@ -101,15 +124,34 @@ class JobQueue:
             {
                 "nonce": nonce,
                 "target": "" if target is None else target,
-                "threshold": self._threshold(task),
+                "threshold": self._limits.threshold(task),
                 "lane": "resume" if self._limits.tasks[task].eval_of is None else "eval",
                 "at_least": at_least,
                 "limit": limit,
+                "mark": self._limits.high_bytes,
+                **self._bounds(task),
             },
         )
-        if reply[0] == "FENCED":
-            raise Fenced(f"another producer was opened; {task} was not touched")
-        return int(reply[1]) if reply[0] == "OK" else 0
+        return int(reply[1]) if unfenced(reply, "producer")[0] == "OK" else 0
+
+    def _bounds(self, task: str) -> dict[str, int | str]:
+        most, patience = self._limits.tasks[task].max_in_flight, self._limits.patience(task)
+        return {"most": most or "", "patience": patience or ""}
+
+    def failures(self, task: str) -> tuple[int, bool]:
+        """(tries that failed or were filtered one after the other, whether that stopped the task)."""
+        key = self._keys.progress(task)
+        raw = self._store.retrying("failures", lambda: self._store.control.hget(key, "failures_in_row"))
+        return int(raw or 0), self._limits.is_too_many_failures(task, int(raw or 0))
+
+    def forgive(self, task: str) -> None:
+        """Forget the failures of a task, so that it is started again."""
+        keys = self._keys
+        self._store.call(
+            "forgive",
+            {"progress": keys.progress(task), "bell": keys.bell("producer"), "events": keys.events},
+            {"task": task},
+        )
 
     def _start_keys(self, task: str) -> dict[str, str]:
         keys = self._keys
@@ -119,53 +161,38 @@ class JobQueue:
             "ledger": keys.ledger("train"),
             "completed": keys.pool(task, "completed"),
             "groups": keys.groups,
+            "bytes": keys.bytes,
+            "leases": keys.leases,
         } | {f"jobs_{lane}": keys.jobs(task, lane) for lane in LANES}
-
-    def _threshold(self, task: str) -> int | str:
-        return self._limits.stale_threshold if self._limits.tasks[task].eval_of is None else ""
 
     # -- the worker's side ---------------------------------------------------
 
     def claim(self, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Claim:
-        """Up to `limit` jobs, highest lane first, tasks by weight within a lane. Call again with the same `token`
-        to repeat a claim whose reply was lost."""
-        keys = self._keys
+        """Up to `limit` jobs (CLAIM_MOST at most), highest lane first, tasks by weight within a lane. Call again with
+        the same `token` to repeat a claim whose reply was lost."""
+        keys, limits = self._keys, self._limits
         lanes = self._serving_order()
         tail = [key for task, lane in lanes for key in (keys.jobs(task, lane), keys.progress(task))]
         reply = self._store.call(
             "claim",
-            {
-                "control": keys.control,
-                "leases": keys.leases,
-                "worker": keys.worker(worker),
-                "holds": keys.holds(worker),
-                "groups": keys.groups,
-                "events": keys.events,
-            },
-            {
-                "worker": worker,
-                "nonce": nonce,
-                "token": token,
-                "weights": str(weights),
-                "lease_ms": self._limits.lease_ms,
-                "limit": limit,
+            {"control": keys.control, "leases": keys.leases, "worker": keys.worker(worker), "groups": keys.groups}
+            | {"holds": keys.holds(worker), "events": keys.events, "bytes": keys.bytes, "ledger": keys.ledger("train")},
+            {"worker": worker, "nonce": nonce, "token": token, "weights": str(weights)}
+            | {
+                "lease_ms": limits.lease_ms,
+                "limit": min(limit, CLAIM_MOST),
+                "low": limits.low_bytes,
+                "high": limits.high_bytes,
             },
             tail,
             [lane for _, lane in lanes],
         )
-        if reply[0] == "UNKNOWN":
-            return Claim(None, [], "UNKNOWN")
-        state = ControlState.parse(reply[1:7])
-        if reply[0] != "OK":
-            return Claim(state, [], "PAUSED" if reply[0] == "PAUSED" else "STALE")
-        rows = [reply[i : i + 7] for i in range(7, len(reply), 7)]
-        return Claim(state, [Job.parse(row, token) for row in rows])
+        return Claim.parse(reply, token)
 
     def _serving_order(self) -> list[tuple[str, str]]:
         """Lanes by priority; within a lane the tasks in an order drawn anew, by weight, for every claim."""
-        tasks = self._limits.tasks
-        weighted = [name for name in self._limits.training_tasks if tasks[name].weight > 0]
-        drawn = sorted(weighted, key=lambda name: random.random() ** (1.0 / tasks[name].weight), reverse=True)
+        weights = {name: weight for name, weight in self._limits.newest_weights().items() if weight > 0}
+        drawn = sorted(weights, key=lambda name: random.random() ** (1.0 / weights[name]), reverse=True)
         evals = [(task, "eval") for task in self._limits.eval_tasks]
         return evals + [(task, lane) for lane in ("resume", "fresh") for task in drawn]
 
@@ -176,22 +203,19 @@ class JobQueue:
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         reply = self._store.call(
             "release",
+            {"leases": keys.leases, "holds": keys.holds(worker), "groups": keys.groups}
+            | {"progress": keys.progress(task), "aborted": keys.pool(task, "aborted"), "lineages": keys.lineages}
+            | {"jobs_resume": keys.jobs(task, "resume"), "jobs_eval": keys.jobs(task, "eval"), "dead": keys.dead}
+            | {"bell_workers": keys.bell("workers"), "bell_producer": keys.bell("producer")}
+            | {"dead_letters": keys.dead_letters, "events": keys.events},
             {
-                "leases": keys.leases,
-                "holds": keys.holds(worker),
-                "groups": keys.groups,
-                "progress": keys.progress(task),
-                "jobs_resume": keys.jobs(task, "resume"),
-                "jobs_eval": keys.jobs(task, "eval"),
-                "aborted": keys.pool(task, "aborted"),
-                "lineages": keys.lineages,
-                "dead": keys.dead,
-                "dead_letters": keys.dead_letters,
-                "bell_workers": keys.bell("workers"),
-                "bell_producer": keys.bell("producer"),
-                "events": keys.events,
+                "gid": job.gid,
+                "token": job.token,
+                "kind": kind,
+                "max_tries": self._limits.max_tries,
+                "reason": letter,
+                "lag": self._limits.token_lag(task),
             },
-            {"gid": job.gid, "token": job.token, "kind": kind, "max_tries": self._limits.max_tries, "reason": letter},
         )
         if reply[0] == "FENCED":
             raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
@@ -237,7 +261,7 @@ class JobQueue:
         return (
             {"group": keys.group(gid), "progress": keys.progress(task), "dead": keys.dead}
             | {"dead_letters": keys.dead_letters, "garbage": keys.garbage, "events": keys.events}
-            | {"order": keys.order(task)}
+            | {"order": keys.order(task), "bytes": keys.bytes}
             | {status: keys.pool(task, status) for status in POOLS}
             | {end: keys.ended(task, end) for end in ENDS}
         )
@@ -258,40 +282,18 @@ class JobQueue:
 
     # -- anybody's -----------------------------------------------------------
 
-    def reap(self, limit: int = 100) -> int:
-        """Take back what silent workers held. Returns how many groups wait again or were buried."""
+    def reap(self, limit: int = 100) -> Reaped:
+        """Take back up to `limit` groups that silent workers held, and forget workers that are long gone."""
         keys, limits = self._keys, self._limits
         reply = self._store.call(
             "reap",
-            {
-                "clock": keys.clock,
-                "leases": keys.leases,
-                "groups": keys.groups,
-                "holders": keys.holders,
-                "workers": keys.workers,
-                "worker_records": keys.worker_records,
-                "dead": keys.dead,
-                "dead_letters": keys.dead_letters,
-                "bell_workers": keys.bell("workers"),
-                "bell_producer": keys.bell("producer"),
-                "events": keys.events,
-            },
-            {
-                "lease_ms": limits.lease_ms,
-                "limit": limit,
-                "max_tries": limits.max_tries,
-                "worker_timeout_ms": limits.worker_timeout_ms,
-            },
-            retry_keys(keys, limits),
-            list(limits.tasks),
+            {"clock": keys.clock, "leases": keys.leases, "groups": keys.groups, "holders": keys.holders}
+            | {"workers": keys.workers, "worker_records": keys.worker_records, "dead": keys.dead}
+            | {"dead_letters": keys.dead_letters, "bell_workers": keys.bell("workers"), "events": keys.events}
+            | {"bell_producer": keys.bell("producer"), "jobs": keys.waiting_lines, "progress": keys.accounts},
+            {"lease_ms": limits.lease_ms, "limit": limit, "max_tries": limits.max_tries}
+            | {"worker_timeout_ms": limits.worker_timeout_ms},
         )
-        return int(reply[1]) + int(reply[2]) if reply[0] == "OK" else 0
-
-
-def retry_keys(keys: Keys, limits: RunLimits) -> list[str]:
-    """For each task, the keys that a script needs to let a group wait again."""
-    return [
-        key
-        for task in limits.tasks
-        for key in (keys.jobs(task, "resume"), keys.jobs(task, "eval"), keys.progress(task))
-    ]
+        if reply[0] == "GRACE":
+            return Reaped(grace_ms=int(reply[1]))
+        return Reaped(*map(int, reply[1:]))

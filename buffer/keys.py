@@ -16,7 +16,11 @@
     rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's policy, where it is
                                               neither staleness nor freshest (buffer/order.py)
     rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
+    rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over its nodes
+    rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted payloads that nobody
+                                              has kept from expiring yet (buffer/pins.py)
     rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
+    rmq:{run}:bytes                  HASH     came, went: payload bytes of all groups, cumulative
     rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads: nothing is freed meanwhile
     rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed (= archived), forgotten,
                                               exported: steps of a consumer (train, eval)
@@ -51,8 +55,8 @@ ENDS = ("archived", "filtered", "dropped")
 """Places without a record: a bit in a bitmap is all that is left of a group."""
 
 IMPORTED_FROM = 2**25
-"""Draws from here on number imported groups, so that those of the data set are neither skipped nor doubled (I3).
-A bitmap of ended draws that reaches so far takes 4 MiB."""
+"""Draws from here on number groups from outside (put, imported), so that those of the data set are neither skipped nor
+doubled (I3). A bitmap of ended draws that reaches so far takes 4 MiB."""
 
 
 EVERY_META = "rmq:{*}:meta"
@@ -62,6 +66,11 @@ EVERY_META = "rmq:{*}:meta"
 def run_of_meta(key: str) -> str:
     """The name of the run whose `meta` key this is."""
     return key.removeprefix("rmq:{").removesuffix("}:meta")
+
+
+def clock_beside(key: str) -> str:
+    """The `clock` of the run that a key belongs to."""
+    return key.partition("}:")[0] + "}:clock"
 
 
 def valid_name(kind: str, name: str) -> str:
@@ -87,11 +96,17 @@ def split_group_id(gid: str) -> tuple[str, int]:
     return match["task"], int(match["draw"])
 
 
-class Keys:
-    """The keys of one run."""
+def payload_name(gid: str, token: str, chunk: int = 0) -> str:
+    """What a payload is called wherever it is kept."""
+    return f"payload:{gid}:{token}:{chunk}" if chunk else f"payload:{gid}:{token}"
 
-    def __init__(self, run: str) -> None:
+
+class Keys:
+    """The keys of one run; `spread`: payloads have slots of their own, as in a cluster."""
+
+    def __init__(self, run: str, *, spread: bool = False) -> None:
         self.run = valid_name("run", run)
+        self.spread = spread
         self.prefix = f"rmq:{{{run}}}:"
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
@@ -99,18 +114,25 @@ class Keys:
         self.lineages = self.prefix + "lineages"
         self.leases = self.prefix + "leases"
         self.garbage = self.prefix + "garbage"
+        self.unpinned = self.prefix + "unpinned"
+        self.bytes = self.prefix + "bytes"
         self.hold = self.prefix + "hold"
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.events = self.prefix + "events"
         self.manifests = self.prefix + "batch:"
         self.groups = self.prefix + "group:"
+        self.waiting_lines = self.prefix + "jobs:"
+        self.accounts = self.prefix + "progress:"
+        self.pools = self.prefix + "pool:"
+        self.orders = self.prefix + "order:"
+        self.ends = self.prefix + "ended:"
         self.holders = self.prefix + "holds:"
         self.worker_records = self.prefix + "worker:"
         self.dead_letters = self.prefix + "dead:"
 
     def jobs(self, task: str, lane: str) -> str:
-        return f"{self.prefix}jobs:{task}:{lane}"
+        return f"{self.waiting_lines}{task}:{lane}"
 
     def bell(self, who: str) -> str:
         return f"{self.prefix}bell:{who}"
@@ -119,14 +141,30 @@ class Keys:
         return self.groups + gid
 
     def pool(self, task: str, status: str) -> str:
-        return f"{self.prefix}pool:{task}:{status}"
+        return f"{self.pools}{task}:{status}"
 
     def order(self, task: str) -> str:
-        return f"{self.prefix}order:{task}:completed"
+        return f"{self.orders}{task}:completed"
 
     def payload(self, gid: str, token: str, chunk: int = 0) -> str:
-        base = f"{self.prefix}payload:{gid}:{token}"
-        return f"{base}:{chunk}" if chunk else base
+        return self.named(payload_name(gid, token, chunk))
+
+    def named(self, name: str) -> str:
+        """The key of that name: what it is called in a snapshot, where no prefix stands."""
+        kind, _, rest = name.partition(":")
+        if self.spread and kind == "payload":
+            gid, _, token = rest.partition(":")
+            return f"rmq:{{{self.run}:{gid}}}:payload:{token}"
+        return self.prefix + name
+
+    @property
+    def pattern(self) -> str:
+        """Fits every key of the run and no other."""
+        return f"rmq:{{{self.run}[:}}]*" if self.spread else f"{self.prefix}*"
+
+    def in_slot(self, payloads: list[str]) -> list[str]:
+        """Those of the payload keys that a script may be given: in a cluster none."""
+        return [] if self.spread else payloads
 
     def payload_chunks(self, gid: str, token: str, chunks: int) -> list[str]:
         return [self.payload(gid, token, chunk) for chunk in range(chunks)]
@@ -141,10 +179,10 @@ class Keys:
         return f"{self.batches(ledger)}{step}"
 
     def progress(self, task: str) -> str:
-        return f"{self.prefix}progress:{task}"
+        return f"{self.accounts}{task}"
 
     def ended(self, task: str, place: str) -> str:
-        return f"{self.prefix}ended:{task}:{place}"
+        return f"{self.ends}{task}:{place}"
 
     def dead_letter(self, gid: str) -> str:
         return self.dead_letters + gid

@@ -8,12 +8,12 @@ offsets with the output; Redis only must not free what a kept checkpoint may ask
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import orjson
 
-from buffer.control import opened
-from buffer.errors import Fenced, LedgerError, ScriptError
+from buffer.archive import Archive
+from buffer.control import unfenced
+from buffer.errors import LedgerError, ScriptError
 from buffer.keys import ENDS, Keys, split_group_id
 from buffer.limits import RunLimits
 from buffer.manifest import Manifest, ManifestEntry, NotReady
@@ -21,76 +21,12 @@ from buffer.order_index import in_order
 from buffer.store import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What the server says to a trainer that opens: its run, and the steps it knows."""
-
-    run_nonce: str
-    taken: int
-    committed: int
-    freed: int
-
-
 class BatchLedger:
     """The steps of one consumer: `train`, or `eval` for evaluations, which count in no training counter."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str = "train") -> None:
         self._store, self._keys, self._limits, self.name = store, keys, limits, name
-
-    def open(self, nonce: str, *, step: int, lineage: str, run_nonce: str = "", take_over: bool = False) -> Opening:
-        """Become the trainer, from a checkpoint of `step` (0: none); `lineage` names the weights to come.
-
-        Raises RoleHeld (another one beats), LostRun (not the run the checkpoint knows), LedgerError (the
-        checkpoint is older than what is kept, or newer than what the server has).
-        """
-        keys = self._keys
-        reply = self._store.call(
-            "trainer_open",
-            {
-                "meta": keys.meta,
-                "control": keys.control,
-                "ledger": keys.ledger(self.name),
-                "lineages": keys.lineages,
-                "events": keys.events,
-            },
-            {
-                "run_nonce": run_nonce,
-                "nonce": nonce,
-                "take_over": int(take_over),
-                "timeout_ms": self._limits.role_timeout_ms,
-                "step": step,
-                "lineage": lineage,
-            },
-            durable=True,
-        )
-        opening = self._opening(opened(reply, "trainer", keys.run), step)
-        self._rescore(nonce, step)
-        return opening
-
-    def _opening(self, reply: list[str], step: int) -> Opening:
-        if reply[0] == "BELOW":
-            raise LedgerError(
-                f"the checkpoint is of step {step}, but batches up to step {reply[1]} are already freed",
-                hint="open a newer checkpoint",
-            )
-        if reply[0] == "BEHIND":
-            raise LedgerError(
-                f"the checkpoint is of step {step}, but the server only knows steps up to {reply[1]}",
-                hint="the server lost data (see `rolloutmq doctor`); open an older checkpoint",
-            )
-        return Opening(reply[1], int(reply[2]), int(reply[3]), int(reply[4]))
-
-    def _rescore(self, nonce: str, step: int) -> None:
-        """Clamp what dead lineages made after the fork, slice by slice; take waits for the end (I8)."""
-        keys, done = self._keys, False
-        while not done:
-            reply = self._store.call(
-                "rescore",
-                {"control": keys.control, "groups": keys.groups},
-                {"nonce": nonce, "step": step, "limit": 500},
-                keys.all_pools(self._limits.training_tasks),
-            )
-            done = self._unfenced(reply)[2] in (1, "1")
+        self.archive = Archive(store, keys, limits, name)
 
     def take(self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True) -> Manifest | NotReady:
         """The manifest of `step`: the recorded one where it was taken before, else the next groups.
@@ -116,6 +52,9 @@ class BatchLedger:
                 "groups": keys.groups,
                 "bell": keys.bell("producer"),
                 "events": keys.events,
+                "lineages": keys.lineages,
+                "ledger_train": keys.ledger("train"),
+                "bytes": keys.bytes,
             },
             {
                 "nonce": nonce,
@@ -123,6 +62,9 @@ class BatchLedger:
                 "strict": int(strict),
                 "threshold": limits.stale_threshold if training else "",
                 "policy": limits.order if training else "staleness",
+                "tokens": limits.token_threshold if training and limits.token_threshold is not None else "",
+                "low": limits.low_bytes,
+                "high": limits.high_bytes,
             },
             [k for task in tasks for k in (keys.pool(task, "completed"), keys.order(task), keys.progress(task))],
             [arg for task in tasks for arg in (task, counts[task])],
@@ -133,9 +75,10 @@ class BatchLedger:
         match reply[0]:
             case "OK":
                 return Manifest.parse(step, reply[1:])
-            case "SHORT":
+            case "SHORT" | "CHECKPOINT_NOW":
                 rows = [reply[i : i + 3] for i in range(1, len(reply), 3)]
-                return NotReady({task: (int(ready), int(wanted)) for task, ready, wanted in rows})
+                missing = {task: (int(ready), int(wanted)) for task, ready, wanted in rows}
+                return NotReady(missing, checkpoint_now=reply[0] == "CHECKPOINT_NOW")
             case "EMPTY":
                 return NotReady(nothing)
             case "RECOVERING":
@@ -143,10 +86,13 @@ class BatchLedger:
             case "COMMITTED":
                 raise LedgerError(f"step {step} is behind the committed step {reply[1]}")
             case "GAP":
-                raise LedgerError(f"step {step} cannot be taken: the last taken step is {reply[1]}")
+                raise LedgerError(
+                    f"step {step} cannot be taken: the last taken step is {reply[1]}",
+                    hint="if that step was taken, the server lost data: open again, from the newest checkpoint",
+                )
             case "TOO_MANY":
                 raise LedgerError(f"a batch holds at most {reply[1]} groups")
-        self._unfenced(reply)
+        unfenced(reply, "trainer")
         raise ScriptError(f"take_batch: {reply}")
 
     def quarantine(self, nonce: str, step: int, entry: ManifestEntry, reason: str) -> Manifest:
@@ -200,7 +146,7 @@ class BatchLedger:
                 raise LedgerError(f"{gid} stays in step {step}, which is trained: step {reply[1]} is committed")
             case "NOT_TAKEN":
                 raise LedgerError(f"{gid} is not in the batch of step {step}")
-        self._unfenced(reply)
+        unfenced(reply, "trainer")
         raise ScriptError(f"quarantine: {reply}")
 
     def commit(self, nonce: str, step: int, keep: int) -> None:
@@ -220,50 +166,21 @@ class BatchLedger:
                     "groups": keys.groups,
                     "garbage": keys.garbage,
                     "events": keys.events,
+                    "bytes": keys.bytes,
                 },
                 {"nonce": nonce, "step": step, "keep": keep, "limit": 500},
                 [key for task in tasks for key in (keys.progress(task), keys.ended(task, ENDS[0]))],
                 tasks,
                 durable=True,
             )
-            self._unfenced(reply)
+            unfenced(reply, "trainer")
             if reply[0] != "OK":
-                raise LedgerError(f"step {step} cannot be committed: {' '.join(str(r) for r in reply)}")
+                raise LedgerError(
+                    f"step {step} cannot be committed: {' '.join(str(r) for r in reply)}",
+                    hint="after a GAP, the server lost data: open again, from the newest checkpoint",
+                )
             freed = min(int(reply[2]), keep) if int(reply[1]) >= keep else keep
-        self.forget()
-
-    def forget(self, *, exported: int = 0) -> int:
-        """Free archived batches that are retained no longer; returns the newest step of which nothing is left.
-
-        `exported`: batches up to this step were copied elsewhere, which frees them under `retain_until_exported`. Any
-        process may call it, as often as it likes. Evaluations are not retained.
-        """
-        keys, limits, training = self._keys, self._limits, self.name == "train"
-        while True:
-            reply = self._store.call(
-                "forget",
-                {
-                    "ledger": keys.ledger(self.name),
-                    "batches": keys.batches(self.name),
-                    "garbage": keys.garbage,
-                    "events": keys.events,
-                },
-                {
-                    "retain": limits.retain_batches if training else 0,
-                    "wait": int(limits.retain_until_exported and training),
-                    "exported": exported,
-                    "limit": 1000,
-                },
-            )
-            if int(reply[2]) == 0:
-                return int(reply[1])
-
-    def archived(self) -> range:
-        """The steps whose archived batches are still there: read them with `manifest` and `ReplayBuffer.get`."""
-        ledger = self._keys.ledger(self.name)
-        values = self._store.retrying("archived", lambda: self._store.control.hmget(ledger, "forgotten", "freed"))
-        forgotten, freed = (int(v or 0) for v in values)
-        return range(forgotten + 1, freed + 1)
+        self.archive.forget()
 
     def steps(self) -> tuple[int, int, int]:
         """(taken, committed, freed)."""
@@ -275,10 +192,7 @@ class BatchLedger:
 
     def manifest(self, step: int) -> Manifest | None:
         """The recorded manifest of a step that was taken and not freed yet; of an archived one while it is retained."""
-        key = self._keys.batch(self.name, step)
-        raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
-        lines = [line.decode() for line in raw]
-        return Manifest.parse(step, lines) if lines else None
+        return self.archive.manifest(step)
 
     def set_target(self, nonce: str, task: str, target: int) -> None:
         """Ask for groups of a task whose target the trainer sets (an evaluation), `target` in all so far."""
@@ -288,9 +202,4 @@ class BatchLedger:
             {"control": keys.control, "progress": keys.progress(task), "bell": keys.bell("producer")},
             {"nonce": nonce, "target": target},
         )
-        self._unfenced(reply)
-
-    def _unfenced(self, reply: list[str]) -> list[str]:
-        if reply[0] == "FENCED":
-            raise Fenced("this is no longer the trainer of the run: another one was opened")
-        return reply
+        unfenced(reply, "trainer")

@@ -21,6 +21,12 @@ class ManifestEntry:
     def gid(self) -> str:
         return self.payload.gid
 
+    @property
+    def line(self) -> str:
+        """As the server keeps it."""
+        ref, version = self.payload, "-" if self.version is None else self.version
+        return f"{ref.gid} {ref.token} {ref.chunks} {ref.size} {ref.crc or '-'} {self.samples} {version}"
+
     @classmethod
     def parse(cls, line: str) -> ManifestEntry:
         gid, token, chunks, size, crc, samples, version = line.split(" ")
@@ -43,6 +49,19 @@ class Manifest:
         return int(found[1]) if found else 0
 
     @property
+    def token_threshold(self) -> int | None:
+        """Staleness from which a single token is not trained; None: all are."""
+        found = re.search(r" tokens=(\d+)", self.header)
+        return int(found[1]) if found else None
+
+    @property
+    def forks(self) -> list[tuple[str, int]]:
+        """The newest lineages of weights when the batch was taken, and their first steps; known where tokens expire."""
+        found = re.search(r" forks=(\S+)", self.header)
+        pairs = [fork.rpartition(":") for fork in found[1].split(",")] if found else []
+        return [(lineage, int(step)) for lineage, _, step in pairs]
+
+    @property
     def archived(self) -> bool:
         """Trained and committed: kept for those who look back, never delivered again."""
         return " archived_ms=" in self.header
@@ -50,6 +69,11 @@ class Manifest:
     @property
     def gids(self) -> list[str]:
         return [entry.gid for entry in self.entries]
+
+    @property
+    def lines(self) -> list[str]:
+        """As the server keeps them: see `parse`."""
+        return [self.header, *(entry.line for entry in self.entries)]
 
     @classmethod
     def parse(cls, step: int, lines: Sequence[str]) -> Manifest:
@@ -59,13 +83,18 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class NotReady:
-    """Why a batch cannot be taken yet: (ready, wanted) groups of each task; empty while recovering."""
+    """Why a batch cannot be taken yet: (ready, wanted) groups of each task; empty while recovering.
+
+    `checkpoint_now`: no group is started, for want of memory that batches hold which only a checkpoint frees (I12).
+    """
 
     missing: Mapping[str, tuple[int, int]]
     recovering: bool = False
+    checkpoint_now: bool = False
 
     def __str__(self) -> str:
         if self.recovering:
-            return "recovering after a fork of the weights"
+            return "recovering after a trainer was opened"
         short = [f"{task} {ready} of {wanted}" for task, (ready, wanted) in self.missing.items() if ready < wanted]
-        return "waiting for groups: " + ", ".join(short)
+        waiting = "waiting for groups: " + ", ".join(short)
+        return f"{waiting}; memory is held by batches that are not committed" if self.checkpoint_now else waiting

@@ -6,7 +6,7 @@ import re
 
 # Greedy up to the last "@": a password may hold unescaped ":" and "@", and masking too much is the safe side.
 _USER_INFO = re.compile(r"(://[^:@/\s]*):[^\s'\"]*@")
-_QUERY = re.compile(r"([?&](?:password|ssl_password)=)[^&\s'\"]+", re.IGNORECASE)
+_QUERY = re.compile(r"([?&](?:password|ssl_password|sentinel_password)=)[^&\s'\"]+", re.IGNORECASE)
 
 
 def mask_url(text: str) -> str:

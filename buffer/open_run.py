@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 import redis
+from redis.exceptions import NoPermissionError
 
-from buffer.config_file import ConfigFile
+from buffer.config.file import ConfigFile
 from buffer.control import new_nonce
-from buffer.embedded import EmbeddedServer
-from buffer.errors import RunNotFound, StoreUnavailable
+from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
+from buffer.passing import is_passing
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.server_check import describe_connection_error, require_safe
-from buffer.store import Store, is_passing, open_client
+from buffer.server.check import describe_connection_error, require_all_safe
+from buffer.server.embedded import EmbeddedServer
+from buffer.store import Store
 
 log = logging.getLogger("rolloutmq.store")
 
@@ -49,14 +52,13 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
     A server that is away is waited for when `patient`. Raises StoreError, StoreUnsafe.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
-    with open_client(url, name=name) as client:
-        try:
-            findings = require_safe(client, config.redis.allow_unsafe)
-        except redis.RedisError as error:
-            if not (patient and is_passing(error)):
-                raise describe_connection_error(url, error) from error
-            store.retrying("first contact", client.ping)
-            findings = require_safe(client, config.redis.allow_unsafe)
+    try:
+        findings = require_all_safe(store.servers, config.redis.allow_unsafe)
+    except redis.RedisError as error:
+        if not (patient and is_passing(error)):
+            raise describe_connection_error(url, error) from error
+        store.retrying("first contact", store.servers.masters)
+        findings = require_all_safe(store.servers, config.redis.allow_unsafe)
     for finding in findings:
         if finding.level == "warning":
             log.warning("%s", finding)
@@ -66,13 +68,14 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
 
 def can_wait_for_disk(store: Store) -> bool:
     """Whether answers that must be durable have to be waited for, and can be (WAITAOF: Redis 7.2, Valkey)."""
-    client: Any = store.control
-    try:
-        settings = client.config_get("appendfsync")
-        client.execute_command("WAITAOF", 0, 0, 1)
-    except redis.ResponseError:
-        return False
-    return "always" not in {str(value) for value in settings.values()}
+    settings: list[dict[Any, Any]] = []
+    for _, client in store.servers.masters():
+        try:
+            settings.append(client.config_get("appendfsync"))
+            client.execute_command("WAITAOF", 0, 0, 1)
+        except redis.ResponseError:
+            return False
+    return any("always" not in {str(value) for value in found.values()} for found in settings)
 
 
 def run_nonce(folder: Path) -> str:
@@ -88,10 +91,25 @@ def run_nonce(folder: Path) -> str:
 
 
 def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
-    """Make the run of this config, or open it again. RunExists when the name belongs to another folder's run."""
+    """Make the run of this config, or open it again. RunExists when the name belongs to another folder's run.
+
+    ConfigError where the server's maxmemory is too small for it.
+    """
+    maxmemory = maxmemory_bytes(store)
+    if problem := config.memory_problem(config.memory.budget(maxmemory)):
+        raise ConfigError(problem)
     initial = PolicyVersion(INITIAL, 0)
     nonce = run_nonce(config.run.folder)
-    return Run.create(store, config.run.name, nonce, config.limits(), initial, str(model_dir.resolve()))
+    return Run.create(store, config.run.name, nonce, config.limits(maxmemory), initial, str(model_dir.resolve()))
+
+
+def maxmemory_bytes(store: Store) -> int:
+    """The least maxmemory of the servers; 0 where none has one, or says it."""
+    found: list[int] = []
+    for _, client in store.servers.masters():
+        with suppress(NoPermissionError):
+            found.append(int(client.info("memory").get("maxmemory", 0)))
+    return min((size for size in found if size), default=0)
 
 
 def wait_for_run(store: Store, name: str, *, timeout_s: float = 600.0) -> Run:

@@ -13,24 +13,29 @@ from buffer.keys import Keys
 from buffer.limits import RunLimits
 from buffer.store import Store
 
-_SLICE = 500
+_SLICE = 250
 _PASSES = 20
 
 
-def in_order(
-    store: Store, keys: Keys, limits: RunLimits, nonce: str, call: Callable[[], list[str]]
-) -> list[str]:
+def in_order(store: Store, keys: Keys, limits: RunLimits, nonce: str, call: Callable[[], list[str]]) -> list[str]:
     """The reply of `call`, a script that takes in order, once nothing stands in its way. Raises Fenced."""
     for _ in range(_PASSES):
         reply = call()
         if reply[0] == "BLOCKED":
-            while expire(store, keys, limits, reply[1], "completed", _SLICE) == _SLICE:
-                pass
+            expire_all(store, keys, limits, reply[1], "completed")
         elif reply[0] == "UNORDERED":
             _fill(store, keys, limits, nonce, reply[1])
         else:
             return reply
     raise ScriptError(f"the order of {reply[1]} is never settled: {reply[0]}")
+
+
+def expire_all(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int = _SLICE) -> int:
+    """`expire`, slice by slice, until nothing is left to move; how many groups there were."""
+    moved = 0
+    while (some := expire(store, keys, limits, task, status, limit)) == limit:
+        moved += some
+    return moved + some
 
 
 def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
@@ -48,11 +53,12 @@ def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, 
             "bell": keys.bell("producer"),
             "events": keys.events,
             "order": keys.order(task),
+            "bytes": keys.bytes,
         },
         {
             "threshold": limits.stale_threshold,
             "limit": limit,
-            "retryable": int(limits.tail_batch_trigger_size >= 0),
+            "retryable": int(limits.retries_expired(task)),
         },
     )
     return int(reply[1])

@@ -1,54 +1,146 @@
-"""Finished groups, by task and status: what workers submit and trainers take.
+"""Finished groups, by task and status: what workers submit, what others put, and what trainers take.
 
-A pool is a sorted set scored by the oldest policy version in the group, its members ordered by arrival: the
-stalest first, then first come first served. Being too old is a range of scores, never a scan (I8).
+`buffer.pools` looks at them; here they change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from buffer import wire
-from buffer.errors import Fenced, PayloadMissing, WireError
+from buffer.control import new_nonce
+from buffer.errors import GroupHeld, PayloadMissing, WireError
 from buffer.group import RolloutGroup
-from buffer.job import Job
-from buffer.keys import POOLS, Keys
-from buffer.limits import RunLimits
-from buffer.order import OrderFunction, submit_argument
-from buffer.order_index import expire
-from buffer.payloads import PayloadRef, PayloadStore
-from buffer.rollout import Status
-from buffer.store import Store
-
-SubmitStatus = Literal["completed", "aborted", "filtered"]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizes:
-    """Groups of one task that are ready, aborted and expired."""
-
-    completed: int
-    aborted: int
-    expired: int
+from buffer.hand_in import HandIn
+from buffer.intake import Intake, described, stamped
+from buffer.job import Job, Result
+from buffer.jobs import JobQueue
+from buffer.keys import ENDS, IMPORTED_FROM, POOLS, group_id, split_group_id
+from buffer.ledger import BatchLedger
+from buffer.manifest import Manifest, NotReady
+from buffer.order import OrderFunction
+from buffer.order_index import expire_all
+from buffer.payloads import PayloadRef
+from buffer.pins import pin_listed
+from buffer.pools import Pools
+from buffer.query.scan import GroupScan
+from buffer.rollout import PolicyVersion, RolloutState, Status
 
 
-class ReplayBuffer:
+class ReplayBuffer(Pools):
     """The pools of one run."""
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
-        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
-        self.order_function: OrderFunction | None = None
-        """the run's order policy where it is a user's: loaded and set by whoever submits"""
+    order_function: OrderFunction | None = None
+    """the run's order policy where it is a user's: loaded and set by whoever submits"""
 
-    def get(self, ref: PayloadRef) -> RolloutGroup:
-        """The group behind a payload. Raises PayloadMissing or WireError."""
-        group = wire.decode(self._payloads.read(ref))
-        if group.gid != ref.gid:
-            raise WireError(f"the payload of {ref.gid} says that it is {group.gid!r}")
-        return group
+    def put(
+        self,
+        task: str,
+        groups: Sequence[Sequence[RolloutState]],
+        *,
+        weights: PolicyVersion | None = None,
+        ageless: bool = False,
+        retryable: bool | None = None,
+    ) -> dict[str, str]:
+        """Add groups that no worker holds: of a loop of your own, or from elsewhere. Returns where each is, by its new
+        gid, in order.
+
+        A completed, aborted or expired group (`group_status`) goes to the pool of that status; one that is too old for
+        the next train step counts as expired. Expired ones start again from their prompt if `retryable` (default: as
+        the run does), else they are dropped. Tokens behind the last span of a rollout get the version `weights`;
+        without it, every rollout needs spans, or the groups are `ageless`.
+
+        All groups are checked before the first is added: WireError for an empty group, one that has an INIT, FAILED or
+        FILTERED rollout, or one that cannot be encoded; ConfigError for an unknown task. Then each goes in by itself,
+        and for good. The states of the caller are not changed.
+        """
+        intake = Intake(self._store, self._keys, self._limits, self._payloads, "put", self.order_function)
+        copies = [stamped(states, weights, ageless) for states in groups]
+        for states in copies:
+            group = RolloutGroup(group_id(task, IMPORTED_FROM), task, states)
+            intake.check(group)
+            wire.encode_checked(group)
+        retry = self._limits.retries_expired(task) if retryable is None else retryable
+        placed = dict(
+            intake.put(task, lambda gid, states=states: RolloutGroup(gid, task, states), retryable=retry)  # type: ignore[misc]
+            for states in copies
+        )
+        intake.close()
+        return placed
+
+    def update(
+        self,
+        gid: str,
+        states: Sequence[RolloutState],
+        *,
+        weights: PolicyVersion | None = None,
+        ageless: bool = False,
+        replaces: str = "",
+    ) -> None:
+        """Give a group of a pool other rollouts: other rewards, say, or an end to an interrupted one.
+
+        It goes to the pool of its new status (completed or aborted), and keeps its arrival, and its turn in `fifo` and
+        `length_fair`. `weights` and `ageless` as in `put`. `replaces`: the payload token of what the caller has seen
+        (`run.record`); default: what is there now. Raises GroupHeld, and changes nothing, when the group is in no pool
+        or has other bytes by now; WireError for what cannot be a result.
+        """
+        task = split_group_id(gid)[0]
+        group = RolloutGroup(gid, task, stamped(states, weights, ageless))
+        if group.status not in (Status.COMPLETED, Status.ABORTED):
+            raise WireError(f"group {gid} is {group.status}", hint="only completed or aborted groups can be given")
+        data = wire.encode_checked(group)
+        seen = replaces or self._token(gid)
+        reply = self._update(group, self._payloads.write(gid, new_nonce(), data), seen)
+        match reply[0]:
+            case "CHANGED":
+                raise GroupHeld(
+                    f"{gid} has changed: its bytes are {reply[1][:8]}…, not {seen[:8]}…", hint="read it again"
+                )
+            case "NOT_POOLED":
+                raise GroupHeld(f"{gid} is in no pool: it is {reply[1]}")
+            case "ENDED":
+                raise GroupHeld(f"{gid} has ended: it is {reply[1]}")
+            case "UNKNOWN":
+                raise GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")
+            case "MISSING":
+                raise PayloadMissing(f"group {gid}: {reply[1]} of {len(data)} bytes arrived", hint="update it again")
+
+    def _token(self, gid: str) -> str:
+        found = self._store.retrying("update", lambda: self._store.control.hget(self._keys.group(gid), "payload"))
+        return found.decode() if found else "init"
+
+    def _update(self, group: RolloutGroup, ref: PayloadRef, replaces: str) -> list[str]:
+        keys, gid, task = self._keys, group.gid, group.task
+        reply = self._store.call(
+            "update",
+            {
+                "group": keys.group(gid),
+                "progress": keys.progress(task),
+                **{status: keys.pool(task, status) for status in POOLS},
+                "order": keys.order(task),
+                **{end: keys.ended(task, end) for end in ENDS},
+                "lineages": keys.lineages,
+                "garbage": keys.garbage,
+                "bell": keys.bell("trainer"),
+                "events": keys.events,
+                "bytes": keys.bytes,
+                "unpinned": keys.unpinned,
+            },
+            {
+                "gid": gid,
+                "draw": split_group_id(gid)[1],
+                "replaces": replaces,
+                "token": ref.token,
+                **described(group, ref, self._limits, self.order_function),
+            },
+            keys.in_slot(keys.payload_chunks(gid, ref.token, ref.chunks)),
+            group.made_by(self._limits.token_lag(task) != ""),
+            durable=True,
+        )
+        pin_listed(self._store, keys)
+        return reply
 
     def submit(self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False) -> None:
         """Hand in a completed, aborted or filtered group.
@@ -56,84 +148,73 @@ class ReplayBuffer:
         `new_tokens`: generated since the claim. Checked here, before the upload: later checks only protect the
         trainer from bytes that were damaged on their way. Raises Fenced when the lease was lost meanwhile.
         """
-        status = self._submittable(group, filtered)
-        data = wire.encode(group)
-        wire.decode(data)
-        ref = self._payloads.write(job.gid, job.token, data)
-        reply = self._submit(worker, group, ref, status, new_tokens)
-        if reply[0] == "MISSING":
-            self._payloads.write(job.gid, job.token, data)
-            reply = self._submit(worker, group, ref, status, new_tokens)
-        if reply[0] == "FENCED":
-            raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone; its result is not wanted")
-        if reply[0] == "MISSING":
-            raise PayloadMissing(f"group {job.gid}: {reply[1]} of {ref.size} bytes arrived")
+        self.submit_many(worker, [Result(job, group, new_tokens, filtered)])
 
-    def _submittable(self, group: RolloutGroup, filtered: bool) -> SubmitStatus:
-        status = group.status
-        if status is Status.ABORTED:
-            return "aborted"
-        if status is not Status.COMPLETED:
-            raise WireError(f"group {group.gid} is {status}", hint="only completed or aborted groups are submitted")
-        return "filtered" if filtered else "completed"
+    def submit_many(self, worker: str, results: Sequence[Result]) -> None:
+        """`submit`, for several groups at a time: they travel together, and each goes in by itself, and for good.
 
-    def _submit(
-        self, worker: str, group: RolloutGroup, ref: PayloadRef, status: SubmitStatus, new_tokens: int
-    ) -> list[str]:
-        keys, task = self._keys, group.task
-        scores = group.scores[np.isfinite(group.scores)]
-        counted = status != "aborted"
-        return self._store.call(
-            "submit",
-            {
-                "leases": keys.leases,
-                "holds": keys.holds(worker),
-                "groups": keys.groups,
-                "progress": keys.progress(task),
-                "completed": keys.pool(task, "completed"),
-                "aborted": keys.pool(task, "aborted"),
-                "filtered": keys.ended(task, "filtered"),
-                "lineages": keys.lineages,
-                "garbage": keys.garbage,
-                "bell_trainer": keys.bell("trainer"),
-                "bell_producer": keys.bell("producer"),
-                "events": keys.events,
-                "order": keys.order(task),
-            },
-            {
-                "gid": group.gid,
-                "token": ref.token,
-                "status": status,
-                "samples": len(group),
-                "tokens": new_tokens,
-                "size": ref.size,
-                "crc": ref.crc,
-                "reward_sum": f"{float(scores.sum()) if counted else 0.0:.6g}",
-                "reward_count": len(scores) if counted else 0,
-                "order": self._place(group) if status == "completed" else "",
-            },
-            keys.payload_chunks(ref.gid, ref.token, ref.chunks),
-            [part for pair in group.oldest_by_lineage().items() for part in pair],
-            durable=True,
-        )
+        Raises what `submit` does, for the first group that is refused, once all were handed in; a group that cannot be
+        encoded ends the call where it stands.
+        """
+        hand_in = HandIn(self._store, self._keys, self._limits, self._payloads, self.order_function)
+        hand_in.submit(worker, results)
 
-    def _place(self, group: RolloutGroup) -> str:
-        # evaluations are taken whole: their order does not matter
-        is_eval = self._limits.tasks[group.task].eval_of is not None
-        return "" if is_eval else submit_argument(self._limits.order, group, self.order_function)
+    # -- the consumer's side -------------------------------------------------
 
-    def count(self, task: str) -> PoolSizes:
-        """How many groups each pool of a task holds. O(1)."""
-        pipe = self._store.control.pipeline(transaction=False)
-        for status in POOLS:
-            pipe.zcard(self._keys.pool(task, status))
-        return PoolSizes(*self._store.retrying("count", pipe.execute))
+    def take_batch(
+        self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
+    ) -> dict[str, list[RolloutGroup]] | NotReady:
+        """The groups of train step `step` by task, `counts` of each: all, or nothing (NotReady); without `strict`, what
+        there is. For the trainer that `BatchLedger.open` made `nonce`, which commits the step in the end.
 
-    def refresh(self, task: str, *, limit: int = 500) -> int:
-        """Expire what the next train step may not use any more; returns how many groups moved."""
-        moved = 0
-        for status in ("completed", "aborted"):
-            while (slice_ := expire(self._store, self._keys, self._limits, task, status, limit)) == limit:
-                moved += slice_
-            moved += slice_
-        return moved
+        A step that was taken comes back as it was. Raises Fenced, LedgerError, PayloadMissing, WireError; see
+        `consumer.rollout_consumer` for one that waits, and puts aside what cannot be read.
+        """
+        answer = BatchLedger(self._store, self._keys, self._limits).take(nonce, step, counts, strict=strict)
+        if isinstance(answer, NotReady):
+            return answer
+        groups = self.load(answer)
+        return {task: [group for group in groups if group.task == task] for task, count in counts.items() if count > 0}
+
+    def load(self, manifest: Manifest) -> list[RolloutGroup]:
+        """The groups of a batch, in order; tokens that were too old by themselves are masked. The same whenever it is
+        asked (I5). Raises PayloadMissing or WireError."""
+        groups = self.read_many([entry.payload for entry in manifest.entries])
+        if manifest.token_threshold is not None:
+            for group in groups:
+                group.mask = group.fresh_mask(manifest.step, manifest.token_threshold, manifest.forks)
+        return groups
+
+    # -- anybody's -----------------------------------------------------------
+
+    def refresh_staleness(self, *tasks: str, limit: int = 250) -> dict[str, int]:
+        """Move what the next train step may not use any more out of the pools of these tasks (default: all that train);
+        how many groups of each that were. In slices of `limit`; costs O(log N + moved).
+
+        The step is the server's, one behind the last that was taken: no caller can expire groups for a step that is far
+        away. Nothing depends on it being called (I8).
+        """
+        return {
+            task: sum(
+                expire_all(self._store, self._keys, self._limits, task, status, limit)
+                for status in ("completed", "aborted")
+            )
+            for task in tasks or self._limits.training_tasks
+        }
+
+    def delete(self, which: str | Mapping[str, Any]) -> int:
+        """End a group by its gid, or all groups in pools that fit a question (`buffer.query`); how many have ended now.
+
+        A gid may also be one that waits or is dead; GroupHeld if it runs, is in a batch, or has ended otherwise. What
+        fits a question, but runs or is taken before its turn comes, is left alone. QueryError for a wrong question.
+        """
+        jobs = JobQueue(self._store, self._keys, self._limits)
+        if isinstance(which, str):
+            return int(jobs.drop(which) != "dropped")
+        ledgers = [BatchLedger(self._store, self._keys, self._limits, name) for name in ("train", "eval")]
+        scan = GroupScan(self._store, self._keys, self._limits, ledgers)
+        deleted = 0
+        for record in scan.find({"$and": [{"stage": "pool"}, which]}):
+            with contextlib.suppress(GroupHeld):
+                deleted += jobs.drop(record.gid) != "dropped"
+        return deleted

@@ -85,8 +85,9 @@ class SampleParams(BaseModel):
     top_k: int = Field(0, ge=0)
     max_tokens: int = Field(2048, ge=1)
     min_tokens: int = Field(0, ge=0)
-    stops: list[str] = []
-    stop_token_ids: list[int] = []
+    # made by a factory: pydantic copies other defaults, at four times the cost of the whole check
+    stops: list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
     seed: int | None = None
     repetition_penalty: float = Field(1.0, gt=0)
     presence_penalty: float = 0.0
@@ -108,7 +109,7 @@ class MediaRef(BaseModel):
     """An image, video or sound of the prompt, by reference: `uri` says where its features are, never what.
 
     `tokens`: how many of the prompt it takes; `grid_thw`: patches in time, height and width, from which a
-    trainer computes 3-D positions. The buffer never opens it.
+    trainer computes 3-D positions. The buffer never opens it; run://… is a file of its group (buffer/media.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

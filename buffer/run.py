@@ -1,35 +1,43 @@
 """A run on a server: the one handle through which workers, producers, trainers and the command see it.
 
-    store = Store(url)
-    run = Run.open(store, "demo")
-    run.jobs · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
-    run.groups
+store = Store(url)
+run = Run.open(store, "demo")
+run.jobs · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
+run.groups · run.janitor · run.media
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from buffer.account import Account
-from buffer.control import RunControl
+from buffer.control import RunControl, new_nonce
+from buffer.curation.group_export import Exported, GroupExport
+from buffer.curation.group_import import GroupImport, Imported
 from buffer.dead_letters import DeadLetters
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.fleet import Fleet
-from buffer.group_export import Exported, GroupExport
-from buffer.group_import import GroupImport, Imported
-from buffer.group_scan import GroupScan
+from buffer.janitor import Janitor
 from buffer.jobs import JobQueue
 from buffer.keys import EVERY_META, Keys, run_of_meta
 from buffer.ledger import BatchLedger
 from buffer.limits import LOADING, SCHEMA, RunLimits
+from buffer.live_settings import LiveSettings, differences
+from buffer.media import MediaFolder
+from buffer.memory import Memory
 from buffer.payloads import PayloadStore
+from buffer.progress import ProduceProgress, read_progress
+from buffer.query.language import TRUE, AllOf, parse
+from buffer.query.scan import GroupScan
+from buffer.recovery.opening import TrainerOpening
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollout import PolicyVersion
-from buffer.snapshot_cut import Advance, no_advance
-from buffer.snapshot_folder import SnapshotFacts
-from buffer.snapshot_loader import SnapshotLoader
-from buffer.snapshot_saver import SnapshotSaver
+from buffer.snapshot.cut import Advance, no_advance
+from buffer.snapshot.folder import SnapshotFacts
+from buffer.snapshot.loader import SnapshotLoader
+from buffer.snapshot.saver import SnapshotSaver
 from buffer.store import Store
 
 
@@ -37,25 +45,33 @@ class Run:
     """All parts of one run; make it with `create` or `open`."""
 
     def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
-        self.store, self.name, self.nonce, self.limits = store, name, nonce, limits
-        self.keys = Keys(name)
-        self.payloads = PayloadStore(store, self.keys)
+        self.store = store = store.at(Keys(name).meta, limits.wait_replicas)
+        self.keys = Keys(name, spread=store.in_cluster)
+        # one object for all parts, and nobody else's: `refresh_limits` changes it in place
+        self.name, self.nonce, self.limits = name, nonce, (limits := limits.model_copy(deep=True))
+        # a server that lost something counts from an older number again: the change's nonce tells the two apart
+        self._limits_stamp = _stamp(None, None)
+        self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
+        self.payloads = PayloadStore(store, self.keys, limits.compression)
         self.jobs = JobQueue(store, self.keys, limits)
         self.dead_letters = DeadLetters(store, self.keys)
         self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
         self.ledger = BatchLedger(store, self.keys, limits)
+        self.trainers = TrainerOpening(store, self.keys, limits, self.payloads, self.ledger)
         self.evaluations = BatchLedger(store, self.keys, limits, "eval")
         self.control = RunControl(store, self.keys, limits)
         self.fleet = Fleet(store, self.keys, limits)
         self.account = Account(store, self.keys, limits)
-        self.groups = GroupScan(store, self.keys, limits, (self.ledger, self.evaluations))
+        self.memory = Memory(store, self.keys, limits)
+        ledgers = (self.ledger, self.evaluations)
+        self.janitor = Janitor(store, self.keys, nonce, limits, self.jobs, ledgers, self.payloads, self.media)
+        self.groups = GroupScan(store, self.keys, limits, ledgers)
 
     @classmethod
-    def create(
-        cls, store: Store, name: str, nonce: str, limits: RunLimits, weights: PolicyVersion, path: str
-    ) -> Run:
+    def create(cls, store: Store, name: str, nonce: str, limits: RunLimits, weights: PolicyVersion, path: str) -> Run:
         """Make the run, or open it where this very one (by nonce) exists. RunExists for another one of the name."""
         keys = Keys(name)
+        store = store.at(keys.meta, limits.wait_replicas)
         reply = store.call(
             "create_run",
             {
@@ -73,12 +89,16 @@ class Run:
                 f"another run named {name!r} is on this server (nonce {reply[1][:8]}…, made at {reply[2]} ms)",
                 hint="choose another [run] name, or use the folder that belongs to it",
             )
-        return cls(store, name, nonce, limits)
+        run = cls(store, name, nonce, limits)
+        if run.media:
+            run.media.claim()
+        return run
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
         """The run of that name, with the limits it was made with. RunNotFound where there is none."""
         keys = Keys(name)
+        store = store.at(keys.meta)
         raw: Any = store.retrying("open run", lambda: store.control.hgetall(keys.meta))
         meta = {k.decode(): v.decode() for k, v in raw.items()}
         if not meta:
@@ -92,46 +112,125 @@ class Run:
             )
         if meta.get("schema") != SCHEMA:
             raise SchemaVersionError(f"run {name!r} has schema {meta.get('schema')}; this version knows {SCHEMA}")
-        return cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
+        run = cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
+        run._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
+        return run
 
     def save(self, folder: Path, *, attempts: int = 5, advance: Advance = no_advance) -> SnapshotFacts:
-        """Write all of the run into a new folder, as of one instant; see `buffer.snapshot_saver`.
+        """Write all of the run into a new folder, as of one instant; see `buffer.snapshot.saver`.
 
         The run may go on meanwhile, but its index must stand still for one of `attempts` copies of it: SnapshotError
         otherwise, and no folder.
         """
-        return SnapshotSaver(self.store, self.keys, self.limits, self.payloads).save(folder, attempts, advance)
+        saver = SnapshotSaver(self.store, self.keys, self.limits, self.payloads, self.media)
+        return saver.save(folder, attempts, advance)
 
     @classmethod
-    def resume(cls, store: Store, folder: Path, *, name: str | None = None, advance: Advance = no_advance) -> Run:
+    def resume(
+        cls,
+        store: Store,
+        folder: Path,
+        *,
+        name: str | None = None,
+        media: Path | None = None,
+        advance: Advance = no_advance,
+    ) -> Run:
         """The run that `save` wrote, on a server that has none of that `name` (default: the one it had).
 
+        `media`: a new folder for its files, where it has one; default: where it was.
         Raises SnapshotError, SchemaVersionError or RunExists; the server is then as it was before.
         """
-        loader = SnapshotLoader(store, folder, name)
+        loader = SnapshotLoader(store, folder, name, media)
         loader.load(advance)
         return cls.open(store, loader.keys.run)
 
     def export(
-        self, path: Path, *, task: str | None = None, status: str = "completed", advance: Advance = no_advance
+        self,
+        path: Path,
+        *,
+        task: str | None = None,
+        status: str | None = None,
+        where: object = TRUE,
+        advance: Advance = no_advance,
     ) -> Exported:
-        """Write the living groups of that status to a new .jsonl or .parquet file, one line per rollout."""
+        """Write living groups to a new .jsonl or .parquet file, one line per rollout: those of that status (without a
+        question: completed ones) that `where` asks for (buffer/query/language.py)."""
+        node = parse(where)
+        if status or node == TRUE:
+            node = AllOf((node, parse({"status": status or "completed"})))
         tasks = [task] if task else list(self.limits.tasks)
-        return GroupExport(self.store, self.keys, self.buffer, self.ledger).write(path, tasks, status, advance)
+        return self._exporter().write(path, tasks, node, advance)
+
+    def export_archived(self, path: Path, *, advance: Advance = no_advance) -> Exported:
+        """Write the archived batches that nobody has exported yet to a new file, and say so once it is on disk: under
+        `retain_until_exported` that frees them. A crash in between means that the next file holds them again."""
+        done = self._exporter().write_archived(path, advance)
+        if done.steps:
+            self.ledger.archive.forget(exported=done.steps[-1])
+        return done
+
+    def _exporter(self) -> GroupExport:
+        return GroupExport(self.store, self.keys, self.buffer, self.ledger)
 
     def import_groups(
         self, path: Path, *, task: str | None = None, from_line: int = 1, advance: Advance = no_advance
     ) -> Imported:
         """Put the groups of a .jsonl or .parquet file into the pools. DatasetError, and nothing imported, if a line
-        is wrong; see `buffer.group_import`."""
+        is wrong; see `buffer.curation.group_import`."""
         reader = GroupImport(self.store, self.keys, self.limits, self.payloads, self.buffer.order_function)
         return reader.read(path, task, from_line=from_line, advance=advance)
 
     @staticmethod
     def names(store: Store) -> list[str]:
         """The runs on a server. Walks the key space in slices: for people, never for a hot path."""
-        found = store.retrying("runs", lambda: list(store.control.scan_iter(EVERY_META, count=1000)))
-        return sorted(run_of_meta(key.decode()) for key in found)
+
+        def scan() -> list[bytes]:
+            return [key for _, client in store.servers.masters() for key in client.scan_iter(EVERY_META, count=1000)]
+
+        return sorted(run_of_meta(key.decode()) for key in store.retrying("runs", scan))
+
+    def refresh_limits(self) -> bool:
+        """Take over what was set since the last look; whether there was anything. One short read."""
+        names = ("limits_version", "limits_op")
+        stamp: Any = self.store.retrying("limits", lambda: self.store.control.hmget(self.keys.meta, names))
+        if _stamp(*stamp) == self._limits_stamp:
+            return False
+        raw: Any = self.store.retrying("limits", lambda: self.store.control.hgetall(self.keys.meta))
+        meta = {k.decode(): v.decode() for k, v in raw.items()}
+        self.limits.adopt(RunLimits.from_meta(meta))
+        self._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
+        return True
+
+    def set(self, settings: LiveSettings) -> dict[str, tuple[Any, Any]]:
+        """Change limits while the run goes on; what changed, by name: (before, after). Raises ConfigError."""
+        operation = new_nonce()
+        while True:
+            self.refresh_limits()
+            wanted = settings.applied(self.limits, self.ledger.steps()[0])
+            changes = differences(self.limits, wanted)
+            reply = self._set(operation, wanted.to_meta(changes))
+            if reply[0] == "NO_RUN":
+                raise RunNotFound(f"there is no run {self.name!r} any more")
+            if reply[0] != "CONFLICT":  # somebody else changed something meanwhile: look again
+                self.refresh_limits()
+                return changes
+
+    def _set(self, operation: str, fields: list[str]) -> list[Any]:
+        keys = self.keys
+        return self.store.call(
+            "set_limits",
+            {"meta": keys.meta, "events": keys.events, "bell": keys.bell("producer")},
+            {"operation": operation, "version": self._limits_stamp[0]},
+            tail_args=fields,
+            durable=True,
+        )
+
+    def read_progress(self, tasks: Iterable[str] | None = None) -> ProduceProgress:
+        """How far these tasks are, by default those of training; KeyError for one that the run has not."""
+        names = self.limits.training_tasks if tasks is None else list(tasks)
+        for name in names:
+            self.limits.tasks[name]
+        return read_progress(self.store, self.keys, names)
 
     def progress(self, task: str) -> dict[str, str]:
         """The account and counters of a task, as in redis-cli."""
@@ -143,16 +242,7 @@ class Run:
         raw: Any = self.store.retrying("record", lambda: self.store.control.hgetall(self.keys.group(gid)))
         return {k.decode(): v.decode() for k, v in raw.items()}
 
-    def tidy(self) -> int:
-        """What a janitor does, and any process may: reap leases, expire stale groups, forget old batches, free garbage.
 
-        Returns how many groups and payloads were touched. Needs no leader and no lock.
-        """
-        touched = self.jobs.reap()
-        for task in self.limits.training_tasks:
-            touched += self.buffer.refresh(task)
-        for ledger in (self.ledger, self.evaluations):
-            ledger.forget()
-        while freed := self.payloads.collect():
-            touched += freed
-        return touched
+def _stamp(version: bytes | str | None, operation: bytes | str | None) -> tuple[int, str]:
+    """Which limits these are: how many changes there were, and the last one's nonce."""
+    return int(version or 0), operation.decode() if isinstance(operation, bytes) else operation or ""

@@ -1,24 +1,25 @@
 """The Lua scripts: one file per state change under `lua/`, each opening with its contract.
 
-The contract is read, not only written: `KEYS[n] name` and `ARGV[n] name` of the header give the order in
-which a caller's named keys and arguments are sent, so a caller cannot mix them up, and a test compares
-header, body and callers. A name with `+` takes any number of values, which the caller passes as a tail.
+The contract is read, not only written (`script_header.py`): names in the header give the order in which a caller's
+keys and arguments are sent, so a caller cannot mix them up, and types and bounds are enforced on the server before a
+script reads or writes. A slot with `+` takes many values, which the caller passes as a tail.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
 from buffer.errors import ScriptError
+from buffer.script_header import Header
 
 Arg = str | int | float | bytes
 
-_SLOT = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\+?)\] +(\w+)", re.MULTILINE)
+_SHARED = ("prelude", "types")
+"""Lua that is in front of every script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,20 @@ class Script:
 
     name: str
     source: str
-    keys: tuple[str, ...]
-    args: tuple[str, ...]
-    more_keys: bool
-    more_args: bool
+    header: Header
 
     @property
     def sha(self) -> str:
-        return hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+        return _sha(self.source)
+
+    @property
+    def starts_work(self) -> bool:
+        """Whether a server refuses it when its memory is full: it frees none, and no work waits for it (I12)."""
+        return self.source.startswith("#!lua\n")
+
+    def text(self, verb: str) -> str:
+        """What EVALSHA or EVAL names the script by."""
+        return self.sha if verb == "EVALSHA" else self.source
 
     def arrange(
         self,
@@ -44,36 +51,45 @@ class Script:
         tail_args: Sequence[Arg] = (),
     ) -> tuple[list[str], list[Arg]]:
         """KEYS and ARGV in the order of the header; ScriptError when a name is missing or unknown."""
-        self._same("KEYS", self.keys, keys)
-        self._same("ARGV", self.args, args)
-        if (tail_keys and not self.more_keys) or (tail_args and not self.more_args):
+        key_names, arg_names = self.header.fixed("KEYS"), self.header.fixed("ARGV")
+        self._same("KEYS", key_names, keys)
+        self._same("ARGV", arg_names, args)
+        if (tail_keys and not self.header.tail("KEYS")) or (tail_args and not self.header.tail("ARGV")):
             raise ScriptError(f"{self.name}.lua takes no more keys or arguments than it names")
-        return [keys[n] for n in self.keys] + [*tail_keys], [args[n] for n in self.args] + [*tail_args]
+        return [keys[n] for n in key_names] + [*tail_keys], [args[n] for n in arg_names] + [*tail_args]
 
-    def _same(self, kind: str, wanted: tuple[str, ...], got: Mapping[str, object]) -> None:
-        if set(wanted) != set(got):
+    def _same(self, array: str, wanted: tuple[str, ...], got: Mapping[str, object]) -> None:
+        if len(wanted) != len(got) or not all(map(got.__contains__, wanted)):
             missing, unknown = set(wanted) - set(got), set(got) - set(wanted)
-            raise ScriptError(f"{self.name}.lua: {kind} missing {sorted(missing)}, unknown {sorted(unknown)}")
+            raise ScriptError(f"{self.name}.lua: {array} missing {sorted(missing)}, unknown {sorted(unknown)}")
 
 
-def _slots(source: str, kind: str) -> tuple[tuple[str, ...], bool]:
-    found = [(name, plus) for k, _, plus, name in _SLOT.findall(source) if k == kind]
-    return tuple(name for name, plus in found if not plus), any(plus for _, plus in found)
+@cache
+def _sha(source: str) -> str:
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-def _assemble(name: str, prelude: str, body: str) -> Script:
-    """The prelude goes behind the shebang; the script's name comes first, so that SLOWLOG can be read."""
+def _assemble(name: str, shared: Sequence[str], body: str) -> Script:
+    """The script's name comes first, so that SLOWLOG can be read; then what is shared, the guard, the body."""
     shebang, _, rest = body.partition("\n")
-    keys, more_keys = _slots(body, "KEYS")
-    args, more_args = _slots(body, "ARGV")
-    source = f"{shebang}\n-- rolloutmq {name}\n{prelude}\n{rest}"
-    return Script(name, source, keys, args, more_keys, more_args)
+    header = Header.parse(body)
+    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *shared, header.guard(), rest]
+    return Script(name, "\n".join(parts), header)
+
+
+def sources() -> dict[str, str]:
+    """The files under `lua/` by name."""
+    folder = resources.files("buffer") / "lua"
+    return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
+
+
+def assemble(texts: Mapping[str, str]) -> dict[str, Script]:
+    """The scripts that these files make, by name."""
+    shared = [texts[name] for name in _SHARED]
+    return {name: _assemble(name, shared, body) for name, body in sorted(texts.items()) if name not in _SHARED}
 
 
 @cache
 def library() -> dict[str, Script]:
     """All scripts by name."""
-    folder = resources.files("buffer") / "lua"
-    texts = {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
-    prelude = texts.pop("prelude")
-    return {name: _assemble(name, prelude, body) for name, body in sorted(texts.items())}
+    return assemble(sources())

@@ -6,7 +6,7 @@ groups at once, pools are scored by M and nothing is ever rewritten when a step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,13 @@ def last_step_for(version: int, threshold: int) -> int:
     return version + threshold
 
 
+def living_version(forks: Sequence[tuple[str, int]], lineage: str, version: int) -> int:
+    """M as it counts (I8): no later than any of the `forks` (lineage, its first step) after the lineage."""
+    names = [name for name, _ in forks]
+    after = len(names) - names[::-1].index(lineage) if lineage in names else 0
+    return min([version, *(step for _, step in forks[after:])])
+
+
 def token_mask(
     mask: NDArray[np.uint8] | None, tokens: int, spans: Iterable[VersionSpan], step: int, token_threshold: int | None
 ) -> NDArray[np.uint8] | None:
@@ -38,7 +45,7 @@ def token_mask(
     A token is fresh while T - M - 1 < `token_threshold` (`stale_threshold` of max_token_staleness), M being the
     version that made it; one that no policy made (a tool's) does not age. All zeros: the rollout has expired
     (`is_used_up`). None where it does not apply: no threshold, no token, or none that was to be trained anyway.
-    Versions of weights that a trainer forked away from are clamped by the caller (I8).
+    Versions of weights that a trainer forked away from are clamped by the caller (`living_version`).
     """
     if token_threshold is None:
         return None

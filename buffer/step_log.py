@@ -1,6 +1,6 @@
 """The trainer's own record of what it trained: `steps.jsonl` in the run's folder, one JSON line per train step.
 
-A line is {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics": {"reward/mean": 0.4, …}}.
+A line is {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics": {"rewards/mean": 0.4, …}}.
 A trainer that restarts from a checkpoint trains later steps again, on the same groups, in a new lineage of
 weights: its line for a step replaces every earlier line of that step and of all later ones. What is left is the
 history of the weights that exist, and in it no group may occur twice (I6).

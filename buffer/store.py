@@ -3,101 +3,87 @@
 The client library's own retries are off (they would run a script again whose reply was lost). `Store`
 retries by itself, with full jitter and a deadline, and only operations that are harmless when repeated: every
 script has a natural key (I13), and payload keys are written once under a token of their own.
-One connection pool is for control, one for bulk, so that a large payload never delays a heartbeat.
+Where a key lies is `buffer.server.nodes`' business.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ConnectionError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-    TimeoutError,
-)
-from redis.retry import Retry
+from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError, TimeoutError
 
-from buffer.errors import ConfigError, StoreError, StoreUnavailable
+from buffer.bulk import Command, Parts, pipelined, receive, send
+from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
+from buffer.keys import clock_beside
 from buffer.masking import mask_url
-from buffer.scripts import Arg, library
+from buffer.passing import is_passing
+from buffer.scripts import Arg, Script, library
+from buffer.server.nodes import Role, Servers
+from buffer.server.url import SOCKET_TIMEOUT_S
+from buffer.upload import Upload, UploadTrip
 
 log = logging.getLogger("rolloutmq.store")
 T = TypeVar("T")
 
-SOCKET_TIMEOUT_S = 15.0
-"""Longer than any script or slice runs; shorter than a lease's patience."""
-
-_PASSING = ("MASTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "UNBLOCKED", "TRYAGAIN", "CLUSTERDOWN", "LOADING")
-
-
-def is_passing(error: Exception) -> bool:
-    """Whether waiting may help: the server is away, starting, full or busy - not: it says no."""
-    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
-        return False
-    kinds = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OutOfMemoryError)
-    if isinstance(error, kinds):
-        return True
-    return isinstance(error, ResponseError) and str(error).startswith(_PASSING)
-
-
-def open_client(url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
-    """A client that retries nothing by itself. Connects lazily; raises nothing here but ConfigError for a bad URL."""
-    tcp: dict[str, Any] = {} if url.startswith("unix") else {"socket_keepalive": True}
-    try:
-        client: redis.Redis = redis.Redis.from_url(
-            url,
-            client_name=name,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=5.0,
-            health_check_interval=0,
-            retry=Retry(NoBackoff(), 0),
-            retry_on_timeout=False,
-            **tcp,
-        )
-    except ValueError:
-        # its message may hold a part of the password
-        raise ConfigError(
-            f"this is no URL of a Redis server: {mask_url(url)}",
-            hint="redis://[user:password@]host:port/0 or unix:///path; write special characters of a password as %XX",
-        ) from None
-    return client
+WAIT_MS = 5_000
+"""How long disk and replicas are waited for at a time; well below the socket's own time-out."""
 
 
 class Store:
-    """One server, seen by one process. Thread-safe.
+    """One server or cluster, seen by one process. Thread-safe.
 
-    `deadline_s` bounds how long one operation is tried; `StoreUnavailable` says that it passed.
+    `deadline_s` bounds how long one operation is tried; `StoreUnavailable` says that it passed. In a cluster, `control`
+    and `bulk` are clients of the node that holds the run which `at` was asked for: get them anew for every try.
     """
 
     def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
         self.url = url
         self.name = name
         self.deadline_s = deadline_s
-        # redis-py types its replies as unions of all protocols: they are told apart where they are read
-        self.control: Any = open_client(url, name=name)
-        self.bulk: Any = open_client(url, name=f"{name}-bulk")
-        self._bells: Any = open_client(url, name=f"{name}-bells")
+        self.servers = Servers(url, name)
+        self.scripts: Mapping[str, Script] = library()
+        """by name; a test of the tests puts others here"""
         self.waits_for_disk = False
+        self.wait_replicas = 0
         self.retries = 0
         self._away = False
+        self._home = ""
+
+    def at(self, key: str, wait_replicas: int = 0) -> Store:
+        """This store, with `control` and `bulk` where `key` lies, and durable calls that wait for so many replicas.
+
+        Itself where neither makes a difference.
+        """
+        in_cluster = self.retrying("first contact", lambda: self.servers.is_cluster)
+        if not in_cluster and wait_replicas == self.wait_replicas:
+            return self
+        there = copy.copy(self)
+        there._home, there.wait_replicas = key, wait_replicas
+        return there
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether this is a view that `at` gave of a cluster."""
+        return bool(self._home) and self.servers.is_cluster
+
+    @property
+    def control(self) -> Any:
+        """For small commands."""
+        return self.servers.client("control", self._home)
+
+    @property
+    def bulk(self) -> Any:
+        """For payloads and long lists."""
+        return self.servers.client("bulk", self._home)
 
     def close(self) -> None:
-        self.control.close()
-        self.bulk.close()
-        self._bells.close()
+        self.servers.close()
 
     def call(
         self,
@@ -111,33 +97,142 @@ class Store:
     ) -> list[Any]:
         """Run a script by name; the reply's strings are decoded. Retried until the deadline (I13).
 
-        With `durable`, the answer is given once the change is on the server's disk (I6).
+        A script that starts work is not waited for on a full server: StoreFull at once, so that the caller can do what
+        frees memory.
+
+        With `durable`, the answer is given once the change is on the server's disk, and on as many replicas as
+        `wait_replicas` says (I6). Too few of them are a server that is away: waited for, then StoreUnavailable.
         """
-        entry = library()[script]
+        entry = self.scripts[script]
         all_keys, all_args = entry.arrange(keys, args, tail_keys, tail_args)
-        wait = durable and self.waits_for_disk
+        wait = durable and self.must_wait
 
         def run() -> list[Any]:
             try:
-                return self._evaluate("EVALSHA", entry.sha, all_keys, all_args, wait)
-            except NoScriptError:
-                return self._evaluate("EVAL", entry.source, all_keys, all_args, wait)
+                return self._run(entry, all_keys, all_args, wait)
+            except ResponseError as error:
+                raise self.explain(entry, all_keys, error) from error
 
-        reply = self.retrying(script, run)
+        reply = self.retrying(script, run, starts_work=entry.starts_work)
         return [item.decode() if isinstance(item, bytes) else item for item in reply]
 
-    def _evaluate(self, verb: str, script: str, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
-        client: Any = self.control
+    def call_many(
+        self, script: str, calls: Iterable[tuple[Mapping[str, str], Mapping[str, Arg], Sequence[str]]]
+    ) -> list[list[Any]]:
+        """Run a script that changes nothing once for each (keys, args, tail_keys), in one round trip.
+
+        Each call is of one instant; between two of them others may move.
+        """
+        entry = self.scripts[script]
+        sha, arranged = entry.sha, [entry.arrange(*call) for call in calls]
+
+        def run() -> list[list[Any]]:
+            pipe = self.control.pipeline(transaction=False)
+            for place, (keys, args) in enumerate(arranged):
+                # the first brings the text, so that no hash behind it can be unknown
+                verb, text = ("EVALSHA", sha) if place else ("EVAL", entry.source)
+                pipe.execute_command(verb, text, len(keys), *keys, *args)
+            return list(pipe.execute())
+
+        replies = self.retrying(script, run) if arranged else []
+        return [[item.decode() if isinstance(item, bytes) else item for item in reply] for reply in replies]
+
+    def _run(self, entry: Script, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
+        try:
+            return self._evaluate("EVALSHA", entry, keys, args, wait)
+        except NoScriptError:
+            return self._evaluate("EVAL", entry, keys, args, wait)
+
+    def explain(self, entry: Script, keys: Sequence[str], error: ResponseError) -> Exception:
+        """What is raised for a script that failed: ScriptError where it refused keys or arguments."""
+        said = str(error)
+        if said.startswith("RMQ_ARG "):
+            return ScriptError(f"{said.removeprefix('RMQ_ARG ')}; nothing was changed")
+        if not said.startswith("WRONGTYPE"):
+            return error
+        kinds = [kind.decode() for kind in self.each("types", [("TYPE", key) for key in keys])]
+        wants = [entry.header.type_of(place) for place in range(1, len(keys) + 1)]
+        found = zip(keys, kinds, wants, strict=True)
+        wrong = [f"{key} is a {kind}" for key, kind, want in found if kind.upper() not in (want, "NONE")]
+        return ScriptError(
+            f"{entry.name}: {', '.join(wrong) or 'a record'}, and not what buffer/keys.py says",
+            hint="something else wrote to the keys of this run",
+        )
+
+    def _evaluate(self, verb: str, script: Script, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
+        client = self.servers.client("control", keys[0])
+        call = (verb, script.text(verb), len(keys), *keys, *args)
         if not wait:
-            return list(client.execute_command(verb, script, len(keys), *keys, *args))
-        # WAITAOF speaks of the writes of its own connection, so both go through one pipeline
-        pipe = client.pipeline(transaction=False)
-        pipe.execute_command(verb, script, len(keys), *keys, *args)
-        pipe.execute_command("WAITAOF", 1, 0, 5000)
-        reply, (on_disk, _) = pipe.execute()
-        if not on_disk:
-            raise TimeoutError(f"{verb} is not on the server's disk after 5 s")
+            return list(client.execute_command(*call))
+        reply, *waited = pipelined(client, [call, *self.waits(verb, keys[0])])
+        self.check_waited(waited)
         return list(reply)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the answer to a durable call says nothing yet."""
+        return self.waits_for_disk or self.wait_replicas > 0
+
+    def waits(self, verb: str, key: str) -> list[Command]:
+        """Behind the writes of a connection: answered once they are where a durable call must be."""
+        # What is waited for are the writes of this connection. A repeated call may have made none, and the ones it
+        # repeats may be of another connection, so a write of its own follows.
+        sync = (verb, self.scripts["sync"].text(verb), 1, clock_beside(key))
+        # WAIT and not WAITAOF for replicas: they tell of their disks once a second only (measured: 0.5 s a call)
+        disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.waits_for_disk else []
+        return [sync, ("WAIT", self.wait_replicas, WAIT_MS), *disk]
+
+    def check_waited(self, answers: Sequence[Any]) -> None:
+        """Raise TimeoutError where the answers to `waits` say that something is missing."""
+        _, replicas, *disks = answers
+        if [on_disk for on_disk, _ in disks] == [0]:
+            raise TimeoutError(f"not on the server's disk after {WAIT_MS} ms")
+        if replicas < self.wait_replicas:
+            raise TimeoutError(f"only {replicas} of {self.wait_replicas} replicas have it after {WAIT_MS} ms")
+
+    def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
+        """Upload a payload and call a script for each of what `make` makes, in one round trip; the scripts' replies, as
+        of a durable `call`.
+
+        All keys lie where `key` does; in a cluster, payloads do not, and go to their nodes first. `make` is asked again
+        where the server was away: calls that were carried out already are repeated (I13).
+        """
+        if self.in_cluster:
+            make = self._uploaded(list(make()))
+        entry = self.scripts[script]
+        replies = self.retrying(
+            script, lambda: UploadTrip(self, entry, key, make).replies(), starts_work=entry.starts_work
+        )
+        return [[item.decode() if isinstance(item, bytes) else item for item in reply] for reply in replies]
+
+    def _uploaded(self, uploads: Sequence[Upload]) -> Callable[[], list[Upload]]:
+        self.write("payload write", [command for commands, _ in uploads for command in commands])
+        return lambda: [([], call) for _, call in uploads]
+
+    def each(self, what: str, commands: Sequence[Command], role: Role = "bulk") -> list[Any]:
+        """Run commands, every one where its key lies: one pipeline per server. The answers, in order."""
+
+        def run(client: Any, here: list[int]) -> list[Any]:
+            return pipelined(client, [commands[place] for place in here])
+
+        return self.retrying(what, lambda: self.servers.at_each(role, [str(command[1]) for command in commands], run))
+
+    def write(self, what: str, commands: Sequence[Command], *, starts_work: bool = False) -> list[Any]:
+        """`each` for large values, which are sent from where they are. `starts_work`: see `call`."""
+
+        def run(client: Any, here: list[int]) -> list[Any]:
+            return send(client, [commands[place] for place in here])
+
+        keys = [str(command[1]) for command in commands]
+        return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run), starts_work=starts_work)
+
+    def read(self, what: str, names: Sequence[Sequence[str]], size: int) -> list[Parts]:
+        """The values of several keys of one slot each, about `size` bytes in all; see `buffer.bulk.receive`."""
+
+        def run(client: Any, here: list[int]) -> list[Parts]:
+            return receive(client, [names[n] for n in here], size)
+
+        return self.retrying(what, lambda: self.servers.at_each("bulk", [keys[0] for keys in names], run))
 
     def wait_bell(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until `bell` rings or the time is up. Whether it rang; a lost ring costs one time-out.
@@ -148,21 +243,25 @@ class Store:
 
         def listen() -> bool:
             # never 0 (for ever), never near the socket's own time-out
-            rang = self._bells.blpop([bell], timeout=min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3))
+            client = self.servers.client("bells", bell)
+            rang = client.blpop([bell], timeout=min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3))
             if rang and not shared:
-                self._bells.delete(bell)
+                client.delete(bell)
             return bool(rang)
 
         return self.retrying("bell", listen)
 
-    def retrying(self, what: str, operation: Callable[[], T], *, deadline_s: float | None = None) -> T:
+    def retrying(
+        self, what: str, operation: Callable[[], T], *, deadline_s: float | None = None, starts_work: bool = False
+    ) -> T:
         """Run `operation`, again and again while the server is away, until it works or the deadline passes."""
         end = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
         for attempt in range(1_000_000):
             try:
                 result = operation()
             except redis.RedisError as error:
-                self._wait(what, error, attempt, end)
+                ends = 0.0 if starts_work and isinstance(error, OutOfMemoryError) else end
+                self._wait(what, error, attempt, ends)
             else:
                 self._note_back()
                 return result
@@ -173,15 +272,20 @@ class Store:
             raise StoreError(f"{what}: the server refused: {error}") from error
         left = end - time.monotonic()
         if left <= 0:
-            raise StoreUnavailable(
-                f"{what}: no usable answer from {mask_url(self.url)}: {error}",
-                hint="is the server running? everything continues by itself once it is back",
-            ) from error
+            raise self._given_up(what, error) from error
         if not self._away:
-            log.warning("server away: %s during %s; waiting for it", error, what)
+            log.warning("server away or full: %s during %s; waiting for it", error, what)
             self._away = True
         self.retries += 1
+        self.servers.look_again()
         time.sleep(min(left, random.uniform(0.0, min(2.0, 0.05 * 2.0 ** min(attempt, 10)))))
+
+    def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:
+        if isinstance(error, OutOfMemoryError):
+            hint = "what is trained and committed frees some; raise maxmemory, or lower [memory] budget_bytes"
+            return StoreFull(f"{what}: the memory of {mask_url(self.url)} is full", hint=hint)
+        hint = "is the server running? everything continues by itself once it is back"
+        return StoreUnavailable(f"{what}: no usable answer from {mask_url(self.url)}: {error}", hint=hint)
 
     def _note_back(self) -> None:
         if self._away:

@@ -12,6 +12,9 @@
                  "mask": … (only where some token is not trained), "ref_logprobs": …?, "values": …? (NaN for all
                  tokens of a member without), "routed_experts": {…, "shape": [rows, layers, top_k]}?}}
 
+The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no dictionary): any writer
+may do so, every reader must look; checksum and size of a payload are those of the stored bytes.
+
 Columns are raw little-endian arrays, never lists of numbers. The prompt is stored once per group.
 `decode` trusts nothing: size, nesting, types, lengths against each other, NaN and schema are checked, and the
 error says what is wrong and where. Scripts never see these bytes (I14).
@@ -20,29 +23,22 @@ error says what is wrong and where. Scripts never see these bytes (I14).
 from __future__ import annotations
 
 import reprlib
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Required
 
 import msgpack
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
 
+from buffer.compression import expand
 from buffer.errors import SchemaVersionError, WireError
 from buffer.group import RolloutGroup
-from buffer.rollout import MediaRef, SampleParams, Status, ToolCall
-from buffer.wire_columns import Column, pack_columns, unpack_columns
+from buffer.rollout import MediaRef, SampleParams, ToolCall
+from buffer.wire_columns import Column, Columns, check_columns, columns_of, pack_columns, unpack_columns
+from buffer.wire_reader import MAX_CONTAINERS, check_nesting, read_document
 
 SCHEMA = 1
-MAX_BYTES = 256 * 2**20
-"""A larger document is refused unread."""
 
-MAX_CONTAINERS = 2**18
-"""Maps and arrays in one document: an empty map is one byte on the wire and 64 in memory."""
-
-MAX_ITEMS = 2**18
-"""Declared length of one map or array: memory is set aside before the items are there."""
-
-MAX_NESTING = 32
-"""Deeper documents would end other readers' (and our own encoder's) recursion."""
 
 class _Shared(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -61,19 +57,20 @@ class _Shared(BaseModel):
         return fields | self.model_dump(include={"tools", "tool_choice", "multimodal"}, exclude_defaults=True)
 
 
-class _Member(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    index: int = Field(ge=0)
-    status: str
-    sample: dict[str, Any] = {}
-    response: str = ""
-    reward: dict[str, float] | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-    spans: list[list[Any]] = []
-    session_id: str | None = None
-    tool_calls: list[ToolCall] = []
-    routed_experts: Literal[True] | str | None = None
+class _Member(TypedDict, total=False):
+    # a map and no model: a trainer reads thousands, and wants to keep them as maps
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+    index: Required[Annotated[int, Field(ge=0)]]
+    status: Required[Literal["init", "completed", "aborted", "expired", "failed", "filtered", "archived"]]
+    sample: Required[dict[str, Any]]
+    response: str
+    reward: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None
+    finish_reason: str | None
+    error: str | None
+    spans: list[list[Any]]
+    session_id: str | None
+    tool_calls: list[ToolCall]
+    routed_experts: Literal[True] | str | None
 
 
 class _Document(BaseModel):
@@ -86,119 +83,108 @@ class _Document(BaseModel):
     columns: dict[str, Column]
 
 
+_SAMPLES = TypeAdapter(list[SampleParams])
+
+
 def encode(group: RolloutGroup) -> bytes:
     """The bytes of a group. O(bytes): columns are copied once, tokens are never looked at."""
-    document = {
-        "schema": SCHEMA,
-        "gid": group.gid,
-        "task": group.task,
-        "shared": group.shared,
-        "members": group.members,
-        "columns": pack_columns(group),
-    }
     try:
-        packed: bytes = msgpack.packb(document)
+        # its last byte is the None, in whose place the columns come
+        head = memoryview(msgpack.packb(_entries(group) | {"columns": None}))[:-1]
+        return b"".join([head, *pack_columns(columns_of(group))])
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(
             f"group {group.gid} holds something that msgpack cannot: {error}",
             hint="messages, ground_truth, extra and reward may hold text, numbers, lists and maps",
         ) from error
-    return packed
 
 
-def decode(data: bytes) -> RolloutGroup:
-    """The group of these bytes; its columns are views of them.
+def encode_checked(group: RolloutGroup) -> bytes:
+    """`encode`, for bytes that others must be able to read: raises what `decode` would raise for them."""
+    data, columns = encode(group), columns_of(group)
+    # what no schema bounds is bounded by the bytes there are for it
+    is_small = len(data) - sum(column.nbytes for column in columns.values()) <= MAX_CONTAINERS
+    try:
+        _check(_validated(_entries(group) | {"columns": {}}), columns)
+    except WireError:
+        is_small = False  # a list for a tuple, say: only the bytes themselves can tell
+    if not is_small:
+        decode(data)
+    return data
+
+
+def decode(data: bytes | memoryview) -> RolloutGroup:
+    """The group of these bytes; its columns are views of them, or of what they expand to.
 
     Raises:
         SchemaVersionError: written by another version.
         WireError: anything else that is not a whole, consistent group.
     """
-    if len(data) > MAX_BYTES:
-        raise WireError(f"document of {len(data)} bytes", hint=f"at most {MAX_BYTES}")
-    document = _document(data)
-    inline = [member.routed_experts is True for member in document.members]
-    columns = unpack_columns(document.columns, inline)
-    for place, member in enumerate(document.members):
-        _check_member(place, member, int(columns["lengths"][place]))
-    members = [m.model_dump(exclude_defaults=True) | {"index": m.index, "sample": m.sample} for m in document.members]
+    document = _validated(read_document(expand(data)))
+    columns = unpack_columns(document.columns)
+    _check(document, columns)
+    members = [_plain(member) for member in document.members]
     return RolloutGroup.from_columns(document.gid, document.task, document.shared.fields(), members, columns)
 
 
-def _document(data: bytes) -> _Document:
-    try:
-        raw = _unpack_document(data)
-    except WireError:
-        raise
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise WireError(f"not a msgpack document: {error} (it starts with {data[:16]!r})") from error
-    if not isinstance(raw, dict):
-        raise WireError(f"the document is a {type(raw).__name__}, not a map")
-    _check_nesting(raw)
+def _entries(group: RolloutGroup) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "gid": group.gid,
+        "task": group.task,
+        "shared": group.shared,
+        "members": group.members,
+    }
+
+
+def _validated(raw: dict[str, Any]) -> _Document:
     if raw.get("schema") != SCHEMA:
         raise SchemaVersionError(f"schema {reprlib.repr(raw.get('schema'))}; this version reads {SCHEMA}")
+    check_nesting(raw.get("shared"))
     try:
         return _Document.model_validate(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise WireError(f"at {place}: {first['msg']}") from error
+        raise WireError(_told(error)) from error
 
 
-def _unpack_document(data: bytes) -> Any:
-    left = MAX_CONTAINERS
-
-    def count(container: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise WireError("too many maps and arrays in one document", hint=f"at most {MAX_CONTAINERS}")
-        return container
-
-    return msgpack.unpackb(
-        data,
-        raw=False,
-        strict_map_key=True,
-        object_hook=count,
-        list_hook=count,
-        ext_hook=_no_extensions,
-        max_array_len=MAX_ITEMS,
-        max_map_len=MAX_ITEMS,
-        max_ext_len=0,
-    )
+def _check(document: _Document, columns: Columns) -> None:
+    """What no schema says: columns and members against each other; adds a mask to columns without one."""
+    members = document.members
+    check_columns(columns, [member.get("routed_experts") is True for member in members])
+    for place, (member, tokens) in enumerate(zip(members, columns["lengths"].tolist(), strict=True)):
+        if spans := member.get("spans"):
+            _check_spans(f"at members.{place}", spans, tokens)
+        if calls := member.get("tool_calls"):
+            check_nesting([call.arguments for call in calls])
+    _check_samples([member["sample"] for member in members])
 
 
-def _check_nesting(document: dict[str, Any]) -> None:
-    level: list[Any] = [document]
-    for _ in range(MAX_NESTING):
-        level = [
-            child
-            for item in level
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return
-    raise WireError("maps and arrays are nested too deeply", hint=f"at most {MAX_NESTING} levels")
+def _told(error: ValidationError, *place: str) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"at {'.'.join([*place, *(str(part) for part in first['loc'])])}: {first['msg']}"
 
 
-def _no_extensions(code: int, _: bytes) -> Any:
-    raise WireError(f"msgpack extension type {code}", hint="the format uses none")
-
-
-def _check_member(place: int, member: _Member, tokens: int) -> None:
-    where = f"at members.{place}"
-    if member.status not in set(Status):
-        raise WireError(f"{where}.status: {member.status[:32]!r} is none of {[str(s) for s in Status]}")
-    if member.reward is not None and not np.isfinite(list(member.reward.values())).all():
-        raise WireError(f"{where}.reward: NaN or infinite")
-    for span in member.spans:
+def _check_spans(where: str, spans: Iterable[Sequence[Any]], tokens: int) -> None:
+    for span in spans:
         if [type(part) for part in span] != [int, int, int, str]:
             raise WireError(f"{where}.spans: {reprlib.repr(span)} is not [start, length, version, lineage]")
-        if span[0] < 0 or span[1] < 0 or span[0] + span[1] > tokens:
+        start, length, version, _ = span
+        if start < 0 or length < 0 or start + length > tokens:
             raise WireError(f"{where}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens")
-        if not 0 <= span[2] < 2**53:
-            raise WireError(f"{where}.spans: {span[2]} is no policy version")
+        if not 0 <= version < 2**53:
+            raise WireError(f"{where}.spans: {version} is no policy version")
+
+
+def _check_samples(samples: list[dict[str, Any]]) -> None:
     try:
-        SampleParams(**member.sample)
-    except (ValidationError, TypeError) as error:
-        raise WireError(f"{where}.sample: {str(error)[:500]}") from error
+        _SAMPLES.validate_python(samples)
+    except ValidationError as error:
+        place, *_ = error.errors(include_url=False, include_input=False)[0]["loc"]
+        raise WireError(f"at members.{place}.sample: {_told(error)}") from error
+
+
+def _plain(member: _Member) -> dict[str, Any]:
+    plain: dict[str, Any] = dict(member)
+    if calls := member.get("tool_calls"):
+        plain["tool_calls"] = [call.model_dump(exclude_defaults=True) for call in calls]
+    return plain

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Required
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, InstanceOf
+from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
 
 from buffer.errors import WireError
 from buffer.group import RolloutGroup
@@ -33,58 +35,108 @@ DTYPES = {
     "routed_experts": "<i2",
 }
 
+_SIZES = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()}
+
 Columns = dict[str, NDArray[Any]]
 
 
-class Column(BaseModel):
+_MAP = 0x80
+_BIN_WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4}
+"""Bytes of the length in a bin 8, 16 and 32 of msgpack."""
+
+
+def _head(name: str, entries: int) -> bytes:
+    dtype: bytes = msgpack.packb("dtype") + msgpack.packb(DTYPES[name])
+    head: bytes = msgpack.packb(name) + bytes([_MAP + entries]) + dtype + msgpack.packb("data")
+    return head
+
+
+_HEADS = {name: _head(name, 2) for name in DTYPES}
+"""What is written before the bytes of a flat column."""
+
+
+class Column(TypedDict, total=False):
     """One array on the wire; only `routed_experts` has a shape."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)  # type: ignore[misc]
 
-    dtype: str
-    data: bytes
-    shape: list[int] | None = None
+    dtype: Required[str]
+    data: Required[bytes | InstanceOf[memoryview]]
+    shape: list[int] | None
 
 
-def pack_columns(group: RolloutGroup) -> dict[str, dict[str, Any]]:
-    """The columns of a group; a mask of all ones, and what no rollout has, is left out."""
+def read_own_columns(data: memoryview, place: int) -> dict[str, Column] | None:
+    """The columns that `wire.encode` wrote from `place` to the end, as views; None where anything looks otherwise."""
+    columns: dict[str, Column] = {}
+    count, place = data[place] - _MAP, place + 1
+    if not 0 <= count < 16:
+        return None
+    for _ in range(count):
+        name = bytes(data[place + 1 : place + 1 + (data[place] & 0x1F)]).decode(errors="replace")
+        head = _HEADS.get(name, b"?")
+        place += len(head)
+        if data[place - len(head) : place] != head or (width := _BIN_WIDTHS.get(data[place])) is None:
+            return None
+        start = place + 1 + width
+        place = start + int.from_bytes(data[place + 1 : start])
+        columns[name] = {"dtype": DTYPES[name], "data": data[start:place].toreadonly()}
+    return columns if place == len(data) else None
+
+
+def columns_of(group: RolloutGroup) -> Columns:
+    """What is written of a group: a mask of all ones, and what no rollout has, is left out."""
     columns: Columns = {name: getattr(group, name) for name in NEEDED}
-    if not group.mask.all():
+    if not group.mask.min(initial=1):
         columns["mask"] = group.mask
     optional = {name: getattr(group, name) for name in OPTIONAL}
-    columns |= {name: column for name, column in optional.items() if column is not None}
-    return {name: _pack(column, DTYPES[name]) for name, column in columns.items()}
+    return columns | {name: column for name, column in optional.items() if column is not None}
 
 
-def unpack_columns(packed: Mapping[str, Column], has_experts: Sequence[bool]) -> Columns:
-    """The columns as views of the received bytes; `has_experts`: of each member, whether its experts are inline.
+def pack_columns(columns: Columns) -> list[bytes | memoryview]:
+    """The columns as a msgpack map, in pieces to be joined, so that each is copied once."""
+    packed: list[bytes | memoryview] = [bytes([_MAP + len(columns)])]
+    for name, column in columns.items():
+        packed += _pack(name, column)
+    return packed
 
-    Raises WireError where they do not agree with each other or with the members.
+
+def unpack_columns(packed: Mapping[str, Column]) -> Columns:
+    """The columns as views of the received bytes. Raises WireError for one that is no such array."""
+    return {name: _unpack(name, column) for name, column in packed.items()}
+
+
+def check_columns(columns: Columns, has_experts: Sequence[bool]) -> None:
+    """Raise WireError where columns do not agree with each other or the members; adds a mask where there is none.
+
+    `has_experts`: of each member, whether its experts are inline.
     """
-    columns = {name: _unpack(name, column) for name, column in packed.items()}
     _check_lengths(columns, len(has_experts))
     _check_values(columns)
     for name in ("ref_logprobs", "values"):
         if name in columns:
             _check_optional(name, columns[name], columns["lengths"])
     _check_experts(columns, has_experts)
-    return columns
 
 
-def _pack(column: NDArray[Any], dtype: str) -> dict[str, Any]:
-    packed: dict[str, Any] = {"dtype": dtype, "data": np.ascontiguousarray(column, dtype).tobytes()}
-    return packed | {"shape": list(column.shape)} if column.ndim > 1 else packed
+def _pack(name: str, column: NDArray[Any]) -> list[bytes | memoryview]:
+    data = np.ascontiguousarray(column, DTYPES[name])
+    kind, width = next((pair for pair in _BIN_WIDTHS.items() if data.nbytes < 256 ** pair[1]), (0xC6, 4))
+    length = bytes([kind]) + data.nbytes.to_bytes(width)
+    if column.ndim == 1:
+        return [_HEADS[name], length, data.data]
+    shape: bytes = msgpack.packb("shape") + msgpack.packb(list(column.shape))
+    return [_head(name, 3), length, data.tobytes(), shape]
 
 
 def _unpack(name: str, column: Column) -> NDArray[Any]:
-    dtype = DTYPES.get(name)
+    dtype, data = DTYPES.get(name), column["data"]
     if dtype is None:
         raise WireError(f"at columns.{name[:32]}: unknown column")
-    if column.dtype != dtype:
-        raise WireError(f"at columns.{name}: dtype {column.dtype[:16]!r}, expected {dtype!r}")
-    if len(column.data) % np.dtype(dtype).itemsize:
-        raise WireError(f"at columns.{name}: {len(column.data)} bytes are no whole {dtype} array")
-    return _shaped(name, np.frombuffer(column.data, dtype), column.shape)
+    if column["dtype"] != dtype:
+        raise WireError(f"at columns.{name}: dtype {column['dtype'][:16]!r}, expected {dtype!r}")
+    if len(data) % _SIZES[name]:
+        raise WireError(f"at columns.{name}: {len(data)} bytes are no whole {dtype} array")
+    return _shaped(name, np.frombuffer(data, dtype), column.get("shape"))
 
 
 def _shaped(name: str, flat: NDArray[Any], shape: list[int] | None) -> NDArray[Any]:
@@ -98,26 +150,26 @@ def _shaped(name: str, flat: NDArray[Any], shape: list[int] | None) -> NDArray[A
 
 
 def _check_lengths(columns: Columns, members: int) -> None:
-    missing = set(NEEDED) - set(columns)
-    if missing:
+    if missing := set(NEEDED) - columns.keys():
         raise WireError(f"at columns: {sorted(missing)} missing")
     lengths = columns["lengths"]
     if len(lengths) != members:
         raise WireError(f"at columns.lengths: {len(lengths)} values for {members} members")
-    if (lengths < 0).any():
+    if lengths.min(initial=0) < 0:
         raise WireError("at columns.lengths: negative")
     tokens = int(lengths.sum(dtype=np.int64))
     for name in PER_TOKEN:
         if name in columns and len(columns[name]) != tokens:
             raise WireError(f"at columns.{name}: {len(columns[name])} values for {tokens} response tokens")
-    columns.setdefault("mask", np.ones(tokens, "u1"))
+    if "mask" not in columns:
+        columns["mask"] = np.ones(tokens, "u1")
 
 
 def _check_values(columns: Columns) -> None:
-    if (columns["mask"] > 1).any():
+    if columns["mask"].max(initial=0) > 1:
         raise WireError("at columns.mask: a value that is neither 0 nor 1")
     for name in ("prompt_ids", "response_ids"):
-        if (columns[name] < 0).any():
+        if columns[name].min(initial=0) < 0:
             raise WireError(f"at columns.{name}: a negative token id")
     if not np.isfinite(columns["logprobs"]).all():
         raise WireError("at columns.logprobs: NaN or infinite")
@@ -136,6 +188,8 @@ def _check_optional(name: str, column: NDArray[Any], lengths: NDArray[Any]) -> N
 
 
 def _check_experts(columns: Columns, has_experts: Sequence[bool]) -> None:
+    if "routed_experts" not in columns and not any(has_experts):
+        return
     prompt, lengths = len(columns["prompt_ids"]), columns["lengths"].tolist()
     inline = [expert_rows(prompt, n) for n, is_inline in zip(lengths, has_experts, strict=True) if is_inline]
     experts = columns.get("routed_experts")

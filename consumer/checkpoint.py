@@ -1,6 +1,6 @@
 """Checkpoints: the trainer's position, its weights and its optimizer, in one folder that is whole or not there (I6).
 
-<folder>/step-000012/trainer.json           the position, below
+<folder>/step-000012/trainer.json           the position (buffer/recovery/position.py)
                      model/                  a Hugging Face folder (config, tokenizer, safetensors)
                      optimizer.safetensors   moments, RNG and counters: no pickle
 """
@@ -15,31 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from buffer.errors import ModelError
+from buffer.recovery.position import Position
 from consumer.model_folder import new_folder
-from consumer.trained_draws import TrainedDraws
 
 POSITION = "trainer.json"
-
-
-class Position(BaseModel):
-    """Where the training of a run stands, as a checkpoint remembers it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    step: int
-    """the last train step that is in the weights"""
-    lineage: str
-    """of the weights"""
-    run: str
-    run_nonce: str
-    cursors: dict[str, int] = {}
-    """next draw of each task when this was written"""
-    uncommitted: list[list[str]] = []
-    """gids of each batch since the last commit, this step's last"""
-    trained: TrainedDraws = TrainedDraws()
 
 
 class CheckpointFolder:
@@ -73,9 +55,7 @@ class CheckpointFolder:
         self._remove(path)
         with new_folder(path) as folder:
             save(folder)
-            (folder / POSITION).write_bytes(
-                orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
-            )
+            (folder / POSITION).write_bytes(orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
             _sync(folder)
         _sync_one(self.folder)
         return path
@@ -86,6 +66,10 @@ class CheckpointFolder:
             self._remove(self.path(step))
         kept = self.steps()
         return kept[0] if kept else 0
+
+    def oldest_with(self, step: int, keep: int) -> int:
+        """The oldest step that is left once a checkpoint of `step` is written, and all but `keep` are pruned."""
+        return sorted({*self.steps(), step})[-keep:][0]
 
     def clear(self, after: int) -> None:
         """Delete what no trainer will go on from: checkpoints of steps after `after`, which a trainer that was

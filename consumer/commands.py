@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config import load_config
+from buffer.config.loader import load_config
 from buffer.json_log import log_json
-from buffer.lifeline import follow_owner
+from buffer.server.lifeline import follow_owner
 
 if TYPE_CHECKING:
     from consumer.config import TrainingConfig
@@ -22,6 +22,13 @@ Url = Annotated[
     typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
 ]
 TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another trainer still beats; fences it.")]
+Regenerate = Annotated[
+    bool,
+    typer.Option(
+        "--regenerate",
+        help="Although the server lost everything, or freed what comes after the newest checkpoint: generate it again.",
+    ),
+]
 ChaosFlag = Annotated[bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")]
 
 
@@ -38,6 +45,7 @@ def run(
     overrides: Set = None,
     redis_url: Url = None,
     chaos: ChaosFlag = False,
+    regenerate: Regenerate = False,
 ) -> None:
     """Start a whole run on this machine, or go on with it.
 
@@ -52,26 +60,34 @@ def run(
         settings = _load(config, given)
     from consumer.launch.launcher import Launcher
 
-    Launcher(settings, config, given, redis_url=redis_url, chaos=chaos).run()
+    Launcher(settings, config, given, redis_url=redis_url, chaos=chaos, regenerate=regenerate).run()
 
 
-def train(config: Config, overrides: Set = None, redis_url: Url = None, take_over: TakeOver = False) -> None:
+def train(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    take_over: TakeOver = False,
+    regenerate: Regenerate = False,
+) -> None:
     """Start the trainer of a run.
 
-    From its newest checkpoint to its last step; SIGTERM writes a checkpoint and leaves.
+    From its newest checkpoint to its last step; SIGTERM writes a checkpoint and leaves. A server that lost what the
+    checkpoint knows is told again; nothing is trained twice.
     """
     settings = _load(config, overrides)
     log_json("trainer")
     follow_owner()
-    from buffer.open_run import create_run, open_store, server_url
+    from buffer.open_run import open_store, server_url
+    from consumer.launch.preparation import make_run
     from consumer.trainer import Trainer
 
     store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True)
     model_dir = settings.policy.model or settings.run.folder / "model"
-    trainer = Trainer(create_run(store, settings, model_dir), settings, model_dir)
+    trainer = Trainer(make_run(store, settings, model_dir, regenerate=regenerate), settings, model_dir)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: trainer.consumer.stop())
-    if not trainer.fit(take_over=take_over):
+    if not trainer.fit(take_over=take_over, regenerate=regenerate):
         raise typer.Exit(130)  # stopped on the way: whoever watches must not take it for the end of the run
 
 

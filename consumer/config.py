@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from buffer.config import Section
-from buffer.config_file import ConfigFile
+from buffer.config.dataset import JsonlDataset, ReasoningGymDataset
+from buffer.config.file import ConfigFile
+from buffer.config.loader import Section
 from buffer.errors import ConfigError
-from buffer.run_config import ReasoningGymDataset
 from consumer.advantages import AdvantageEstimator
 from consumer.learner_config import LearnerConfig
 from consumer.tiny_model_config import TinyModelConfig
@@ -20,8 +21,14 @@ from consumer.warm_start_config import WarmStartConfig
 class TrainerSection(Section):
     """[trainer]: the loop around the learner."""
 
+    flow: Literal["disaggregated", "colocated"] = "disaggregated"
+    """disaggregated: workers go on while it trains. colocated: from when a batch is taken until the new weights are
+    published they are paused ([policy] pause_mode abort or drain), and may sleep ([worker] sleep_when_paused)"""
     advantages: AdvantageEstimator = "grpo"
-    """what a reward says compared with the other rollouts of its prompt: grpo or dr_grpo"""
+    """what a reward says compared with the other rollouts of its prompt: grpo, dr_grpo, rloo, opo, pass_at_k; or
+    with the batch: reinforce_pp, reinforce_pp_baseline"""
+    overlong_buffer_tokens: int | None = Field(None, ge=1)
+    """scores fall linearly, by up to 1, over so many tokens before a response's max_tokens (DAPO); None: they do not"""
     checkpoint_every_steps: int = Field(5, ge=1)
     """a restart repeats at most so many steps"""
     keep_checkpoints: int = Field(2, ge=1)
@@ -48,12 +55,28 @@ class TrainingConfig(ConfigFile):
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
 
+    def batches_until_freed(self) -> int:
+        # a commit frees what is older than the oldest checkpoint that is kept
+        return self.trainer.checkpoint_every_steps * self.trainer.keep_checkpoints
+
+    @model_validator(mode="after")
+    def _pause_frees_the_device(self) -> TrainingConfig:
+        if self.trainer.flow == "colocated" and self.policy.pause_mode == "keep":
+            raise ValueError("[trainer] flow = colocated needs [policy] pause_mode abort or drain: keep frees nothing")
+        return self
+
     def evaluation_size(self, task: str) -> int:
         """Problems of one evaluation of `task`. ConfigError where its file cannot be read."""
         if self.evaluation.groups is not None:
             return self.evaluation.groups
         dataset = self.tasks[task].dataset
-        return dataset.held_out_size if isinstance(dataset, ReasoningGymDataset) else _count_problems(dataset.path)
+        match dataset:
+            case ReasoningGymDataset():
+                return dataset.held_out_size
+            case JsonlDataset():
+                return _count_problems(dataset.path)
+        hint = "set [evaluation] groups to the number of its problems"
+        raise ConfigError(f"task {task}: problems of kind {dataset.kind} are not counted here", hint=hint)
 
 
 def _count_problems(file: Path) -> int:

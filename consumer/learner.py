@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.errors import ModelError
+from consumer.importance import Samples
 from consumer.learner_config import LearnerConfig
 from consumer.learner_state import capture, restore
 from consumer.losses import TokenColumns, policy_loss, token_weights
@@ -146,23 +147,17 @@ class Learner:
             bf16=config.bf16,
             entropy_gradient=config.loss.entropy_coef > 0,
         )
+        samples = Samples(batch.mask, batch.sample, batch.trained_tokens)
         columns = TokenColumns(
             logprobs=now.logprobs,
             old_logprobs=self._old_logprobs(part, batch, number, now.logprobs),
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages[batch.sample],
-            mask=batch.mask,
+            samples=samples,
             entropy=now.entropy,
             ref_logprobs=self._reference_logprobs(batch),
         )
-        weights = token_weights(
-            batch.mask,
-            batch.sample,
-            batch.trained_tokens,
-            config.loss,
-            batch_tokens=part.tokens,
-            batch_samples=part.samples,
-        )
+        weights = token_weights(samples, config.loss, batch_tokens=part.tokens, batch_samples=part.samples)
         loss, metrics = policy_loss(columns, weights, config.loss)
         torch.autograd.backward(loss)
         values = torch.stack([loss.detach(), batch.mask.sum(), *metrics.values()]).tolist()

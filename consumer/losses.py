@@ -7,12 +7,14 @@ does not depend on how the batch was cut into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from consumer.importance import Correction, Samples, correct
+from consumer.kl import kl_estimate
 from consumer.learner_config import LossConfig
 
 
@@ -24,93 +26,110 @@ class TokenColumns:
     old_logprobs: Tensor  # of the policy that the ratio is clipped against
     rollout_logprobs: Tensor  # as the engine reported them
     advantages: Tensor  # of the token's sample
-    mask: Tensor  # 1 = trained
+    samples: Samples  # which tokens are trained, and which belong together
     entropy: Tensor
     ref_logprobs: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        return self.samples.mask
 
 
 def policy_loss(columns: TokenColumns, weights: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss (a scalar to be summed over micro-batches) and metrics (sums over trained tokens, detached).
 
-    Per token, with r = exp(logprob - old logprob):
-        -A * min(r, clip(r, 1 - clip_low, 1 + clip_high)) for A > 0, with max for A < 0
-        (PPO, Schulman et al. 2017, arXiv:1707.06347; two bounds: DAPO, Yu et al. 2025, arXiv:2503.14476),
-    times the truncated weight min(exp(old - rollout), importance_cap), through which no gradient flows
-        (AReaL's decoupled objective, Fu et al. 2025, arXiv:2505.24298; truncated as in IMPALA,
-        arXiv:1802.01561),
-    plus kl_coef * KL(policy, reference), minus entropy_coef * entropy. `weights` float32[N] are those of
-    `token_weights`.
+    Per token: the objective, times the correction of `consumer.importance`, plus kl_coef * KL(policy, reference),
+    minus entropy_coef * entropy. `weights` float32[N] are those of `token_weights`.
     """
-    ratio = (columns.logprobs - columns.old_logprobs).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    surrogate = -torch.minimum(ratio * columns.advantages, clipped * columns.advantages)
-    importance = importance_weights(columns.old_logprobs, columns.rollout_logprobs, config.importance_cap)
-    token_loss = importance * surrogate - config.entropy_coef * columns.entropy
+    surrogate = _OBJECTIVES[config.objective](columns, config)
+    correction = correct(columns.old_logprobs, columns.rollout_logprobs, columns.samples, config)
+    token_loss = correction.weights * surrogate.loss - config.entropy_coef * columns.entropy
     if columns.ref_logprobs is not None:
-        token_loss = token_loss + config.kl_coef * kl_k3(columns.logprobs, columns.ref_logprobs)
+        token_loss = token_loss + config.kl_coef * kl_estimate(config.kl_kind, columns.logprobs, columns.ref_logprobs)
     # where, not a product: a masked token may hold an infinite logprob, and 0 * inf is nan.
     loss = torch.where(columns.mask > 0, weights * token_loss, 0.0).sum()
-    return loss, _metrics(columns, ratio, clipped, importance, surrogate)
+    return loss, _metrics(columns, surrogate, correction)
 
 
-def token_weights(
-    mask: Tensor,
-    sample: Tensor,
-    trained_tokens: Tensor,
-    config: LossConfig,
-    *,
-    batch_tokens: float,
-    batch_samples: int,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """What an objective makes of the tokens, each float32[N]: `clipped` is 1 where the bound took effect."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+def ppo(columns: TokenColumns, config: LossConfig) -> Surrogate:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with r = exp(logprob - old logprob).
+
+    (PPO, Schulman et al. 2017, arXiv:1707.06347; two bounds: DAPO, Yu et al. 2025, arXiv:2503.14476.) With
+    `dual_clip` c, at most `-c A` where A < 0 (Ye et al. 2020, arXiv:1912.09729, equation 5).
+    """
+    ratio = (columns.logprobs - columns.old_logprobs).exp()
+    return _clipped(ratio, columns.advantages, config)
+
+
+def gspo(columns: TokenColumns, config: LossConfig) -> Surrogate:
+    """PPO's objective with one ratio per sample, the geometric mean of its tokens' ratios.
+
+    (GSPO, Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7; with aggregation sequence_mean it is theirs. Their
+    bounds are much closer to 1: 3e-4 and 4e-4.)
+    """
+    log_ratio = columns.samples.mean(columns.logprobs - columns.old_logprobs)
+    return _clipped(log_ratio.exp()[columns.samples.sample], columns.advantages, config)
+
+
+def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
+    """`-sg(clip(r)) A logprob`: REINFORCE with a clipped weight, so that no token loses its gradient.
+
+    (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5, where only the upper bound is used: clip_low = 1.)
+    """
+    ratio = (columns.logprobs - columns.old_logprobs).exp().detach()
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return Surrogate(-weight * columns.advantages * columns.logprobs, ratio, (weight != ratio).float())
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    gain = torch.minimum(ratio * advantages, bounded * advantages)
+    clipped = ratio * advantages > bounded * advantages
+    if config.dual_clip is not None:
+        floor = config.dual_clip * advantages
+        too_low = (advantages < 0) & (gain < floor)
+        gain, clipped = torch.where(too_low, floor, gain), clipped | too_low
+    return Surrogate(-gain, ratio, clipped.float())
+
+
+_OBJECTIVES: Mapping[str, Callable[[TokenColumns, LossConfig], Surrogate]] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+
+
+def token_weights(samples: Samples, config: LossConfig, *, batch_tokens: float, batch_samples: int) -> Tensor:
     """The weight of each token in the batch's loss, float32[N].
 
-    `mask` float32[N]; `sample` int64[N]: which of the S samples a token belongs to; `trained_tokens`
-    float32[S]; `batch_tokens` and `batch_samples` count the whole batch. The weights add up to 1 over the
-    batch for token_mean (arXiv:2503.14476) and, where no sample is empty, for sequence_mean
-    (arXiv:2402.03300); fixed_length divides each sample's sum by `max_tokens` instead of its own length
-    (Dr. GRPO, arXiv:2503.20783).
+    `batch_tokens` and `batch_samples` count the whole batch. The weights add up to 1 over the batch for token_mean
+    (arXiv:2503.14476) and, where no sample is empty, for sequence_mean (arXiv:2402.03300); fixed_length
+    divides each sample's sum by `max_tokens` instead of its own length (Dr. GRPO, arXiv:2503.20783).
     """
     if config.aggregation == "token_mean":
-        return mask / max(batch_tokens, 1.0)
+        return samples.mask / max(batch_tokens, 1.0)
     if config.aggregation == "sequence_mean":
-        return mask / (trained_tokens.clamp(min=1.0)[sample] * batch_samples)
-    return mask / (float(config.max_tokens or 1) * batch_samples)
+        return samples.mask / (samples.trained_tokens.clamp(min=1.0)[samples.sample] * batch_samples)
+    return samples.mask / (float(config.max_tokens or 1) * batch_samples)
 
 
-def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float | None) -> Tensor:
-    """`min(exp(old - rollout), cap)`, detached, float32[N]; all ones without a cap.
-
-    Corrects for rollouts by older weights, or by an engine whose numbers differ from the trainer's. The cap
-    bounds the variance (truncated importance sampling, Ionides 2008, J. Comput. Graph. Stat. 17(2)).
-    """
-    if cap is None:
-        return torch.ones_like(old_logprobs)
-    return (old_logprobs - rollout_logprobs).exp().clamp(max=cap).detach()
-
-
-def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate `exp(d) - d - 1` of KL(policy, reference), d = ref - logprob; float32[N], never negative.
-
-    (Schulman 2020, "Approximating KL divergence", k3; used so in GRPO, arXiv:2402.03300, equation 4.)
-    """
-    difference = ref_logprobs - logprobs
-    return difference.exp() - difference - 1
-
-
-def _metrics(
-    columns: TokenColumns, ratio: Tensor, clipped: Tensor, importance: Tensor, surrogate: Tensor
-) -> dict[str, Tensor]:
-    advantages = columns.advantages
+def _metrics(columns: TokenColumns, surrogate: Surrogate, correction: Correction) -> dict[str, Tensor]:
     values: Mapping[str, Tensor] = {
-        "loss/surrogate": importance * surrogate,
+        "loss/surrogate": correction.weights * surrogate.loss,
         "policy/entropy": columns.entropy,
-        "policy/ratio": ratio,
-        "policy/kl_old": kl_k3(columns.logprobs, columns.old_logprobs),
-        "policy/clip_fraction": (ratio * advantages > clipped * advantages).float(),
-        "mismatch/importance": importance,
+        "policy/ratio": surrogate.ratio,
+        "policy/kl_old": kl_estimate("k3", columns.logprobs, columns.old_logprobs),
+        "policy/clip_fraction": surrogate.clipped,
+        "mismatch/importance": correction.weights,
+        "mismatch/dropped_fraction": correction.dropped.float(),
         "mismatch/abs_logprob": (columns.logprobs - columns.rollout_logprobs).abs(),
-        "mismatch/kl": kl_k3(columns.logprobs, columns.rollout_logprobs),
+        "mismatch/kl": kl_estimate("k3", columns.logprobs, columns.rollout_logprobs),
     }
     if columns.ref_logprobs is not None:
-        values = {**values, "policy/kl_ref": kl_k3(columns.logprobs, columns.ref_logprobs)}
+        values = {**values, "policy/kl_ref": kl_estimate("k3", columns.logprobs, columns.ref_logprobs)}
     return {name: torch.where(columns.mask > 0, v, 0.0).sum().detach() for name, v in values.items()}

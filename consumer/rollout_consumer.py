@@ -1,18 +1,20 @@
 """The trainer's handle on a run: take, commit, pause, publish. Usable from any trainer.
 
     consumer = RolloutConsumer(run)
-    consumer.open(step=0)
-    for step in range(1, 101):
+    position = load_checkpoint() or Position()
+    consumer.open(position=position)
+    for step in range(position.step + 1, 101):
         batch = consumer.take_batch(step, {"math": 16})     # blocks until 16 groups are ready
         train(batch.groups)                                  # numpy columns, see buffer.group
-        save_checkpoint(step)                                # yours; only then:
+        position.add(batch.manifest)
+        save_checkpoint(step, position.model_dump_json())    # yours; only then:
         consumer.commit(step, keep=oldest_checkpoint_kept)
         with consumer.paused("keep"):
             consumer.publish_weights(step, path, checksum)
     consumer.close()
 
-Between any two of these lines the process may die. `open(step)` with the step of a checkpoint delivers the steps
-after it again, byte for byte (I5, I6).
+Between any two of these lines the process may die. `open` with the position of a checkpoint delivers the steps after
+it again, byte for byte (I5, I6), and tells a server that lost data what was trained (`open(step)` cannot).
 """
 
 from __future__ import annotations
@@ -26,20 +28,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from buffer import wire
 from buffer.control import Mode, new_nonce
-from buffer.errors import LedgerError, PayloadMissing, RolloutMQError, StoreUnavailable, WireError
+from buffer.errors import CheckpointNow, RolloutMQError, StoreUnavailable, TaskStopped
 from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
-from buffer.ledger import BatchLedger, Opening
-from buffer.manifest import Manifest, ManifestEntry, NotReady
+from buffer.ledger import BatchLedger
+from buffer.manifest import Manifest, NotReady
+from buffer.recovery.opening import Opening
+from buffer.recovery.position import Position
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
+from consumer.batch_reader import BatchReader
+from consumer.pause_times import PauseTimes
+from consumer.receipts import await_receipts
 
 log = logging.getLogger("rolloutmq.consumer")
-
-MAX_QUARANTINED = 8
-"""Bad groups in one batch that are put aside; more than that is not bad luck, and the next one's error is raised."""
 
 PauseMode = Literal["abort", "drain", "keep"]
 Waiting = Callable[[NotReady], None]
@@ -65,19 +68,37 @@ class RolloutConsumer:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.nonce = new_nonce()
+        self._reader = BatchReader(run, self.nonce)
         self.lineage = secrets.token_hex(4)
+        self.pauses = PauseTimes()
         self._stop, self._closed = threading.Event(), threading.Event()
         self._lost: RolloutMQError | None = None
         self._heart: threading.Thread | None = None
 
-    def open(self, step: int = 0, *, run_nonce: str = "", take_over: bool = False) -> Opening:
+    def open(
+        self,
+        step: int = 0,
+        *,
+        run_nonce: str = "",
+        take_over: bool = False,
+        position: Position | None = None,
+        regenerate: bool = False,
+    ) -> Opening:
         """Become the trainer, going on from a checkpoint of `step` (0: from the start); a new lineage begins.
 
-        Raises RoleHeld when another trainer beats (unless `take_over`, which fences it), LostRun when the server does
-        not hold the run of `run_nonce`, LedgerError when `step` is not between what is freed and what was taken.
+        A `position` says all that: a server that lost data is told what was trained. `regenerate`: also one that lost
+        everything, or has freed what comes after the checkpoint; that is then generated again. Raises RoleHeld when
+        another trainer beats (unless `take_over`, which fences it), LostRun when the server does not hold the run, or
+        as a new one, LedgerError when `step` is not between what is freed and what was taken.
         """
-        opening = self._run.ledger.open(
-            self.nonce, step=step, lineage=self.lineage, run_nonce=run_nonce, take_over=take_over
+        opening = self._run.trainers.open(
+            self.nonce,
+            step=step,
+            lineage=self.lineage,
+            run_nonce=run_nonce,
+            take_over=take_over,
+            position=position,
+            regenerate=regenerate,
         )
         self._heart = threading.Thread(target=self._beat_on, name="trainer-heartbeat", daemon=True)
         self._heart.start()
@@ -116,14 +137,17 @@ class RolloutConsumer:
         strict: bool = True,
         deadline_s: float | None = None,
         waiting: Waiting | None = None,
+        checkpoint: Callable[[], object] | None = None,
     ) -> Batch:
         """The groups of train step `step`, `counts` of each task; blocks until they are ready.
 
-        A step that was taken before comes back as it was. `waiting` hears why, at least once a second. Raises
+        A step that was taken before comes back as it was. `waiting` hears why, at least once a second. `checkpoint`
+        is called when memory is full of batches that only a checkpoint frees: it shall write one and commit, or, where
+        there is one of the step before, keep no older one; without it, CheckpointNow is raised. Raises
         TimeoutError after `deadline_s`, Stopped after `stop`, Fenced when another trainer was opened. A group that
         cannot be read is quarantined (I11); WireError or PayloadMissing once that happened 8 times in a batch.
         """
-        return self._take(self._run.ledger, step, counts, strict, deadline_s, waiting)
+        return self._take(self._run.ledger, step, counts, strict, deadline_s, waiting, checkpoint)
 
     def _take(
         self,
@@ -133,6 +157,7 @@ class RolloutConsumer:
         strict: bool,
         deadline_s: float | None,
         waiting: Waiting | None,
+        checkpoint: Callable[[], object] | None,
     ) -> Batch:
         started = time.monotonic()
         while not isinstance(answer := ledger.take(self.nonce, step, counts, strict=strict), Manifest):
@@ -140,48 +165,26 @@ class RolloutConsumer:
             left_s = 1.0 if deadline_s is None else deadline_s - (time.monotonic() - started)
             if left_s <= 0:
                 raise TimeoutError(f"step {step} after {deadline_s:g} s: {answer}")
+            self._raise_if_stopped(answer)
             if waiting:
                 waiting(answer)
+            if answer.checkpoint_now:
+                _make_room(step, checkpoint)
             self._run.store.wait_bell(self._run.keys.bell("trainer"), min(1.0, left_s))
         waited_s = time.monotonic() - started
-        manifest, groups = self._load(ledger, answer)
+        manifest, groups = self._reader.read(ledger, answer)
         return Batch(step, groups, manifest, waited_s)
 
-    def _load(self, ledger: BatchLedger, manifest: Manifest) -> tuple[Manifest, list[RolloutGroup]]:
-        """The groups of a batch. One whose bytes are gone, damaged or no group is swapped for another, and told of."""
-        for _ in range(MAX_QUARANTINED):
-            try:
-                return manifest, self._decode(manifest)
-            except (WireError, PayloadMissing):
-                found = self._find_bad(manifest)
-            if found is None:
-                continue  # all can be read now
-            bad, reason = found
-            log.error("group quarantined in step %s: %s", manifest.step, reason, extra={"gid": bad.gid})
-            manifest = ledger.quarantine(self.nonce, manifest.step, bad, f"{type(reason).__name__}: {reason}")
-        return manifest, self._decode(manifest)
-
-    def _decode(self, manifest: Manifest) -> list[RolloutGroup]:
-        if not manifest.entries:
-            raise LedgerError(
-                f"every group of step {manifest.step} was quarantined: the batch is empty",
-                hint="`rolloutmq dead` says why; commit the step to go on without it",
-            )
-        payloads = self._run.payloads.read_many([entry.payload for entry in manifest.entries])
-        groups = [wire.decode(data) for data in payloads]
-        for group, entry in zip(groups, manifest.entries, strict=True):
-            if group.gid != entry.gid:
-                raise WireError(f"the payload of {entry.gid} says that it is {group.gid!r}")
-        return groups
-
-    def _find_bad(self, manifest: Manifest) -> tuple[ManifestEntry, RolloutMQError] | None:
-        """The first group that cannot be read, one by one: for the rare case, so that the usual one stays quick."""
-        for entry in manifest.entries:
-            try:
-                self._run.buffer.get(entry.payload)
-            except (WireError, PayloadMissing) as error:
-                return entry, error
-        return None
+    def _raise_if_stopped(self, answer: NotReady) -> None:
+        """A batch that waits for a task of which nothing is started any more would wait for ever (I11)."""
+        for task, (ready, wanted) in answer.missing.items():
+            failures, stopped = self._run.jobs.failures(task) if ready < wanted else (0, False)
+            if stopped:
+                raise TaskStopped(
+                    f"task {task} is stopped: {failures} tries failed or were filtered one after the other, and the "
+                    f"batch needs {wanted} groups of it ({ready} are ready)",
+                    hint=f"`rolloutmq dead` says why; mend it, then `rolloutmq continue --task {task}`",
+                )
 
     def _check(self) -> None:
         if self._lost:
@@ -208,20 +211,10 @@ class RolloutConsumer:
         """Pause the run; returns the seconds until the last receipt. Who is silent for `pause_timeout_s` is fenced."""
         started = time.monotonic()
         self._run.control.set_mode("trainer", Mode(mode), nonce=self.nonce)
-        self._await_receipts()
-        return time.monotonic() - started
-
-    def _await_receipts(self) -> None:
-        """Wait for receipts of the newest epoch: an operator may change the mode meanwhile."""
-        end = time.monotonic() + self._run.limits.pause_timeout_s
-        control = self._run.control
-        while silent := control.silent_workers(control.state().epoch):
-            self._check()
-            if time.monotonic() > end:
-                for worker in silent:
-                    log.warning("no receipt; fencing", extra={"worker": worker})
-                    self._run.fleet.fence(worker)
-            self._run.store.wait_bell(self._run.keys.bell("receipts"), 0.1)
+        await_receipts(self._run, self._check)
+        seconds = time.monotonic() - started
+        self.pauses.add(seconds)
+        return seconds
 
     def continue_(self) -> None:
         """Let the run go on, as far as the operator does not hold it."""
@@ -239,11 +232,18 @@ class RolloutConsumer:
 
     # -- evaluation ----------------------------------------------------------
 
-    def evaluate(self, task: str, count: int, *, waiting: Waiting | None = None) -> list[RolloutGroup]:
+    def evaluate(
+        self,
+        task: str,
+        count: int,
+        *,
+        waiting: Waiting | None = None,
+        checkpoint: Callable[[], object] | None = None,
+    ) -> list[RolloutGroup]:
         """`count` groups of an evaluation task, generated by the workers with the newest weights.
 
         They have a ledger of their own and touch no training counter. What an interrupted evaluation left is used if
-        it is of these weights; else it is put away.
+        it is of these weights; else it is put away. `waiting` and `checkpoint` as in `take_batch`.
         """
         newest = self._run.control.state().weights.version
         ledger = self._run.evaluations
@@ -253,7 +253,7 @@ class RolloutConsumer:
             if taken < step:  # absolute, from what was used so far: asking again asks for no more
                 used = int(self._run.progress(task).get("consumed", 0))
                 ledger.set_target(self.nonce, task, used + count)
-            batch = self._take(ledger, step, {task: count}, True, None, waiting)
+            batch = self._take(ledger, step, {task: count}, True, None, waiting, checkpoint)
             ledger.commit(self.nonce, step, step)
             if _answers(batch, task, count, newest):
                 return batch.groups
@@ -270,6 +270,15 @@ class RolloutConsumer:
             except RolloutMQError as error:  # Fenced, or a server that refuses: told at the next operation
                 self._lost = error
                 break
+
+
+def _make_room(step: int, checkpoint: Callable[[], object] | None) -> None:
+    if checkpoint is None:
+        raise CheckpointNow(
+            f"memory is full before step {step} can be taken, and what fills it are batches that are not committed",
+            hint="write a checkpoint, commit(step, keep=…), then take again; or pass checkpoint= to take_batch",
+        )
+    checkpoint()
 
 
 def _answers(batch: Batch, task: str, count: int, version: int) -> bool:

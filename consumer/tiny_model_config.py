@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from buffer.config import Section
+from buffer.config.loader import Section
 
 
 class TinyModelConfig(Section):

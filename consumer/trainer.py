@@ -9,28 +9,32 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from buffer.config_file import allocate
 from buffer.errors import LostRun, ModelError
+from buffer.group import RolloutGroup
 from buffer.manifest import NotReady
+from buffer.recovery.position import Position
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.staleness import staleness
 from consumer.advantages import estimate_advantages
-from consumer.checkpoint import CheckpointFolder, Position
+from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.evaluator import Evaluator
 from consumer.learner import Learner
+from consumer.overlong import shaped_scores
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from consumer.step_log import StepWriter
+from consumer.step_metrics import Throughput, Timing, batch_metrics, production_metrics
 from consumer.weights.shared_folder import SharedFolder
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -46,16 +50,6 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass(slots=True)
-class Timing:
-    """Seconds of one step, for its metrics."""
-
-    take: float = 0.0
-    train: float = 0.0
-    pause: float = 0.0
-    publish: float = 0.0
-
-
 class Trainer:
     """Trains the run of `config` from its newest checkpoint to its last step."""
 
@@ -63,22 +57,23 @@ class Trainer:
         self._run, self._config, self._model_dir = run, config, model_dir
         folder = config.run.folder
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
-        self._weights = SharedFolder(
-            config.policy.weights_folder(config.run), keep=config.trainer.keep_weights
-        )
+        self._weights = SharedFolder(config.policy.weights_folder(config.run), keep=config.trainer.keep_weights)
         self._log = StepWriter(folder)
         self._evaluator = Evaluator()
         self.consumer = RolloutConsumer(run)
-        tasks = {name: task.weight for name, task in config.tasks.items() if task.eval_of is None}
-        self._shares = allocate(config.plan.batch_size, tasks)
+        launch = config.launch
+        self._throughput = Throughput(len(launch.trainer_gpus or [0]), len(launch.worker_gpus or [0]))
 
-    def fit(self, *, take_over: bool = False) -> bool:
+    def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
         """Train until the last step, or until `consumer.stop`. Whether the last step is done.
 
-        Raises RoleHeld, LostRun, Fenced, and what the learner raises.
+        `regenerate`: although the server lost everything, or freed what comes after the newest checkpoint. Raises
+        RoleHeld, LostRun, Fenced, and what the learner raises.
         """
-        self._position = self._newest_position()
-        self.consumer.open(self._position.step, run_nonce=self._position.run_nonce, take_over=take_over)
+        self._position = self._newest_position(regenerate)
+        self.consumer.open(position=self._position, take_over=take_over, regenerate=regenerate)
+        self._run.refresh_limits()
+        self._seen = self._run.read_progress()
         try:
             self._go_on()
             self._publish(Timing())
@@ -99,18 +94,17 @@ class Trainer:
         self._checkpoints.clear(after=position.step)
         self._weights.clear()
         self._learner = self._load_learner()
-        position.lineage, position.uncommitted = self.consumer.lineage, []
         if position.step:  # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
     # -- from where ----------------------------------------------------------
 
-    def _newest_position(self) -> Position:
+    def _newest_position(self, regenerate: bool) -> Position:
         steps = self._checkpoints.steps()
         if not steps:
             return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
         position = self._checkpoints.read(steps[-1])
-        if position.run_nonce != self._run.nonce:
+        if position.run_nonce != self._run.nonce and not regenerate:
             raise LostRun(
                 f"the checkpoint {self._checkpoints.path(steps[-1])} belongs to another run of this name",
                 hint="move the old checkpoints away, or use the server that holds that run",
@@ -137,35 +131,69 @@ class Trainer:
     # -- one step ------------------------------------------------------------
 
     def _train_on(self) -> None:
-        while self._position.step < self._config.plan.steps:
+        while self._position.step < self._run.limits.steps:
             if self.consumer.stopping:
                 raise Stopped
             self._step(self._position.step + 1)
 
     def _step(self, step: int) -> None:
         timing, started = Timing(), time.monotonic()
-        batch = self.consumer.take_batch(step, self._shares, waiting=_say_why)
-        timing.take = batch.waited_s
-        self._position.trained.add_batch(step, batch.manifest.gids)
-        clock = time.monotonic()
-        advantages = estimate_advantages(self._config.trainer.advantages, [g.scores for g in batch.groups])
-        metrics = self._learner.train_step(batch.groups, advantages)
-        timing.train = time.monotonic() - clock
-        self._position.step = step
-        self._position.uncommitted.append(batch.manifest.gids)
-        if step % self._config.policy.sync_weights_interval == 0 or step == self._config.plan.steps:
-            self._publish(timing)
-        metrics |= batch_metrics(batch) | _times(timing, time.monotonic() - started)
+        self._run.refresh_limits()
+        batch = self.consumer.take_batch(
+            step, self._run.limits.mix().shares(step), waiting=_say_why, checkpoint=self._make_room
+        )
+        timing.wait = batch.waited_s
+        self._position.add(batch.manifest)
+        advantages = self._advantages(batch.groups)
+        with self._devices(timing):
+            clock = time.monotonic()
+            metrics = self._learner.train_step(batch.groups, advantages)
+            timing.train = time.monotonic() - clock
+            if step % self._config.policy.sync_weights_interval == 0 or step == self._run.limits.steps:
+                self._publish(timing, is_paused=self._is_colocated)
+        timing.step = time.monotonic() - started
+        metrics |= batch_metrics(batch, advantages) | self._produced(batch, timing) | timing.metrics()
+        metrics |= self.consumer.pauses.metrics()
         if peak := self._learner.peak_memory_bytes():
             metrics["memory/peak_bytes"] = float(peak)
         # before the checkpoint: a step that is in a checkpoint must be in the log, and only those of the one trainer
         self.consumer.check_role()
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
-        log.info("step", extra={"step": step, "reward": metrics["reward/mean"]})
-        if step % self._config.trainer.checkpoint_every_steps == 0 or step == self._config.plan.steps:
+        log.info("step", extra={"step": step, "reward": metrics["rewards/mean"]})
+        if step % self._config.trainer.checkpoint_every_steps == 0 or step == self._run.limits.steps:
             self._checkpoint()
 
-    def _publish(self, timing: Timing) -> None:
+    @contextmanager
+    def _devices(self, timing: Timing) -> Iterator[None]:
+        """Training has the devices for itself: where they are shared, the run is paused meanwhile.
+
+        Dying in here leaves it paused; the next trainer begins with publishing its weights, and continues it.
+        """
+        if not self._is_colocated:
+            yield
+            return
+        with self.consumer.paused(self._config.policy.pause_mode) as seconds:
+            timing.pause = seconds
+            yield
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self._config.trainer.flow == "colocated"
+
+    def _produced(self, batch: Batch, timing: Timing) -> dict[str, float]:
+        """What the workers did since the last step, and how fast both sides are."""
+        before, self._seen = self._seen, self._run.read_progress()
+        produced = production_metrics(before, self._seen)
+        samples = sum(len(group) for group in batch.groups)
+        tokens = int(sum(group.lengths.sum() for group in batch.groups))
+        return produced | self._throughput.metrics(samples, tokens, timing, produced)
+
+    def _advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
+        section = self._config.trainer
+        scores = [shaped_scores(group, section.overlong_buffer_tokens) for group in groups]
+        return estimate_advantages(section.advantages, scores, [group.lengths for group in groups])
+
+    def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
         """Write the weights first, so that workers stand still only for the switch.
 
         Whoever is stopped while it waits for the workers publishes nothing: the next trainer begins with that.
@@ -174,6 +202,10 @@ class Trainer:
         weights = PolicyVersion(self.consumer.lineage, self._position.step)
         path, checksum = self._weights.write(weights, partial(self._save_model, to_publish=True))
         timing.publish = time.monotonic() - clock
+        if is_paused:
+            self.consumer.publish_weights(weights.version, path, checksum)
+            self._weights.prune()
+            return
         try:
             timing.pause = self.consumer.pause(self._config.policy.pause_mode)
         except Stopped:
@@ -192,14 +224,23 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         """Write a checkpoint, then commit: in this order, or a crash between the two would lose batches (I6)."""
-        if self._position.step in (0, self._newest_step()) or not self._position.uncommitted:
+        step, keep = self._position.step, self._config.trainer.keep_checkpoints
+        if step in (0, self._newest_step()):
             return
         self.consumer.check_role()
+        self._position.forget(self._checkpoints.oldest_with(step, keep))
         self._position.cursors = {task: self._run.jobs.cursor(task) for task in self._run.limits.tasks}
         self._checkpoints.write(self._position, self._save_parts)
-        keep = self._checkpoints.prune(self._config.trainer.keep_checkpoints)
-        self.consumer.commit(self._position.step, keep=keep)
-        self._position.uncommitted = []
+        self.consumer.commit(step, keep=self._checkpoints.prune(keep))
+
+    def _make_room(self) -> None:
+        """Memory is full of batches that only a checkpoint frees (I12): write one; or keep no other than the newest."""
+        step, newest = self._position.step, self._newest_step()
+        log.warning("memory is full of batches that are not committed: checkpoint ahead of time", extra={"step": step})
+        if step > newest:
+            self._checkpoint()
+        elif newest:
+            self.consumer.commit(newest, keep=self._checkpoints.prune(1))
 
     def _newest_step(self) -> int:
         steps = self._checkpoints.steps()
@@ -214,40 +255,17 @@ class Trainer:
 
     def _evaluate_once(self) -> None:
         """Evaluate the weights of this step on all held-out tasks, unless a run before did."""
-        if self._position.step not in (0, self._config.plan.steps):
+        if self._position.step not in (0, self._run.limits.steps):
             return
         for name, task in self._config.tasks.items():
             if task.eval_of is None or (name, self._position.step) in self._log.evaluations():
                 continue
-            groups = self.consumer.evaluate(name, self._config.evaluation_size(name), waiting=_say_why)
+            groups = self.consumer.evaluate(
+                name, self._config.evaluation_size(name), waiting=_say_why, checkpoint=self._make_room
+            )
             metrics = self._evaluator.evaluate(groups)
             self._log.add_evaluation(self._position.step, name, metrics)
             log.info("evaluated", extra={"task": name, "step": self._position.step, **metrics})
-
-
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, lengths and staleness of a batch as it was taken."""
-    scores = np.concatenate([group.scores for group in batch.groups])
-    lengths = np.concatenate([group.lengths for group in batch.groups])
-    ages = [staleness(batch.step, e.version) for e in batch.manifest.entries if e.version is not None]
-    return {
-        "reward/mean": float(np.nanmean(scores)),
-        "reward/solved": float(np.mean([g.scores.max() > 0 for g in batch.groups])),
-        "response/mean_tokens": float(lengths.mean()),
-        "response/tokens": float(lengths.sum()),
-        "staleness/mean": float(np.mean(ages)) if ages else 0.0,
-        "staleness/max": float(max(ages, default=0)),
-    }
-
-
-def _times(timing: Timing, total_s: float) -> dict[str, float]:
-    return {
-        "time/step_s": total_s,
-        "time/wait_s": timing.take,
-        "time/train_s": timing.train,
-        "time/pause_s": timing.pause,
-        "time/publish_s": timing.publish,
-    }
 
 
 def _say_why(reason: NotReady) -> None:

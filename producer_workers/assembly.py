@@ -14,16 +14,21 @@ from buffer.open_run import INITIAL
 from buffer.order import load_order
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from producer_workers.agent_loops.agent_loop import AgentLoop, load_agent_loop
+from buffer.store import Store
+from producer_workers.agent_loops.agent_loop import load_agent_loop
+from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config import ProducingConfig
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
+from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_judge
 from producer_workers.producer import Producer
+from producer_workers.sample_filters import load_sample_filter
 from producer_workers.sampler import Sampler
-from producer_workers.strategy import AsyncProduceStrategy
-from producer_workers.tokenizer import load_tokenizer
+from producer_workers.strategy import strategies_of
+from producer_workers.task_runner import TaskRunner
+from producer_workers.tokenizer import Tokenizer, load_tokenizer
 from producer_workers.worker import Worker
 
 
@@ -46,15 +51,16 @@ def make_producer(config: ProducingConfig, run: Run) -> Producer:
             raise ConfigError(f"task {name!r} is not in the run", hint="the run was started with another config")
         samplers[name] = Sampler(
             name,
-            open_dataset(task.dataset, problems_dir(config, name), task.split),
+            open_dataset(task.dataset, problems_dir(config, name), task.split, seed=config.run.seed),
             tokenizer,
             task.sample.to_params(),
             prompt_repeat_k=task.prompt_repeat_k,
             seed=config.run.seed,
             shuffle=task.shuffle,
             max_prompt_tokens=config.producer.max_prompt_tokens,
+            tools=tool_schemas(task.agent_loop_options.get("tools", ())),
         )
-    return Producer(run, samplers, AsyncProduceStrategy.of(config), slice_size=config.producer.slice_size)
+    return Producer(run, samplers, strategies_of(run.limits), slice_size=config.producer.slice_size)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -69,31 +75,49 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
 
 
 def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: str) -> Worker:
-    """A worker with an agent loop per task."""
+    """A worker with an agent loop per task. Raises ConfigError for one, a judge or a filter that cannot be loaded."""
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
-    partial = config.strategy.enable_partial_rollout
     run.buffer.order_function = load_order(run.limits.order)
-    loops: dict[str, AgentLoop] = {
-        name: load_agent_loop(
-            config.worker.agent_loop,
-            judge=load_judge(task.judge),
-            tokenizer=tokenizer,
-            eos_ids=eos_ids,
-            partial_rollout=partial,
-        )
-        for name, task in config.tasks.items()
-    }
     return Worker(
         run,
         engine,
-        loops,
+        {name: _make_runner(config, run, name, tokenizer, eos_ids) for name in config.tasks},
         worker_id=worker_id,
         concurrency=config.worker.concurrency,
-        partial_rollout=partial,
         drain_timeout_s=config.worker.drain_timeout_s,
+        sleeps=config.worker.sleep_when_paused,
         facts={"host": socket.gethostname(), "pid": str(os.getpid())},
     )
+
+
+def _make_runner(config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer, eos_ids: set[int]) -> TaskRunner:
+    task, strategy = config.tasks[name], config.strategy_of(name)
+    partial = strategy.enable_partial_rollout
+    loop = load_agent_loop(
+        task.agent_loop or config.worker.agent_loop,
+        judge=_make_judge(config, run, name),
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        partial_rollout=partial,
+        options=task.agent_loop_options,
+    )
+    # an evaluation counts every problem, the useless ones too
+    is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
+    return TaskRunner(loop, partial, is_valid, strategy.group_time_limit_s)
+
+
+def _make_judge(config: ProducingConfig, run: Run, name: str) -> Judge:
+    task = config.tasks[name]
+    judge = load_judge(task.judge)  # checked here too, where the mistake is told at the start
+    if task.judging.kind == "inline":
+        return judge
+    from producer_workers.judges.rq_judge import RqJudge
+    from producer_workers.judges.rq_queue import judge_url
+
+    url = judge_url(config.judges.redis_url, run.store.servers)
+    store = Store(url, name="rolloutmq-judge", deadline_s=config.redis.deadline_s)
+    return RqJudge(task.judge, store, config.run.name, task.judging)
 
 
 def _eos_ids(folder: Path) -> set[int]:

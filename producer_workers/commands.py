@@ -1,4 +1,4 @@
-"""The commands of the producing side: `worker`, `producer`, `problems`."""
+"""The commands of the producing side: `worker`, `producer`, `judge`, `problems`, and `simulate`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config import load_config
+from buffer.config.loader import load_config
+from buffer.errors import ConfigError
 from buffer.json_log import log_json
-from buffer.lifeline import follow_owner
+from buffer.server.lifeline import follow_owner
+from producer_workers.simulation import commands as simulation
 
 if TYPE_CHECKING:
     from buffer.run import Run
@@ -33,6 +35,7 @@ Url = Annotated[
     typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
 ]
 TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes that judge, one rollout at a time each.")]
 WorkerId = Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")]
 
 
@@ -40,7 +43,9 @@ def register(app: typer.Typer) -> None:
     """Add this side's commands to the command line."""
     app.command(epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")(worker)
     app.command(epilog="Example: rolloutmq producer configs/demo.toml --take-over")(producer)
+    app.command(epilog="Example: rolloutmq judge configs/mine.toml --workers 8")(judge)
     app.command(epilog="Example: rolloutmq problems configs/demo.toml")(problems)
+    simulation.register(app)
 
 
 def worker(
@@ -76,6 +81,29 @@ def producer(config: Config, overrides: Set = None, redis_url: Url = None, take_
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     member.run(stop, take_over=take_over)
+
+
+def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1) -> None:
+    """Judge rollouts of tasks with judging of kind rq.
+
+    Starts rq workers for the run's judge queue; each forks a process for every rollout, with limits of time and memory.
+    SIGTERM lets them finish what they judge. `rq info` shows queue, workers and failures.
+    """
+    settings = _load(config, overrides)
+    log_json("judge")
+    follow_owner()
+    from buffer.open_run import open_store, server_url
+    from producer_workers.judges.rq_queue import judge_url
+    from producer_workers.judges.rq_worker import JudgePool
+
+    judges = {task.judge for task in settings.tasks.values() if task.judging.kind == "rq"}
+    if not judges:
+        raise ConfigError("no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"')
+    if not (url := settings.judges.redis_url):
+        store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-judge", patient=True)
+        url = judge_url(None, store.servers)
+        store.close()
+    JudgePool(url, settings.run.name, judges, workers).run()
 
 
 def problems(config: Config, overrides: Set = None) -> None:
@@ -130,5 +158,3 @@ def _drain(member: Worker) -> None:
     log.info("stopping: finishing what is held")
     _on_signals(os._exit, 130)
     member.stop()
-
-

@@ -1,11 +1,11 @@
-"""The config file as the producing side reads it: the shared sections, [engine], [worker] and [producer]."""
+"""The config file as the producing side reads it: the shared sections, [engine], [worker], [producer], [judges]."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from buffer.config import Section
-from buffer.config_file import ConfigFile
+from buffer.config.file import ConfigFile
+from buffer.config.loader import Section
 from producer_workers.engines.config import EngineConfig, VllmConfig
 
 
@@ -15,9 +15,11 @@ class WorkerSection(Section):
     concurrency: int = Field(8, ge=1, le=1024)
     """groups in work at once; 0 tokens are wasted on more, the engine's own queue takes them"""
     agent_loop: str = "single_turn"
-    """how a group is generated: single_turn, or your own class as package.module:Class"""
+    """how a group is generated: single_turn, multi_turn, tools, or your own class as package.module:Class"""
     drain_timeout_s: float = Field(60.0, ge=0)
     """how long a worker that was told to stop finishes what it holds before it hands the rest back"""
+    sleep_when_paused: bool = False
+    """the engine gives its device memory back while the run is paused (abort, drain), for a trainer on the same GPU"""
     start_timeout_s: float = Field(600.0, gt=0)
     """how long the engine may take to load its model"""
 
@@ -31,9 +33,17 @@ class ProducerSection(Section):
     """groups per enqueue"""
 
 
+class JudgesSection(Section):
+    """[judges]: the rq queue of tasks with judging of kind rq."""
+
+    redis_url: str | None = Field(None, repr=False)
+    """one Redis or Valkey server for that queue, not a cluster, which rq cannot use; default: the run's server"""
+
+
 class ProducingConfig(ConfigFile):
     """What producer and workers need."""
 
     engine: EngineConfig = VllmConfig()
     worker: WorkerSection = WorkerSection()
     producer: ProducerSection = ProducerSection()
+    judges: JudgesSection = JudgesSection()

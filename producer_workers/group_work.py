@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
-from buffer.group import RolloutGroup
+from buffer.errors import Fenced, PayloadMissing, RolloutMQError, StoreUnavailable
+from buffer.group import GROUP_TIME, RolloutGroup
 from buffer.job import Job, ReleaseKind
 from buffer.rollout import Status
 from buffer.run import Run
-from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.task_runner import TaskRunner
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -29,21 +30,21 @@ class GroupWork:
     `handing_in`: jobs whose last call is on its way. The server may have ended their leases because it arrived.
     """
 
-    def __init__(
-        self, run: Run, engine: Engine, loops: Mapping[str, AgentLoop], worker_id: str, *, partial_rollout: bool
-    ) -> None:
-        self._run, self._engine, self._loops = run, engine, loops
-        self._worker, self._partial = worker_id, partial_rollout
+    def __init__(self, run: Run, engine: Engine, runners: Mapping[str, TaskRunner], worker_id: str) -> None:
+        self._run, self._engine, self._runners, self._worker = run, engine, runners, worker_id
         self.tokens = self.done = 0
         self.handing_in: set[Job] = set()
 
     async def do(self, job: Job) -> None:
         """Generate, judge and hand in one group. Its failure is its own; EngineDeadError is the worker's."""
         try:
-            group = await self._insist(self._run.buffer.get, job.payload)
+            group = await self._read(job)
             known = len(group.response_ids)
-            states = await self._loops[job.task].generate_group(group.states, self._engine, job.gid)
-            await self._hand_in(job, RolloutGroup(job.gid, job.task, states), known)
+            began, spent = time.monotonic(), group.shared["extra"].get(GROUP_TIME, 0.0)
+            states = await self._runners[job.task].generate(group.states, self._engine, job.gid)
+            made = RolloutGroup(job.gid, job.task, states)
+            made.shared["extra"] = {**made.shared["extra"], GROUP_TIME: round(spent + time.monotonic() - began, 6)}
+            await self._hand_in(job, made, known)
         except Fenced as error:
             log.warning("result not wanted: %s", error, extra={"gid": job.gid})
         except EngineDeadError:
@@ -56,19 +57,33 @@ class GroupWork:
         finally:
             self.handing_in.discard(job)
 
+    async def _read(self, job: Job) -> RolloutGroup:
+        """What the group has; only its prompt, where its tokens were lost with a node of a cluster."""
+        try:
+            return await self._insist(self._run.buffer.read, job.payload)
+        except PayloadMissing as error:
+            if job.payload.token == job.prompt.token:
+                raise
+            log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})
+            return await self._insist(self._run.buffer.read, job.prompt)
+
     async def _hand_in(self, job: Job, group: RolloutGroup, known: int) -> None:
+        runner, status = self._runners[job.task], group.status
+        filtered = status is Status.COMPLETED and not await runner.is_valid(group.states)
         self.handing_in.add(job)
-        status = group.status
         if status is Status.FAILED:
             errors = {m["error"] for m in group.members if m.get("error")}
             await self._release(job, "failed", "; ".join(sorted(errors)))
-        elif status is Status.ABORTED and not self._partial:
+        elif status is Status.ABORTED and not runner.partial_rollout:
             await self._release(job, "aborted", "paused")
         else:
             new_tokens = max(0, len(group.response_ids) - known)
-            await self._insist(self._run.buffer.submit, self._worker, job, group, new_tokens)
+            await self._insist(self._submit, job, group, new_tokens, filtered)
             self.tokens += new_tokens
             self.done += status is Status.COMPLETED
+
+    def _submit(self, job: Job, group: RolloutGroup, new_tokens: int, filtered: bool) -> None:
+        self._run.buffer.submit(self._worker, job, group, new_tokens, filtered=filtered)
 
     async def _release(self, job: Job, kind: ReleaseKind, reason: str) -> None:
         try:

@@ -1,11 +1,12 @@
 """The worker's heartbeat: a thread of its own, which a busy event loop cannot starve (I2, I10).
 
 Each beat renews the leases, hands in the receipt for the last control change that was carried out, and brings
-the control state back. A hint on the control channel only makes the next beat come at once.
+the control state back. A hint on the control channel carries the same state at once; who hears none learns of it here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -14,20 +15,26 @@ from typing import Any
 
 import redis
 
+from buffer.control import ControlState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.job import Job
 from buffer.run import Run
-from buffer.store import open_client
+from buffer.server.url import open_client
 
 log = logging.getLogger("rolloutmq.worker")
+
+
+LISTEN_S = 0.25
+"""How long the thread that hears hints waits at a time: so much later than asked it ends, at most."""
 
 
 class Heart:
     """Beats for one worker until `stop`.
 
-    `look` is called before every beat for what to say and what is held; `tell` after it with the answer and what had
-    been said; `give_up` once, instead, when this worker is replaced or its run is gone. All on this thread.
+    `look` is called before every beat, on its thread, for what to say and what is held. The others on `loop`: `tell`
+    after a beat with the answer and what had been said; `give_up` once, instead, when this worker is replaced or its
+    run is gone; `hint` with what the control channel says: it may be late, or come twice.
     """
 
     def __init__(
@@ -37,11 +44,14 @@ class Heart:
         nonce: str,
         facts: Mapping[str, str],
         look: Callable[[], tuple[Pulse, Sequence[Job]]],
+        loop: asyncio.AbstractEventLoop,
         tell: Callable[[Beat, Pulse], None],
         give_up: Callable[[RolloutMQError], None],
+        hint: Callable[[ControlState], None],
     ) -> None:
         self._run, self._worker, self._nonce, self._facts = run, worker, nonce, facts
-        self._look, self._tell, self._give_up = look, tell, give_up
+        self._look, self._tell, self._give_up, self._hint = look, tell, give_up, hint
+        self._later = loop.call_soon_threadsafe
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._beat_on, name="heartbeat", daemon=True),
@@ -57,32 +67,41 @@ class Heart:
         self._wake.set()
 
     def stop(self) -> None:
-        """Beat no more. Returns once the last beat is over."""
+        """Beat no more. Returns once the last beat is over, and nobody listens on the store's connections."""
         self._stopping.set()
         self._wake.set()
-        self._threads[0].join()
+        for thread in self._threads:
+            thread.join()
 
     def _beat_on(self) -> None:
-        reaped = time.monotonic()
+        due = swept = time.monotonic()
         while not self._stopping.is_set():
             self._wake.clear()
+            is_due = time.monotonic() >= due
+            if is_due:
+                due = time.monotonic() + self._run.limits.heartbeat_ms / 1000
             try:
-                self._beat()
-                # leases of dead workers must run out even when the producer is down, too
-                if time.monotonic() - reaped > self._run.limits.lease_ms / 2000:
-                    self._run.jobs.reap()
-                    reaped = time.monotonic()
+                self._beat(is_due)
+                # leases of dead workers must run out, and memory be freed, even when the producer is down
+                if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
+                    # a disk that hangs must not stop the heart
+                    self._run.janitor.sweep(files=False)
+                    swept = time.monotonic()
             except StoreUnavailable as error:
                 log.warning("no heartbeat: %s", error)
             except (Fenced, RunError) as error:
-                self._give_up(error)
+                self._later(self._give_up, error)
                 return
             except RolloutMQError:
                 log.exception("a heartbeat failed")
-            self._wake.wait(self._run.limits.heartbeat_ms / 1000)
+            self._wake.wait(max(0.0, due - time.monotonic()))
 
-    def _beat(self) -> None:
+    def _beat(self, is_due: bool) -> None:
+        """One that comes early, for a receipt, is as light as can be: leases and limits have time until the next."""
+        if is_due:
+            self._run.refresh_limits()
         pulse, held = self._look()
+        held = held if is_due else ()
         beat = self._run.fleet.heartbeat(self._worker, self._nonce, pulse, held)
         if not beat.known and not self._stopping.is_set():
             log.warning("the server does not know this worker (any more); registering again")
@@ -91,19 +110,30 @@ class Heart:
                 what = f"the server holds another run named {self._run.name!r} now"
                 raise LostRun(what, hint="start this worker again")
             beat = Beat(True, control, beat.lost)
-        self._tell(beat, pulse)
+        self._later(self._tell, beat, pulse)
 
     def _listen_on(self) -> None:
-        client: Any = open_client(self._run.store.url, name=f"{self._run.store.name}-hints", timeout_s=5.0)
+        store, hints = self._run.store, self._run.keys.control
         while not self._stopping.is_set():
             try:
-                with client.pubsub(ignore_subscribe_messages=False) as channel:
-                    # the answer to subscribe pokes as well: subscribe first, then look, leaves no gap
-                    channel.subscribe(self._run.keys.control)
+                # a client of its own, which nobody else closes; in a cluster, another node may hold the run by now
+                url = store.servers.url_of(hints)
+                with (
+                    open_client(url, name=f"{store.name}-hints", timeout_s=5.0) as client,
+                    client.pubsub(ignore_subscribe_messages=False) as channel,
+                ):
+                    channel.subscribe(hints)
                     while not self._stopping.is_set():
-                        if channel.get_message(timeout=1.0):
-                            self.poke()
+                        self._pass_on(channel.get_message(timeout=LISTEN_S))
             except redis.RedisError:
                 # deaf for a while: the heartbeat hears the same, only later
                 self._stopping.wait(1.0)
-        client.close()
+
+    def _pass_on(self, message: Mapping[str, Any] | None) -> None:
+        if message is None:
+            return
+        if message["type"] == "message":
+            self._later(self._hint, ControlState.parse_hint(message["data"]))
+        else:
+            # the answer to subscribe: subscribe first, then look, leaves no gap
+            self.poke()

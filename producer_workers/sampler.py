@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import DatasetError
+from buffer.group import GROUP_TIME
 from buffer.keys import group_id
 from buffer.rollout import RolloutState, SampleParams
 from producer_workers.datasets.dataset import Dataset, Problem
@@ -21,6 +23,7 @@ from producer_workers.tokenizer import Tokenizer, encode_chat
 
 # What a sampler adds to `extra`: where the prompt comes from.
 PLACE_KEYS = ("epoch", "row", "prompt_hash")
+RESERVED = {*PLACE_KEYS, GROUP_TIME}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,10 @@ class TooLong:
 
 
 class Sampler:
-    """Makes the groups of one task. Safe to share between threads: nothing in it changes."""
+    """Makes the groups of one task. Safe to share between threads: nothing in it changes.
+
+    `tools`: JSON schemas that the chat template is given with every prompt that brings none of its own.
+    """
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class Sampler:
         seed: int = 0,
         shuffle: bool = True,
         max_prompt_tokens: int | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> None:
         self.task = task
         self._dataset = dataset
@@ -56,6 +63,7 @@ class Sampler:
         self._seed = seed
         self._shuffle = shuffle
         self._max_prompt_tokens = max_prompt_tokens
+        self._tools = tools or None
 
     def gid(self, draw: int) -> str:
         """The group id of draw `draw`."""
@@ -71,7 +79,7 @@ class Sampler:
         Raises DatasetError where the row cannot be read or made into a prompt.
         """
         place = self.place(draw)
-        problem = self._dataset.row(place.row)
+        problem = self._dataset.row(place.row, place.epoch)
         prompt_ids = self._encode(problem, place)
         if self._max_prompt_tokens is not None and len(prompt_ids) > self._max_prompt_tokens:
             return TooLong(draw, place, len(prompt_ids), self._max_prompt_tokens)
@@ -81,6 +89,7 @@ class Sampler:
             RolloutState(
                 index=index,
                 messages=problem.messages,
+                tools=problem.tools or self._tools,
                 prompt_ids=prompt_ids,
                 sample_params=self._params(draw, index),
                 data_source=problem.data_source,
@@ -91,11 +100,11 @@ class Sampler:
         ]
 
     def _encode(self, problem: Problem, place: Place) -> NDArray[np.int32]:
-        if taken := set(PLACE_KEYS) & set(problem.extra):
+        if taken := RESERVED & set(problem.extra):
             hint = "rename these columns of the data set"
             raise DatasetError(f"{self.task}: row {place.row} uses the names {sorted(taken)}", hint=hint)
         try:
-            return np.array(encode_chat(self._tokenizer, problem.messages), dtype="<i4")
+            return np.array(encode_chat(self._tokenizer, problem.messages, problem.tools or self._tools), dtype="<i4")
         except Exception as error:  # templates are programs of the model's authors: they raise what they like
             raise DatasetError(
                 f"{self.task}: row {place.row} does not fit the chat template: {error}",

@@ -26,7 +26,7 @@ class SteeredEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.paused = False
+        self.paused = self.asleep = False
         self._refused = ""
         self._retry_at = 0.0
         self._retry_s = FIRST_RETRY_S
@@ -44,6 +44,17 @@ class SteeredEngine:
         if self.paused:
             await self._engine.resume()
             self.paused = False
+
+    async def sleep(self) -> None:
+        """Let somebody else have the device, until `wake`. Nothing may run."""
+        if not self.asleep:
+            await self._engine.sleep()
+            self.asleep = True
+
+    async def wake(self) -> None:
+        if self.asleep:
+            await self._engine.wake()
+            self.asleep = False
 
     async def abort(self) -> None:
         """Take back what the engine has; it samples again for whatever comes next."""

@@ -27,10 +27,16 @@ def load_tokenizer(model: str) -> Tokenizer:
         raise ModelError(f"no tokenizer in {model!r}: {error}", hint=hint) from error
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """The token ids of a chat, up to where the model's turn begins."""
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+) -> list[int]:
+    """The token ids of a chat, with the tools it may use, up to where the model's turn begins."""
     # return_dict is said because its default differs between transformers 4 and 5
     ids = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+        list(messages),
+        tools=list(tools) if tools else None,
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
     )
     return [int(token) for token in ids]

@@ -9,6 +9,8 @@ What it may do is decided in Redis: a claim is refused while the run is paused o
     abort             takes back what the engine has; groups go to the    it holds no group
                       aborted pool, with their tokens if partial rollout is on
     drain, finish     claims nothing, ends what it has                    it holds no group
+    abort, drain with no lane open: an engine that sleeps does so before  it holds no group, and no device memory
+                      the receipt (colocated runs)
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from buffer.control import ControlState, Mode, new_nonce
-from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
+from buffer.errors import Fenced, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.job import Job
 from buffer.run import Run
-from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.group_work import GroupWork
+from producer_workers.heard_control import HeardControl
 from producer_workers.heart import Heart
+from producer_workers.said_once import SaidOnce
 from producer_workers.steered_engine import SteeredEngine
+from producer_workers.task_runner import TaskRunner
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -43,32 +47,31 @@ HAND_BACK_S = 5.0
 
 
 class Worker:
-    """One worker of a run. `loops` holds an agent loop for every task; `concurrency` groups in work at once."""
+    """One worker of a run. `runners` holds one for every task; `concurrency` groups in work at once."""
 
     def __init__(
         self,
         run: Run,
         engine: Engine,
-        loops: Mapping[str, AgentLoop],
+        runners: Mapping[str, TaskRunner],
         *,
         worker_id: str,
         concurrency: int = 8,
-        partial_rollout: bool = False,
         drain_timeout_s: float = 60.0,
+        sleeps: bool = False,
         facts: Mapping[str, str] | None = None,
     ) -> None:
         self._run, self._engine, self._steered = run, engine, SteeredEngine(engine)
         self.id, self._nonce = worker_id, new_nonce()
-        self._group_work = GroupWork(run, engine, loops, worker_id, partial_rollout=partial_rollout)
+        self._group_work = GroupWork(run, engine, runners, worker_id)
         self._concurrency = concurrency
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
         self._facts = {"engine": engine.name, "concurrency": str(concurrency), **(facts or {})}
         # by task, not by gid: a group that failed here may be claimed here again before its first task has ended
         self._work: dict[asyncio.Task[None], Job] = {}
-        self._control: ControlState | None = None
         self._changed = asyncio.Event()
-        self._ack = self._receipt = 0
-        self._stopping = False
+        self._control = HeardControl(self._changed.set)
+        self._stopping, self._refusal = False, SaidOnce(log, "claiming nothing")
         self._rate = (time.monotonic(), 0, 0.0)
         self._failure: BaseException | None = None
 
@@ -83,15 +86,10 @@ class Worker:
         A server that is away does not end it: results are kept and handed in when it is back.
         """
         loop = asyncio.get_running_loop()
-        _, self._control = await asyncio.to_thread(self._run.fleet.register, self.id, self._nonce, self._facts)
-
-        def tell(beat: Beat, pulse: Pulse) -> None:
-            loop.call_soon_threadsafe(self._hear, beat, pulse)
-
-        def give_up(error: RolloutMQError) -> None:
-            loop.call_soon_threadsafe(self._fail, error)
-
-        heart = Heart(self._run, self.id, self._nonce, self._facts, self._look, tell, give_up)
+        _, state = await asyncio.to_thread(self._run.fleet.register, self.id, self._nonce, self._facts)
+        self._control.hear_answer(state, asked=0)
+        answers = (self._hear, self._fail, self._control.hear_hint)
+        heart = Heart(self._run, self.id, self._nonce, self._facts, self._look, loop, *answers)
         heart.start()
         try:
             await self._serve(heart)
@@ -118,7 +116,7 @@ class Worker:
                 bell.cancel()
 
     def _finished(self) -> bool:
-        return self._control is not None and self._control.mode is Mode.FINISH and not self._work
+        return self._control.mode is Mode.FINISH and not self._work
 
     def _listen(self) -> asyncio.Future[bool]:
         bell = self._run.keys.bell("workers")
@@ -128,7 +126,7 @@ class Worker:
         """Until a group ends, the control state changes, or a job may be there. The bell, where it still listens."""
         change = asyncio.ensure_future(self._changed.wait())
         waiting: set[asyncio.Future[Any]] = {change, bell} if bell else {change}
-        aborting = self._control is not None and self._control.mode is Mode.ABORT and not self._obeys()
+        aborting = self._control.mode is Mode.ABORT and not self._control.obeyed
         await asyncio.wait(waiting, timeout=ABORT_S if aborting else IDLE_S, return_when=asyncio.FIRST_COMPLETED)
         change.cancel()
         if bell is None or not bell.done():
@@ -147,7 +145,8 @@ class Worker:
         now, made = time.monotonic(), self._group_work.tokens
         if now - then > 1.0:
             self._rate = (now, made, (made - tokens) / (now - then))
-        pulse = Pulse(self._ack, self._engine.version(), self._state(), self._rate[2], self._group_work.done)
+        weights, heard = self._engine.version(), self._control.epoch
+        pulse = Pulse(self._control.ack, weights, self._state(), self._rate[2], self._group_work.done, heard)
         return pulse, list(self._work.values())
 
     def _state(self) -> str:
@@ -163,32 +162,25 @@ class Worker:
 
     def _hear(self, beat: Beat, pulse: Pulse) -> None:
         """The answer to a heartbeat that said `pulse`."""
-        self._receipt = pulse.ack
+        self._control.receipt = pulse.ack
         for task, job in list(self._work.items()):
             # one that is being handed in may be gone because it arrived; its submit says so
-            if job in beat.lost and job not in self._group_work.handing_in:
+            if job in beat.lost and job not in self._group_work.handing_in and not task.done():
                 log.warning("lease lost", extra={"gid": job.gid})
                 task.cancel()
         if beat.control:
-            self._adopt(beat.control)
-
-    def _adopt(self, state: ControlState) -> None:
-        if self._control is None or state.epoch != self._control.epoch:
-            self._control = state
-            self._changed.set()
-
-    def _obeys(self) -> bool:
-        return self._control is not None and self._control.epoch == self._ack
+            self._control.hear_answer(beat.control, pulse.heard)
 
     async def _follow_control(self, heart: Heart) -> None:
         """Bring engine and groups to where the control state wants them; acknowledge once they are there."""
-        state = self._control
+        state = self._control.state
         if state is None:
             return
-        if state.epoch != self._ack and await self._reach(state) and self._control is state:
-            self._ack = state.epoch
+        if state.epoch != self._control.ack and await self._reach(state) and self._control.state is state:
+            self._control.ack = state.epoch
             heart.poke()
-        if state.epoch == self._ack and state.mode in (Mode.ABORT, Mode.DRAIN):
+        is_paused = state.mode in (Mode.ABORT, Mode.DRAIN) and not self._steered.asleep
+        if state.epoch == self._control.ack and is_paused:
             # after the receipt, which must not wait for weights that may never load
             await self._steered.update(state)
 
@@ -197,6 +189,7 @@ class Worker:
             await self._steered.freeze()
             return True
         if state.mode is Mode.RUN:
+            await self._steered.wake()
             loaded = await self._steered.update(state)
             await self._steered.thaw()
             return loaded
@@ -205,37 +198,47 @@ class Worker:
             await self._steered.abort()
             return False
         await self._steered.thaw()
-        return not self._work
+        if self._work:
+            return False
+        # its receipt tells a trainer on the same device that the memory is free
+        await (self._steered.sleep() if self._sleeps and not state.lanes else self._steered.wake())
+        return True
 
     # -- groups --------------------------------------------------------------
 
     def _may_claim(self) -> bool:
-        state = self._control
+        state = self._control.state
         # while paused some lanes may be open, but only after everybody heard that nothing else is held
         return bool(
             state
             and state.lanes
-            and (state.mode is Mode.RUN or self._receipt == state.epoch)
+            and (state.mode is Mode.RUN or self._control.receipt == state.epoch)
             and not (self._stopping or self._steered.paused)
             and self._steered.has_weights_of(state)
-            and len(self._work) < self._concurrency
+            and len(self._work) < self._room()
         )
+
+    def _room(self) -> int:
+        """Groups in work at once."""
+        return self._run.limits.concurrency or self._concurrency
 
     async def _claim(self) -> bool:
         """Claim as much as there is room for, but leave some for others; whether anything came."""
         if not self._may_claim():
             return False
-        free = self._concurrency - len(self._work)
-        limit = min(free, max(1, self._concurrency // 4))
+        free = self._room() - len(self._work)
+        limit = min(free, max(1, self._room() // 4))
+        asked = self._control.epoch
         try:
             claim = await asyncio.to_thread(
                 self._run.jobs.claim, self.id, self._nonce, new_nonce(), self._engine.version(), limit
             )
         except StoreUnavailable as error:
-            log.warning("claiming nothing: %s", error)
+            self._refusal.say(str(error))
             return False
+        self._refusal.say("the run holds as many payload bytes as it may" if claim.refusal == "FULL" else "")
         if claim.control:
-            self._adopt(claim.control)
+            self._control.hear_answer(claim.control, asked)
         for job in claim.jobs:
             task = asyncio.create_task(self._group_work.do(job), name=job.gid)
             self._work[task] = job
@@ -267,7 +270,7 @@ class Worker:
     async def _wind_down(self) -> None:
         await self._steered.thaw()
         end = time.monotonic() + self._drain_timeout_s
-        while self._work and self._control and self._control.mode is not Mode.ABORT and time.monotonic() < end:
+        while self._work and self._control.mode not in (None, Mode.ABORT) and time.monotonic() < end:
             await self._await_work(min(IDLE_S, end - time.monotonic()))
         if self._work:
             await self._engine.pause("abort")

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from buffer.group_record import STAGES
+from buffer.query.record import STAGES
 from buffer.rollout import Status
 
 NUMBERS = ("staleness", "version", "draw", "tries", "aborts", "samples", "tokens", "size", "reward", "arrival", "time")

@@ -1,4 +1,4 @@
-"""Real servers for tests: the embedded Valkey always, and Redis where it is installed.
+"""Servers for tests: the embedded Valkey, a cluster of three such, Redis where it is installed, and one in memory.
 
 In CI (`CI` is set) both are demanded: a missing server fails there instead of being skipped.
 """
@@ -15,13 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
-from buffer.embedded import EmbeddedServer
+from buffer.server.embedded import EmbeddedServer, valkey_binary
+from buffer.server.in_memory import open_memory
+from tests.cluster import start_cluster
 
 KINDS = ("valkey", "redis")
+STORES = (*KINDS, "cluster", "memory")
 SAFE = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction", "--save", "")
 _numbers = count(1)
 
@@ -33,7 +37,11 @@ class Server:
     kind: str
     url: str
 
-    def connect(self) -> redis.Redis:
+    def connect(self) -> Any:
+        if self.kind == "cluster":
+            return redis.RedisCluster.from_url(self.url)
+        if self.kind == "memory":
+            return open_memory(self.url, "tests")
         return redis.Redis.from_url(self.url)
 
 
@@ -82,20 +90,29 @@ def start_server(kind: str, folder: Path) -> Iterator[Server]:
     if kind == "valkey":
         with EmbeddedServer(folder) as embedded:
             yield Server(kind, embedded.url)
+    elif kind == "cluster":
+        with start_cluster(str(valkey_binary()), folder, *SAFE) as cluster:
+            yield Server(kind, cluster.url)
+    elif kind == "memory":
+        yield Server(kind, f"memory://{folder.name}")
     else:
         with start_redis(folder, *SAFE) as url:
             yield Server(kind, url)
 
 
-@pytest.fixture(scope="session", params=KINDS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def _server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server of each kind for the whole session; tests keep apart by `run_name`."""
     with start_server(request.param, tmp_path_factory.mktemp(request.param)) as started:
         yield started
 
 
+server = pytest.fixture(scope="session", params=KINDS, name="server")(_server)
+store_server = pytest.fixture(scope="session", params=STORES, name="server")(_server)
+"""For the tests of the contract itself."""
+
+
 @pytest.fixture
-def redis_client(server: Server) -> Iterator[redis.Redis]:
+def redis_client(server: Server) -> Iterator[Any]:
     """A plain client (bytes, no retries of ours) of the session's server."""
     with server.connect() as client:
         yield client

@@ -28,8 +28,9 @@ def test_import_contracts_hold() -> None:
 
 
 def test_buffer_loads_nothing_heavy_when_all_of_it_is_imported() -> None:
-    names = sorted(path.stem for path in (ROOT / "buffer").glob("*.py") if path.stem != "__init__")
-    imports = "\n".join(f"import buffer.{name}" for name in names)
+    files = [path for path in (ROOT / "buffer").rglob("*.py") if path.stem != "__init__"]
+    names = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
+    imports = "\n".join(f"import {name}" for name in names)
     assert heavy_modules_after(f"import buffer\n{imports}") == set()
 
 
@@ -51,9 +52,7 @@ def test_packages_come_from_this_repository(package: str) -> None:
 
 
 def test_no_file_has_the_name_of_a_stdlib_module() -> None:
-    files = [
-        path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")
-    ]
+    files = [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]
     assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []
 
 

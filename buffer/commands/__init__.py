@@ -11,12 +11,14 @@ from buffer.commands import (
     drop,
     fence,
     fsck,
+    janitor,
     ls,
     pause,
     requeue,
     resume,
     save,
     server,
+    settings,
     show,
     status,
     tail,
@@ -28,5 +30,5 @@ from buffer.commands import (
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
     looking = (status, top, ls, show, dead, requeue, drop, tail, workers)
-    for command in (*looking, pause, fence, save, resume, curate, fsck, doctor, server):
+    for command in (*looking, pause, settings, fence, save, resume, curate, janitor, fsck, doctor, server):
         command.register(app)

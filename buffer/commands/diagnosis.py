@@ -38,6 +38,8 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
         *_workers(snap),
         *_weights(snap),
         *_leases(snap),
+        *_memory(snap),
+        *_stopped(snap),
         *_supply(snap),
         *_recovery(snap),
         *_dead(snap),
@@ -112,6 +114,25 @@ def _leases(snap: Snapshot) -> Iterator[Symptom]:
     if len(holders) == 1 and len(live) > 1 and snap.leases > 1 and not snap.places.get("waiting"):
         what = f"all {snap.leases} running groups are with {holders[0]['id']}; {plural(len(live) - 1, 'worker')} idle"
         yield Symptom("note", what, None, "a lower concurrency per worker spreads the end of a batch better")
+
+
+def _memory(snap: Snapshot) -> Iterator[Symptom]:
+    memory = snap.memory
+    if not memory.refuses_fresh:
+        return
+    left = snap.taken - snap.committed
+    fix = "the trainer writes a checkpoint and commits" if left else "a larger [memory] budget_bytes"
+    what = f"the run holds {memory}: {'nothing is' if memory.refuses_all else 'no new prompt is'} started"
+    yield Symptom("note", f"{what}; {left} taken batches are not committed", None, fix)
+
+
+def _stopped(snap: Snapshot) -> Iterator[Symptom]:
+    for task in snap.tasks:
+        if task.is_stopped:
+            failures = int(task.number("failures_in_row"))
+            what = f"task {task.account.task} is stopped: {failures} tries failed or were filtered one after the other"
+            fix = f"`rolloutmq dead` says why; then `rolloutmq continue --task {task.account.task}`"
+            yield Symptom("stuck", what, None, fix)
 
 
 def _supply(snap: Snapshot) -> Iterator[Symptom]:

@@ -14,7 +14,7 @@ from buffer.commands.snapshot import Snapshot, take_snapshot
 from buffer.commands.target import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from buffer.errors import StoreUnsafe
 from buffer.run import Run
-from buffer.server_check import Finding, check_server
+from buffer.server.check import Finding, check_all
 
 EPILOG = "Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0"
 
@@ -32,7 +32,7 @@ def doctor(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = No
     Says since when, and what to do. Exit code 3 if the server would lose data, 0 otherwise.
     """
     with open_server(redis_url, run_dir) as (store, address):
-        findings = store.retrying("check", lambda: check_server(store.control))
+        findings = store.retrying("check", lambda: check_all(store.servers))
         names = Run.names(store) if run is None else [choose_run(store, run)]
         snapshots = [take_snapshot(Run.open(store, name)) for name in names]
     symptoms = {snap.run: diagnose(snap) for snap in snapshots}

@@ -37,9 +37,7 @@ def drop(
     with open_target(redis_url, run_dir, run) as target:
         where = describe_place(target.run, gid)
         if not yes:
-            raise ConfigError(
-                f"this would end {gid}, which is {where}; nothing was changed", hint="say --yes to do it"
-            )
+            raise ConfigError(f"this would end {gid}, which is {where}; nothing was changed", hint="say --yes to do it")
         before = target.run.jobs.drop(gid, revoke=revoke)
     if as_json:
         emit({"gid": gid, "before": before})

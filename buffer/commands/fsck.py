@@ -6,7 +6,7 @@ no group in two manifests nor, where the trainer's `steps.jsonl` is at hand, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from buffer.commands.screen import console, count, emit, plural, table
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import AccountError
 from buffer.run import Run
+from buffer.server.check import check_all
 from buffer.step_log import StepLog
 
 EPILOG = "Example: rolloutmq fsck --run-dir runs/demo && echo nothing lost, nothing trained twice"
@@ -28,15 +29,15 @@ _SHOWN = 20
 
 
 class WatchedAccount(Account):
-    """An account that says after every draw that it has looked at it."""
+    """An account that says how many draws it has looked at."""
 
-    def __init__(self, run: Run, advance: Callable[[], object]) -> None:
+    def __init__(self, run: Run, advance: Callable[[int], object]) -> None:
         super().__init__(run.store, run.keys, run.limits)
         self._advance = advance
 
-    def places(self, task: str, draw: int) -> list[str]:
-        found = super().places(task, draw)
-        self._advance()
+    def places_of(self, gids: Sequence[str]) -> list[list[str]]:
+        found = super().places_of(gids)
+        self._advance(len(gids))
         return found
 
 
@@ -53,11 +54,14 @@ def fsck(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None
     with open_target(redis_url, run_dir, run) as target:
         audit = run_audit(target.run, quiet=as_json)
         steps = read_steps(target.step_log)
+        risks = could_lose(target.run)
     twice = steps.trained_twice() if steps else {}
     if as_json:
-        emit(report(audit, steps))
+        emit(report(audit, steps) | {"could_lose": risks})
     else:
         show_audit(console(), audit, steps)
+        for risk in risks:
+            console().print(Text(f"[warn] {risk}", style="yellow"))
     if twice or not audit.clean:
         raise AccountError(
             f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two places, {len(twice)} trained twice, "
@@ -68,12 +72,18 @@ def fsck(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None
 
 def run_audit(run: Run, *, quiet: bool = False) -> Audit:
     """`Account.fsck` with a progress bar on stderr."""
-    total = sum(task.cursor + task.imported for task in run.account.totals().tasks)
+    total = sum(task.drawn + task.outside for task in run.account.totals().tasks)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as progress:
         job = progress.add_task("checking every draw", total=total)
-        return WatchedAccount(run, lambda: progress.advance(job)).fsck()
+        return WatchedAccount(run, lambda count: progress.advance(job, count)).fsck()
+
+
+def could_lose(run: Run) -> list[str]:
+    """What this server could still lose with its settings: what is proved here is only as safe as that."""
+    findings = run.store.retrying("check", lambda: check_all(run.store.servers))
+    return [f"{finding.what}: {finding.why}" for finding in findings if finding.level != "ok"]
 
 
 def read_steps(path: Path | None) -> StepLog | None:
@@ -93,7 +103,7 @@ def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
         "checked": audit.checked,
         "leases": audit.leases,
         "tasks": {
-            task.task: {"enqueued": task.enqueued, "imported": task.imported, "places": task.places}
+            task.task: {"enqueued": task.enqueued, "put": task.put, "imported": task.imported, "places": task.places}
             for task in audit.tasks
         },
         "faults": audit.faults,
@@ -115,8 +125,9 @@ def show_audit(screen: Console, audit: Audit, steps: StepLog | None) -> None:
         grid.add_row(place, *(count(value) for value in values), style="" if any(values) else "dim")
     grid.add_row("sum", *(count(sum(task.places.values())) for task in audit.tasks), style="bold")
     grid.add_row("enqueued", *(count(task.enqueued) for task in audit.tasks), style="bold")
-    if any(task.imported for task in audit.tasks):
-        grid.add_row("imported", *(count(task.imported) for task in audit.tasks), style="bold")
+    for how in ("put", "imported"):
+        if any(values := [getattr(task, how) for task in audit.tasks]):
+            grid.add_row(how, *map(count, values), style="bold")
     screen.print(grid)
     screen.print()
     _verdict(screen, "the sums of one instant add up", audit.faults)

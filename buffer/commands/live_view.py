@@ -18,6 +18,7 @@ from buffer.commands.screen import age, bar, count, plain, sparkline, state, tab
 from buffer.commands.snapshot import Snapshot, TaskView, take_snapshot
 from buffer.commands.status import account_text, mode_text, role_text, staleness_text
 from buffer.commands.tail import event_text
+from buffer.config.byte_size import format_size
 from buffer.run import Run
 
 EVENTS = 5
@@ -64,7 +65,7 @@ class LiveView:
 
     def line(self, snap: Snapshot, history: History) -> str:
         """One calm line, for logs and pipes."""
-        places, rewards = snap.places, history.metric("reward/mean")
+        places, rewards = snap.places, history.metric("rewards/mean")
         asked = sum(task.asked for task in snap.training)
         words = [
             time.strftime("%H:%M:%S"),
@@ -102,7 +103,7 @@ def _fit(text: Text) -> Text:
 
 
 def _curves(history: History) -> list[Text]:
-    rewards, rates = history.metric("reward/mean"), list(history.token_rates)
+    rewards, rates = history.metric("rewards/mean"), list(history.token_rates)
     lines = [_curve("tokens/s", rates, f"{count(rates[-1])} now" if rates else "")]
     if rewards:
         lines.insert(
@@ -127,7 +128,7 @@ def _curve(name: str, values: list[float], now: str) -> Text:
 
 
 def groups_table(snap: Snapshot) -> Table:
-    """Groups by place, one row per task; the sum must be what was enqueued or imported."""
+    """Groups by place, one row per task; the sum must be what was enqueued, put or imported."""
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
     for task in snap.tasks:
@@ -175,9 +176,16 @@ def _waits(snap: Snapshot, history: History) -> list[Text]:
     rows = [
         *roles,
         Text.assemble(("dead letters ", "dim"), (str(snap.dead), "yellow" if snap.dead else "")),
-        Text(),
+        Text.assemble(("memory    ", "dim"), _memory(snap)),
     ]
     return [_fit(Text.assemble(cell, "   ", row)) for cell, row in zip(cells, rows, strict=True)]
+
+
+def _memory(snap: Snapshot) -> Text:
+    memory = snap.memory
+    of = f" of {format_size(memory.high)}" if memory.high else ""
+    wait = ", new prompts wait" if memory.refuses_fresh else ""
+    return Text(f"{format_size(memory.held)}{of}{wait}", style="yellow" if wait else "")
 
 
 def _workers(snap: Snapshot) -> list[Text]:

@@ -12,14 +12,14 @@ from rich.text import Text
 from buffer.commands.screen import console, count, emit, state, table, version_style
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import ConfigError, QueryError
-from buffer.group_record import STAGES, GroupRecord
 from buffer.keys import POOLS
-from buffer.query import FIELDS, OPERATORS, parse
+from buffer.query.language import FIELDS, OPERATORS, parse
+from buffer.query.record import STAGES, GroupRecord
 
 EPILOG = """Example: rolloutmq ls --where '{"status": "completed", "staleness": {"$gte": 2}}' --order=-tokens"""
 
 _STATUSES = ("init", *POOLS, "failed")
-_WHERE_HELP = (
+WHERE_HELP = (
     f"Only groups that fit this JSON, and the other options. Fields: {', '.join(FIELDS)} (time: ms since a group began "
     f"to wait, was claimed or handed in). Operators: $and, $or, {', '.join(OPERATORS)}."
 )
@@ -33,7 +33,7 @@ def list_groups(
     task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
     status: Annotated[str | None, typer.Option(help=f"Only this status: {', '.join(_STATUSES)}.")] = None,
     stage: Annotated[str | None, typer.Option(help=f"Only this stage: {', '.join(STAGES)}.")] = None,
-    where: Annotated[str | None, typer.Option(metavar="JSON", help=_WHERE_HELP)] = None,
+    where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
     order: Annotated[str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: highest first.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
     redis_url: RedisUrl = None,
@@ -48,7 +48,7 @@ def list_groups(
     _check("status", status, _STATUSES)
     _check("stage", stage, STAGES)
     flags = {"task": task, "status": status, "stage": stage}
-    query = parse({"$and": [_where(where), {name: value for name, value in flags.items() if value is not None}]})
+    query = parse({"$and": [read_where(where), {name: value for name, value in flags.items() if value is not None}]})
     with open_target(redis_url, run_dir, run) as target:
         _check("task", task, tuple(target.run.limits.tasks))
         rows = list(target.run.groups.find(query, limit=limit, order=order))
@@ -82,7 +82,7 @@ def _show(rows: list[GroupRecord], *, is_cut: bool) -> None:
         screen.print(Text(f"the first {len(rows)}; more with --limit", style="dim"))
 
 
-def _where(text: str | None) -> Any:
+def read_where(text: str | None) -> Any:
     if text is None:
         return {}
     try:

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from buffer.commands.screen import age, console, emit
+from buffer.commands.screen import age, console, emit, plural
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.control import Mode
-from buffer.errors import PauseTimeout
+from buffer.errors import ConfigError, PauseTimeout
 from buffer.run import Run
 
 PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
@@ -62,6 +62,9 @@ def pause(
 
 
 def continue_(
+    task: Annotated[
+        str | None, typer.Option(help="Start this task again, which was stopped after too many failures in a row.")
+    ] = None,
     wait: Wait = False,
     timeout: Timeout = None,
     redis_url: RedisUrl = None,
@@ -71,7 +74,21 @@ def continue_(
 ) -> None:
     """End the operator's pause of a run. A pause of the trainer stays."""
     with open_target(redis_url, run_dir, run) as target:
+        if task is not None:
+            _forgive(target.run, task, as_json)
+            return
         _hold(target.run, Mode.RUN, wait, timeout, as_json)
+
+
+def _forgive(run: Run, task: str, as_json: bool) -> None:
+    if task not in run.limits.tasks:
+        raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}")
+    failures, _ = run.jobs.failures(task)
+    run.jobs.forgive(task)
+    if as_json:
+        emit({"task": task, "failures": failures})
+    else:
+        console().print(f"{task} goes on: {plural(failures, 'failure')} in a row forgotten")
 
 
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:

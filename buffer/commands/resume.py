@@ -13,7 +13,7 @@ from buffer.commands.screen import console, emit, plural
 from buffer.commands.target import AsJson, RedisUrl, RunDir, open_server
 from buffer.control import Mode
 from buffer.run import Run
-from buffer.snapshot_folder import read_manifest
+from buffer.snapshot.folder import read_manifest
 
 EPILOG = "Example: rolloutmq resume backups/demo-1200 --run demo2"
 
@@ -24,6 +24,9 @@ def register(app: typer.Typer) -> None:
 
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
+    media: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="New folder for the run's files. Default: where they were.")
+    ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: Annotated[
@@ -40,7 +43,7 @@ def resume(
     start = time.monotonic()
     facts = read_manifest(folder)
     with open_server(redis_url, run_dir) as (store, _), progress(as_json) as advance:
-        resumed = Run.resume(store, folder, name=run, advance=advance)
+        resumed = Run.resume(store, folder, name=run, media=media, advance=advance)
         mode = resumed.control.state().mode
     took_s = time.monotonic() - start
     if as_json:

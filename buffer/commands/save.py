@@ -15,7 +15,7 @@ from buffer.commands.screen import console, count, emit, plural
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.control import Mode
 from buffer.run import Run
-from buffer.snapshot_cut import Advance
+from buffer.snapshot.cut import Advance
 
 EPILOG = "Example: rolloutmq save backups/demo-1200 --pause"
 
@@ -48,7 +48,7 @@ def save(
         emit({"folder": str(folder), "took_s": round(took_s, 3)} | facts.model_dump(exclude={"meta", "files"}))
         return
     console().print(
-        f"run {facts.run}: {plural(facts.groups, 'group')} and {count(facts.payload_bytes)} bytes "
+        f"run {facts.run}: {plural(facts.groups, 'group')} and {count(facts.payload_bytes + facts.media_bytes)} bytes "
         f"saved to {folder} in {took_s:.1f} s"
     )
     if facts.was_running:

@@ -54,7 +54,7 @@ def show(
             _show_ended(gid, _end(target.run, gid, places), as_json)
             return
         letter = target.run.dead_letters.reason(gid)
-        group = target.run.buffer.get(_payload(gid, record))
+        group = target.run.buffer.read(_payload(gid, record))
     states = group.states if member is None else [_member(group, member)]
     if as_json:
         emit(
@@ -79,8 +79,9 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     task, draw = split_group_id(gid)
     if end := next((place for place in places if place in ENDS), None):
         return end
-    if draw >= IMPORTED_FROM + int(run.progress(task).get("imported", 0)):
-        raise ConfigError(f"{gid} was not imported: draws from {IMPORTED_FROM} on number imported groups")
+    counters = run.progress(task)
+    if draw >= IMPORTED_FROM + sum(int(counters.get(how, 0)) for how in ("put", "imported")):
+        raise ConfigError(f"{gid} was not imported: draws from {IMPORTED_FROM} on number groups from outside")
     if IMPORTED_FROM > draw >= (cursor := run.jobs.cursor(task)):
         raise ConfigError(f"{gid} was not started yet: the next draw of {task} is {cursor}", hint="see rolloutmq ls")
     raise AccountError(f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups")

@@ -11,6 +11,7 @@ from typing import Any
 
 from buffer.account import TaskAccount
 from buffer.keys import LANES
+from buffer.memory import MemoryUse
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 
@@ -54,6 +55,8 @@ class TaskView:
     too_old: int
     staleness: dict[str, int]
     asked: int
+    is_stopped: bool = False
+    """too many tries failed one after the other"""
 
     @property
     def started(self) -> int:
@@ -97,6 +100,7 @@ class Snapshot:
     events: tuple[Event, ...]
     lease_ms: int
     stale_threshold: int
+    memory: MemoryUse
 
     @property
     def mode(self) -> str:
@@ -175,6 +179,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
         lease_ms=run.limits.lease_ms,
         stale_threshold=run.limits.stale_threshold,
+        memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
     )
 
 
@@ -234,16 +239,18 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
     too_old = counts.pop("too_old")
     if not counts["none"]:
         del counts["none"]
+    progress = _text(replies[f"progress:{name}"])
     return TaskView(
         account=account,
         is_eval=is_eval,
-        progress=_text(replies[f"progress:{name}"]),
+        progress=progress,
         backlog={lane: int(replies[f"jobs:{name}:{lane}"]) for lane in LANES},
         # nothing of an evaluation is ever too old
         ready=account.completed if is_eval else sum(counts.values()),
         too_old=0 if is_eval else too_old,
         staleness={} if is_eval else counts,
         asked=_asked(replies["header"], name) or -(-account.consumed // max(taken, 1)),
+        is_stopped=run.limits.is_too_many_failures(name, int(progress.get("failures_in_row", 0))),
     )
 
 

@@ -64,6 +64,7 @@ def describe(snap: Snapshot) -> dict[str, Any]:
         "overdue_leases": snap.overdue,
         "dead_letters": snap.dead,
         "garbage": snap.garbage,
+        "memory": {"held_bytes": snap.memory.held, "low_bytes": snap.memory.low, "high_bytes": snap.memory.high},
         "adds_up": not snap.faults,
         "faults": list(snap.faults),
     }
@@ -73,6 +74,7 @@ def _task_json(task: TaskView) -> dict[str, Any]:
     return {
         "places": task.account.places,
         "enqueued": task.account.enqueued,
+        "put": task.account.put,
         "imported": task.account.imported,
         "cursor": task.account.cursor,
         "target": task.account.target,
@@ -89,6 +91,8 @@ def _task_json(task: TaskView) -> dict[str, Any]:
         "leases_lost": int(task.number("leases_lost")),
         "failed": int(task.number("failed")),
         "expirations": int(task.number("expirations")),
+        "reasserted": int(task.number("reasserted")),
+        "regenerated": int(task.number("regenerated")),
     }
 
 
@@ -124,6 +128,7 @@ def show(screen: Console, snap: Snapshot) -> None:
         ("trainer", role_text(snap.trainer)),
         ("producer", role_text(snap.producer)),
         ("workers", workers_text(snap)),
+        ("memory", memory_text(snap)),
         ("dead letters", Text(f"{snap.dead}  (rolloutmq ls --stage dead)", style="yellow") if snap.dead else "0"),
     ]))  # fmt: skip
     screen.print()
@@ -133,6 +138,8 @@ def show(screen: Console, snap: Snapshot) -> None:
         screen.print()
         screen.print(task_text(task))
         screen.print(staleness_text(task, snap.stale_threshold))
+        if losses := losses_text(task):
+            screen.print(losses)
 
 
 def mode_text(snap: Snapshot) -> Text:
@@ -164,6 +171,12 @@ def workers_text(snap: Snapshot) -> Text:
     return Text(f"{live} alive{silent}{rate}", style="" if live else "yellow")
 
 
+def memory_text(snap: Snapshot) -> Text:
+    """Payload bytes, and how far they may grow."""
+    memory = snap.memory
+    return Text(str(memory), style="yellow" if memory.refuses_fresh else "")
+
+
 def places_table(snap: Snapshot) -> Any:
     """Groups by place, one column per task."""
     names = [task.account.task for task in snap.tasks]
@@ -175,8 +188,9 @@ def places_table(snap: Snapshot) -> Any:
     sums = [sum(task.account.places.values()) for task in snap.tasks]
     grid.add_row("sum", *(count(v) for v in sums), style="bold")
     grid.add_row("enqueued", *(count(task.account.enqueued) for task in snap.tasks))
-    if any(task.account.imported for task in snap.tasks):
-        grid.add_row("imported", *(count(task.account.imported) for task in snap.tasks))
+    for how in ("put", "imported"):
+        if any(values := [getattr(task.account, how) for task in snap.tasks]):
+            grid.add_row(how, *map(count, values))
     return grid
 
 
@@ -201,6 +215,15 @@ def task_text(task: TaskView) -> Text:
         (" · mean reward ", "dim"),
         reward,
     )
+
+
+def losses_text(task: TaskView) -> Text | None:
+    """What was put right after the server had lost data; None where it never did."""
+    reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
+    if not reasserted + regenerated:
+        return None
+    said = f"{plural(reasserted, 'group')} reasserted from checkpoints, {count(regenerated)} drawn again"
+    return Text.assemble(("lost data    ", "dim"), (said, "yellow"))
 
 
 def staleness_text(task: TaskView, threshold: int) -> Text:

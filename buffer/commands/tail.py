@@ -26,6 +26,10 @@ _STYLES = {
     "control": "cyan",
     "weights": "cyan",
     "reaped": "red",
+    "reasserted": "red",
+    "restored": "red",
+    "dissolved": "red",
+    "ledger_reset": "red",
     "worker_lost": "red",
     "worker_fenced": "red",
 }

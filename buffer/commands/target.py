@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,13 +18,14 @@ import orjson
 import redis
 import typer
 
-from buffer.embedded import EmbeddedServer
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.keys import valid_name
 from buffer.masking import mask_url
 from buffer.run import Run
-from buffer.server_check import describe_connection_error
-from buffer.store import Store, open_client
+from buffer.server.check import describe_connection_error
+from buffer.server.embedded import EmbeddedServer
+from buffer.server.nodes import Servers
+from buffer.store import Store
 
 RUNS = Path("runs")
 
@@ -36,7 +37,8 @@ RedisUrl = Annotated[
     typer.Option(
         "--redis-url",
         metavar="URL",
-        help="Server: redis://, rediss:// or unix://. Default: REDIS_URL, else the embedded server of --run-dir.",
+        help="Server: redis://, rediss://, unix:// or redis+sentinel://. "
+        "Default: REDIS_URL, else the embedded server of --run-dir.",
     ),
 ]
 RunDir = Annotated[
@@ -151,8 +153,10 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
     """A connection to the server, tried once before anything else is asked of it. Raises StoreError, ConfigError."""
     address = find_server(redis_url, run_dir)
     try:
-        with open_client(address.url, name="rolloutmq-cli", timeout_s=_DEADLINE_S) as client:
-            client.ping()
+        with closing(Servers(address.url, "rolloutmq-cli", timeout_s=_DEADLINE_S)) as servers:
+            # one node that answers is enough to know a cluster
+            if not servers.is_cluster:
+                servers.client("control").ping()
     except redis.RedisError as error:
         raise describe_connection_error(address.url, error) from error
     store = Store(address.url, name="rolloutmq-cli", deadline_s=_DEADLINE_S)

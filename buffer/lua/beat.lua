@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- beat: the trainer or the producer is alive, or closes its role.
--- KEYS[1] control   HASH
--- ARGV[1] role      trainer | producer
--- ARGV[2] nonce     of the holder
--- ARGV[3] closing   1 = give the role up
+-- KEYS[1] control   HASH*
+-- ARGV[1] role    trainer|producer
+-- ARGV[2] nonce   token             of the holder
+-- ARGV[3] closing 0|1               1 = give the role up
 -- replies OK control… | FENCED
 -- keeps I7 (a fenced holder learns of it), I13 (repeating it changes nothing)
 local control, role, nonce = KEYS[1], ARGV[1], ARGV[2]

@@ -10,9 +10,9 @@
 -- KEYS[8] aborted     ZSET     pool of the task
 -- KEYS[9] expired     ZSET     pool of the task
 -- KEYS[10] batches    prefix of all manifests (LIST)
--- KEYS[11+] jobs      STREAM   of each lane
--- ARGV[1] gid
--- ARGV[2] draw
+-- KEYS[11+] jobs  STREAM x0..3  of each lane
+-- ARGV[1] gid  gid
+-- ARGV[2] draw 0..69_999_999
 -- replies OK stage, then the places that hold it: waiting | running | pool | taken | dead | archived | filtered | dropped
 -- keeps I1
 local group, leases, dead = KEYS[1], KEYS[2], KEYS[3]

@@ -8,15 +8,17 @@
 -- KEYS[4] groups    prefix of the group records (HASH)
 -- KEYS[5] garbage   SET
 -- KEYS[6] events    STREAM
--- KEYS[7+] progress, archived  (HASH, STRING bitmap) of each task
--- ARGV[1] nonce     of the trainer
--- ARGV[2] step      T
--- ARGV[3] keep      F
--- ARGV[4] limit     groups to archive at most
--- ARGV[5+] task     name of each pair
+-- KEYS[7] bytes     HASH
+-- KEYS[8+] progress, archived  HASH, STRING x0..256  of each task; archived is a bitmap
+-- ARGV[1] nonce token   of the trainer
+-- ARGV[2] step  0..     T
+-- ARGV[3] keep  0..     F
+-- ARGV[4] limit 1..500  groups to archive at most
+-- ARGV[5+] task  name xKEYS
 -- replies OK committed freed | FENCED | GAP taken | UNKNOWN_TASK gid
--- keeps I1, I6 (frees nothing a kept checkpoint may ask for again), I13 (step)
+-- keeps I1, I6 (frees nothing a kept checkpoint may ask for again), I12, I13 (step)
 local control, ledger, batches, groups, garbage, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local bytes = KEYS[7]
 local nonce, step, keep, limit = ARGV[1], num(ARGV[2]), num(ARGV[3]), num(ARGV[4])
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -28,29 +30,40 @@ keep = math.min(keep, committed)
 
 local tasks = {}
 for i = 5, #ARGV do
-  local first = 7 + (i - 5) * 2
+  local first = 8 + (i - 5) * 2
   tasks[ARGV[i]] = {progress = KEYS[first], archived = KEYS[first + 1]}
 end
 local batch = batches .. int(freed + 1)
 local entries = {}
 if freed < keep then entries = redis.call('LRANGE', batch, 1 + done, done + limit) end
-for _, entry in ipairs(entries) do
+local records, prompts, went = {}, {}, 0
+for i, entry in ipairs(entries) do
   local gid = string.match(entry, '^(%S+)')
-  if not tasks[string.match(gid, '^(.*)%-%d+$')] then return {'UNKNOWN_TASK', gid} end
+  local task = tasks[string.match(gid, '^(.*)%-%d+$')]
+  if not task then return {'UNKNOWN_TASK', gid} end
+  task.count = (task.count or 0) + 1
+  -- the result holds a copy of the prompt
+  records[i], prompts[i] = groups .. gid, gid .. ' init 1'
+  went = went + num(redis.call('HGET', records[i], 'prompt'))
 end
 
 -- F is fenced before the first slice: a manifest that is half freed is never delivered again (I6)
 redis.call('HSET', ledger, 'committed', int(committed), 'keep', int(math.max(keep, num(steps[4]))))
 for _, entry in ipairs(entries) do
-  local gid = string.match(entry, '^(%S+)')
-  local name, draw = string.match(gid, '^(.*)%-(%d+)$')
+  local name, draw = string.match(entry, '^(%S*)%-(%d+) ')
   redis.call('SETBIT', tasks[name].archived, tonumber(draw), 1)
-  -- the result holds a copy of the prompt
-  redis.call('SADD', garbage, gid .. ' init 1')
-  redis.call('UNLINK', groups .. gid)
-  redis.call('HINCRBY', tasks[name].progress, 'taken', -1)
-  redis.call('HINCRBY', tasks[name].progress, 'archived', 1)
 end
+for _, task in pairs(tasks) do
+  if task.count then
+    redis.call('HINCRBY', task.progress, 'taken', -task.count)
+    redis.call('HINCRBY', task.progress, 'archived', task.count)
+  end
+end
+if #entries > 0 then
+  redis.call('SADD', garbage, unpack(prompts))
+  redis.call('UNLINK', unpack(records))
+end
+count_bytes(bytes, 0, went)
 done = done + #entries
 redis.call('HSET', ledger, 'slice', int(done))
 local header = redis.call('LINDEX', batch, 0)

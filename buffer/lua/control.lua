@@ -2,15 +2,15 @@
 -- control: change the mode of a run. The trainer (around weight updates) and the operator hold it apart:
 -- the operator's pause survives the trainer's continue, and where both hold it the stricter mode rules, with the
 -- lanes that both leave open.
--- KEYS[1] control   HASH, and the channel that carries the hint
+-- KEYS[1] control   HASH     and the channel that carries the hint
 -- KEYS[2] events    STREAM
 -- KEYS[3] bell_workers   LIST
 -- KEYS[4] bell_producer  LIST
--- ARGV[1] operation nonce of this change
--- ARGV[2] who       trainer | operator
--- ARGV[3] mode      run | drain | abort | keep | finish
--- ARGV[4] lanes     that are open, space between
--- ARGV[5] nonce     of the trainer; '' for the operator
+-- ARGV[1] operation token                        nonce of this change
+-- ARGV[2] who       trainer|operator
+-- ARGV[3] mode      run|drain|abort|keep|finish
+-- ARGV[4] lanes     lanes                        that are open, space between
+-- ARGV[5] nonce     ''|token                     of the trainer; '' for the operator
 -- replies OK 6 x control | FENCED | NO_RUN
 -- keeps I7, I10 (the epoch decides; the message only hurries), I13 (operation)
 local control, events, bell_workers, bell_producer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -22,7 +22,8 @@ if redis.call('HGET', control, who .. '_op') == operation then return {'OK', unp
 
 redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_op', operation)
 local epoch, effective = settle_mode(control)
-ring(bell_workers, 64)
+-- where nothing may be claimed, nobody need look
+if redis.call('HGET', control, 'lanes') ~= '' then ring(bell_workers, 64) end
 ring(bell_producer, 1)
 log_event(events, 'control', 'epoch', epoch, 'mode', effective, 'by', who)
 return {'OK', unpack(control_state(control))}

@@ -4,8 +4,8 @@
 -- KEYS[2] worker    HASH     record of the worker
 -- KEYS[3] holds     SET      gids that the worker holds
 -- KEYS[4] events    STREAM
--- ARGV[1] worker    id
--- ARGV[2] nonce     of its registration
+-- ARGV[1] worker name   id
+-- ARGV[2] nonce  token  of its registration
 -- replies OK | HOLDS groups (their leases must run out) | UNKNOWN
 -- keeps I2, I13 (repeating it is harmless)
 local workers, worker, holds, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]

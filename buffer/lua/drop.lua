@@ -19,43 +19,35 @@
 -- KEYS[17] bell        LIST     of the producer
 -- KEYS[18] events      STREAM
 -- KEYS[19] order       ZSET     of the completed groups of the task, where the policy needs one
--- ARGV[1] gid
--- ARGV[2] draw
--- ARGV[3] revoke       worker whose lease on the group is revoked in this step; '' = a running group is refused
+-- KEYS[20] bytes       HASH
+-- ARGV[1] gid    gid
+-- ARGV[2] draw   0..69_999_999
+-- ARGV[3] revoke ''|name        worker whose lease on the group is revoked in this step; '' = a running group is refused
 -- replies OK place_before | RUNNING owner | TAKEN batch | ENDED place | UNKNOWN
 -- keeps I1, I2 (a revoked token dies in the same step), I12 (frees), I13 (a dropped group is dropped)
 local group, progress, jobs_eval, jobs_resume, jobs_fresh = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local completed, aborted, expired, leases, holders = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local dead, dead_letters, archived, filtered, dropped = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
-local garbage, bell, events, order = KEYS[16], KEYS[17], KEYS[18], KEYS[19]
+local garbage, bell, events, order, bytes = KEYS[16], KEYS[17], KEYS[18], KEYS[19], KEYS[20]
 local gid, draw, revoke = ARGV[1], ARGV[2], ARGV[3]
 
-local held = redis.call('HMGET', group, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'lane', 'entry')
-if not held[1] then
+local held = held_fields(group)
+if not held then
   local place = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
   if place == 'dropped' then return {'OK', place} end
   if place then return {'ENDED', place} end
   return {'UNKNOWN'}
 end
-local runs = held[1] == 'running' or held[1] == 'judging'
-if runs and (revoke == '' or held[3] ~= revoke) then return {'RUNNING', held[3]} end
-if held[1] == 'taken' then return {'TAKEN', held[4]} end
+local runs = held.stage == 'running' or held.stage == 'judging'
+if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end
+if held.stage == 'taken' then return {'TAKEN', held.batch} end
 
-local before = held[1]
-if runs then
-  redis.call('ZREM', leases, gid)
-  redis.call('SREM', holders .. held[3], gid)
-  redis.call('HINCRBY', progress, before, -1)
-  redis.call('HINCRBY', progress, 'leases_lost', 1)
-elseif before == 'waiting' then
-  local jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh}
-  redis.call('XDEL', jobs[held[8]], held[9])
-else
-  before = leave_by_hand({group = group, progress = progress, completed = completed, aborted = aborted,
-    expired = expired, order = order, dead = dead, dead_letters = dead_letters}, gid, before, held[2], held[7])
-end
+local before = leave({progress = progress, jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh},
+  completed = completed, aborted = aborted, expired = expired, order = order, leases = leases, holders = holders,
+  dead = dead, dead_letters = dead_letters}, gid, held)
 redis.call('SADD', garbage, gid .. ' init 1')
-if held[5] ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held[5] .. ' ' .. held[6]) end
+if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
+count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))
 redis.call('SETBIT', dropped, draw, 1)
 redis.call('HINCRBY', progress, 'dropped', 1)
 redis.call('UNLINK', group)

@@ -4,17 +4,21 @@
 -- KEYS[2] batches   prefix of the manifests (LIST)
 -- KEYS[3] garbage   SET
 -- KEYS[4] events    STREAM
--- ARGV[1] retain    archived batches that are kept
--- ARGV[2] wait      1 = and none is freed before it was exported
--- ARGV[3] exported  batches up to this one were copied elsewhere; never lowered
--- ARGV[4] limit     groups at most
--- replies OK forgotten left
+-- KEYS[5] bell_producer  LIST
+-- KEYS[6] bell_workers   LIST
+-- KEYS[7] bytes     HASH
+-- ARGV[1] retain   0..      archived batches that are kept
+-- ARGV[2] wait     0|1      1 = and none is freed before it was exported
+-- ARGV[3] exported 0..      batches up to this one were copied elsewhere; never lowered
+-- ARGV[4] limit    1..1000  groups at most
+-- replies OK forgotten left batches  (the newest step of which nothing is left; batches left; freed by this call)
 -- keeps I6 (only what commit has archived), I12, I13 (repeating it finds nothing)
 local ledger, batches, garbage, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local bell_producer, bell_workers, bytes = KEYS[5], KEYS[6], KEYS[7]
 local retain, wait, exported, limit = num(ARGV[1]), ARGV[2] == '1', num(ARGV[3]), num(ARGV[4])
 
 local steps = redis.call('HMGET', ledger, 'freed', 'forgotten', 'exported')
-local forgotten, before = num(steps[2]), num(steps[2])
+local forgotten, before, went = num(steps[2]), num(steps[2]), 0
 exported = math.max(exported, num(steps[3]))
 local last = num(steps[1]) - retain
 if wait then last = math.min(last, exported) end
@@ -26,20 +30,31 @@ while forgotten < last and limit > 0 do
   if redis.call('LLEN', batch) > 1 then
     entries = redis.call('LRANGE', batch, math.max(-limit, 1 - redis.call('LLEN', batch)), -1)
   end
-  for _, entry in ipairs(entries) do
-    local gid, token, chunks = string.match(entry, '^(%S+) (%S+) (%S+)')
-    redis.call('SADD', garbage, gid .. ' ' .. token .. ' ' .. chunks)
+  local payloads = {}
+  for i, entry in ipairs(entries) do
+    local payload, size = string.match(entry, '^(%S+ %S+ %S+) (%S+)')
+    payloads[i] = payload
+    went = went + num(size)
   end
-  if #entries > 0 then redis.call('LTRIM', batch, 0, -1 - #entries) end
+  if #entries > 0 then
+    redis.call('SADD', garbage, unpack(payloads))
+    redis.call('LTRIM', batch, 0, -1 - #entries)
+  end
   limit = limit - #entries - 1
   if redis.call('LLEN', batch) <= 1 then
     redis.call('UNLINK', batch)
     forgotten = forgotten + 1
   end
 end
+if went > 0 then
+  count_bytes(bytes, 0, went)
+  -- who was refused for want of memory waits for this
+  ring(bell_producer, 1)
+  ring(bell_workers, 8)
+end
 if exported > num(steps[3]) then redis.call('HSET', ledger, 'exported', int(exported)) end
 if forgotten > before then
   redis.call('HSET', ledger, 'forgotten', int(forgotten))
   log_event(events, 'forgotten', 'step', int(forgotten))
 end
-return {'OK', int(forgotten), int(math.max(0, last - forgotten))}
+return {'OK', int(forgotten), int(math.max(0, last - forgotten)), int(forgotten - before)}

@@ -1,22 +1,22 @@
 #!lua flags=allow-oom
 -- heartbeat: a worker lives; renew its leases, take its receipt for a pause, tell it the control state.
--- KEYS[1] control   HASH
--- KEYS[2] clock     HASH
+-- KEYS[1] control   HASH*
+-- KEYS[2] clock     HASH*
 -- KEYS[3] leases    ZSET
 -- KEYS[4] workers   ZSET
--- KEYS[5] worker    HASH     record of the worker
+-- KEYS[5] worker    HASH*    record of the worker
 -- KEYS[6] holds     SET      gids that the worker holds
 -- KEYS[7] groups    prefix of the group records (HASH)
--- KEYS[8] bell      LIST     of whoever waits for receipts
--- ARGV[1] worker    id
--- ARGV[2] nonce     of its registration
--- ARGV[3] lease_ms
--- ARGV[4] ack       control epoch that it has carried out
--- ARGV[5] weights   "lineage:version" that its engine acknowledged
--- ARGV[6] state     starting | ready | paused | loading | draining
--- ARGV[7] rate      tokens per second, for people
--- ARGV[8] done      groups finished since it started
--- ARGV[9+] gid, token  pairs that it works on
+-- KEYS[8] bell      LIST*    of whoever waits for receipts
+-- ARGV[1] worker   name            id
+-- ARGV[2] nonce    token           of its registration
+-- ARGV[3] lease_ms 1..86_400_000
+-- ARGV[4] ack      0..             control epoch that it has carried out
+-- ARGV[5] weights  weights         "lineage:version" that its engine acknowledged
+-- ARGV[6] state    name            for people: idle, working, paused, draining
+-- ARGV[7] rate     number          tokens per second, for people
+-- ARGV[8] done     0..             groups finished since it started
+-- ARGV[9+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
@@ -27,9 +27,8 @@ local known = redis.call('HGET', worker, 'nonce')
 if not known then return {'UNKNOWN'} end
 if known ~= nonce then return {'REPLACED'} end
 
-local now = now_ms()
+local reply, now = control_state(control), now_ms()
 tick(clock, now, lease_ms)
-local reply = control_state(control)
 table.insert(reply, 1, 'OK')
 for i = 9, #ARGV - 1, 2 do
   local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')

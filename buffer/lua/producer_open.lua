@@ -3,10 +3,10 @@
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] events    STREAM
--- ARGV[1] run_nonce  of the run this producer means; '' = whichever is there
--- ARGV[2] nonce      of this producer
--- ARGV[3] take_over  1 = although another one still beats
--- ARGV[4] timeout_ms silence after which a holder counts as gone
+-- ARGV[1] run_nonce  ''|token       of the run this producer means; '' = whichever is there
+-- ARGV[2] nonce      token          of this producer
+-- ARGV[3] take_over  0|1            1 = although another one still beats
+-- ARGV[4] timeout_ms 0..86_400_000  silence after which a holder counts as gone
 -- replies OK control… | LOST nonce | HELD silent_ms
 -- keeps I7 (one producer), I13 (natural key: the nonce)
 local meta, control, events = KEYS[1], KEYS[2], KEYS[3]

@@ -13,11 +13,11 @@
 -- KEYS[10] bell        LIST     of the producer
 -- KEYS[11] events      STREAM
 -- KEYS[12] order       ZSET     of the completed groups of the task, where the policy needs one
--- ARGV[1] nonce        of the trainer
--- ARGV[2] step         T
--- ARGV[3] gid
--- ARGV[4] token        of the payload in the manifest
--- ARGV[5] reason       a JSON string
+-- ARGV[1] nonce  token        of the trainer
+-- ARGV[2] step   0..          T
+-- ARGV[3] gid    gid
+-- ARGV[4] token  token        of the payload in the manifest
+-- ARGV[5] reason text..16384  a JSON string
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
 --       | BLOCKED task | UNORDERED task
 -- keeps I1, I5 (the new revision is the record: header and entries change here), I7, I8 (the cut of the header), I11, I13 (gid and token)

@@ -11,24 +11,18 @@
 -- KEYS[9] bell_workers   LIST
 -- KEYS[10] bell_producer LIST
 -- KEYS[11] events      STREAM
--- KEYS[12+] jobs_resume, jobs_eval, progress  (STREAM, STREAM, HASH) of each task
--- ARGV[1] lease_ms
--- ARGV[2] limit        groups at most
--- ARGV[3] max_tries
--- ARGV[4] worker_timeout_ms  silence after which a worker is forgotten
--- ARGV[5+] task        name of each triple
+-- KEYS[12] jobs        prefix of the waiting lines (STREAM)
+-- KEYS[13] progress    prefix of the tasks' accounts (HASH)
+-- ARGV[1] lease_ms          1..86_400_000
+-- ARGV[2] limit             1..200         groups at most
+-- ARGV[3] max_tries         1..1_000_000
+-- ARGV[4] worker_timeout_ms 0..86_400_000  silence after which a worker is forgotten
 -- replies OK reaped buried forgotten | GRACE left_ms
 -- keeps I1, I2 (the token dies in the same step), I11 (no lease is lost to an outage); no leader, no lock (I13)
 local clock, leases, groups, holders, workers, worker_records = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local dead, dead_letters, bell_workers, bell_producer, events = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local jobs, progress = KEYS[12], KEYS[13]
 local lease_ms, limit, max_tries, worker_timeout_ms = num(ARGV[1]), num(ARGV[2]), num(ARGV[3]), num(ARGV[4])
-
-local tasks = {}
-for i = 5, #ARGV do
-  local first = 12 + (i - 5) * 3
-  tasks[ARGV[i]] = {groups = groups, jobs_resume = KEYS[first], jobs_eval = KEYS[first + 1],
-    progress = KEYS[first + 2], dead = dead, dead_letters = dead_letters}
-end
 
 local now = now_ms()
 local grace = tick(clock, now, lease_ms)
@@ -41,10 +35,10 @@ if now < grace then return {'GRACE', int(grace - now)} end
 local reaped, buried, forgotten = 0, 0, 0
 for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)) do
   local record = redis.call('HMGET', groups .. gid, 'task', 'owner')
-  local keys = tasks[record[1]]
-  -- a task this caller does not know is left to somebody who does
-  if keys then
-    redis.call('ZREM', leases, gid)
+  redis.call('ZREM', leases, gid)
+  -- one without a record is lost (fsck says so): left here, it would stand in the way of all others
+  if record[1] then
+    local keys = retry_keys(record[1], groups, jobs, progress, dead, dead_letters)
     redis.call('SREM', holders .. record[2], gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)

@@ -5,9 +5,9 @@
 -- KEYS[3] workers   ZSET
 -- KEYS[4] worker    HASH     record of the worker
 -- KEYS[5] events    STREAM
--- ARGV[1] worker    id
--- ARGV[2] nonce     of this registration
--- ARGV[3+] field, value  engine, host, pid, concurrency…, for people
+-- ARGV[1] worker name   id
+-- ARGV[2] nonce  token  of this registration
+-- ARGV[3+] field, value name, text..1024 x0..64  engine, host, pid, concurrency…, for people
 -- replies OK run_nonce 6 x control | NO_RUN
 -- keeps I10 (a worker that joins during a pause learns of it here), I13 (nonce)
 local meta, control, workers, worker, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]

@@ -13,20 +13,23 @@
 -- KEYS[11] bell_workers   LIST
 -- KEYS[12] bell_producer  LIST
 -- KEYS[13] events      STREAM
--- ARGV[1] gid
--- ARGV[2] token        of the claim
--- ARGV[3] kind         handback (waits again) | aborted (to the pool of aborted groups) | failed (a try is used up)
--- ARGV[4] max_tries
--- ARGV[5] reason       JSON, kept as the dead letter
+-- ARGV[1] gid       gid
+-- ARGV[2] token     token                    of the claim
+-- ARGV[3] kind      handback|aborted|failed  waits again | to the pool of aborted groups | a try is used up
+-- ARGV[4] max_tries 1..1_000_000
+-- ARGV[5] reason    text..16384              JSON, kept as the dead letter
+-- ARGV[6] lag       ''|0..                   steps by which single tokens expire earlier than groups; '' = they do not
 -- replies OK place | FENCED
 -- keeps I1, I2, I8, I11 (a clean release gives the try back), I13 (token)
 local leases, holds, groups, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local jobs_resume, jobs_eval, aborted, lineages = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local dead, dead_letters, bell_workers, bell_producer, events = KEYS[9], KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local gid, token, kind, max_tries, reason = ARGV[1], ARGV[2], ARGV[3], num(ARGV[4]), ARGV[5]
+local lag = ARGV[6]
 
 local record = groups .. gid
-local held = redis.call('HMGET', record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage')
+local held = redis.call('HMGET', record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage',
+  'last', 'last_lineage')
 if held[6] == token then return {'OK', held[2]} end
 if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end
 
@@ -37,6 +40,7 @@ redis.call('HSET', record, 'released', token)
 local place
 if kind == 'failed' then
   redis.call('HINCRBY', progress, 'failed', 1)
+  redis.call('HINCRBY', progress, 'failures_in_row', 1)
   place = retry_or_bury({groups = groups, jobs_resume = jobs_resume, jobs_eval = jobs_eval, dead = dead,
     dead_letters = dead_letters, progress = progress}, gid, max_tries, reason)
 else
@@ -45,11 +49,12 @@ else
     place = 'pool'
     redis.call('HINCRBY', record, 'aborts', 1)
     local arrival = string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1))
-    local version = held[5] or ''
+    local version, last = held[5] or '', held[8] or ''
     -- a trainer may have forked while the group was away from the pools (I8)
     if version ~= '' then version = living_version(lineages, held[7], version) end
+    if last ~= '' then last = living_version(lineages, held[9], last) end
     redis.call('HSET', record, 'stage', 'pool', 'status', 'aborted', 'token', '', 'arrival', arrival, 'version', version)
-    redis.call('ZADD', aborted, version == '' and '+inf' or version, arrival .. ':' .. gid)
+    redis.call('ZADD', aborted, pool_score(version, last, lag), arrival .. ':' .. gid)
   else
     place = 'waiting'
     local lane, jobs = 'resume', jobs_resume

@@ -5,10 +5,10 @@
 -- KEYS[2] progress  HASH     of the task
 -- KEYS[3] pool      ZSET     completed
 -- KEYS[4] order     ZSET
--- ARGV[1] nonce     of the trainer
--- ARGV[2] policy    order policy of the run
--- ARGV[3] start     rank in the pool to look from
--- ARGV[4] limit     groups to look at
+-- ARGV[1] nonce  token   of the trainer
+-- ARGV[2] policy policy  order policy of the run
+-- ARGV[3] start  0..     rank in the pool to look from
+-- ARGV[4] limit  1..500  groups to look at
 -- replies OK scanned | FENCED
 -- keeps I1 (the index holds what the pool holds), I7, I13 (repeating it finds nothing)
 local control, progress, pool, order = KEYS[1], KEYS[2], KEYS[3], KEYS[4]

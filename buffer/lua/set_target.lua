@@ -3,8 +3,8 @@
 -- KEYS[1] control   HASH
 -- KEYS[2] progress  HASH     of the task
 -- KEYS[3] bell      LIST     of the producer
--- ARGV[1] nonce     of the trainer
--- ARGV[2] target    groups in all; never lowered
+-- ARGV[1] nonce  token  of the trainer
+-- ARGV[2] target 0..    groups in all; never lowered
 -- replies OK target | FENCED
 -- keeps I7, I13 (the target is absolute)
 local control, progress, bell = KEYS[1], KEYS[2], KEYS[3]

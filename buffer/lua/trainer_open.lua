@@ -1,27 +1,33 @@
 #!lua flags=allow-oom
 -- trainer_open: become the one trainer of a run, from a checkpoint of step S (0 = from the start).
--- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S.
+-- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S. Take
+-- waits until what was lost is asserted again, and the pools are clamped.
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] ledger    HASH
 -- KEYS[4] lineages  LIST
 -- KEYS[5] events    STREAM
--- ARGV[1] run_nonce  that the checkpoint knows; '' = it knows none
--- ARGV[2] nonce      of this trainer
--- ARGV[3] take_over  1 = although another one still beats
--- ARGV[4] timeout_ms silence after which a holder counts as gone
--- ARGV[5] step       S
--- ARGV[6] lineage    of the weights this trainer will make
--- replies OK run_nonce taken committed freed | LOST nonce | HELD silent_ms | BELOW keep | BEHIND taken
--- keeps I6 (reopening below what is kept is refused), I7 (one trainer), I13 (natural key: the nonce)
+-- ARGV[1] run_nonce  ''|token       that the checkpoint knows; '' = it knows none
+-- ARGV[2] nonce      token          of this trainer
+-- ARGV[3] take_over  0|1            1 = although another one still beats
+-- ARGV[4] timeout_ms 0..86_400_000  silence after which a holder counts as gone
+-- ARGV[5] step       0..            S
+-- ARGV[6] lineage    name           of the weights this trainer will make
+-- ARGV[7] behind     0|1            1 = although the server lost steps: this trainer asserts them again
+-- ARGV[8] regenerate 0|1            1 = although the run is new here, or S is below what is kept: draws are drawn again
+-- replies OK run_nonce taken committed freed | LOST nonce | EMPTY nonce | HELD silent_ms | BELOW keep | BEHIND taken
+-- keeps I6 (a run that no trainer ever opened is not the one of a checkpoint; reopening below what is kept is refused),
+-- I7 (one trainer), I13 (natural key: the nonce)
 local meta, control, ledger, lineages, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local run_nonce, nonce, take_over, timeout_ms = ARGV[1], ARGV[2], ARGV[3], num(ARGV[4])
-local step, lineage = num(ARGV[5]), ARGV[6]
+local step, lineage, behind, regenerate = num(ARGV[5]), ARGV[6], ARGV[7] == '1', ARGV[8] == '1'
 
 local actual = redis.call('HGET', meta, 'nonce') or ''
-if actual == '' or (run_nonce ~= '' and run_nonce ~= actual) then return {'LOST', actual} end
-
 local holder = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms')
+local is_new = redis.call('LLEN', lineages) == 0
+local is_other = run_nonce ~= '' and run_nonce ~= actual
+if actual == '' or (is_other and not (is_new and regenerate)) then return {'LOST', actual} end
+if is_new and step > 0 and not regenerate then return {'EMPTY', actual} end
 local now = now_ms()
 local silent_ms = now - num(holder[2])
 local again = holder[1] == nonce
@@ -31,15 +37,17 @@ end
 local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep')
 local taken, freed = num(steps[1]), num(steps[3])
 local keep = math.max(freed, num(steps[4]))
-if not again and step < keep then return {'BELOW', int(keep)} end
-if not again and taken < step then return {'BEHIND', int(taken)} end
+if not again and step < keep and not regenerate then return {'BELOW', int(keep)} end
+if not again and taken < step and not behind then return {'BEHIND', int(taken)} end
 
 redis.call('HSET', control, 'trainer', nonce, 'trainer_seen_ms', int(now))
 if not again then
   redis.call('HSET', ledger, 'committed', int(step))
   redis.call('RPUSH', lineages, lineage .. ':' .. int(step))
-  -- take waits until rescore has clamped what dead lineages made after S (I8)
-  redis.call('HSET', control, 'recovering', 1)
+  -- take waits until rescore has clamped what dead lineages made after S (I8), or after the S of a trainer that died
+  -- before it had: its lineage counts, too
+  local undone = redis.call('HGET', control, 'recovering')
+  redis.call('HSET', control, 'recovering', int(math.min(step, tonumber(undone or step))))
   log_event(events, 'trainer_opened', 'nonce', nonce, 'step', int(step), 'lineage', lineage)
 end
 return {'OK', actual, int(taken), redis.call('HGET', ledger, 'committed'), int(freed)}

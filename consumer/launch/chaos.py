@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from buffer.embedded import EmbeddedServer
+from buffer.server.embedded import EmbeddedServer
 from consumer.launch.child import Child
 
 

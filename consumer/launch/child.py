@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from buffer.errors import ConfigError, RolloutMQError, RunError
-from buffer.lifeline import OWNER
+from buffer.server.lifeline import OWNER
 
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which starting again would only say the same again."""

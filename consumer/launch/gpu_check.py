@@ -19,7 +19,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from buffer.config import load_config
+from buffer.config.loader import load_config
 from buffer.errors import ModelError
 from buffer.step_log import StepLog, TrainedStep
 from consumer.config import TrainingConfig
@@ -109,8 +109,8 @@ def _trained(steps: Sequence[TrainedStep]) -> Rows:
     seconds, train_s = average("time/step_s"), average("time/train_s")
     rows = [
         ("step", f"{seconds:.2f} s, of which {average('time/wait_s'):.2f} s waiting and {train_s:.2f} s training"),
-        ("generated and trained", f"{average('response/tokens') / seconds:,.0f} tokens/s"),
-        ("trained alone", f"{average('response/tokens') / train_s:,.0f} tokens/s"),
+        ("generated and trained", f"{average('response_len/tokens') / seconds:,.0f} tokens/s"),
+        ("trained alone", f"{average('response_len/tokens') / train_s:,.0f} tokens/s"),
         ("pause", f"{1000 * average('time/pause_s'):.0f} ms until the last receipt"),
         ("weights written", f"{1000 * average('time/publish_s'):.0f} ms"),
         ("logprobs, vLLM against trainer", _mismatch(warm)),

@@ -18,15 +18,15 @@ from rich.console import Console
 
 from buffer.commands.live_view import LiveView
 from buffer.commands.top import watch
-from buffer.embedded import EmbeddedServer
 from buffer.errors import RoleHeld, StoreUnavailable
-from buffer.open_run import create_run, open_store
+from buffer.open_run import open_store
 from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
 from consumer.config import TrainingConfig
 from consumer.launch.chaos import Chaos
 from consumer.launch.child import Child
 from consumer.launch.placement import count_gpus, place
-from consumer.launch.preparation import await_roles, is_done, prepare_model, prepare_problems, start_server
+from consumer.launch.preparation import await_roles, is_done, make_run, prepare_model, prepare_problems, start_server
 from consumer.launch.report import finish
 
 LOOK_S = 0.5
@@ -46,13 +46,22 @@ class Launcher:
     """`overrides` are passed on to every process, with the config's path."""
 
     def __init__(
-        self, config: TrainingConfig, path: Path, overrides: list[str], *, redis_url: str | None, chaos: bool
+        self,
+        config: TrainingConfig,
+        path: Path,
+        overrides: list[str],
+        *,
+        redis_url: str | None,
+        chaos: bool,
+        regenerate: bool = False,
     ) -> None:
+        self._regenerate = regenerate
         self._config, self._redis_url, self._with_chaos = config, redis_url, chaos
         self._command = [str(path), *(part for o in overrides for part in ("--set", o))]
         self._folder = config.run.folder
         self._console = Console()
         self._children: list[Child] = []
+        self._judges: list[Child] = []
         self._server: EmbeddedServer | None = None
         self._shared_env: dict[str, str] = {}
 
@@ -86,7 +95,7 @@ class Launcher:
                 self._start(run)
                 self._watch(run)
                 self._stop_children()
-            run.tidy()
+            run.janitor.sweep()
             finish(self._console, self._config, run, self._server.cli if self._server else None)
         except KeyboardInterrupt:
             self._console.print("\nstopping in order (Ctrl-C again: at once); the same command goes on from here")
@@ -109,7 +118,7 @@ class Launcher:
         say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}", highlight=False)
         model = prepare_model(config, self._command)
         done = is_done(config)
-        run = Run.open(store, config.run.name) if done else create_run(store, config, model)
+        run = Run.open(store, config.run.name) if done else make_run(store, config, model, regenerate=self._regenerate)
         taken, committed, _ = run.ledger.steps()
         where = f"goes on: step {committed} is committed, {taken} taken" if taken else "starts"
         say(f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}", highlight=False)
@@ -124,15 +133,19 @@ class Launcher:
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
-        self._trainer = self._child("trainer", ["train"], placement.environment(placement.trainer))
+        flags = ["--regenerate"] if self._regenerate else []
+        self._trainer = self._child("trainer", ["train", *flags], placement.environment(placement.trainer))
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [
             self._child(f"worker-{i}", ["worker", "--id", f"worker-{i}"], placement.environment(gpus))
             for i, gpus in enumerate(placement.workers)
         ]
+        if any(task.judging.kind == "rq" for task in config.tasks.values()):
+            count = str(config.launch.judge_workers)
+            self._judges = [self._child("judge", ["judge", "--workers", count], {"CUDA_VISIBLE_DEVICES": ""})]
         for child in (self._trainer, self._producer):
             child.start("--take-over")
-        for child in self._workers:
+        for child in (*self._judges, *self._workers):
             child.start()
 
     def _child(self, name: str, args: list[str], env: dict[str, str]) -> Child:
@@ -184,8 +197,8 @@ class Launcher:
         if self._server and not self._server.is_running:
             self._server.start()
             news.append("server started again")
-        for worker in self._workers:
-            news.append(worker.keep_alive())
+        for child in (*self._judges, *self._workers):
+            news.append(child.keep_alive())
         return [line for line in news if line]
 
     # -- after ---------------------------------------------------------------
@@ -199,5 +212,3 @@ class Launcher:
             if not child.wait(max(0.0, end - time.monotonic())):
                 self._console.print(f"{child.name} does not stop; killing it")
                 child.kill()
-
-

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from buffer.config_file import LaunchSection
+from buffer.config.file import LaunchSection
 from buffer.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from buffer.commands.snapshot import take_snapshot
-from buffer.config_file import ConfigFile
-from buffer.embedded import EmbeddedServer
-from buffer.errors import RoleHeld, RolloutMQError
-from buffer.lifeline import OWNER
-from buffer.open_run import embedded_server
+from buffer.config.file import ConfigFile
+from buffer.errors import LostRun, RoleHeld, RolloutMQError
+from buffer.open_run import create_run, embedded_server
 from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
+from buffer.server.lifeline import OWNER
+from buffer.store import Store
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.evaluations import read_evaluations
@@ -49,6 +50,19 @@ def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
         _run(["warm-start", *command], quiet=False)
     check_model_folder(folder)
     return folder
+
+
+def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: bool) -> Run:
+    """The run of this config, made if it is new. LostRun where its checkpoints say that it is not, and the server has
+    none: only who asks for it by name gets another one (I6)."""
+    steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
+    if steps and not regenerate and config.run.name not in Run.names(store):
+        raise LostRun(
+            f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such run on this server",
+            hint="connect to the server that holds it, or restore its data (`rolloutmq resume`); or start with "
+            "--regenerate: what was not trained yet is then generated again",
+        )
+    return create_run(store, config, model)
 
 
 def await_roles(run: Run, say: Callable[[str], None]) -> None:

@@ -25,7 +25,7 @@ def plot(steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, 
 
     numbers = [s.step for s in steps]
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
-    rewards = [s.metrics.get("reward/mean", float("nan")) for s in steps]
+    rewards = [s.metrics.get("rewards/mean", float("nan")) for s in steps]
     upper.plot(numbers, rewards, color="#9bb7d4", linewidth=1, label="reward of the batch")
     upper.plot(numbers, _smooth(rewards), color="#1f5fa8", linewidth=2, label="mean of the last 10 steps")
     for place, task in enumerate(sorted({task for task, _ in evaluations})):

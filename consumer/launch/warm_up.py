@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from buffer.config.dataset import ReasoningGymDataset
 from buffer.errors import ConfigError
-from buffer.run_config import ReasoningGymDataset
 from consumer.config import TrainingConfig
 from consumer.tiny_model import build_tiny_model
 from consumer.warm_start import Problem, WarmStartProgress, read_problems, warm_start

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol, cast
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any, Protocol, cast
 
 from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
@@ -16,9 +17,7 @@ from producer_workers.tokenizer import Tokenizer
 class AgentLoop(Protocol):
     """Generates and judges groups. One instance of a task serves many groups at once."""
 
-    async def generate_group(
-        self, states: list[RolloutState], engine: Engine, gid: str
-    ) -> list[RolloutState]:
+    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """The same rollouts, in order, each COMPLETED, ABORTED or FAILED.
 
         A COMPLETED one is left as it is. What the engine raises is passed on: whether the group or the
@@ -28,11 +27,19 @@ class AgentLoop(Protocol):
 
 
 class AgentLoopFactory(Protocol):
-    """How an agent loop is made: what stands behind "module:Class" in a configuration."""
+    """How an agent loop is made: what stands behind "module:Class" in a configuration. The task's
+    `agent_loop_options` come on top, as keyword arguments."""
 
     def __call__(
         self, *, judge: Judge | None, tokenizer: Tokenizer, eos_ids: Collection[int], partial_rollout: bool
     ) -> AgentLoop: ...
+
+
+BUILT_IN = {
+    "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
+    "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
+    "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
+}
 
 
 def load_agent_loop(
@@ -42,13 +49,14 @@ def load_agent_loop(
     tokenizer: Tokenizer,
     eos_ids: Collection[int],
     partial_rollout: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """The loop "single_turn", or what the class at "module:Class" makes of these. Raises ConfigError."""
-    from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-
-    built_in: dict[str, AgentLoopFactory] = {"single_turn": SingleTurnAgentLoop}
-    factory = built_in.get(spec) or load_object(spec, kind="agent loop", built_in=built_in)
+    """A loop of BUILT_IN by name, or what the class at "module:Class" makes of these. Raises ConfigError."""
+    factory = load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN)
     if not callable(factory):
         raise ConfigError(f"agent loop {spec!r} is not a class", hint='give "module:Class"')
-    factory = cast(AgentLoopFactory, factory)
-    return factory(judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout)
+    try:
+        chosen = cast(AgentLoopFactory, partial(factory, **(options or {})))
+        return chosen(judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout)
+    except TypeError as error:
+        raise ConfigError(f"agent loop {spec!r}: {error}", hint="see agent_loop_options of the task") from error

@@ -45,9 +45,7 @@ class SingleTurnAgentLoop:
         self._partial_rollout = partial_rollout
         self._attempts = itertools.count()
 
-    async def generate_group(
-        self, states: list[RolloutState], engine: Engine, gid: str
-    ) -> list[RolloutState]:
+    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """See `AgentLoop`. An error of one rollout cancels the others of the group, then is raised."""
         await _run_all(self._run(s, engine, gid) for s in states if s.status is not Status.COMPLETED)
         return states
@@ -90,13 +88,16 @@ class SingleTurnAgentLoop:
         if not len(state.response_ids):
             state.status, state.error = Status.FAILED, f"the engine finished ({reason}) without a token"
             return
-        state.response = str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))
+        state.response = self._text(state)
         try:
             state.reward = await self._judge.judge(state) if self._judge else None
         except JudgeError as error:
             state.status, state.error = Status.FAILED, str(error)
         else:
             state.status = Status.COMPLETED
+
+    def _text(self, state: RolloutState) -> str:
+        return str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))
 
 
 def _what_is_left(state: RolloutState) -> SampleParams:

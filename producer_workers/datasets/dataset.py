@@ -1,7 +1,7 @@
 """A data set: numbered problems, each readable on its own.
 
 Random access is the whole interface: a cursor into a data set is one integer (`draw_order.py`), so nothing
-of a reader has to be saved or restored.
+of a reader has to be saved or restored. What can only be iterated over is made to look like it (`stream.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Problem(BaseModel):
-    """One row: the chat that asks, and what a judge needs to score an answer."""
+    """One row: the chat that asks, the tools it may use, and what a judge needs to score an answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     ground_truth: Any = None
     data_source: str | None = None
+    tools: list[dict[str, Any]] | None = None
     extra: dict[str, Any] = {}
 
 
@@ -27,6 +28,9 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def row(self, row: int) -> Problem:
-        """Raises DatasetError where the row cannot be used, IndexError where there is none."""
+    def row(self, row: int, epoch: int = 0) -> Problem:
+        """Raises DatasetError where the row cannot be used, IndexError where there is none.
+
+        `epoch` only matters to data sets that bring an order of their own for each.
+        """
         ...

@@ -2,26 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from buffer.errors import ConfigError
-from buffer.run_config import HELD_OUT, DatasetSection, ReasoningGymDataset
+from buffer.config.dataset import (
+    DatasetSection,
+    HuggingFaceDataset,
+    ParquetDataset,
+    PythonDataset,
+    ReasoningGymDataset,
+)
+from buffer.config.sections import HELD_OUT
+from buffer.dotted_path import load_object
+from buffer.errors import ConfigError, DatasetError
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.jsonl import JsonlDataset
+from producer_workers.datasets.parquet import ParquetRows
 from producer_workers.datasets.reasoning_gym_problems import write_problems
+from producer_workers.datasets.record import load_to_problem
+from producer_workers.datasets.records import RecordsDataset
+from producer_workers.datasets.stream import StreamDataset
 
 
-def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None = None) -> Dataset:
-    """The rows of `split`: None for training, `HELD_OUT` for evaluation. Raises ConfigError.
+def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0) -> Dataset:
+    """The rows of `split`: None for training, `HELD_OUT` for evaluation. Raises ConfigError, DatasetError.
 
-    `problems_dir` holds generated problems and is filled where it is not. A JSONL file is one split whole:
-    an evaluation task names a file of its own.
+    `problems_dir` holds generated problems and is filled where it is not. Any other data set is one split whole:
+    an evaluation task names one of its own. `seed` is for loaders that shuffle by themselves.
     """
-    if not isinstance(section, ReasoningGymDataset):
-        return JsonlDataset(section.path)
+    if isinstance(section, ReasoningGymDataset):
+        return _generated(section, problems_dir, split)
+    to_problem = load_to_problem(section.record)
+    match section:
+        case ParquetDataset():
+            return RecordsDataset(ParquetRows(section.path), str(section.path), to_problem)
+        case HuggingFaceDataset():
+            return RecordsDataset(_saved_by_datasets(section), str(section.path), to_problem)
+        case PythonDataset():
+            made = _make(section)
+            if _is_numbered(made):
+                return RecordsDataset(made, section.factory, to_problem)
+            return StreamDataset(made, section.factory, to_problem, seed=seed, rows=section.rows)
+    return JsonlDataset(section.path, to_problem)
+
+
+def _generated(section: ReasoningGymDataset, problems_dir: Path, split: str | None) -> Dataset:
     if split not in (None, HELD_OUT):
         raise ConfigError(f"there is no split {split!r}", hint=f"{HELD_OUT}, or none for training")
     if split == HELD_OUT and not section.held_out_size:
         raise ConfigError(f"task {section.name!r} has no held-out problems", hint="set held_out_size")
     files = write_problems(section, problems_dir)
     return JsonlDataset(files.held_out if split == HELD_OUT else files.train)
+
+
+def _saved_by_datasets(section: HuggingFaceDataset) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError("kind = hugging_face needs `datasets`", hint="pip install 'rolloutmq[datasets]'") from error
+    try:
+        found: Any = datasets.load_from_disk(str(section.path))
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{section.path}: {error}", hint="the folder that `save_to_disk` wrote") from error
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if section.split not in found:
+        raise ConfigError(f"{section.path} has no split {section.split!r}", hint=f"split = one of {sorted(found)}")
+    return found[section.split]
+
+
+def _is_numbered(made: Any) -> bool:
+    # torch's IterableDataset inherits a __getitem__ that only raises
+    only_iterates = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)
+    return hasattr(made, "__getitem__") and hasattr(made, "__len__") and not only_iterates
+
+
+def _make(section: PythonDataset) -> Any:
+    made = load_object(section.factory, kind="data set")(**section.options)
+    if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
+        hint = "it returns something with a length and [row], or something to iterate over"
+        raise ConfigError(f"{section.factory} made a {type(made).__name__}", hint=hint)
+    return made

@@ -157,9 +157,7 @@ def _line(section: ProblemSection, entry: Mapping[str, Any]) -> bytes | None:
     try:
         line = orjson.dumps(record, option=_JSON)
     except TypeError as error:
-        raise ConfigError(
-            f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}"
-        ) from error
+        raise ConfigError(f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}") from error
     return line if entry["answer"] is None or _solves_itself(section.name, line) else None
 
 

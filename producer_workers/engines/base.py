@@ -58,9 +58,7 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model. Raises EngineError."""
 
-    async def generate(
-        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
-    ) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
         """Sample one response to int32[P] prompt ids.
 
         Aborted by `pause("abort")`: returns the tokens made so far with finish_reason "abort". Cancelling the
@@ -81,6 +79,12 @@ class Engine(Protocol):
         requests go on under the new weights, except where the engine cannot tell the versions apart: there
         they are aborted. Raises WeightsError and keeps the old weights, or EngineDeadError.
         """
+
+    async def sleep(self) -> None:
+        """Give the device's memory back, while no request runs. Raises EngineError where it cannot."""
+
+    async def wake(self) -> None:
+        """Take it again. The weights are those from before, until newer ones are loaded."""
 
     def version(self) -> PolicyVersion:
         """The weights that the engine acknowledged."""

@@ -12,9 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from producer_workers.engines.distributions import Distribution, Fixed, LogNormal
 
 # The engine's promises (ids in, logprobs as sampled, versions per token) hang on these.
-OWNED_ARGUMENTS = frozenset(
-    {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
-)
+OWNED_ARGUMENTS = frozenset({"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"})
 
 
 class VllmConfig(BaseModel):
@@ -34,6 +32,7 @@ class VllmConfig(BaseModel):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     tensor_parallel_size: int = Field(1, ge=1)
     enforce_eager: bool | None = None
+    enable_sleep_mode: bool = Field(False, description="can give its GPU memory back while paused; CUDA only")
     omp_threads: int | None = Field(None, ge=1, description="CPU threads; 1 where engines share a machine")
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume, abort")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")

@@ -75,6 +75,7 @@ class SimulatedEngine:
         self._frozen_s: float | None = 0.0  # the clock, while it stands still
         self._offset_s = 0.0  # loop time minus clock, while it runs
         self._paused = False
+        self.asleep = False
         self._control = asyncio.Lock()  # a resume during a load must not start the clock
         self._state = "new"
 
@@ -85,10 +86,10 @@ class SimulatedEngine:
         self._state = "up"
         self._thaw()
 
-    async def generate(
-        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
-    ) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
         self.check_health()
+        if self.asleep:
+            raise GenerationError(f"request {request_id} came while the engine slept")
         self._requests += 1
         self._inject_failures(request_id)
         run = self._draw(request_id, prompt_ids, params)
@@ -126,6 +127,16 @@ class SimulatedEngine:
             finally:
                 if not self._paused:
                     self._thaw()
+
+    async def sleep(self) -> None:
+        self.check_health()
+        if self.unfinished():
+            raise EngineError(f"{self.unfinished()} requests run: an engine sleeps only when it has none")
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.check_health()
+        self.asleep = False
 
     def version(self) -> PolicyVersion:
         return self._swaps[-1][1]
@@ -230,9 +241,7 @@ class SimulatedEngine:
             asyncio.get_running_loop().create_future(),
         )
 
-    def _generator(
-        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
-    ) -> np.random.Generator:
+    def _generator(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> np.random.Generator:
         key = request_id if params.seed is None else f"seed {params.seed}"
         digest = hashlib.blake2b(f"{self._config.seed}/{key}/".encode(), digest_size=16)
         digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes())

@@ -92,6 +92,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
+        "enable_sleep_mode": config.enable_sleep_mode,
         "use_tqdm_on_load": False,
     }
     given = {name: value for name, value in chosen.items() if value is not None}

@@ -82,9 +82,7 @@ class VllmEngine:
         await self._name_weights(self._version)
         logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
 
-    async def generate(
-        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
-    ) -> Generation:
+    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
         self.check_health()
         assert self._api is not None
         submitted = self._version
@@ -124,6 +122,19 @@ class VllmEngine:
         # Shielded: a caller that gives up must not leave the engine paused between two sets of weights.
         self._updating = asyncio.create_task(self._update(path, version))
         await asyncio.shield(self._updating)
+
+    async def sleep(self) -> None:
+        """vLLM's sleep of level 1: weights go to the host's memory, the KV cache is dropped. CUDA only."""
+        self.check_health()
+        if not self._config.enable_sleep_mode:
+            raise EngineError("this vLLM engine cannot sleep", hint="set [engine] enable_sleep_mode = true (CUDA only)")
+        async with self._lock:
+            await self._control(self._llm.sleep(level=1), "sleep")
+
+    async def wake(self) -> None:
+        self.check_health()
+        async with self._lock:
+            await self._control(self._llm.wake_up(), "wake up")
 
     def version(self) -> PolicyVersion:
         return self._version
@@ -184,9 +195,7 @@ class VllmEngine:
                 raise
             except Exception as error:
                 await self._restore(error)
-                raise WeightsError(
-                    f"vLLM could not load {path}: {error}", hint="the old weights still run"
-                ) from error
+                raise WeightsError(f"vLLM could not load {path}: {error}", hint="the old weights still run") from error
             finally:
                 if not self._paused and self._dead is None:
                     await self._control(self._llm.resume_generation(), "resuming after an update")

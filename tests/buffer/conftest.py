@@ -9,7 +9,18 @@ import redis
 
 from buffer import RunLimits, Store
 from tests.buffer.scene import LIMITS, Scene
-from tests.servers import Server
+from tests.servers import Server, store_server
+
+__all__ = ["store_server"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `without` a kind of store."""
+    for item in items:
+        kind = item.callspec.params.get("server") if hasattr(item, "callspec") else None
+        for mark in item.iter_markers("without"):
+            if kind in mark.args:
+                item.add_marker(pytest.mark.skip(reason=f"{kind}: {mark.kwargs['reason']}"))
 
 
 @pytest.fixture

@@ -12,21 +12,48 @@ TIMED_SETS = ("leases", "workers", "dead")
 
 def dump(client: redis.Redis, run: str) -> dict[str, Any]:
     """Every key of a run with its value, without what only tells the time."""
-    prefix = f"rmq:{{{run}}}:"
-    keys = sorted(key.decode() for key in client.scan_iter(f"{prefix}*", count=10_000))
-    names = [name for name in (key.removeprefix(prefix) for key in keys) if not name.startswith(NOT_STATE)]
+    keys = sorted(key for key in run_keys(client, run) if not _name(key).startswith(NOT_STATE))
+    names = [_name(key) for key in keys]
     pipe: Any = client.pipeline(transaction=False)
-    for name in names:
-        pipe.type(prefix + name)
+    for key in keys:
+        pipe.type(key)
     kinds = [kind.decode() for kind in pipe.execute()]
-    for name, kind in zip(names, kinds, strict=True):
-        _read(pipe, kind, prefix + name)
-        pipe.ttl(prefix + name)
+    for key, kind in zip(keys, kinds, strict=True):
+        _read(pipe, kind, key)
+        pipe.ttl(key)
     replies = pipe.execute()
     return {
         name: _state(kind, name, replies[2 * i], replies[2 * i + 1])
         for i, (name, kind) in enumerate(zip(names, kinds, strict=True))
     }
+
+
+def exact(client: redis.Redis, run: str) -> dict[str, Any]:
+    """Every key of a run with its whole value."""
+    keys = sorted(run_keys(client, run))
+    pipe: Any = client.pipeline(transaction=False)
+    for key in keys:
+        pipe.type(key)
+    for key, kind in zip(keys, pipe.execute(), strict=True):
+        _read(pipe, kind.decode(), key)
+    return dict(zip(keys, pipe.execute(), strict=True))
+
+
+def run_keys(client: redis.Redis, run: str) -> list[str]:
+    """The keys of a run, wherever they lie."""
+    found = [client.scan_iter(pattern, count=10_000) for pattern in (f"rmq:{{{run}}}:*", f"rmq:{{{run}:*")]
+    return [key.decode() for keys in found for key in keys]
+
+
+def payload_keys(client: redis.Redis, run: str) -> list[str]:
+    return [key for key in run_keys(client, run) if _name(key).startswith("payload:")]
+
+
+def _name(key: str) -> str:
+    """Without prefix; a payload is called the same in a cluster and out of it."""
+    tag, _, name = key.partition("}:")
+    _, _, gid = tag.removeprefix("rmq:{").partition(":")
+    return f"payload:{gid}:{name.removeprefix('payload:')}" if gid else name
 
 
 def _read(pipe: Any, kind: str, key: str) -> None:

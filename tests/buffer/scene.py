@@ -10,7 +10,6 @@ import redis
 
 from buffer import (
     Job,
-    Keys,
     Manifest,
     Mode,
     NotReady,
@@ -45,6 +44,20 @@ def prompt(gid: str, samples: int = 2) -> bytes:
     return wire.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
 
 
+def rollout(status: Status, made: PolicyVersion | None, index: int = 0, **fields: Any) -> RolloutState:
+    """Two tokens made by weights, or by nobody knows which."""
+    return RolloutState(
+        index=index,
+        prompt_ids=[1, 2, 3],
+        response_ids=[5, 6],
+        logprobs=[-0.5, -0.25],
+        spans=[VersionSpan(0, 2, made.version, made.lineage)] if made else [],
+        status=status,
+        reward={"score": 1.0},
+        **fields,
+    )
+
+
 def extend(group: RolloutGroup, status: Status, weights: PolicyVersion | None) -> RolloutGroup:
     """The group with two more tokens in each rollout, made by `weights` (None: no tokens)."""
     for state in group.states:
@@ -64,7 +77,7 @@ class Scene:
         self.store, self.name = store, name
         self.raw: Any = raw
         self.run = Run.create(store, name, new_nonce(), limits, FIRST, "/weights/0")
-        self.keys = Keys(name)
+        self.keys = self.run.keys
         self.producer, self.trainer = "", ""
         self.nonces: dict[str, str] = {}
 
@@ -78,7 +91,7 @@ class Scene:
 
     def open_trainer(self, step: int = 0, lineage: str = "l1", **options: Any) -> str:
         nonce = new_nonce()
-        self.run.ledger.open(nonce, step=step, lineage=lineage, **options)
+        self.run.trainers.open(nonce, step=step, lineage=lineage, **options)
         self.trainer = nonce
         return nonce
 
@@ -119,7 +132,7 @@ class Scene:
         filtered: bool = False,
         worker: str = "w0",
     ) -> None:
-        group = extend(self.run.buffer.get(job.payload), status, weights)
+        group = extend(self.run.buffer.read(job.payload), status, weights)
         self.run.buffer.submit(worker, job, group, 4, filtered=filtered)
 
     def ready(self, *versions: int, task: str = "math", lineage: str = "l0") -> list[str]:

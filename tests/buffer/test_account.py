@@ -143,3 +143,16 @@ def test_fsck_finds_a_counter_that_is_wrong(busy: Scene) -> None:
             assert busy.run.account.totals().faults, (field, by)
             busy.raw.hincrby(busy.keys.progress("math"), field, -by)
     busy.check()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4, 9, 10])
+def test_fsck_finds_the_same_whatever_it_asks_in_one_round_trip(
+    busy: Scene, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.account.SLICE", at_once)
+    busy.raw.script_flush()
+    busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
+    busy.raw.zadd(busy.keys.dead, {TAKEN: 1})
+    found = audit(busy)
+    assert (found.checked, found.lost) == (9, [READY])
+    assert found.doubled == [f"{TAKEN} (taken, dead)", f"{TAKEN} (batch 2 of train; taken, dead)"]

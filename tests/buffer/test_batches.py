@@ -79,8 +79,8 @@ def test_take_refuses_gaps_and_freed_steps(scene: Scene) -> None:
     scene.run.ledger.commit(scene.trainer, 1, 1)
     with pytest.raises(LedgerError, match="behind the committed step 1"):
         scene.take(1)
-    with pytest.raises(LedgerError, match="at most 4096"):
-        scene.take(2, math=4097)
+    with pytest.raises(LedgerError, match="at most 1024"):
+        scene.take(2, math=1025)
     scene.check()
 
 
@@ -105,7 +105,7 @@ def test_groups_without_tokens_never_age(scene: Scene) -> None:
     scene.submit(job, None)
     assert scene.pool("completed") == [(job.gid, float("inf"))]
     scene.raw.hset(scene.keys.ledger("train"), mapping={"taken": 50, "committed": 50, "freed": 50})
-    assert scene.run.buffer.refresh("math") == 0
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 0}
     assert scene.take(51).entries[0].version is None
     scene.check()
 
@@ -120,7 +120,7 @@ def test_refresh_drops_what_is_too_old(scene: Scene, status: str) -> None:
     scene.ready(0, 0, task="code")
     scene.take(1, code=1), scene.take(2, code=1)
     token = scene.record(old)["payload"]
-    assert scene.run.buffer.refresh("math") == 1
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
     assert scene.pool(status) == [(young, 1.0)]
     assert (scene.record(old), scene.bit("dropped", 0), scene.counters()["dropped"]) == ({}, 1, "1")
     assert scene.garbage() == {f"{old} init 1", f"{old} {token} 1"}
@@ -135,16 +135,16 @@ def test_refresh_keeps_prompts_for_another_try_when_expired_groups_are_retried(
     gids = scene.ready(0, 0, 0)
     scene.take(1), scene.take(2)
     token = scene.record(gids[2])["payload"]
-    assert scene.run.buffer.refresh("math", limit=1) == 1
+    assert scene.run.buffer.refresh_staleness("math", limit=1) == {"math": 1}
     assert scene.pool("expired") == [(gids[2], float("inf"))]
     assert scene.garbage() == {f"{gids[2]} {token} 1"}
     record = scene.record(gids[2])
     assert (record["payload"], record["status"], record["version"]) == ("init", "expired", "")
     scene.check()
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
     (job,) = scene.claim()
-    assert [s.status for s in scene.run.buffer.get(job.payload).states] == [Status.INIT, Status.INIT]
+    assert [s.status for s in scene.run.buffer.read(job.payload).states] == [Status.INIT, Status.INIT]
     scene.check()
 
 
@@ -152,8 +152,8 @@ def test_refresh_goes_on_until_nothing_is_left_when_slices_are_small(scene: Scen
     scene.open_trainer()
     scene.ready(*[0] * 7)
     scene.take(1), scene.take(2)
-    assert scene.run.buffer.refresh("math", limit=2) == 5
-    assert scene.run.buffer.count("math").completed == 0
+    assert scene.run.buffer.refresh_staleness("math", limit=2) == {"math": 5}
+    assert scene.run.buffer.count("math") == 0
     scene.check()
 
 
@@ -188,6 +188,7 @@ def test_commit_frees_in_slices_and_a_half_freed_batch_is_never_delivered_again(
             "groups": keys.groups,
             "garbage": keys.garbage,
             "events": keys.events,
+            "bytes": keys.bytes,
         },
         {"nonce": scene.trainer, "step": 1, "keep": 1, "limit": 2},
         [keys.progress("math"), keys.ended("math", "archived")],

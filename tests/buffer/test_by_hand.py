@@ -9,6 +9,7 @@ import pytest
 from buffer import Job, Manifest, PolicyVersion, Status, group_id, new_nonce
 from buffer.errors import Fenced, GroupHeld, LedgerError
 from buffer.manifest import ManifestEntry
+from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 
 
@@ -40,7 +41,7 @@ def test_requeue_lets_a_dead_group_wait_again_from_its_prompt_with_all_its_tries
     assert scene.run.dead_letters.reason(job.gid) is None
     assert scene.garbage() == {f"{job.gid} {job.payload.token} 1"}
     scene.check()
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     (again,) = scene.claim()
     assert (again.tries, again.payload.token) == (1, "init")
     scene.submit(again)
@@ -55,10 +56,10 @@ def test_requeue_of_a_pooled_group_keeps_tokens_only_of_an_aborted_one(scene: Sc
     assert scene.run.jobs.requeue(job.gid) == status
     assert scene.pool(status) == []
     scene.check()
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     (again,) = scene.claim()
     assert again.payload.token == (job.token if status == "aborted" else "init")
-    assert scene.run.buffer.get(again.payload).gid == job.gid
+    assert scene.run.buffer.read(again.payload).gid == job.gid
 
 
 def test_requeue_of_an_evaluation_group_stays_in_its_lane(scene: Scene) -> None:
@@ -120,7 +121,7 @@ def test_drop_ends_groups_wherever_they_may_be_dropped(make_scene: Callable[...,
     dead = bury(scene)
     old, ready = scene.ready(0, 5)
     scene.raw.hset(scene.keys.ledger("train"), mapping={"taken": 4, "committed": 4, "freed": 4})
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     scene.enqueue(2)
     (job,) = scene.claim()
     scene.submit(job, status=Status.ABORTED)
@@ -133,7 +134,7 @@ def test_drop_ends_groups_wherever_they_may_be_dropped(make_scene: Callable[...,
     assert scene.run.jobs.drop(waiting) == "dropped"
     while scene.run.payloads.collect():
         pass
-    assert list(scene.raw.scan_iter(f"{scene.keys.prefix}payload:*")) == []
+    assert payload_keys(scene.raw, scene.name) == []
 
 
 def test_drop_of_a_running_group_revokes_the_lease_of_the_named_worker_only(scene: Scene) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from buffer import Mode, PolicyVersion, Run, RunLimits, new_nonce
+from buffer.control import ControlState
 from buffer.errors import Fenced, RunExists, RunNotFound, SchemaVersionError
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
@@ -63,7 +64,8 @@ def test_change_is_announced_on_the_channel(scene: Scene) -> None:
     listener.get_message(timeout=5)
     epoch = scene.pause()
     message = listener.get_message(timeout=5)
-    assert int(message["data"]) == epoch
+    assert ControlState.parse_hint(message["data"]) == scene.run.control.state()
+    assert scene.run.control.state().epoch == epoch
     listener.close()
 
 

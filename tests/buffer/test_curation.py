@@ -13,9 +13,9 @@ import pytest
 from buffer import PolicyVersion, Status, Store, group_id, wire
 from buffer.account import TaskAccount
 from buffer.errors import ConfigError, DatasetError, StoreError
-from buffer.group_import import GroupImport
+from buffer.intake import Intake
 from buffer.keys import IMPORTED_FROM
-from consumer.trained_draws import TrainedDraws
+from buffer.recovery.draw_set import TrainedDraws
 from tests.buffer.scene import Scene
 from tests.buffer.test_snapshot import resumed
 
@@ -68,7 +68,7 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
     scene.open_trainer(lineage="l0")
     scene.enqueue(1)
     (job,) = scene.claim()
-    group = scene.run.buffer.get(job.payload)
+    group = scene.run.buffer.read(job.payload)
     for state in group.states:
         state.extra, state.ground_truth = {"row": 7, "deep": [{"a": None}]}, {"answer": 2}
     weights = PolicyVersion("l0", 1)
@@ -78,7 +78,7 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
     done = scene.run.import_groups(tmp_path / f"f.{ending}")
     assert (done.groups, done.rollouts) == (1, 2)
     assert scene.pool("completed") == [(job.gid, 1.0), (FIRST_GID, 1.0)]
-    was, now = scene.run.buffer.get(old), scene.run.buffer.get(scene.payload(FIRST_GID))
+    was, now = scene.run.buffer.read(old), scene.run.buffer.read(scene.payload(FIRST_GID))
     assert now.gid == FIRST_GID
     assert [s.model_dump_json(exclude={"prompt_ids", "response_ids", "logprobs"}) for s in was.states] == [
         s.model_dump_json(exclude={"prompt_ids", "response_ids", "logprobs"}) for s in now.states
@@ -105,17 +105,17 @@ def test_imported_groups_live_like_others_and_take_no_draw(make_scene: Callable[
     # the last one with a version is too old for step 3, and starts again from its prompt
     scene.run.ledger.commit(scene.trainer, 2, 2)
     assert scene.bit("archived", IMPORTED_FROM) == 1
-    assert scene.run.buffer.refresh("math") == 1
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
     scene.open_producer()
     assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
     (job,) = scene.claim()
     assert job.gid == gids[3]
-    again = scene.run.buffer.get(job.payload)
+    again = scene.run.buffer.read(job.payload)
     assert (again.status, again.states[0].messages[0]["content"]) == (Status.INIT, "1 + 1")
     scene.submit(job)
     # without spans: never too old
     assert (gids[1], float("inf")) in scene.pool("completed")
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     scene.enqueue(1)
     assert scene.stream("fresh") == [group_id("math", 0)]
     scene.check()
@@ -171,7 +171,7 @@ def test_file_that_changes_or_a_server_that_fails_says_what_is_in(
     original = Store.call
 
     def refuse(self: Store, script: str, *args: Any, **options: Any) -> Any:
-        if script == "import" and account(scene).imported == 2:
+        if script == "put" and account(scene).imported == 2:
             raise StoreError("no")
         return original(self, script, *args, **options)
 
@@ -184,15 +184,14 @@ def test_file_that_changes_or_a_server_that_fails_says_what_is_in(
     scene.check()
 
 
-def test_two_imports_at_once_take_turns(scene: Scene, tmp_path: Path) -> None:
+def test_two_imports_at_once_take_turns(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = write(tmp_path / "a.jsonl", *(line(f"a{i}", messages=[{"n": i}]) for i in range(4)))
     second = write(tmp_path / "b.jsonl", *(line(f"b{i}", messages=[{"n": 10 + i}]) for i in range(4)))
-    other = GroupImport(scene.store, scene.keys, scene.run.limits, scene.run.payloads)
-    other._next_draw = lambda task: IMPORTED_FROM  # type: ignore[method-assign]
     scene.run.import_groups(first)
-    other.read(second)
+    monkeypatch.setattr(Intake, "_next_draw", lambda self, task: IMPORTED_FROM)
+    scene.run.import_groups(second)
     seen = [
-        scene.run.buffer.get(scene.payload(group_id("math", IMPORTED_FROM + i))).states[0].messages[0]["n"]
+        scene.run.buffer.read(scene.payload(group_id("math", IMPORTED_FROM + i))).states[0].messages[0]["n"]
         for i in range(8)
     ]
     assert seen == [0, 1, 2, 3, 10, 11, 12, 13]
@@ -257,9 +256,7 @@ def test_torn_parquet_file_is_named(scene: Scene, tmp_path: Path) -> None:
 def test_trained_draws_stay_small_with_imported_groups() -> None:
     trained = TrainedDraws()
     trained.add_batch(1, ["math-0000000000", FIRST_GID])
-    assert {name: (len(s), s.missing) for name, s in trained.tasks.items()} == {
-        "math": (1, set()),
-        "math (imported)": (1, set()),
-    }
+    assert (len(trained.tasks["math"]), len(trained.imported["math"]), trained.count("math")) == (1, 1, 2)
+    assert FIRST_GID in trained
     with pytest.raises(Exception, match=FIRST_GID):
         trained.add_batch(2, [FIRST_GID])

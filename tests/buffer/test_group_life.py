@@ -9,7 +9,8 @@ import pytest
 
 from buffer import PolicyVersion, RolloutGroup, Status, group_id, new_nonce, wire
 from buffer.errors import Fenced, PayloadMissing, WireError
-from buffer.job import ReleaseKind
+from buffer.hand_in import HandIn
+from buffer.job import ReleaseKind, Result
 from tests.buffer.scene import FIRST, Scene, extend
 
 GID = group_id("math", 0)
@@ -50,7 +51,7 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     assert manifest.header.startswith("step=1 cut=-1 asked=math=1 strict=1 order=staleness taken_ms=")
     assert scene.record(GID)["stage"] == "taken"
     assert (scene.counters()["consumed"], scene.counters()["taken"]) == ("1", "1")
-    assert scene.run.buffer.get(manifest.entries[0].payload).states[0].response_ids.tolist() == [5, 6]
+    assert scene.run.buffer.read(manifest.entries[0].payload).states[0].response_ids.tolist() == [5, 6]
     scene.check()
 
     scene.run.ledger.commit(scene.trainer, 1, 1)
@@ -60,7 +61,7 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     assert scene.garbage() == {f"{GID} init 1", f"{GID} {job.token} 1"}
     scene.check()
 
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     assert list(raw.scan_iter(keys.payload(GID, "*"))) == []
     assert raw.exists(keys.garbage) == 0
     scene.check()
@@ -81,7 +82,7 @@ def test_partial_group_keeps_its_tokens_when_it_is_resumed(scene: Scene) -> None
     (again,) = scene.claim()
     assert (again.lane, again.payload.token, again.token != job.token) == ("resume", job.token, True)
     scene.submit(again)
-    group = scene.run.buffer.get(scene.payload(GID))
+    group = scene.run.buffer.read(scene.payload(GID))
     assert [len(s.response_ids) for s in group.states] == [4, 4]
     assert scene.garbage() == {f"{GID} {job.token} 1"}
     scene.check()
@@ -135,7 +136,7 @@ def test_result_gives_the_try_back_when_the_group_is_made_again(make_scene: Call
         (job,) = scene.claim()
         scene.submit(job)
         scene.raw.hset(scene.keys.ledger("train"), "taken", 5)
-        assert scene.run.buffer.refresh("math") == 1
+        assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
         assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
     assert scene.record(GID)["tries"] == "0"
     assert scene.counters()["expirations"] == "5"
@@ -146,9 +147,9 @@ def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> N
     scene.enqueue(1)
     (old,) = scene.claim(worker="w0")
     scene.expire_leases()
-    assert scene.run.jobs.reap() == 1
+    assert scene.run.jobs.reap().groups == 1
     (new,) = scene.claim(worker="w1")
-    group = extend(scene.run.buffer.get(old.payload), Status.COMPLETED, FIRST)
+    group = extend(scene.run.buffer.read(old.payload), Status.COMPLETED, FIRST)
     before = scene.dump()
     for filtered in (False, True):
         with pytest.raises(Fenced):
@@ -170,7 +171,7 @@ def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> N
 def test_submit_of_damaged_groups_is_refused_before_the_upload(scene: Scene) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
-    group = extend(scene.run.buffer.get(job.payload), Status.COMPLETED, FIRST)
+    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
     group.states[0].logprobs = group.states[0].logprobs * float("nan")
     with pytest.raises(WireError, match="logprobs"):
         scene.run.buffer.submit("w0", job, RolloutGroup(job.gid, job.task, group.states), 4)
@@ -186,15 +187,17 @@ def test_submit_takes_only_results(scene: Scene, status: Status) -> None:
         scene.submit(job, status=status)
 
 
+@pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
 def test_submit_uploads_again_when_the_bytes_vanished(scene: Scene) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
-    group = extend(scene.run.buffer.get(job.payload), Status.COMPLETED, FIRST)
+    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
     data = wire.encode(group)
     ref = scene.run.payloads.write(job.gid, job.token, data)
     scene.raw.unlink(scene.keys.payload(GID, job.token))
-    reply = scene.run.buffer._submit("w0", group, ref, "completed", 4)
-    assert reply == ["MISSING", "0"]
+    hand_in = HandIn(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)
+    call = hand_in.call("w0", Result(job, group, 4), ref)
+    assert scene.store.call("submit", *call) == ["MISSING", "0"]
     assert scene.record(GID)["stage"] == "running"
     scene.run.buffer.submit("w0", job, group, 4)
     assert scene.pool("completed") == [(GID, 0.0)]
@@ -203,21 +206,21 @@ def test_submit_uploads_again_when_the_bytes_vanished(scene: Scene) -> None:
 def test_large_group_is_stored_in_chunks_and_all_of_them_are_freed(scene: Scene) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
-    group = extend(scene.run.buffer.get(job.payload), Status.COMPLETED, FIRST)
+    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
     group.states[0].response = "x" * 2_500_000
     scene.run.buffer.submit("w0", job, RolloutGroup(job.gid, job.task, group.states), 4)
-    sizes = [scene.raw.strlen(scene.keys.payload(GID, job.token, chunk)) for chunk in range(4)]
+    sizes = [scene.raw.strlen(scene.keys.payload(GID, job.token, chunk)) for chunk in range(5)]
     assert sizes[:2] == [1_048_000] * 2
-    assert 0 < sizes[2] < 1_048_000
-    assert sizes[3] == 0
+    assert 0 < sizes[3] < sizes[2] < 1_048_000
+    assert sizes[4] == 0
     scene.open_trainer()
     entry = scene.take(1).entries[0]
-    assert len(scene.run.buffer.get(entry.payload).states[0].response) == 2_500_000
+    assert len(scene.run.buffer.read(entry.payload).states[0].response) == 2_500_000
     scene.raw.unlink(scene.keys.payload(GID, job.token, 1))
-    with pytest.raises(PayloadMissing, match="1 of 3"):
-        scene.run.buffer.get(entry.payload)
+    with pytest.raises(PayloadMissing, match="1 of 4"):
+        scene.run.buffer.read(entry.payload)
     scene.run.ledger.commit(scene.trainer, 1, 1)
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     assert list(scene.raw.scan_iter(scene.keys.payload(GID, "*"))) == []
 
 
@@ -230,10 +233,10 @@ def test_bytes_that_changed_on_their_way_are_told(scene: Scene) -> None:
     data[-1] ^= 1
     scene.raw.set(key, bytes(data))
     with pytest.raises(WireError, match="checksum"):
-        scene.run.buffer.get(entry.payload)
+        scene.run.buffer.read(entry.payload)
     scene.raw.set(key, bytes(data[:-1]))
     with pytest.raises(WireError, match="bytes"):
-        scene.run.buffer.get(entry.payload)
+        scene.run.buffer.read(entry.payload)
 
 
 def test_claim_serves_eval_before_resume_before_fresh(scene: Scene) -> None:

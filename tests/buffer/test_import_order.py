@@ -15,8 +15,7 @@ from tests.buffer.test_snapshot_of_order import CUSTOM, ORDERS, Make, again, lon
 
 def rows(*lengths: int) -> list[dict[str, object]]:
     return [
-        line(f"g{i}", response_ids=[1] * n, logprobs=[-0.5] * n, spans=[[0, n, 0, "l0"]])
-        for i, n in enumerate(lengths)
+        line(f"g{i}", response_ids=[1] * n, logprobs=[-0.5] * n, spans=[[0, n, 0, "l0"]]) for i, n in enumerate(lengths)
     ]
 
 
@@ -77,7 +76,7 @@ def test_imported_group_can_be_moved_by_hand(make_scene: Make, tmp_path: Path) -
     assert scene.run.jobs.requeue(first) == "completed"
     assert scene.run.jobs.drop(second) == "completed"
     (job,) = scene.claim()
-    assert (job.gid, scene.run.buffer.get(job.payload).status) == (first, Status.INIT)
+    assert (job.gid, scene.run.buffer.read(job.payload).status) == (first, Status.INIT)
     (entry,) = scene.take(1).entries
     assert entry.gid == third
     scene.submit(job)

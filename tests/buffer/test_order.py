@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer import Finished, Job, PolicyVersion, Run, Status, group_id
+from buffer import Finished, Job, PolicyVersion, PoolSizes, Run, Status, group_id
 from buffer.errors import ConfigError
 from tests.buffer.scene import FIRST, Scene, extend
 
@@ -17,7 +17,7 @@ INDEXED = ("fifo", "length_fair", "tests:policy")
 def submit(scene: Scene, job: Job, *, length: int = 2, run: Run | None = None) -> None:
     """A completed group with responses of `length` tokens."""
     run = run or scene.run
-    group = run.buffer.get(job.payload)
+    group = run.buffer.read(job.payload)
     for _ in range(length // 2):
         group = extend(group, Status.COMPLETED, FIRST)
     run.buffer.submit("w0", job, group, 4)
@@ -124,7 +124,7 @@ def test_no_policy_hands_out_what_is_too_stale(make_scene: Make, order: str) -> 
     assert answer.missing == {"math": (2, 3)}
     manifest = scene.take(3, math=2)
     assert sorted(manifest.gids) == young
-    assert scene.run.buffer.count("math").completed == 2
+    assert scene.run.buffer.count_statuses("math") == {"math": PoolSizes(0, 0, 0, 2)}
     scene.check()
 
 
@@ -134,7 +134,7 @@ def test_order_survives_refresh_and_a_trainer_that_starts_again(make_scene: Make
     scene.ready(0, 0, 2, 0, 1, 2, 2, 0)
     scene.take(1), scene.take(2)
     before = index(scene)
-    assert scene.run.buffer.refresh("math") > 0
+    assert scene.run.buffer.refresh_staleness("math")["math"] > 0
     left = [gid for gid, _ in scene.pool("completed")]
     assert index(scene) == [gid for gid in before if gid in left]
     scene.open_trainer(step=1, lineage="l9", take_over=True)
@@ -187,7 +187,7 @@ def test_a_crowd_of_stale_groups_in_front_is_cleared_away(make_scene: Make) -> N
         pipe.zadd(scene.keys.order("math"), {f"{0:010d}:{gid}": 0})
     pipe.execute()
     assert scene.take(3).gids == [young]
-    assert scene.run.buffer.count("math").completed == 0
+    assert scene.run.buffer.count("math") == 0
 
 
 def test_a_group_without_tokens_is_taken_by_every_policy(make_scene: Make) -> None:

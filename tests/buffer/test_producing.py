@@ -86,7 +86,7 @@ def test_enqueue_does_not_repeat_draws_that_exist_or_ended_when_the_cursor_was_l
         scene.submit(job, filtered=filtered)
     scene.take(1)
     scene.run.ledger.commit(scene.trainer, 1, 1)
-    scene.raw.hset(scene.keys.progress("math"), "cursor", 0)
+    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 4, "reach": 4})
     done = scene.enqueue(5, target=1000)
     assert (done.count, done.cursor) == (1, 5)
     assert scene.stream("fresh") == [group_id("math", i) for i in (2, 3, 4)]
@@ -103,7 +103,7 @@ def test_closed_lanes_take_no_new_work(scene: Scene) -> None:
     scene.run.jobs.release("w0", job, "aborted")
     scene.pause(lanes="eval")
     before = scene.dump()
-    assert scene.enqueue(1).closed
+    assert scene.enqueue(1).refusal == "CLOSED"
     assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 0
     after = scene.dump()
     assert {name for name in after if after[name] != before.get(name)} <= {"payload:math-0000000001:init"}
@@ -163,5 +163,5 @@ def test_prompts_never_change_once_stored(scene: Scene) -> None:
 
 def test_finish_closes_everything(scene: Scene) -> None:
     scene.pause(Mode.FINISH)
-    assert scene.enqueue(1).closed
+    assert scene.enqueue(1).refusal == "CLOSED"
     assert scene.run.control.state().mode is Mode.FINISH

@@ -12,11 +12,12 @@ import orjson
 import pytest
 
 from buffer import PolicyVersion, Run, Status, Store, group_id, new_nonce
-from buffer import snapshot_folder as on_disk
+from buffer.chunks import CHUNK_BYTES
 from buffer.errors import ConfigError, PayloadMissing, RunExists, RunNotFound, SchemaVersionError, SnapshotError
-from buffer.payloads import CHUNK_BYTES, PayloadRef
-from buffer.snapshot_loader import SnapshotLoader
-from tests.buffer.keyspace import dump
+from buffer.payloads import PayloadRef
+from buffer.snapshot import folder as on_disk
+from buffer.snapshot.loader import SnapshotLoader
+from tests.buffer.keyspace import dump, run_keys
 from tests.buffer.scene import FIRST, LIMITS, Scene, extend
 from tests.servers import start_server
 
@@ -61,8 +62,8 @@ def without_roles(control: dict[bytes, bytes]) -> dict[bytes, bytes]:
     return {name: value for name, value in control.items() if name not in ROLES}
 
 
-def names_of(scene: Scene, name: str) -> list[bytes]:
-    return list(scene.raw.scan_iter(f"rmq:{{{name}}}:*"))
+def names_of(scene: Scene, name: str) -> list[str]:
+    return run_keys(scene.raw, name)
 
 
 def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(busy: Scene, tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_partial_tokens_survive(scene: Scene, tmp_path: Path) -> None:
     scene.run.save(tmp_path / "s")
     other = resumed(scene, tmp_path / "s")
     (again,) = other.claim()
-    assert [len(s.response_ids) for s in other.run.buffer.get(again.payload).states] == [2, 2]
+    assert [len(s.response_ids) for s in other.run.buffer.read(again.payload).states] == [2, 2]
     other.submit(again)
     other.check()
 
@@ -137,7 +138,7 @@ def test_payloads_of_several_chunks_and_files(scene: Scene, tmp_path: Path, monk
     monkeypatch.setattr(on_disk, "FILE_BYTES", 500_000)
     scene.enqueue(2)
     for job in scene.claim(2):
-        group = extend(scene.run.buffer.get(job.payload), Status.COMPLETED, FIRST)
+        group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
         group.states[0].response = "x" * (CHUNK_BYTES * 2)
         scene.run.buffer.submit("w0", job, type(group)(group.gid, group.task, group.states), 4)
     facts = scene.run.save(tmp_path / "s")
@@ -165,7 +166,9 @@ def test_save_begins_again_when_the_index_moves_and_gives_up_when_it_never_stand
         "release": lambda: busy.run.jobs.release("w0", busy.claim(1)[0], "handback"),
         "take": lambda: busy.take(4, math=1),
         "commit": lambda: busy.run.ledger.commit(busy.trainer, 3, 2),
-        "refresh": lambda: busy.raw.hset(busy.keys.ledger("train"), "taken", 9) and busy.run.buffer.refresh("code"),
+        "refresh": lambda: (
+            busy.raw.hset(busy.keys.ledger("train"), "taken", 9) and busy.run.buffer.refresh_staleness("code")
+        ),
         "enqueue": lambda: busy.enqueue(1),
         "reap": busy.run.jobs.reap,
         "publish": lambda: busy.run.control.publish_weights(busy.trainer, PolicyVersion("l0", 1), "/w", ""),
@@ -203,12 +206,12 @@ def test_run_goes_on_while_payloads_are_copied_and_none_is_freed(busy: Scene, tm
     def advance(what: str, done: int) -> None:
         if what == "payloads" and done == 1:
             busy.run.ledger.commit(busy.trainer, 3, 3)
-            busy.run.tidy()
+            busy.run.janitor.sweep()
             assert busy.garbage()
 
     busy.run.save(tmp_path / "s", attempts=1, advance=advance)
     resumed(busy, tmp_path / "s").check()
-    busy.run.tidy()
+    busy.run.janitor.sweep()
     assert busy.garbage() == set()
 
 
@@ -376,10 +379,10 @@ def test_any_msgpack_library_reads_the_files(busy: Scene, tmp_path: Path) -> Non
 def test_paging_keeps_the_order_of_pools_and_streams(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.snapshot_cut.PAGE", 3)
-    monkeypatch.setattr("buffer.record_walk.PAGE", 3)
-    monkeypatch.setattr("buffer.snapshot_cut.PAGE_DRAWS", 8)
-    monkeypatch.setattr("buffer.record_walk.PAGE_DRAWS", 8)
+    monkeypatch.setattr("buffer.snapshot.cut.PAGE", 3)
+    monkeypatch.setattr("buffer.snapshot.record_walk.PAGE", 3)
+    monkeypatch.setattr("buffer.snapshot.cut.PAGE_DRAWS", 8)
+    monkeypatch.setattr("buffer.snapshot.record_walk.PAGE_DRAWS", 8)
     scene.open_trainer(lineage="l0")
     versions = np.random.default_rng(0).integers(0, 4, 20).tolist()
     scene.ready(*versions)
@@ -401,7 +404,7 @@ def test_names_of_payloads_are_those_of_the_records(busy: Scene, tmp_path: Path)
         gid = group_id("math", draw)
         if record := other.record(gid):
             ref = PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
-            assert other.run.buffer.get(ref).gid == gid
+            assert other.run.buffer.read(ref).gid == gid
 
 
 @pytest.mark.parametrize("kinds", [("valkey", "redis"), ("redis", "valkey")])

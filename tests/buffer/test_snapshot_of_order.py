@@ -24,7 +24,7 @@ def longest_first(group: Finished) -> float:
 
 def submit(scene: Scene, job: Job, length: int) -> None:
     """A completed group whose responses have `length` tokens."""
-    group = scene.run.buffer.get(job.payload)
+    group = scene.run.buffer.read(job.payload)
     for _ in range(length // 2):
         group = extend(group, Status.COMPLETED, FIRST)
     scene.run.buffer.submit("w0", job, group, 2 * length)
@@ -51,7 +51,7 @@ def lived(make_scene: Make, order: str = "staleness", **limits: object) -> Scene
     scene.run.jobs.requeue(left[0])
     scene.run.jobs.drop(left[1])
     scene.run.ledger.commit(scene.trainer, 1, 1)
-    assert scene.run.ledger.archived() == range(1, 2)
+    assert scene.run.ledger.archive.steps() == range(1, 2)
     assert scene.record(first.gids[0]) == {}
     scene.check()
     return scene
@@ -66,7 +66,7 @@ def again(scene: Scene, folder: Path) -> Scene:
 
 def read(run: Run, manifest: Manifest | None) -> list[bytes]:
     assert manifest is not None
-    return [run.payloads.read(entry.payload) for entry in manifest.entries]
+    return [bytes(run.payloads.read(entry.payload)) for entry in manifest.entries]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -90,8 +90,8 @@ def test_resumed_run_delivers_the_same_batches_in_the_order_of_every_policy(
             assert ready(other, 40, 2, 200, 8) == ready(scene, 40, 2, 200, 8)
         ours, theirs = scene.take(step, math=2), other.take(step, math=2)
         assert theirs.gids == ours.gids
-        assert [other.run.buffer.get(e.payload).response_ids.tolist() for e in theirs.entries] == [
-            scene.run.buffer.get(e.payload).response_ids.tolist() for e in ours.entries
+        assert [other.run.buffer.read(e.payload).response_ids.tolist() for e in theirs.entries] == [
+            scene.run.buffer.read(e.payload).response_ids.tolist() for e in ours.entries
         ]
     other.check()
 
@@ -103,12 +103,12 @@ def test_retained_batches_stay_readable_and_are_freed_as_before(make_scene: Make
     assert manifest is not None
     assert manifest.archived
     assert read(other.run, manifest) == read(scene.run, scene.run.ledger.manifest(1))
-    assert other.run.ledger.archived() == range(1, 2)
+    assert other.run.ledger.archive.steps() == range(1, 2)
     other.open_trainer(1, "l1")
     other.take(2), other.take(3), other.take(4)
     other.run.ledger.commit(other.trainer, 4, 3)
-    other.run.tidy()
-    assert other.run.ledger.archived() == range(2, 4)
+    other.run.janitor.sweep()
+    assert other.run.ledger.archive.steps() == range(2, 4)
     for entry in manifest.entries:
         with pytest.raises(PayloadMissing):
             other.run.payloads.read(entry.payload)
@@ -118,7 +118,7 @@ def test_retained_batches_stay_readable_and_are_freed_as_before(make_scene: Make
 def test_batch_that_is_half_archived_is_whole_after_the_resume(
     make_scene: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.snapshot_cut.PAGE", 2)
+    monkeypatch.setattr("buffer.snapshot.cut.PAGE", 2)
     scene = make_scene(retain_batches=1)
     scene.open_trainer(lineage="l0")
     scene.ready(0, 0, 0, 0, 0)
@@ -133,6 +133,7 @@ def test_batch_that_is_half_archived_is_whole_after_the_resume(
             "groups": keys.groups,
             "garbage": keys.garbage,
             "events": keys.events,
+            "bytes": keys.bytes,
         },
         {"nonce": scene.trainer, "step": 1, "keep": 1, "limit": 3},
         [key for task in tasks for key in (keys.progress(task), keys.ended(task, "archived"))],
@@ -171,7 +172,7 @@ def test_group_that_died_of_its_bytes_does_not_stop_a_snapshot(make_scene: Make,
     assert [letter.reason for letter in other.run.dead_letters.newest()] == [damage]
     assert other.run.jobs.requeue(entry.gid) == "dead"
     (job,) = other.claim()
-    assert (job.gid, other.run.buffer.get(job.payload).status) == (entry.gid, Status.INIT)
+    assert (job.gid, other.run.buffer.read(job.payload).status) == (entry.gid, Status.INIT)
     other.submit(job)
     other.check()
 
@@ -191,7 +192,7 @@ def test_save_begins_again_when_a_group_is_moved_by_hand(make_scene: Make, tmp_p
         "requeue dead": lambda: scene.run.jobs.requeue(dead),
         "drop": lambda: scene.run.jobs.drop(pooled[0]),
         "quarantine": lambda: scene.run.ledger.quarantine(scene.trainer, 2, scene.take(2).entries[0], "bad"),
-        "forget": lambda: less.ledger.forget(),
+        "forget": lambda: less.ledger.archive.forget(),
         "reorder": lambda: scene.store.call(
             "reorder",
             {

@@ -14,9 +14,11 @@ import pytest
 import redis
 
 from buffer import Run, Store, new_nonce
-from buffer.embedded import valkey_binary
 from buffer.errors import ConfigError, ScriptError, StoreError, StoreUnavailable
-from buffer.store import is_passing, open_client
+from buffer.passing import is_passing
+from buffer.scripts import library
+from buffer.server.embedded import valkey_binary
+from buffer.server.url import open_client
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.buffer.scene import FIRST, LIMITS, Scene
 from tests.servers import SAFE, Server, _find_redis
@@ -60,9 +62,9 @@ def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) ->
     disturbed(scene.open_trainer)
     manifest = disturbed(lambda: scene.take(1))
     assert manifest.gids == [first.gid]
-    disturbed(lambda: scene.run.buffer.get(manifest.entries[0].payload))
+    disturbed(lambda: scene.run.buffer.read(manifest.entries[0].payload))
     disturbed(lambda: scene.run.ledger.commit(scene.trainer, 1, 1))
-    disturbed(scene.run.tidy)
+    disturbed(scene.run.janitor.sweep)
     disturbed(lambda: scene.run.control.beat("producer", scene.producer, closing=True))
     scene.check()
     expected = {"enqueued": "2", "consumed": "1", "archived": "1", "produced_samples": "2", "arrivals": "2"}
@@ -71,14 +73,17 @@ def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) ->
 
 def test_every_move_is_made_once_when_connections_are_killed_before_it(scene: Scene) -> None:
     def killed(move: Callable[[], Any]) -> Any:
-        for client in scene.raw.client_list():
-            if client["name"].startswith("rolloutmq"):
-                scene.raw.client_kill_filter(_id=client["id"])
+        for url, _ in scene.store.servers.masters():
+            with open_client(url, name="killer") as raw:
+                for client in raw.client_list():
+                    if client["name"].startswith("rolloutmq"):
+                        raw.client_kill_filter(_id=client["id"])
         return move()
 
     live_through(scene, killed)
 
 
+@pytest.mark.without("cluster", "memory", reason="the proxy relays one socket; broken connections are tested above")
 def test_every_move_is_made_once_when_its_reply_is_lost(
     server: Server, redis_client: redis.Redis, run_name: str, tmp_path: Path
 ) -> None:
@@ -110,9 +115,8 @@ def test_scripts_come_back_by_themselves_when_the_server_forgot_them(scene: Scen
     scene.check()
 
 
+@pytest.mark.without("redis", "memory", reason="no WAITAOF: newer than Redis 7.0, and memory has no disk")
 def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(server: Server, run_name: str) -> None:
-    if server.kind == "redis":
-        pytest.skip("WAITAOF is newer than Redis 7.0")
     store = Store(server.url, deadline_s=5.0)
     store.waits_for_disk = True
     store.control.script_flush()
@@ -228,6 +232,7 @@ def test_bad_url_is_a_config_error_without_the_password(url: str) -> None:
 
 
 def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name: str) -> None:
+    store = store.at(run_name)
     store.control.set(run_name, "text")
     with pytest.raises(StoreError, match="WRONGTYPE") as caught:
         store.retrying("push", lambda: store.control.lpush(run_name, "x"))
@@ -273,12 +278,32 @@ def test_full_server_refuses_new_work_but_still_takes_results(mortal: Mortal) ->
     store.deadline_s = 10.0
     scene.beat([held, lost])
     scene.run.jobs.release("w0", held, "aborted")
-    assert scene.run.jobs.reap() == 0
+    assert scene.run.jobs.reap().groups == 0
     assert scene.run.fleet.fence("w0") == 1
     scene.take(1)
     scene.run.ledger.commit(scene.trainer, 1, 1)
-    scene.run.tidy()
+    scene.run.janitor.sweep()
     scene.pause()
     scene.check()
     raw.close()
     store.close()
+
+
+def test_arguments_against_the_header_are_refused_by_name(scene: Scene) -> None:
+    before = scene.dump()
+    with pytest.raises(ScriptError, match=r"^reap: limit must be 1\.\.200, got 201; nothing was changed$"):
+        scene.run.jobs.reap(201)
+    with pytest.raises(redis.ResponseError, match=r"^RMQ_ARG beat: number of ARGV must be 3, got 1$"):
+        scene.raw.eval(library()["beat"].source, 1, scene.keys.control, "trainer")
+    assert scene.dump() == before
+
+
+def test_key_of_a_wrong_type_is_named(scene: Scene) -> None:
+    scene.enqueue(1)
+    scene.worker()
+    scene.raw.lpush(scene.keys.leases, "x")
+    before = scene.dump()
+    with pytest.raises(ScriptError, match=r"^claim: \S*:leases is a list, and not") as caught:
+        scene.claim()
+    assert "something else" in caught.value.hint
+    assert scene.dump() == before

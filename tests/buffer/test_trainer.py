@@ -18,7 +18,7 @@ def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(
     batches = [scene.take(step) for step in (1, 2)]
     scene.run.ledger.commit(scene.trainer, 2, 1)
     old = scene.trainer
-    opening = scene.run.ledger.open(new := new_nonce(), step=1, lineage="l2", take_over=True)
+    opening = scene.run.trainers.open(new := new_nonce(), step=1, lineage="l2", take_over=True)
     assert (opening.taken, opening.committed, opening.freed) == (2, 1, 1)
     scene.trainer = new
     assert scene.take(2, math=3) == batches[1]
@@ -28,7 +28,7 @@ def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(
         lambda: scene.run.ledger.set_target(old, "quiz", 5),
         lambda: scene.run.control.publish_weights(old, PolicyVersion("l1", 2), "/w", ""),
         lambda: scene.run.control.beat("trainer", old),
-        lambda: scene.run.ledger._rescore(old, 1),
+        lambda: scene.run.trainers.rescore(old, 1),
     ):
         with pytest.raises(Fenced):
             call()
@@ -97,7 +97,7 @@ def test_take_waits_until_the_pools_are_clamped(scene: Scene) -> None:
     scene.ready(0)
     scene.raw.hset(scene.keys.control, "recovering", 1)
     assert scene.try_take(1).recovering
-    scene.run.ledger._rescore(scene.trainer, 0)
+    scene.run.trainers.rescore(scene.trainer, 0)
     scene.take(1)
 
 
@@ -118,7 +118,7 @@ def test_submit_counts_dead_weights_as_the_fork(scene: Scene, spans: list[tuple[
     scene.raw.rpush(scene.keys.lineages, "l0:0", "l1:3", "l2:4")
     scene.enqueue(1)
     (job,) = scene.claim()
-    group = scene.run.buffer.get(job.payload)
+    group = scene.run.buffer.read(job.payload)
     for lineage, number in spans:
         group = extend(group, Status.COMPLETED, PolicyVersion(lineage, number))
     scene.run.buffer.submit("w0", job, group, 4)

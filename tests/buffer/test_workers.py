@@ -7,9 +7,9 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from buffer import Mode, PolicyVersion, Pulse, group_id, new_nonce
+from buffer import Mode, PolicyVersion, Pulse, Run, RunLimits, TaskLimits, group_id, new_nonce
 from buffer.errors import Fenced, PauseTimeout, RunNotFound
-from tests.buffer.scene import FIRST, Scene
+from tests.buffer.scene import FIRST, LIMITS, Scene
 
 
 def test_register_tells_the_run_and_its_control_state(scene: Scene) -> None:
@@ -109,7 +109,7 @@ def test_reap_takes_back_what_ran_out_and_nothing_else(scene: Scene) -> None:
     scene.enqueue(3)
     jobs = scene.claim(3)
     scene.expire_leases(jobs[0].gid, jobs[2].gid)
-    assert scene.run.jobs.reap() == 2
+    assert scene.run.jobs.reap().groups == 2
     assert scene.stream("resume") == [jobs[0].gid, jobs[2].gid]
     assert scene.raw.smembers(scene.keys.holds("w0")) == {jobs[1].gid.encode()}
     record = scene.record(jobs[0].gid)
@@ -124,7 +124,7 @@ def test_reap_buries_a_group_that_lost_its_lease_max_tries_times(make_scene: Cal
     for _ in range(2):
         scene.claim()
         scene.expire_leases()
-        assert scene.run.jobs.reap() == 1
+        assert scene.run.jobs.reap().groups == 1
     gid = group_id("math", 0)
     assert (scene.record(gid)["stage"], scene.counters()["dead"]) == ("dead", "1")
     letter = orjson.loads(scene.raw.get(scene.keys.dead_letter(gid)))
@@ -139,8 +139,8 @@ def test_nobody_loses_a_lease_to_an_outage_or_to_a_clock_that_jumped(scene: Scen
     for seen in (scene.now_ms() - lease_ms, scene.now_ms() + 3_600_000):
         scene.raw.zadd(scene.keys.leases, {job.gid: 1})
         scene.raw.hset(scene.keys.clock, mapping={"seen_ms": seen, "grace_until_ms": 0})
-        assert scene.run.jobs.reap() == 0
-        assert scene.run.jobs.reap() == 0
+        assert scene.run.jobs.reap().groups == 0
+        assert scene.run.jobs.reap().groups == 0
         assert scene.record(job.gid)["stage"] == "running"
         grace = int(scene.raw.hget(scene.keys.clock, "grace_until_ms")) - scene.now_ms()
         assert 0 < grace <= lease_ms
@@ -151,7 +151,7 @@ def test_nobody_loses_a_lease_to_an_outage_or_to_a_clock_that_jumped(scene: Scen
     scene.run.jobs.reap()
     assert int(scene.raw.hget(scene.keys.clock, "grace_until_ms")) <= scene.now_ms() + lease_ms
     scene.expire_leases()
-    assert scene.run.jobs.reap() == 1
+    assert scene.run.jobs.reap().groups == 1
     scene.check()
 
 
@@ -159,7 +159,7 @@ def test_reap_is_bounded(scene: Scene) -> None:
     scene.enqueue(5)
     scene.claim(5)
     scene.expire_leases()
-    assert [scene.run.jobs.reap(limit=2) for _ in range(4)] == [2, 2, 1, 0]
+    assert [scene.run.jobs.reap(limit=2).groups for _ in range(4)] == [2, 2, 1, 0]
     scene.check()
 
 
@@ -207,19 +207,19 @@ def test_deregister_needs_empty_hands(scene: Scene) -> None:
     assert scene.run.fleet.deregister("w0", nonce)
 
 
-def test_claim_again_with_the_same_token_brings_the_same_jobs(scene: Scene) -> None:
-    scene.enqueue(3)
+def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_still_held(scene: Scene) -> None:
+    scene.enqueue(4)
     token, nonce = new_nonce(), scene.worker()
-    first = scene.run.jobs.claim("w0", nonce, token, FIRST, 2)
+    first = scene.run.jobs.claim("w0", nonce, token, FIRST, 3)
     before = scene.dump()
-    assert scene.run.jobs.claim("w0", nonce, token, FIRST, 2).jobs == first.jobs
+    assert scene.run.jobs.claim("w0", nonce, token, FIRST, 3).jobs == first.jobs
     scene.pause()
-    assert scene.run.jobs.claim("w0", nonce, token, PolicyVersion("l9", 9), 2).jobs == first.jobs
+    assert scene.run.jobs.claim("w0", nonce, token, PolicyVersion("l9", 9), 3).jobs == first.jobs
     scene.submit(first.jobs[0])
     scene.expire_leases(first.jobs[1].gid)
     scene.run.jobs.reap()
     assert before["worker:w0"][b"claim"] == token.encode()
-    assert [j.gid for j in scene.run.jobs.claim("w0", nonce, token, FIRST, 2).jobs] == [first.jobs[0].gid]
+    assert scene.run.jobs.claim("w0", nonce, token, FIRST, 3).jobs == first.jobs[2:]
     scene.check()
 
 
@@ -229,3 +229,39 @@ def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
     (row,) = scene.run.fleet.workers()
     shown = (row["weights"], row["state"], row["tokens_per_s"], row["done"], row["ack"])
     assert shown == ("l1:4", "paused", "12.3", "7", "1")
+
+
+def test_reap_takes_back_groups_of_tasks_that_its_caller_does_not_know(scene: Scene) -> None:
+    scene.enqueue(3, task="code")
+    scene.enqueue(1)
+    scene.claim(4)
+    scene.expire_leases()
+    narrow = RunLimits(**{**LIMITS.model_dump(), "tasks": {"math": TaskLimits()}})
+    caller = Run(scene.store, scene.name, scene.run.nonce, narrow)
+    assert [caller.jobs.reap(limit=2).groups for _ in range(2)] == [2, 2]
+    assert (len(scene.stream("resume", "code")), len(scene.stream("resume"))) == (3, 1)
+    scene.check()
+
+
+def test_reap_is_not_stopped_by_leases_without_a_record(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.raw.zadd(scene.keys.leases, {"math-0000000007": 1, "math-0000000008": 1})
+    scene.expire_leases(job.gid)
+    assert [scene.run.jobs.reap(limit=1).groups for _ in range(3)] == [0, 0, 1]
+    scene.check()
+
+
+def test_fence_wakes_the_producer_for_what_it_buries_and_workers_for_what_waits(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(max_tries=2)
+    scene.enqueue(1)
+    workers, producer = scene.keys.bell("workers"), scene.keys.bell("producer")
+    for rings in ((1, 0), (0, 1)):
+        scene.claim()
+        scene.raw.delete(workers, producer)
+        scene.run.fleet.fence("w0")
+        scene.nonces.clear()
+        assert (scene.raw.llen(workers), scene.raw.llen(producer)) == rings
+    scene.check()

@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from buffer import Store
-from buffer.embedded import EmbeddedServer
+from buffer.server.embedded import EmbeddedServer
 from rolloutmq import main
 from tests.cli.populate import Scene, populate
 

@@ -42,6 +42,10 @@ class Scene:
         self.workers: dict[str, str] = {}
 
     def enqueue(self, groups: int) -> None:
+        for first in range(0, groups, 128):
+            self._enqueue(min(groups - first, 128))
+
+    def _enqueue(self, groups: int) -> None:
         run, start = self.run, self.run.jobs.cursor("math")
         states = [
             RolloutState(index=i, messages=[{"role": "user", "content": "What is 1 + 1?"}], prompt_ids=[1, 2, 3])
@@ -65,7 +69,7 @@ class Scene:
         return self.run.jobs.claim(worker, self.workers[worker], new_nonce(), WEIGHTS, limit).jobs
 
     def submit(self, worker: str, job: Job, status: Status = Status.COMPLETED, *, filtered: bool = False) -> None:
-        group = self.run.buffer.get(job.payload)
+        group = self.run.buffer.read(job.payload)
         for place, state in enumerate(group.states):
             spans = [VersionSpan(0, 2, 0, "l0"), VersionSpan(2, 1, 1, "l0")]
             state.append(np.array([5, 6, 7], "<i4"), np.array([-0.1, -0.2, -0.3], "<f4"), spans)
@@ -74,7 +78,7 @@ class Scene:
         self.run.buffer.submit(worker, job, RolloutGroup(job.gid, job.task, group.states), 6, filtered=filtered)
 
     def open_trainer(self) -> None:
-        self.run.ledger.open(self.trainer, step=0, lineage="l1")
+        self.run.trainers.open(self.trainer, step=0, lineage="l1")
 
 
 def populate(store: Store, name: str = "demo") -> Scene:
@@ -100,7 +104,7 @@ def write_steps(folder: Path, steps: list[tuple[int, str, list[str]]]) -> Path:
     """A trainer's steps.jsonl."""
     path = folder / "steps.jsonl"
     lines = [
-        {"step": step, "lineage": lineage, "gids": gids, "metrics": {"reward/mean": step / 10, "time/step_s": 1.5}}
+        {"step": step, "lineage": lineage, "gids": gids, "metrics": {"rewards/mean": step / 10, "time/step_s": 1.5}}
         for step, lineage, gids in steps
     ]
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from buffer import Run, Store
-from buffer.embedded import EmbeddedServer
+from buffer.server.embedded import EmbeddedServer
 from tests.cli.conftest import Command, rolloutmq
 from tests.cli.populate import Scene, populate
 

@@ -15,8 +15,8 @@ from buffer.commands.live_view import LiveView
 from buffer.commands.snapshot import Snapshot, take_snapshot
 from buffer.commands.top import watch
 from buffer.control import Mode
-from buffer.embedded import EmbeddedServer
 from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
 from tests.cli.populate import Scene, write_steps
 
 

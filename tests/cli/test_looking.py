@@ -12,8 +12,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer import Store, group_id
-from buffer.embedded import EmbeddedServer
+from buffer import Store, group_id, new_nonce
+from buffer.recovery.position import Position
+from buffer.server.embedded import EmbeddedServer
 from tests.cli.conftest import ROOT, Command, json_of, rolloutmq
 from tests.cli.populate import ESCAPE, Scene, write_steps
 
@@ -35,6 +36,19 @@ def test_status_counts_every_group_once(scene: Scene, command: Command) -> None:
     assert found["tasks"]["math"]["produced_tokens"] == 36
     assert found["tasks"]["math"]["mean_reward"] == 0.5
     assert {worker["id"] for worker in found["workers"]} == {"w0", "w1"}
+
+
+def test_what_was_put_right_after_a_loss_is_told(scene: Scene, command: Command) -> None:
+    assert "lost data" not in command("status").stdout
+    position = Position(step=2, lineage="l1", cursors={"math": 14})
+    position.trained.add_batch(2, [gid(draw) for draw in range(4)])
+    scene.run.trainers.open(new_nonce(), lineage="l2", take_over=True, position=position)
+    task = json_of(command("status", "--json"))["tasks"]["math"]
+    assert (task["reasserted"], task["regenerated"]) == (1, 2)
+    assert "1 group reasserted from checkpoints, 2 drawn again" in command("status").stdout
+    events = scene.run.store.control.xlen(scene.run.keys.events)
+    assert "reasserted" in command("tail", "--from-start", "--count", str(events)).stdout
+    assert json_of(command("fsck", "--json"))["clean"]
 
 
 def test_status_tells_ready_groups_by_staleness(store: Store, command: Command) -> None:

@@ -12,8 +12,8 @@ from buffer import Store, group_id
 from buffer.commands.diagnosis import diagnose
 from buffer.commands.snapshot import take_snapshot
 from buffer.control import Mode
-from buffer.embedded import EmbeddedServer
 from buffer.rollout import PolicyVersion
+from buffer.server.embedded import EmbeddedServer
 from buffer.step_log import StepLog
 from tests.cli.conftest import Command, json_of, rolloutmq
 from tests.cli.populate import Scene, write_steps
@@ -36,6 +36,7 @@ def test_fsck_of_a_sound_run(scene: Scene, command: Command) -> None:
     assert found["checked"] == 12
     assert (found["lost"], found["doubled"], found["trained_twice"]) == ([], [], {})
     assert found["trained_steps"] is None
+    assert found["could_lose"] == []
     assert "lost 0 of 12 groups" in command("fsck").stdout
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from buffer import Store
 from buffer.control import Mode
-from buffer.embedded import EmbeddedServer
+from buffer.server.embedded import EmbeddedServer
 from tests.cli.conftest import Command, json_of
 from tests.cli.populate import Scene
 
@@ -109,3 +109,17 @@ def test_server_of_an_ended_run_starts_with_its_data_and_stops(tmp_path: Path, c
         assert json_of(command("status", "--json", cwd=tmp_path))["tasks"]["math"]["places"]["waiting"] == 3
     finally:
         assert not json_of(command("server", "--stop", "--json", cwd=tmp_path))["running"]
+
+
+def test_set_changes_a_run_that_goes_on_and_says_what(scene: Scene, command: Command) -> None:
+    done = json_of(command("set", "max_staleness=4", "concurrency=3", "--json"))
+    assert done["changed"]["concurrency"] == {"before": None, "after": 3}
+    assert scene.run.refresh_limits()
+    assert scene.run.limits.concurrency == 3
+    assert "nothing to change" in command("set", "concurrency=3").stdout
+
+
+def test_set_names_what_is_wrong(scene: Scene, command: Command) -> None:
+    wrong = command("set", "max_stalenes=4")
+    assert wrong.returncode == 2
+    assert "did you mean `max_staleness`?" in wrong.stderr

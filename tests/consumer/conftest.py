@@ -17,6 +17,8 @@ LIMITS = RunLimits(
     heartbeat_ms=100,
     role_timeout_ms=600,
     stale_threshold=1000,
+    steps=5,
+    batch_size=3,
     tasks={"math": TaskLimits(), "quiz": TaskLimits(eval_of="math"), "exam": TaskLimits(eval_of="math")},
 )
 

@@ -85,12 +85,12 @@ class Crew:
 
     def _turn(self) -> None:
         state = self._run.control.state()
-        self._run.tidy()
+        self._run.janitor.sweep()
         for task in self._run.limits.tasks:
             self._produce(task)
         if state.mode is Mode.RUN:
             for job in self._claim(state):
-                group = answer(self._run.buffer.get(job.payload), self._weights(job, state))
+                group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
         if not self.deaf:
             pulse = Pulse(state.epoch, state.weights, "ready", 0.0, 0)

@@ -15,7 +15,8 @@ from typing import Any
 
 import orjson
 
-from consumer.checkpoint import CheckpointFolder, Position
+from buffer.recovery.position import Position
+from consumer.checkpoint import CheckpointFolder
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 

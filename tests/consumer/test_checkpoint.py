@@ -13,15 +13,21 @@ from hypothesis import strategies as st
 
 from buffer import group_id
 from buffer.errors import AccountError, ModelError
-from consumer.checkpoint import CheckpointFolder, Position
-from consumer.trained_draws import TrainedDraws
+from buffer.manifest import Manifest
+from buffer.recovery.draw_set import TrainedDraws
+from buffer.recovery.position import Position
+from consumer.checkpoint import CheckpointFolder
 
 PROGRAM = "tests.consumer.kill_everywhere"
 
 
+def batch(step: int) -> Manifest:
+    return Manifest.parse(step, [f"step={step}", f"{group_id('math', step)} token 1 20 - 2 -"])
+
+
 def write(checkpoints: CheckpointFolder, step: int) -> Path:
-    position = Position(step=step, lineage="l1", run="demo", run_nonce="abc", uncommitted=[["math-0000000001"]])
-    position.trained.add_batch(step, [group_id("math", step)])
+    position = Position(lineage="l1", run="demo", run_nonce="abc")
+    position.add(batch(step))
 
     def save(folder: Path) -> None:
         (folder / "weights").write_bytes(b"w" * step)
@@ -64,7 +70,7 @@ def test_read_gives_back_the_position_that_was_written(tmp_path: Path) -> None:
     write(checkpoints, 7)
     position = checkpoints.read(7)
     assert (position.step, position.lineage, position.run_nonce) == (7, "l1", "abc")
-    assert position.uncommitted == [["math-0000000001"]]
+    assert position.manifest(7) == batch(7)
     assert 7 in position.trained.tasks["math"]
     assert 6 not in position.trained.tasks["math"]
 
@@ -134,8 +140,22 @@ def test_trained_draws_is_a_set_that_refuses_what_it_holds(batches: list[list[tu
         assert len(held) == (len(numbers) if numbers is not None else 0)
 
 
-def test_trained_draws_stay_small_when_a_few_draws_are_never_trained() -> None:
+def test_trained_draws_stay_small_whatever_is_never_trained() -> None:
     trained = TrainedDraws()
     trained.add_batch(1, [group_id("math", draw) for draw in range(100_000) if draw not in (3, 70_000)])
-    assert len(trained.model_dump_json()) < 100
-    assert trained.tasks["math"].missing == {3, 70_000}
+    assert len(trained.model_dump_json()) < 200
+    assert [draw for draw in range(100_000) if group_id("math", draw) not in trained] == [3, 70_000]
+    trained.add_batch(2, [group_id("code", draw) for draw in range(0, 100_000, 2)])
+    assert len(trained.model_dump_json()) < 400
+    trained.add_batch(3, [group_id("code", draw) for draw in range(1, 100_000, 2)])
+    assert trained.tasks["code"].low == 100_000
+    assert trained.count("code") == 100_000
+
+
+def test_position_forgets_batches_that_are_never_delivered_again() -> None:
+    position = Position()
+    for step in (1, 2, 3):
+        position.add(batch(step))
+    position.forget(2)
+    assert (position.step, list(position.batches)) == (3, [3])
+    assert [group_id("math", step) in position.trained for step in range(5)] == [False, True, True, True, False]

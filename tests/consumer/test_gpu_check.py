@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from buffer.config import load_config
+from buffer.config.loader import load_config
 from buffer.errors import ModelError
 from consumer.config import TrainingConfig
 from consumer.launch.gpu_check import CONFIG, measure, require_gpu

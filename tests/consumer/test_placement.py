@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.config_file import LaunchSection
+from buffer.config.file import LaunchSection
 from buffer.errors import ConfigError
 from consumer.launch.placement import Placement, count_gpus, place
 

@@ -11,7 +11,7 @@ import pytest
 
 from buffer import NotReady, Run, new_nonce, wire
 from buffer.control import Mode
-from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld, StoreError, WireError
+from buffer.errors import CheckpointNow, Fenced, LedgerError, LostRun, RoleHeld, StoreError, WireError
 from buffer.store import Store
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from tests.consumer.conftest import Trainers, die
@@ -30,7 +30,7 @@ def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Tra
     consumer = trainer(run)
     heard: list[str] = []
     with at_work(run, math=2):
-        wait_until(lambda: run.buffer.count("math").completed == 2, "two groups")
+        wait_until(lambda: run.buffer.count("math") == 2, "two groups")
         with pytest.raises(TimeoutError, match="math 2 of 3"):
             consumer.take_batch(1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: heard.append(str(reason)))
     assert heard[-1] == "waiting for groups: math 2 of 3"
@@ -44,7 +44,7 @@ def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Tra
 def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     with at_work(run, math=2):
-        wait_until(lambda: run.buffer.count("math").completed == 2, "two groups")
+        wait_until(lambda: run.buffer.count("math") == 2, "two groups")
     assert len(consumer.take_batch(1, {"math": 5}, strict=False).groups) == 2
 
 
@@ -95,7 +95,7 @@ def test_a_group_that_cannot_be_read_is_swapped_and_the_batch_is_the_same_again(
 ) -> None:
     first = trainer(run)
     with at_work(run, math=4):
-        wait_until(lambda: run.buffer.count("math").completed == 4, "four groups")
+        wait_until(lambda: run.buffer.count("math") == 4, "four groups")
     bad = f"math-{1:010d}"
     spoil(run, bad, data)
     batch = first.take_batch(1, {"math": 3})
@@ -113,7 +113,7 @@ def test_a_group_that_cannot_be_read_is_swapped_and_the_batch_is_the_same_again(
 def test_a_batch_of_which_nothing_can_be_read_is_an_error_and_not_a_loop(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     with at_work(run, math=12):
-        wait_until(lambda: run.buffer.count("math").completed == 12, "twelve groups")
+        wait_until(lambda: run.buffer.count("math") == 12, "twelve groups")
     for draw in range(12):
         spoil(run, f"math-{draw:010d}", b"nonsense")
     with pytest.raises(WireError, match="were submitted"):
@@ -317,7 +317,7 @@ def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_sam
     first = trainer(run)
     with at_work(run, math=0):
         run.evaluations.set_target(first.nonce, "quiz", 4)
-        wait_until(lambda: run.buffer.count("quiz").completed == 4, "the groups of an evaluation")
+        wait_until(lambda: run.buffer.count("quiz") == 4, "the groups of an evaluation")
         left = run.evaluations.take(first.nonce, 1, {"quiz": 4})
         die(first)
         groups = trainer(run, take_over=True).evaluate("quiz", 4)
@@ -330,7 +330,7 @@ def test_evaluate_puts_away_what_older_weights_or_another_task_left(run: Run, tr
     with at_work(run, math=0):
         run.evaluations.set_target(consumer.nonce, "exam", 2)
         run.evaluations.set_target(consumer.nonce, "quiz", 3)
-        wait_until(lambda: run.buffer.count("quiz").completed + run.buffer.count("exam").completed == 5, "all groups")
+        wait_until(lambda: run.buffer.count("quiz") + run.buffer.count("exam") == 5, "all groups")
         run.evaluations.take(consumer.nonce, 1, {"exam": 2})
         with consumer.paused("keep"):
             consumer.publish_weights(7, "/weights/7", "")
@@ -338,3 +338,38 @@ def test_evaluate_puts_away_what_older_weights_or_another_task_left(run: Run, tr
     assert len(groups) == 4
     assert {group.oldest().version for group in groups} == {7}  # type: ignore[union-attr]
     assert run.account.fsck().clean
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def test_full_memory_asks_for_a_checkpoint_and_goes_on_after_it(
+    make_run: Callable[..., Run], trainer: Trainers
+) -> None:
+    run = make_run(low_bytes=3000, high_bytes=9000)
+    consumer, checkpoints = trainer(run), []
+
+    def checkpoint() -> None:
+        checkpoints.append(run.ledger.steps()[0])
+        consumer.commit(checkpoints[-1], keep=checkpoints[-1])
+
+    with at_work(run, math=100):
+        for step in range(1, 11):
+            consumer.take_batch(step, {"math": 2}, checkpoint=checkpoint)
+            assert run.memory.count().held < 9000
+    assert len(checkpoints) >= 2
+    assert run.account.fsck().clean
+
+
+def test_full_memory_is_an_error_for_who_gives_no_way_to_write_a_checkpoint(
+    make_run: Callable[..., Run], trainer: Trainers
+) -> None:
+    consumer = trainer(make_run(low_bytes=3000, high_bytes=9000))
+
+    def take_on() -> None:
+        for step in range(1, 11):
+            consumer.take_batch(step, {"math": 2})
+
+    with at_work(consumer._run, math=100), pytest.raises(CheckpointNow, match="not committed") as caught:
+        take_on()
+    assert "commit" in caught.value.hint

@@ -17,14 +17,14 @@ def steps(folder: Path) -> StepLog:
 
 
 def add(folder: Path, step: int, lineage: str = "l1") -> None:
-    StepWriter(folder).add_step(step, lineage, [f"math-{step:010d}"], {"reward/mean": step / 10})
+    StepWriter(folder).add_step(step, lineage, [f"math-{step:010d}"], {"rewards/mean": step / 10})
 
 
 def test_reader_sees_what_was_written_and_what_a_restart_replaced(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         add(tmp_path, step)
     log = steps(tmp_path)
-    assert [(s.step, s.gids, s.metrics) for s in log.steps][2] == (3, ("math-0000000003",), {"reward/mean": 0.3})
+    assert [(s.step, s.gids, s.metrics) for s in log.steps][2] == (3, ("math-0000000003",), {"rewards/mean": 0.3})
     for step in (2, 3, 4):
         add(tmp_path, step, "l2")
     assert [s.step for s in log.read_new()] == [2, 3, 4]

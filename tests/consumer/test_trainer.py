@@ -18,11 +18,13 @@ from buffer.step_log import StepLog
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.evaluations import read_evaluations
+from consumer.launch import preparation
 from consumer.learner import Learner
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.step_log import StepWriter
 from consumer.trainer import OPTIMIZER, Trainer
 from consumer.weights.shared_folder import SharedFolder
+from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 
 STEPS, GROUPS = 5, 3
@@ -237,6 +239,38 @@ def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
             train(run, config, model_dir)
 
 
+def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
+    run: Run, make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any]
+) -> None:
+    def train_to(step: int, **options: bool) -> bool:
+        make_run(steps=step)  # it goes on, if it was finished
+        longer = config.model_copy(update={"plan": config.plan.model_copy(update={"steps": step})})
+        config.run.folder.mkdir(exist_ok=True)
+        with at_work(run, stamp=None if options else 0, math=DRAWS):
+            return Trainer(run, longer, model_dir).fit(take_over=True, **options)
+
+    raw = run.store.at(run.keys.meta).control
+    assert train_to(2)
+    moment = remember(raw, run.name)
+    assert train_to(4)
+    put_back(raw, run.name, moment)
+    assert train_to(STEPS)
+    assert run.progress("math")["reasserted"] == "6"
+    assert [step.gids for step in history(config).steps] == undisturbed["gids"]
+    assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+
+    put_back(raw, run.name, {})
+    with pytest.raises(LostRun, match="no such run"):
+        preparation.make_run(run.store, config, model_dir, regenerate=False)
+    with pytest.raises(LostRun, match="no trainer has ever opened"):
+        train_to(STEPS + 1)
+    assert train_to(STEPS + 1, regenerate=True)
+    assert run.account.fsck().clean
+    assert [step.step for step in history(config).steps] == list(range(1, STEPS + 2))
+    assert history(config).trained_twice() == {}
+    assert run.progress("math")["archived"] == str(GROUPS * STEPS)
+
+
 def test_trainer_names_the_file_when_the_optimizer_of_its_checkpoint_is_torn(
     run: Run, config: TrainingConfig, model_dir: Path
 ) -> None:
@@ -265,3 +299,15 @@ def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(
         assert tensor.dtype == torch.float32
         assert torch.equal(published[name], tensor.bfloat16()), name
     assert orjson.loads((Path(run.control.state().weights_path) / "config.json").read_bytes())["dtype"] == "bfloat16"
+
+
+def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
+    make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(low_bytes=5000, high_bytes=9000, steps=STEPS, batch_size=GROUPS)
+    trainer = config.trainer.model_copy(update={"checkpoint_every_steps": 1000, "keep_checkpoints": 2})
+    with at_work(run, math=DRAWS):
+        assert train(run, config.model_copy(update={"trainer": trainer}), model_dir)
+    assert len(history(config).steps) == STEPS
+    assert "ahead of time" in caplog.text
+    assert run.account.fsck().clean

@@ -147,9 +147,7 @@ def test_load_weights_stamps_each_token_when_a_request_runs(
     assert engine.version() == NEXT
 
 
-def test_load_weights_leaves_the_engine_paused_when_it_was(
-    engine: Engine, run: Run[Any], folders: Folders
-) -> None:
+def test_load_weights_leaves_the_engine_paused_when_it_was(engine: Engine, run: Run[Any], folders: Folders) -> None:
     async def scenario() -> tuple[bool, Generation]:
         await engine.pause("keep")
         await engine.load_weights(folders.second, NEXT)
@@ -195,9 +193,7 @@ def test_cancelling_leaves_nothing_behind_when_requests_run(engine: Engine, run:
 
 def test_many_requests_finish_when_they_come_at_once(engine: Engine, run: Run[Any]) -> None:
     async def scenario() -> list[Generation]:
-        return await asyncio.gather(
-            *(engine.generate(f"request {n}", PROMPT, sampling(10)) for n in range(200))
-        )
+        return await asyncio.gather(*(engine.generate(f"request {n}", PROMPT, sampling(10)) for n in range(200)))
 
     made = run(scenario())
     assert {len(one.token_ids) for one in made} == {10}

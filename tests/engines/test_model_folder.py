@@ -78,9 +78,7 @@ def test_read_shapes_follows_the_index_when_there_are_shards(folder: Path) -> No
     ("new", "reason"),
     [({"a": (2, 3)}, "lacks b"), ({"a": (2, 3), "b": (5,)}, "another shape of b")],
 )
-def test_check_same_tensors_names_the_difference(
-    folder: Path, new: dict[str, tuple[int, ...]], reason: str
-) -> None:
+def test_check_same_tensors_names_the_difference(folder: Path, new: dict[str, tuple[int, ...]], reason: str) -> None:
     with pytest.raises(WeightsError, match=reason):
         check_same_tensors(read_shapes(folder), new, folder, tied_head=False)
 

@@ -38,9 +38,7 @@ def test_logprobs_equal_a_transformers_forward_before_and_after_an_update(
     assert worst_difference(folders.first, after, temperature) > 1
 
 
-def test_an_aborted_response_resumed_by_ids_equals_an_uninterrupted_one(
-    vllm_engine: Engine, run: Run[Any]
-) -> None:
+def test_an_aborted_response_resumed_by_ids_equals_an_uninterrupted_one(vllm_engine: Engine, run: Run[Any]) -> None:
     greedy = sampling(LONG, temperature=0.0)
 
     async def scenario() -> tuple[Generation, Generation, Generation]:
@@ -55,9 +53,7 @@ def test_an_aborted_response_resumed_by_ids_equals_an_uninterrupted_one(
     assert np.array_equal(np.concatenate([part.token_ids, rest.token_ids]), whole.token_ids)
 
 
-def test_tokens_after_a_swap_come_from_fresh_caches(
-    vllm_engine: Engine, run: Run[Any], folders: Folders
-) -> None:
+def test_tokens_after_a_swap_come_from_fresh_caches(vllm_engine: Engine, run: Run[Any], folders: Folders) -> None:
     greedy = sampling(LONG, temperature=0.0)
 
     async def scenario() -> tuple[Generation, Generation]:

@@ -81,9 +81,7 @@ def test_engine_processes_end_when_their_owner_is_killed(owner: tuple[Any, dict[
     assert not alive
 
 
-def test_running_and_later_calls_fail_when_the_engine_process_is_killed(
-    run: Run[None], folders: Folders
-) -> None:
+def test_running_and_later_calls_fail_when_the_engine_process_is_killed(run: Run[None], folders: Folders) -> None:
     async def scenario() -> None:
         before = set(psutil.Process().children(recursive=True))
         engine = build_engine(CPU_ENGINE, folders.first, FIRST)

@@ -44,16 +44,12 @@ def write_tiny_model(
             "mlp_only_layers": [],
         }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(architecture, **settings), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings), dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
 
 
-def reference_logprobs(
-    folder: Path, prompt: list[int], response: list[int], temperature: float = 1.0
-) -> list[float]:
+def reference_logprobs(folder: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
     """Logprobs of `response` after `prompt` by a plain transformers forward pass in float32.
 
     The stop token is left out of the distribution, as it was for a response whose min_tokens forbade it.

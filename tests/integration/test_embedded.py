@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from buffer.embedded import EmbeddedServer
 from buffer.errors import StoreError, StoreUnavailable
-from buffer.server_check import check_server
+from buffer.server.check import check_server
+from buffer.server.embedded import EmbeddedServer
 
 START = """
 import sys
 from pathlib import Path
-from buffer.embedded import EmbeddedServer
+from buffer.server.embedded import EmbeddedServer
 server = EmbeddedServer(Path(sys.argv[1]))
 server.start()
 print(server.pid)

@@ -11,7 +11,8 @@ import pytest
 import redis
 
 from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
-from buffer.server_check import Finding, check_server, describe_connection_error, require_safe
+from buffer.server.check import Finding, check_server, describe_connection_error, require_safe
+from buffer.server.url import open_client
 from tests.servers import SAFE, Server, start_redis
 
 
@@ -42,9 +43,7 @@ def client_of(folder: Path, *options: str, **login: str) -> Iterator[redis.Redis
         (("--appendfsync", "everysec"), "warning", "appendfsync everysec"),
     ],
 )
-def test_a_setting_that_loses_data_is_found(
-    tmp_path: Path, options: tuple[str, ...], level: str, what: str
-) -> None:
+def test_a_setting_that_loses_data_is_found(tmp_path: Path, options: tuple[str, ...], level: str, what: str) -> None:
     with client_of(tmp_path, *options) as client:
         assert bad(check_server(client)) == [(level, what)]
         if level == "error":
@@ -64,7 +63,6 @@ def test_all_errors_of_a_server_are_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--cluster-enabled", "yes"), "cluster mode"),
         (("--replicaof", "127.0.0.1 1"), r"replica.*127\.0\.0\.1:1"),
     ],
 )
@@ -175,3 +173,8 @@ def test_a_database_that_does_not_exist_is_explained(tmp_path: Path) -> None:
 def test_a_forbidden_command_is_explained(tmp_path: Path) -> None:
     with start_redis(tmp_path, *SAFE, *["--user", "worker", "on", ">pw", "~*", "&*", "-@all"]) as url:
         assert "ACL forbids" in str(explain(url.replace("unix://", "unix://worker:pw@")))
+
+
+def test_memory_of_a_process_holds_no_run_of_others() -> None:
+    with open_client("memory://refused") as client, pytest.raises(StoreUnsafe, match="memory of one process"):
+        require_safe(client, allow_unsafe=True)

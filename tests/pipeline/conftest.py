@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from buffer.embedded import EmbeddedServer
+from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
 from tests.pipeline.site import Site
 from tests.pipeline.yard import LIMITS, Yard

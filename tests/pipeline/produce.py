@@ -26,8 +26,10 @@ def make_producer(
     sampler = Sampler(
         TASK, JsonlDataset(dataset), Letters(), SampleParams(), prompt_repeat_k=2, seed=3, max_prompt_tokens=50
     )
-    strategy = AsyncProduceStrategy({TASK: share}, steps, 0.0, threshold, -1)
-    return Producer(run, {TASK: sampler}, strategy, slice_size=slice_size)
+    # one task: every group of a batch is its own
+    run.limits.adopt(run.limits.model_copy(update={"batch_size": share, "steps": steps, "stale_threshold": threshold}))
+    strategy = AsyncProduceStrategy(TASK, run.limits)
+    return Producer(run, {TASK: sampler}, {TASK: strategy}, slice_size=slice_size)
 
 
 def main(url: str, name: str, dataset: str, share: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import orjson
 
 from buffer.account import Audit
-from buffer.embedded import EmbeddedServer
 from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
 from buffer.step_log import StepLog
 from buffer.store import Store
 
@@ -175,7 +175,7 @@ class Site:
         try:
             store = Store(with_server.url, deadline_s=20.0)
             run = Run.open(store, self.name)
-            run.tidy()
+            run.janitor.sweep()
             audit = run.account.fsck()
             store.close()
         finally:

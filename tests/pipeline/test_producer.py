@@ -160,3 +160,23 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+@on_both
+def test_full_run_draws_no_prompts_says_so_once_and_goes_on_when_there_is_room(
+    yard: Yard, dataset: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make_producer(yard.run, dataset, share=40)
+    take_the_role(producer, yard)
+    producer.round(yard.run.control.state())
+    started, limits = yard.places()["waiting"], yard.run.limits
+    yard.run.limits.adopt(limits.model_copy(update={"low_bytes": 1, "high_bytes": 2}))
+    for _ in range(3):
+        assert producer.round(yard.run.control.state()) == 0
+    assert yard.places()["waiting"] == started
+    assert caplog.text.count("no new prompts for now") == 1
+    yard.run.limits.adopt(limits.model_copy(update={"low_bytes": 2**30, "high_bytes": 2**30}))
+    play(producer, yard)
+    assert yard.places()["waiting"] == 40
+    assert "new prompts again" in caplog.text
+    yard.check()

@@ -231,7 +231,7 @@ def test_a_bad_line_ends_the_producer_and_leaves_the_run_intact(live: Site, tmp_
     bad.write_bytes(b'{"question": "1 + 1", "answer": 2}\n[]\n')
     code, said = live.tell("producer", "--take-over", "--set", f"tasks.sums.dataset.path={bad}")
     assert code == 2
-    assert f"{bad}:2: the line is a list, not an object" in said
+    assert f"{bad}:2: it is a list, not an object" in said
 
 
 def test_a_folder_that_is_no_model_is_told(make_site: Callable[..., Site], tmp_path: Path) -> None:
@@ -280,5 +280,3 @@ def test_a_signal_ends_a_process_that_still_waits_for_its_run(make_site: Callabl
         process = site.start(verb)
         site.until(lambda process=process: "waiting for it" in process.said(), "its wait")  # type: ignore[misc]
         assert process.end(signal.SIGTERM) in (130, -signal.SIGTERM)
-
-

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from buffer.control import Mode, new_nonce
-from buffer.embedded import EmbeddedServer
 from buffer.errors import Fenced, LostRun
+from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
 from producer_workers import worker as worker_module
 from producer_workers.engines.base import EngineDeadError
@@ -265,3 +265,28 @@ def test_results_are_kept_and_handed_in_when_the_server_was_killed(own_server: E
     store.close()
 
 
+def test_results_are_kept_and_handed_in_when_the_server_was_full(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    """It is full for longer than one operation is tried; leases live on, and a pause is obeyed meanwhile."""
+    store = Store(own_server.url, deadline_s=0.3)
+    yard = Yard(store, "full", tmp_path)
+    yard.enqueue(6, (60, 60))
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=3)) as engine:
+            await yard.until_generating(engine, 6)
+            store.control.config_set("maxmemory", 1)
+            await yard_is_idle(engine)
+            await asyncio.sleep(2 * yard.run.limits.lease_ms / 1000)
+            assert yard.places() == {"running": 3, "waiting": 3}
+            epoch = yard.control(Mode.KEEP).epoch
+            await yard.until(lambda: not yard.run.control.silent_workers(epoch))
+            yard.control(Mode.RUN)
+            store.control.config_set("maxmemory", 0)
+            await yard.until_places(completed=6)
+            assert len(engine.requests) == 12
+
+    asyncio.run(scenario())
+    assert {record["tries"] for record in yard.records()} == {"0"}
+    assert yard.counters().get("leases_lost", 0) == 0
+    yard.check()
+    store.close()

@@ -47,6 +47,28 @@ def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_is_on(
     yard.check()
 
 
+def test_group_starts_again_from_its_prompt_when_its_tokens_were_lost(yard: Yard) -> None:
+    (gid,) = yard.enqueue(1, LONG)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+            await yard.until_generating(engine, 2)
+            await yard.receipts(yard.control(Mode.ABORT))
+            lost = yard.run.record(gid)["payload"]
+            assert lost != "init"
+            # as a node of a cluster does that dies without a replica
+            yard.run.store.bulk.delete(yard.run.keys.payload(gid, lost))
+            yard.run.jobs.requeue(gid)
+            yard.control(Mode.RUN)
+            await yard.until_generating(engine, 2)
+            await yard.receipts(yard.control(Mode.ABORT))
+
+    asyncio.run(scenario())
+    assert yard.group(gid).status is Status.ABORTED
+    assert (yard.run.record(gid)["tries"], yard.run.record(gid)["aborts"]) == ("0", "2")
+    yard.check()
+
+
 def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_middle(yard: Yard) -> None:
     gids = yard.enqueue(2, (100, 100))
 
@@ -292,5 +314,3 @@ def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was(yard:
     assert (record["version"], record["lineage"], record["aborts"], record["tokens"]) == ("0", INITIAL, "1", "405")
     assert yard.counters()["produced_tokens"] == 405
     yard.check()
-
-

@@ -18,7 +18,7 @@ import orjson
 from safetensors.torch import load_file
 
 from buffer import wire
-from buffer.config import load_config
+from buffer.config.loader import load_config
 from buffer.open_run import create_run, open_store, server_url
 from consumer.advantages import estimate_advantages
 from consumer.config import TrainingConfig
@@ -99,7 +99,8 @@ def replay(config: TrainingConfig, batches: Path) -> dict[str, float]:
     for step in range(1, config.plan.steps + 1):
         count = len(list(batches.glob(f"{step}-*.group")))
         groups = [wire.decode((batches / f"{step}-{place}.group").read_bytes()) for place in range(count)]
-        learner.train_step(groups, estimate_advantages(config.trainer.advantages, [g.scores for g in groups]))
+        scores, lengths = [g.scores for g in groups], [g.lengths for g in groups]
+        learner.train_step(groups, estimate_advantages(config.trainer.advantages, scores, lengths))
     folder = config.run.folder / "checkpoints" / f"step-{config.plan.steps:06d}"
     last, wanted = load_file(folder / OPTIMIZER), learner.state_tensors()
     assert last.keys() == wanted.keys()

@@ -28,6 +28,7 @@ from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.distributions import Fixed
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.task_runner import TaskRunner
 from producer_workers.worker import Worker
 from tests.pipeline.judges import by_chance
 
@@ -82,7 +83,7 @@ class Yard:
         self.run = Run.create(store, name, new_nonce(), limits, FIRST, "")
         self.producer, self.trainer = new_nonce(), new_nonce()
         self.run.control.open_producer(self.producer)
-        self.run.ledger.open(self.trainer, step=0, lineage=LINEAGE)
+        self.run.trainers.open(self.trainer, step=0, lineage=LINEAGE)
 
     # -- moves ---------------------------------------------------------------
 
@@ -139,12 +140,16 @@ class Yard:
             **engine_options,
         )
         engine = WatchedEngine(config, FIRST)
-        partial = options.get("partial_rollout", False)
+        partial = options.pop("partial_rollout", False)
+        chosen = {key: options.pop(key) for key in ("is_valid_sample", "group_time_limit_s") if key in options}
         loop = SingleTurnAgentLoop(
-            judge=FunctionJudge("test", judge), tokenizer=Letters(), eos_ids={100}, partial_rollout=partial
+            judge=judge if hasattr(judge, "judge") else FunctionJudge("test", judge),
+            tokenizer=Letters(),
+            eos_ids={100},
+            partial_rollout=partial,
         )
         options = {"concurrency": 4, **options}
-        worker = Worker(self.run, engine, {TASK: loop}, worker_id=name, **options)
+        worker = Worker(self.run, engine, {TASK: TaskRunner(loop, partial, **chosen)}, worker_id=name, **options)
         worker.engine = engine  # type: ignore[attr-defined]
         return worker
 
@@ -176,7 +181,7 @@ class Yard:
         """A group as its newest payload has it."""
         record = self.run.record(gid)
         ref = PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
-        return self.run.buffer.get(ref)
+        return self.run.buffer.read(ref)
 
     def records(self) -> list[dict[str, str]]:
         return [self.run.record(group_id(TASK, draw)) for draw in range(self.run.jobs.cursor(TASK))]

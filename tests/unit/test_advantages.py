@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import WireError
-from consumer.advantages import dr_grpo_advantages, estimate_advantages, grpo_advantages
+from consumer.advantages import (
+    AdvantageEstimator,
+    dr_grpo_advantages,
+    estimate_advantages,
+    gae,
+    grpo_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+)
+from consumer.overlong import overlong_penalty
 
 SCORE = st.floats(-10, 10, width=32)
 GROUPS = st.lists(st.lists(SCORE, min_size=1, max_size=9), min_size=1, max_size=5)
@@ -38,11 +53,76 @@ def test_dr_grpo_equals_the_paper_for_ragged_groups(groups: list[list[float]]) -
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
 @pytest.mark.parametrize("scores", [[0.1] * 7, [1.0], [-3.3] * 3])
-def test_advantages_are_exactly_zero_where_scores_are_equal(estimator: str, scores: list[float]) -> None:
-    got = estimate_advantages(estimator, [column(*scores)])  # type: ignore[arg-type]
+def test_advantages_are_exactly_zero_where_scores_are_equal(estimator: AdvantageEstimator, scores: list[float]) -> None:
+    got = estimate_advantages(estimator, [column(*scores)], [np.arange(len(scores), dtype="<i4")])
+    assert got.dtype == np.float32
     assert (got == 0).all()
+
+
+@given(GROUPS)
+def test_rloo_compares_each_rollout_with_the_mean_of_the_others(groups: list[list[float]]) -> None:
+    expected = []
+    for scores in groups:
+        for place, score in enumerate(scores):
+            others = scores[:place] + scores[place + 1 :]
+            expected.append(score - sum(others) / len(others) if others else 0.0)
+    np.testing.assert_allclose(rloo_advantages([column(*scores) for scores in groups]), expected, rtol=1e-4, atol=1e-4)
+
+
+@given(st.lists(st.tuples(SCORE, st.integers(1, 5000)), min_size=2, max_size=9))
+def test_opo_takes_off_the_mean_weighted_by_length(group: list[tuple[float, int]]) -> None:
+    scores, lengths = zip(*group, strict=True)
+    baseline = sum(score * length for score, length in group) / sum(lengths)
+    got = opo_advantages([column(*scores)], [np.array(lengths, "<i4")])
+    np.testing.assert_allclose(got, [score - baseline for score in scores], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(8, 3, 4), (8, 1, 4), (8, 6, 2), (5, 2, 3), (4, 1, 4), (6, 3, 1)])
+def test_pass_at_k_is_the_mean_over_all_sets_of_k(n: int, right: int, k: int) -> None:
+    """Transcribed from the definition: a set of k is worth 1 where one of it is right; a rollout gets the mean
+    standardized worth of the sets that it is in."""
+    scores = [1.0] * right + [0.0] * (n - right)
+    sets = list(combinations(range(n), k))
+    worth = np.array([max(scores[i] for i in chosen) for chosen in sets])
+    got = pass_at_k_advantages([column(*scores)], k=k)
+    if worth.std() == 0:
+        assert (got == 0).all()
+        return
+    standardized = (worth - worth.mean()) / worth.std()
+    expected = [np.mean([a for a, chosen in zip(standardized, sets, strict=True) if i in chosen]) for i in range(n)]
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@given(GROUPS)
+def test_reinforce_pp_standardizes_over_the_batch(groups: list[list[float]]) -> None:
+    batch = np.array([score for scores in groups for score in scores], np.float32).astype(np.float64)
+    columns = [column(*scores) for scores in groups]
+    if len(set(batch.tolist())) > 1:
+        expected = (batch - batch.mean()) / (batch.std() + 1e-8)
+        np.testing.assert_allclose(reinforce_pp_advantages(columns), expected, rtol=1e-4, atol=1e-4)
+        centered = np.concatenate([group - group.mean() for group in (c.astype(np.float64) for c in columns)])
+        expected = centered / (centered.std() + 1e-8)
+        np.testing.assert_allclose(reinforce_pp_baseline_advantages(columns), expected, rtol=1e-3, atol=1e-3)
+
+
+@given(st.lists(st.tuples(SCORE, SCORE), min_size=0, max_size=12), st.floats(0, 1), st.floats(0, 1))
+def test_gae_is_the_weighted_sum_of_all_later_surprises(
+    steps: list[tuple[float, float]], gamma: float, lam: float
+) -> None:
+    rewards, values = (np.array([step[part] for step in steps], np.float64) for part in (0, 1))
+    n, after = len(steps), np.append(values[1:], 0.0) if steps else values
+    surprises = rewards + gamma * after - values
+    expected = [sum((gamma * lam) ** (s - t) * surprises[s] for s in range(t, n)) for t in range(n)]
+    advantages, returns = gae(rewards, values, gamma=gamma, lam=lam)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(returns, advantages + values)
+
+
+def test_overlong_penalty_falls_linearly_before_the_limit() -> None:
+    lengths, limits = np.array([0, 80, 90, 100, 130], "<i4"), np.full(5, 100, "<i4")
+    np.testing.assert_allclose(overlong_penalty(lengths, limits, 20), [0, 0, -0.5, -1, -1])
 
 
 def test_grpo_does_not_mix_groups_when_their_scores_differ() -> None:

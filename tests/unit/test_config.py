@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config import Section, load_config
-from buffer.config_file import ConfigFile
-from buffer.errors import ConfigError
-from buffer.limits import RunLimits
-from buffer.masking import mask_url
-from buffer.run_config import (
-    JsonlDataset,
+from buffer.config.dataset import JsonlDataset
+from buffer.config.file import ConfigFile
+from buffer.config.loader import Section, load_config
+from buffer.config.sections import (
     LeaseSection,
     PolicySection,
     RedisSection,
     RunSection,
-    StrategySection,
     Tasks,
 )
+from buffer.config.strategy import StrategySection
+from buffer.errors import ConfigError
+from buffer.limits import RunLimits
+from buffer.masking import mask_url
 
 
 class Config(Section):
@@ -101,7 +101,7 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
         ("[tasks.a.dataset]\nkind = 'jsonl'\n", "tasks.a.dataset.path: missing"),
         (
             "[tasks.a.dataset]\nkind = 'csv'\n",
-            "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'reasoning_gym'",
+            "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'parquet',",
         ),
         ("[tasks.a.dataset]\npath = 'x'\n", "tasks.a.dataset.kind: missing"),
         ("[tasks.a]\njudge = 'reasoning_gim'\n", 'tasks.a.judge = "reasoning_gim": expected reasoning_gym,'),
@@ -109,6 +109,7 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
         ("[run]\nname = '../x'\n", 'run.name = "../x": expected letters'),
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
         ("[lease]\nheartbeat_ms = 5000\n", "must be at most a third of lease_ms = 10000"),
+        ("[policy]\nmax_token_staleness = 1\n", "policy.max_token_staleness = 1: expected at most max_staleness = 0"),
         ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
         ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
         ("[strategy]\nenable_partial_rollout = 1\n", "expected a valid boolean"),
@@ -172,9 +173,7 @@ def test_set_overrides_the_file_with_toml_values_and_bare_words(tmp_path: Path) 
     assert config.redis.url == "unix:///tmp/x?db=1"
 
 
-@pytest.mark.parametrize(
-    "override", ["lease", "=3", "a b=3", "run.name.first=3", "run.seed=1\nname=2\n=", "[x]=3"]
-)
+@pytest.mark.parametrize("override", ["lease", "=3", "a b=3", "run.name.first=3", "run.seed=1\nname=2\n=", "[x]=3"])
 def test_set_of_nonsense_is_a_config_error(tmp_path: Path, override: str) -> None:
     problems(tmp_path, GOOD, override)
 
@@ -189,9 +188,7 @@ def test_an_eval_task_inherits_from_its_training_task_and_is_greedy(tmp_path: Pa
 
 
 def test_an_eval_task_may_bring_a_data_set_of_its_own(tmp_path: Path) -> None:
-    own = load(tmp_path, GOOD + HELD_OUT + 'dataset = { kind = "jsonl", path = "x.jsonl" }\n').tasks[
-        "math_eval"
-    ]
+    own = load(tmp_path, GOOD + HELD_OUT + 'dataset = { kind = "jsonl", path = "x.jsonl" }\n').tasks["math_eval"]
     assert own.dataset == JsonlDataset(kind="jsonl", path=Path("x.jsonl"))
 
 
@@ -254,3 +251,5 @@ def batched(pairs: list[str]) -> list[tuple[str, str]]:
 def test_stale_threshold_counts_train_steps() -> None:
     assert PolicySection(max_staleness=0, sync_weights_interval=4).stale_threshold == 4
     assert PolicySection(max_staleness=1, sync_weights_interval=4).stale_threshold == 8
+    assert PolicySection(max_staleness=1, sync_weights_interval=4).token_threshold is None
+    assert PolicySection(max_staleness=2, max_token_staleness=1, sync_weights_interval=4).token_threshold == 8

@@ -6,15 +6,16 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
-from buffer.config import load_config
-from buffer.config_file import ConfigFile
+from buffer.config.dataset import DatasetSection
+from buffer.config.file import ConfigFile
+from buffer.config.loader import load_config
+from buffer.config.sections import JUDGES, JudgingSection, SampleParamsSection, TaskSection
 from buffer.errors import ConfigError
-from buffer.run_config import JUDGES, JsonlDataset, ReasoningGymDataset, SampleParamsSection, TaskSection
 from consumer.config import TrainingConfig
 from consumer.learner_config import LossConfig
 from producer_workers.config import ProducingConfig
@@ -110,7 +111,8 @@ def _models() -> Iterator[tuple[str, type[BaseModel]]]:
     yield from (("engine", VllmConfig), ("engine", SimulatedConfig), ("learner.loss", LossConfig))
     yield "tasks.<name>", TaskSection
     yield "tasks.<name>.sample", SampleParamsSection
-    yield from (("tasks.<name>.dataset", model) for model in (JsonlDataset, ReasoningGymDataset))
+    yield "tasks.<name>.judging", JudgingSection
+    yield from (("tasks.<name>.dataset", model) for model in get_args(get_args(DatasetSection)[0]))
 
 
 def _documented() -> dict[str, set[str]]:

@@ -31,6 +31,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "order:<task>:completed": keys.order("math"),
         "payload:<gid>:<token>": keys.payload("math-0000000001", "abc"),
         "garbage": keys.garbage,
+        "bytes": keys.bytes,
         "hold": keys.hold,
         "ledger:<name>": keys.ledger("train"),
         "batch:<name>:<step>": keys.batch("train", 3),
@@ -42,6 +43,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "worker:<id>": keys.worker("w0"),
         "holds:<id>": keys.holds("w0"),
         "events": keys.events,
+        "unpinned": keys.unpinned,
     }
 
 

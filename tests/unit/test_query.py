@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError, QueryError
-from buffer.group_record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.query import FALSE, FIELDS, MAX_DEPTH, TRUE, Condition, matches, parse
-from buffer.query_plan import EVERY, NOTHING, VersionRange, is_exact, narrow, pinned, version_range
+from buffer.query.language import FALSE, FIELDS, MAX_DEPTH, TRUE, Condition, matches, parse
+from buffer.query.plan import EVERY, NOTHING, VersionRange, is_exact, narrow, pinned, version_range
+from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.rollout import Status
 from tests.naive_query import QUERIES, says
 

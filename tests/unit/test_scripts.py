@@ -10,12 +10,13 @@ import pytest
 
 import buffer.keys
 from buffer.errors import ScriptError
+from buffer.script_header import JUDGED, NAMED, Header, Slot
 from buffer.scripts import Arg, library
 
 BUFFER = Path(buffer.keys.__file__).parent
-BODIES = {path.stem: path.read_text() for path in sorted((BUFFER / "lua").glob("*.lua")) if path.stem != "prelude"}
-PRELUDE = (BUFFER / "lua" / "prelude.lua").read_text()
-SLOT = re.compile(r"^-- (KEYS|ARGV)\[(\d+)(\+?)\] +(.*)$", re.MULTILINE)
+BODIES = {path.stem: path.read_text() for path in sorted((BUFFER / "lua").glob("*.lua"))}
+SHARED = {name: BODIES.pop(name) for name in ("prelude", "types")}
+PRELUDE = SHARED["prelude"]
 ROLES = {
     "batch": "batch",
     "batches": "batch",
@@ -28,6 +29,8 @@ ROLES = {
     "dead": "dead",
     "dead_letters": "dead:",
     "pool": "pool",
+    "pools": "pool",
+    "orders": "order",
     "order": "order",
     "completed": "pool",
     "aborted": "pool",
@@ -44,8 +47,8 @@ def code_of(name: str) -> str:
     return re.sub(r"--.*", "", BODIES[name])
 
 
-def slots(name: str, kind: str) -> list[tuple[int, bool, str]]:
-    return [(int(n), bool(plus), text) for k, n, plus, text in SLOT.findall(BODIES[name]) if k == kind]
+def slots(name: str, array: str) -> list[Slot]:
+    return [slot for slot in library()[name].header.slots if slot.array == array]
 
 
 def table() -> dict[str, str]:
@@ -64,15 +67,16 @@ def replies_of(name: str) -> set[str]:
 @pytest.mark.parametrize("kind", ["KEYS", "ARGV"])
 def test_header_and_body_name_the_same_slots(name: str, kind: str) -> None:
     declared, code = slots(name, kind), code_of(name)
-    assert [number for number, _, _ in declared] == list(range(1, len(declared) + 1))
-    fixed = {number for number, tail, _ in declared if not tail}
+    assert [slot.first for slot in declared] == list(range(1, len(declared) + 1))
+    fixed = {slot.first for slot in declared if not slot.is_tail}
     used = {int(n) for n in re.findall(rf"{kind}\[(\d+)\]", code)}
     computed = re.findall(rf"{kind}\[([a-z(][^\]]*|\d+ [^\]]*)\]", code)
-    has_tail = any(tail for _, tail, _ in declared)
+    tails = [slot.first for slot in declared if slot.is_tail]
+    handed_on = [int(n) for n in re.findall(rf"\b{kind}, (\d+)[,)]", code)]
     loops_over = {int(n) for n in re.findall(rf"for \w+ = (\d+), (?:#{kind}|\d+)", code)}
     assert used <= fixed
     assert fixed - used <= {n for n in fixed if any(start <= n for start in loops_over)} | _computed_from(computed)
-    assert bool(computed) or not has_tail
+    assert bool(computed) or set(handed_on) == set(tails)
 
 
 def _computed_from(expressions: list[str]) -> set[int]:
@@ -82,7 +86,7 @@ def _computed_from(expressions: list[str]) -> set[int]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_locals_of_keys_are_named_as_in_the_header(name: str) -> None:
-    names = {number: text.split()[0] for number, tail, text in slots(name, "KEYS") if not tail}
+    names = {slot.first: slot.names[0] for slot in slots(name, "KEYS") if not slot.is_tail}
     for left, right in re.findall(r"^local ([\w, ]+) = (KEYS\[\d+\].*)$", code_of(name), re.MULTILINE):
         for local, value in zip(left.split(", "), right.split(", "), strict=True):
             if match := re.fullmatch(r"KEYS\[(\d+)\]", value.strip()):
@@ -92,12 +96,15 @@ def test_locals_of_keys_are_named_as_in_the_header(name: str) -> None:
 @pytest.mark.parametrize("name", BODIES)
 def test_keys_and_types_are_those_of_the_key_table(name: str) -> None:
     known = table()
-    for _, _, text in slots(name, "KEYS"):
-        for key in re.split(r" +(?:\(|[A-Z]{3,}|prefix)", text)[0].split(", "):
+    for slot in slots(name, "KEYS"):
+        for key, kind in zip(slot.names, slot.types, strict=True):
             role = ROLES.get(key) or key.partition("_")[0]
             assert role in known, f"{name}.lua: {key} is not in the table of buffer/keys.py"
-            types = set(re.findall(r"\b(HASH|ZSET|LIST|STREAM|STRING|SET)\b", text))
-            assert known[role] in types, f"{name}.lua: {key} is a {known[role]}"
+            if kind == "prefix":
+                line = re.search(rf"^-- KEYS\[{slot.first}\] .*\((\w+)\)$", BODIES[name], re.MULTILINE)
+                assert line, f"{name}.lua: of which type are the keys with the prefix {key}?"
+                kind = line[1]
+            assert known[role] == kind.rstrip("*"), f"{name}.lua: {key} is a {known[role]}"
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -110,12 +117,17 @@ def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
 
 def test_every_script_has_a_caller_and_every_call_a_script() -> None:
     called = set()
-    for path in BUFFER.glob("*.py"):
+    for path in BUFFER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "call" and node.args:
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "attr", "") in ("call", "call_many", "upload_and_call")
+                and node.args
+            ):
                 first = node.args[0]
                 called |= {first.value} if isinstance(first, ast.Constant) else set()
-    assert called == set(BODIES) == set(library())
+    # the store itself sends `sync` behind whatever is durable
+    assert called | {"sync"} == set(BODIES) == set(library())
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -123,29 +135,36 @@ def test_every_refusal_is_known_to_its_caller(name: str) -> None:
     # what is left to a general case: an error that shows the reply, or "nothing was done"
     general = {"commit": {"GAP", "UNKNOWN_TASK"}, "deregister": {"UNKNOWN"}, "reap": {"GRACE"}, "reissue": {"CLOSED"}}
     general |= {"check": set(), "totals": set()}
-    shared = {"control", "order_index"}
-    sources = [p.read_text() for p in BUFFER.glob("*.py") if f'"{name}"' in p.read_text() or p.stem in shared]
+    general |= {"reassert": {"TAKEN", "DRAW"}, "reset_ledger": {"LIVE"}}
+    general |= {"restore_batch": {"GAP", "GONE"}, "dissolve_batch": {"GAP", "ARCHIVED"}}
+    shared = {"control", "job", "order_index", "draw_assertion"}
+    sources = [p.read_text() for p in BUFFER.rglob("*.py") if f'"{name}"' in p.read_text() or p.stem in shared]
     quoted = {code for source in sources for code in re.findall(r'"([A-Z_]+)"', source)}
     assert replies_of(name) - {"OK"} - general.get(name, set()) <= quoted
 
 
-@pytest.mark.parametrize("name", [*BODIES, "prelude"])
+def reads_of_payloads(source: str) -> set[str]:
+    """Commands of a script that read a payload, or read without a bound."""
+    commands = set(re.findall(r"call\('(\w+)'", re.sub(r"--.*", "", source)))
+    return commands & {"GET", "MGET", "GETRANGE", "GETDEL", "KEYS", "SCAN", "HGETALL", "HVALS", "SMEMBERS", "HSCAN"}
+
+
+@pytest.mark.parametrize("name", [*BODIES, *SHARED])
 def test_no_script_reads_payloads_or_walks_the_key_space(name: str) -> None:
-    code = re.sub(r"--.*", "", PRELUDE) if name == "prelude" else code_of(name)
-    commands = set(re.findall(r"redis\.call\('(\w+)'", code))
-    assert not commands & {"GET", "MGET", "GETRANGE", "GETDEL", "KEYS", "SCAN", "HGETALL", "HVALS", "SMEMBERS", "HSCAN"}
-    for _, _, text in [] if name == "prelude" else slots(name, "KEYS"):
-        if text.split()[0] == "payload":
-            on_payloads = set(re.findall(r"redis\.call\('(\w+)', KEYS\[(?:13 \+ )?i\]", code))
+    code = re.sub(r"--.*", "", SHARED[name]) if name in SHARED else code_of(name)
+    assert not reads_of_payloads(code)
+    for slot in [] if name in SHARED else slots(name, "KEYS"):
+        if slot.names == ("payload",):
+            on_payloads = set(re.findall(r"redis\.call\('(\w+)', KEYS\[(?:\d+ \+ )?i\]", code))
             assert on_payloads <= {"STRLEN", "EXISTS", "PERSIST"}
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) -> None:
     shebang = BODIES[name].partition("\n")[0]
-    if name in {"claim", "create_run", "enqueue", "import", "reissue", "requeue"}:
+    if name in {"claim", "create_run", "enqueue", "put", "reissue", "requeue", "update"}:
         assert shebang == "#!lua"
-    elif name in {"check", "totals"}:
+    elif name in {"check", "counts", "peek", "silent", "totals"}:
         assert shebang == "#!lua flags=no-writes"
         assert not re.search(WRITES, code_of(name))
     else:
@@ -175,3 +194,51 @@ def test_scripts_say_their_name_and_keep_their_hash() -> None:
         assert script.source.split("\n")[1] == f"-- rolloutmq {name}"
         assert re.fullmatch("[0-9a-f]{40}", script.sha)
     assert len({script.sha for script in library().values()}) == len(BODIES)
+
+
+def test_header_is_read_with_types_and_bounds() -> None:
+    lines = [
+        "#!lua",
+        "-- KEYS[1] a  HASH*  of all",
+        "-- KEYS[2] b  prefix of many (SET)",
+        "-- KEYS[3+] c, d  LIST, ZSET x1..9",
+    ]
+    lines += ["-- ARGV[1] e  ''|0..  steps", "-- ARGV[2+] f, g  name, x|y xKEYS"]
+    header = Header.parse("\n".join(lines))
+    assert header.fixed("KEYS") == ("a", "b")
+    assert header.tail("KEYS") == Slot("KEYS", 3, True, ("c", "d"), ("LIST", "ZSET"), 1, 9)
+    assert header.fixed("ARGV") == ("e",)
+    assert header.tail("ARGV") == Slot("ARGV", 2, True, ("f", "g"), ("name", "x|y"), 0, None)
+    guard = header.guard()
+    assert "is_int(ARGV[1], 0, 9007199254740991)" in guard
+    assert "is_count(#KEYS - 2, 2, 1, 9)" in guard
+    assert "ARGV[i + 1] == 'x'" in guard
+    assert "call('ZCARD', KEYS[i + 1])" in guard
+    assert "KEYS[1]" not in guard
+    assert "KEYS[2]" not in guard
+    assert [header.type_of(place) for place in range(1, 7)] == ["HASH", "PREFIX", "LIST", "ZSET", "LIST", "ZSET"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-- KEYS[1] a",
+        "-- KEYS[1] a  BITMAP",
+        "-- KEYS[1+] a  HASH",
+        "-- KEYS[1] a  HASH x1..2",
+        "-- ARGV[1] a, b  name",
+        "-- ARGV[1] a",
+        "-- ARGV[1] a  groups at most",
+        "-- ARGV[1+] a  name x1..",
+    ],
+)
+def test_header_line_without_a_contract_is_refused(line: str) -> None:
+    with pytest.raises(ScriptError, match="header"):
+        Header.parse(f"#!lua\n{line}")
+
+
+def test_every_named_type_is_known_and_used() -> None:
+    defined = set(re.findall(r"^local function is_(\w+)\(value\)", SHARED["types"], re.MULTILINE))
+    used = {word for name in BODIES for slot in slots(name, "ARGV") for kind in slot.types for word in kind.split("|")}
+    assert defined == set(JUDGED)
+    assert {*JUDGED, *NAMED} <= used

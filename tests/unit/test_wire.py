@@ -6,6 +6,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer import MediaRef, RolloutGroup, RolloutState, SampleParams, Status, ToolCall, VersionSpan, wire
+from buffer import MediaRef, RolloutGroup, RolloutState, SampleParams, Status, ToolCall, VersionSpan, wire, wire_reader
 from buffer.errors import SchemaVersionError, WireError
+from tests.fuzz.promise import keep, plain
 
 GOLDEN = Path(__file__).parent.parent / "buffer" / "golden" / "group_v1.msgpack"
+GOLDEN_FULL = GOLDEN.with_name("group_v1_full.msgpack")
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -102,18 +105,6 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
     return RolloutGroup("math-0000000007", "math", states)
 
 
-def plain(state: RolloutState) -> dict[str, Any]:
-    """A state as comparable values; a mask of all ones is the same as none, and so is a column without tokens."""
-    fields = dict(state)
-    mask = fields.pop("response_mask")
-    for name in ("ref_logprobs", "values"):
-        fields[name] = None if fields[name] is None else fields[name].tolist() or None
-    if isinstance(state.routed_experts, np.ndarray):
-        fields["routed_experts"] = state.routed_experts.tolist()
-    columns = {name: fields.pop(name).tolist() for name in ("prompt_ids", "response_ids", "logprobs")}
-    return fields | columns | {"mask": None if mask is None or all(mask) else mask.tolist()}
-
-
 def sample() -> RolloutGroup:
     shared: dict[str, Any] = {
         "messages": [{"role": "user", "content": "1 + 1 = ?"}],
@@ -158,6 +149,32 @@ def decode(changed: dict[str, Any]) -> RolloutGroup:
     return wire.decode(msgpack.packb(changed))
 
 
+def read_whole(data: bytes | bytearray) -> Any:
+    """By the library alone; what the quick reader accepts must be the same."""
+    return msgpack.unpackb(data, strict_map_key=True)
+
+
+@pytest.mark.parametrize("columns", [b"\x01", b"\x90", b"\xc0", b"\xa0", b"\x7f", b"\xde\x00\x00"])
+def test_columns_that_are_no_small_map_are_left_to_the_library(columns: bytes) -> None:
+    head = msgpack.packb(document())[: -len(msgpack.packb(document()["columns"]))]
+    assert wire_reader._read_own(memoryview(head + columns)) is None
+    # sixteen entries behind the head of a list
+    lengths = msgpack.packb("lengths") + msgpack.packb({"dtype": "<i4", "data": b""})
+    assert wire_reader._read_own(memoryview(head + b"\x90" + lengths * 16)) is None
+
+
+def test_long_texts_and_columns_in_another_order_are_read_the_same() -> None:
+    states = sample().states
+    states[0].response = "long " * 50_000
+    group = RolloutGroup("sums-0000000007", "sums", states)
+    data = wire.encode(group)
+    assert wire_reader._read_own(memoryview(data)) == read_whole(data)
+    raw = read_whole(data)
+    first = {"columns": dict(reversed(raw["columns"].items()))} | {k: v for k, v in raw.items() if k != "columns"}
+    for other in (data, msgpack.packb(first)):
+        assert [plain(state) for state in wire.decode(other).states] == [plain(state) for state in group.states]
+
+
 @settings(max_examples=150, deadline=None)
 @given(groups())
 def test_group_survives_the_wire(group: RolloutGroup) -> None:
@@ -171,8 +188,72 @@ def test_group_survives_the_wire(group: RolloutGroup) -> None:
     assert wire.encode(RolloutGroup(group.gid, group.task, received.states)) == data
 
 
-def test_columns_are_views_of_the_received_bytes() -> None:
+def deep(levels: int) -> Any:
+    inner: Any = None
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+def break_span(group: RolloutGroup) -> None:
+    group.members[0]["spans"] = [[0, 99, 0, "l0"]]
+
+
+def break_logprob(group: RolloutGroup) -> None:
+    group.logprobs = np.full(3, np.nan, "<f4")
+
+
+def break_length(group: RolloutGroup) -> None:
+    group.mask = np.zeros(2, "u1")
+
+
+def break_token(group: RolloutGroup) -> None:
+    group.prompt_ids = np.array([-1], "<i4")
+
+
+def break_sample(group: RolloutGroup) -> None:
+    group.members[1]["sample"] = {"top_p": 7}
+
+
+def break_member(group: RolloutGroup) -> None:
+    group.members[1]["more"] = 1
+
+
+def break_nesting(group: RolloutGroup) -> None:
+    group.shared["extra"] = {"x": deep(40)}
+
+
+def break_count(group: RolloutGroup) -> None:
+    group.shared["extra"] = {"x": [[]] * 300_000}
+
+
+BREAKS = [
+    break_span, break_logprob, break_length, break_token, break_sample, break_member, break_nesting, break_count
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", BREAKS)
+def test_encode_checked_refuses_what_decode_refuses(spoil: Callable[[RolloutGroup], None]) -> None:
     group = wire.decode(wire.encode(sample()))
+    assert wire.encode_checked(group) == wire.encode(sample())
+    spoil(group)
+    with pytest.raises(WireError) as expected:
+        wire.decode(wire.encode(group))
+    with pytest.raises(WireError) as caught:
+        wire.encode_checked(group)
+    assert str(caught.value) == str(expected.value)
+
+
+def test_encode_checked_accepts_what_only_the_bytes_can_tell() -> None:
+    group = wire.decode(wire.encode(sample()))
+    group.members[0]["spans"] = tuple(tuple(span) for span in group.members[0]["spans"])
+    assert wire.encode_checked(group) == wire.encode(sample())
+
+
+def test_columns_are_views_of_the_received_bytes() -> None:
+    data = wire.encode(sample())
+    group = wire.decode(data)
+    assert np.shares_memory(group.response_ids, np.frombuffer(data, "u1"))
     for column in (group.prompt_ids, group.response_ids, group.logprobs, group.mask, group.lengths):
         assert not column.flags.owndata
         assert not column.flags.writeable
@@ -214,7 +295,8 @@ def test_golden_file_is_read_by_plain_msgpack() -> None:
 
 
 def test_optional_columns_are_plain_msgpack_too() -> None:
-    raw = msgpack.unpackb(wire.encode(full()))
+    raw = msgpack.unpackb(GOLDEN_FULL.read_bytes())
+    assert wire.encode(full()) == GOLDEN_FULL.read_bytes()
     columns = raw["columns"]
     assert columns["routed_experts"] == {"dtype": "<i2", "data": struct.pack("<12h", *range(12)), "shape": [3, 2, 2]}
     assert columns["values"]["data"] == struct.pack("<3f", 0.5, 0.25, float("nan"))
@@ -398,11 +480,8 @@ def test_nesting_bombs_are_refused(depth: int, where: str) -> None:
     with pytest.raises(WireError):
         wire.decode(keys[where])
     if where == "extra" and depth <= 300:
-        inner: Any = None
-        for _ in range(depth):
-            inner = [inner]
         with pytest.raises(WireError, match="nested"):
-            decode(document() | {"shared": {"extra": {"x": inner}}})
+            decode(document() | {"shared": {"extra": {"x": deep(depth)}}})
 
 
 @pytest.mark.parametrize("filling", [b"\x80", b"\x90", b"\x91\xc0", b"\xdd\x00\x04\x00\x00", b"\xdd\x00\x4c\x4b\x40"])
@@ -419,7 +498,7 @@ def test_five_megabytes_of_containers_do_not_fill_the_memory(filling: bytes) -> 
 
 
 def test_too_large_documents_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_BYTES", 100)
+    monkeypatch.setattr(wire_reader, "MAX_BYTES", 100)
     with pytest.raises(WireError, match="at most 100"):
         wire.decode(bytes(101))
 
@@ -433,7 +512,6 @@ def test_random_bytes_never_do_worse_than_a_wire_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("make", [sample, full])
 def test_mutated_documents_never_do_worse_than_a_wire_error(make: Callable[[], RolloutGroup]) -> None:
-    """Whatever is accepted can be used: states, scores, and the way back to bytes."""
     dice = random.Random(7)
     whole = wire.encode(make())
     accepted = 0
@@ -452,16 +530,43 @@ def test_mutated_documents_never_do_worse_than_a_wire_error(make: Callable[[], R
                     data[place] ^= 1 << dice.randrange(8)
             if not data:
                 break
-        try:
-            group = wire.decode(bytes(data))
-        except WireError:
-            continue
-        accepted += 1
-        assert len(group.states) == len(group)
-        assert group.scores.shape == (len(group),)
-        again = RolloutGroup(group.gid, group.task, group.states)
-        assert [plain(s) for s in wire.decode(wire.encode(again)).states] == [plain(s) for s in group.states]
+        accepted += keep(bytes(data))
     assert accepted > 10
+
+
+ODD: tuple[Any, ...] = (
+    [[]],
+    [0, 1, 0, "l0"],
+    {"score": float("nan")},
+    {"dtype": "<i4", "data": bytes(12)},
+    "<i2",
+    "init",
+)
+ANYTHING = JSON | st.binary(max_size=40) | st.floats() | st.sampled_from(ODD)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_documents_with_anything_anywhere_never_do_worse_than_a_wire_error(data: st.DataObject) -> None:
+    document = msgpack.unpackb(wire.encode(data.draw(st.sampled_from([sample, full]))()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        inner, place = document, data.draw(st.sampled_from(sorted(document)))
+        while isinstance(inner[place], dict | list) and inner[place] and data.draw(st.booleans() | st.just(True)):
+            inner = inner[place]
+            places = sorted(inner) if isinstance(inner, dict) else range(len(inner))
+            place = data.draw(st.sampled_from(places))
+        match data.draw(st.integers(0, 4)):
+            case 0:
+                del inner[place]
+            case 1 if isinstance(inner, list):
+                inner.append(deepcopy(data.draw(ANYTHING)))
+            case 1:
+                inner[data.draw(TEXT)] = deepcopy(data.draw(ANYTHING))
+            case _:
+                inner[place] = deepcopy(data.draw(ANYTHING))
+        if not document:
+            break
+    keep(msgpack.packb(document))
 
 
 @pytest.mark.parametrize("thing", [object(), {1, 2}, np.float32(1), 2**70])

@@ -33,9 +33,7 @@ def test_jsonl_makes_a_user_message_when_given_a_text(tmp_path: Path, key: str) 
 
 
 def test_jsonl_prefers_ground_truth_and_keeps_answer_when_both_are_there(tmp_path: Path) -> None:
-    problem = dataset(
-        tmp_path, b'{"prompt": "p", "ground_truth": 2, "answer": "long", "extra": {"x": 1}}'
-    ).row(0)
+    problem = dataset(tmp_path, b'{"prompt": "p", "ground_truth": 2, "answer": "long", "extra": {"x": 1}}').row(0)
     assert (problem.ground_truth, problem.extra) == (2, {"answer": "long", "x": 1})
 
 
@@ -55,8 +53,8 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
         (b"plain text", "not JSON"),
         (b'{"prompt": NaN}', "not JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8: byte 13 of the line is 0xff"),
-        (b"[1, 2]", "the line is a list, not an object"),
-        (b"null", "the line is null"),
+        (b"[1, 2]", "it is a list, not an object"),
+        (b"null", "it is null"),
         (b'{"answer": "2"}', "there is no prompt"),
         (b'{"prompt": 3}', '"prompt" is a number, not a string'),
         (b'{"question": "  "}', '"question" is empty'),
@@ -68,9 +66,7 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
         (b'{"prompt": "a", "extra": "b"}', '"extra" is a string, not an object'),
     ],
 )
-def test_jsonl_says_file_line_and_reason_when_a_line_is_wrong(
-    tmp_path: Path, line: bytes, reason: str
-) -> None:
+def test_jsonl_says_file_line_and_reason_when_a_line_is_wrong(tmp_path: Path, line: bytes, reason: str) -> None:
     with pytest.raises(DatasetError) as caught:
         dataset(tmp_path, GOOD, b"", line, GOOD)
     assert f"rows.jsonl:3: {reason}" in caught.value.message

@@ -175,9 +175,7 @@ def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewher
     assert 0.0 < reward["score"] < 1.0
 
 
-@pytest.mark.parametrize(
-    ("source", "message"), [(None, "data_source is ''"), ("reasoning_gym/n_queens", "runs eval")]
-)
+@pytest.mark.parametrize(("source", "message"), [(None, "data_source is ''"), ("reasoning_gym/n_queens", "runs eval")])
 def test_reasoning_gym_judge_refuses_other_sources(source: str | None, message: str) -> None:
     state = chain_sum_state("12").model_copy(update={"data_source": source})
     with pytest.raises(JudgeError, match=message):
@@ -223,9 +221,7 @@ def test_every_task_whose_verifier_evaluates_answers_is_refused() -> None:
     assert found == UNSAFE_TASKS
 
 
-def test_load_judge_finds_a_function_beside_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_judge_finds_a_function_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "judge_of_a_user.py").write_text(
         "LIMIT = 3\ndef length(response, ground_truth, state):\n    return {'score': float(len(response))}\n"
     )

@@ -9,9 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
+from buffer.config.dataset import JsonlDataset as JsonlSection
+from buffer.config.dataset import ReasoningGymDataset
+from buffer.config.sections import HELD_OUT
 from buffer.errors import ConfigError
-from buffer.run_config import HELD_OUT, ReasoningGymDataset
-from buffer.run_config import JsonlDataset as JsonlSection
 from producer_workers.datasets import reasoning_gym_problems
 from producer_workers.datasets.jsonl import JsonlDataset
 from producer_workers.datasets.open import open_dataset

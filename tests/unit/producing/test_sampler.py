@@ -52,15 +52,11 @@ def test_draw_uses_the_chat_template_up_to_the_turn_of_the_model(rows: JsonlData
     assert tokenizer.decode(ids) == "<|im_start|>user\n77?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_draws_of_an_epoch_visit_every_row_and_the_next_epoch_follows(
-    rows: JsonlDataset, tokenizer: Any
-) -> None:
+def test_draws_of_an_epoch_visit_every_row_and_the_next_epoch_follows(rows: JsonlDataset, tokenizer: Any) -> None:
     extras = [drawn(make(rows, tokenizer), number)[0].extra for number in range(12)]
     assert [extra["epoch"] for extra in extras] == [0] * 6 + [1] * 6
     assert sorted(extra["row"] for extra in extras[:6]) == sorted(extra["row"] for extra in extras[6:])
-    assert {e["row"]: e["prompt_hash"] for e in extras[:6]} == {
-        e["row"]: e["prompt_hash"] for e in extras[6:]
-    }
+    assert {e["row"]: e["prompt_hash"] for e in extras[:6]} == {e["row"]: e["prompt_hash"] for e in extras[6:]}
     assert len({extra["prompt_hash"] for extra in extras}) == 6
 
 
@@ -84,9 +80,7 @@ def test_gid_names_task_and_draw(rows: JsonlDataset, tokenizer: Any) -> None:
     assert make(rows, tokenizer).gid(1042) == "math-0000001042"
 
 
-def test_every_rollout_has_a_seed_of_its_own_when_the_task_has_one(
-    rows: JsonlDataset, tokenizer: Any
-) -> None:
+def test_every_rollout_has_a_seed_of_its_own_when_the_task_has_one(rows: JsonlDataset, tokenizer: Any) -> None:
     def seeds(sampler: Sampler) -> list[int | None]:
         return [state.sample_params.seed for number in range(20) for state in drawn(sampler, number)]
 
@@ -117,9 +111,7 @@ def encoded(state: RolloutState) -> list[int]:
 def test_draw_says_which_row_when_the_template_refuses_it(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"messages": [{"role": "robot", "content": "hi"}]}\n')
-    with pytest.raises(
-        DatasetError, match=r"math: row 0 does not fit the chat template: no such role: robot"
-    ):
+    with pytest.raises(DatasetError, match=r"math: row 0 does not fit the chat template: no such role: robot"):
         make(JsonlDataset(path), tokenizer).draw(0)
 
 

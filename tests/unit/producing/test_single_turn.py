@@ -23,17 +23,13 @@ PROMPT = np.arange(10, 15, dtype="<i4")
 
 def group(k: int = 3, **params: Any) -> list[RolloutState]:
     sample = SampleParams(**params)
-    return [
-        RolloutState(index=n, prompt_ids=PROMPT, sample_params=sample, ground_truth="42") for n in range(k)
-    ]
+    return [RolloutState(index=n, prompt_ids=PROMPT, sample_params=sample, ground_truth="42") for n in range(k)]
 
 
 class Bench:
     """A loop, an engine, and the responses that were judged."""
 
-    def __init__(
-        self, tokenizer: Any, *, partial: bool = False, judge: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, partial: bool = False, judge: Callable[..., Any] | None = None) -> None:
         self.judged: list[str] = []
         self.engine = LetterEngine(tokenizer, PROMPT)
         self.loop = SingleTurnAgentLoop(
@@ -74,9 +70,7 @@ def test_rollout_completes_with_length_when_its_budget_ends(tokenizer: Any) -> N
 def test_aborted_rollout_keeps_its_tokens_and_goes_on_when_partial_rollout_is_on(tokenizer: Any) -> None:
     bench = Bench(tokenizer, partial=True)
     states = bench.run(group(2, max_tokens=40, min_tokens=7), abort_at=4)
-    assert {(s.status, s.finish_reason, len(s.response_ids)) for s in states} == {
-        (Status.ABORTED, "abort", 4)
-    }
+    assert {(s.status, s.finish_reason, len(s.response_ids)) for s in states} == {(Status.ABORTED, "abort", 4)}
     assert bench.judged == []
     bench.engine.now = PolicyVersion("a", 3)
     states = bench.run(states)
@@ -111,9 +105,7 @@ def test_aborted_rollout_is_reset_when_partial_rollout_is_off(tokenizer: Any) ->
 @pytest.mark.parametrize(
     ("status", "partial"), [(Status.EXPIRED, True), (Status.FAILED, True), (Status.ABORTED, False)]
 )
-def test_rollout_starts_again_when_its_tokens_are_not_to_be_kept(
-    tokenizer: Any, status: Status, partial: bool
-) -> None:
+def test_rollout_starts_again_when_its_tokens_are_not_to_be_kept(tokenizer: Any, status: Status, partial: bool) -> None:
     bench = Bench(tokenizer, partial=True)
     (state,) = bench.run(group(1), abort_at=4)
     state.status, state.error = status, "before"

@@ -1,0 +1,52 @@
+"""`python -m benchmarks`: measure, print, and (the full one) rewrite what benchmarks/README.md says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.figure import Figure
+from benchmarks.machine import machine_facts
+from benchmarks.report import print_table, write_json, write_readme
+from benchmarks.suite import FULL, QUICK, SUITE, run_suite
+
+HERE = Path(__file__).parent
+EPILOG = "Examples: python -m benchmarks · python -m benchmarks --quick · python -m benchmarks put take"
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help=f"which ones: {', '.join(SUITE)}; default: all")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="two or three minutes: smaller, rougher figures")] = False,
+    results: Annotated[Path | None, typer.Option(help="folder for JSON and plots")] = None,
+) -> None:
+    """Compare the buffer with raw Redis and the naive ways, on servers of its own."""
+    chosen = names or list(SUITE)
+    if unknown := set(chosen) - set(SUITE):
+        raise typer.BadParameter(f"no benchmark {sorted(unknown)}; there are {list(SUITE)}")
+    figures: list[Figure] = []
+    for figure in run_suite(chosen, QUICK if quick else FULL):
+        if not figures or figures[-1].section != figure.section:
+            typer.echo(f"{figure.section} …", err=True)
+        figures.append(figure)
+    print_table(figures)
+    is_whole = not quick and not names
+    if folder := results or (HERE / "results" if is_whole else None):
+        _write(figures, folder)
+    if is_whole:
+        write_readme(figures, machine_facts(), HERE / "README.md")
+
+
+def _write(figures: list[Figure], folder: Path) -> None:
+    from benchmarks.plots import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(figures, machine_facts(), folder / "figures.json")
+    draw(figures, folder)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False)
+    app.command(epilog=EPILOG)(main)
+    app()

@@ -1,0 +1,92 @@
+"""Pictures of simulated fleets: what idles, how old groups were, what workers cost, how long pauses take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure as Canvas
+
+from benchmarks.figure import Figure
+
+
+def draw_fleets(figures: Sequence[Figure], folder: Path) -> None:
+    """Each picture for which there are figures."""
+    pictures: dict[str, Callable[[Sequence[Figure]], Canvas]] = {
+        "idle": _idle,
+        "staleness": _ages,
+        "scale": _scale,
+        "pause": _pause,
+    }
+    for name, picture in pictures.items():
+        prefix = "idle, " if name == "staleness" else f"{name}, "
+        if chosen := [figure for figure in figures if figure.section.startswith(prefix)]:
+            picture(chosen).savefig(folder / f"{name}.png", dpi=110)
+
+
+def _idle(figures: Sequence[Figure]) -> Canvas:
+    """A row for each shape of lengths; solid is the pipeline, hatched the ideal."""
+    whats = ("workers idle", "trainer waits", "waste")
+    sections = list(dict.fromkeys(figure.section for figure in figures))
+    canvas = Canvas(figsize=(13, 3.8 * len(sections)), layout="constrained")
+    grid = canvas.subplots(len(sections), len(whats), squeeze=False, sharey=True)
+    for row, section in zip(grid, sections, strict=True):
+        for axes, what in zip(row, whats, strict=True):
+            for offset, kind, hatch in ((-0.2, "pipeline", ""), (0.2, "ideal", "///")):
+                shares = _values(figures, section, f": {what}, {kind}")
+                places = [place + offset for place in range(len(shares))]
+                axes.barh(places, list(shares.values()), height=0.38, hatch=hatch, label=kind)
+                axes.set_yticks(range(len(shares)), list(shares))
+            axes.set(title=f"{section.removeprefix('idle, ')}: {what}", xlabel="%", ylim=(len(shares) - 0.5, -0.5))
+    grid[0][0].legend()
+    return canvas
+
+
+def _ages(figures: Sequence[Figure]) -> Canvas:
+    sections = list(dict.fromkeys(figure.section for figure in figures))
+    canvas = Canvas(figsize=(13, 4 * len(sections)), layout="constrained")
+    for row, section in zip(canvas.subplots(len(sections), 2, squeeze=False, sharey=True), sections, strict=True):
+        for axes, kind in zip(row, ("pipeline", "ideal"), strict=True):
+            names = list(_values(figures, section, ": pipeline / ideal"))
+            left = dict.fromkeys(names, 0.0)
+            for age in range(10):
+                shares = _values(figures, section, f": age {age}, {kind}")
+                widths = [shares.get(name, 0.0) for name in names]
+                if any(widths):
+                    axes.barh(names, widths, left=list(left.values()), label=f"{age}")
+                left = {name: left[name] + width for name, width in zip(names, widths, strict=True)}
+            axes.set(title=f"{section.removeprefix('idle, ')}: age in train steps, {kind}", xlabel="% of the groups")
+            axes.invert_yaxis()
+            axes.legend(ncols=3, fontsize="small")
+    return canvas
+
+
+def _values(figures: Sequence[Figure], section: str, ending: str) -> dict[str, float]:
+    """Value by setting, of the figures of a section whose names end so."""
+    chosen = [figure for figure in figures if figure.section == section and figure.name.endswith(ending)]
+    return {figure.name.removesuffix(ending): figure.value for figure in chosen}
+
+
+def _scale(figures: Sequence[Figure]) -> Canvas:
+    canvas = Canvas(figsize=(7, 4.5), layout="constrained")
+    axes = canvas.add_subplot()
+    for section in dict.fromkeys(figure.section for figure in figures):
+        cores = [figure for figure in figures if figure.section == section and figure.unit == "cores"]
+        workers = [int(figure.name.removesuffix(" workers").replace(",", "")) for figure in cores]
+        axes.plot(workers, [figure.value for figure in cores], marker="o", label=section.removeprefix("scale, "))
+    axes.axhline(0.5, linestyle=":", color="tab:gray")
+    axes.set(xscale="log", yscale="log", xlabel="workers with 32 groups each", ylabel="cores of the server")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return canvas
+
+
+def _pause(figures: Sequence[Figure]) -> Canvas:
+    sections = list(dict.fromkeys(figure.section for figure in figures))
+    canvas = Canvas(figsize=(5.5 * len(sections), 3.5), layout="constrained")
+    for axes, section in zip(canvas.subplots(1, len(sections), squeeze=False)[0], sections, strict=True):
+        bars = [figure for figure in figures if figure.section == section and figure.unit == "pauses"]
+        axes.bar([figure.name.removesuffix(" ms") for figure in bars], [figure.value for figure in bars])
+        axes.tick_params(axis="x", rotation=45)
+        axes.set(title=section, xlabel="ms from pause() to the last receipt", ylabel="pauses")
+    return canvas

@@ -1,0 +1,140 @@
+"""Processor time that workers cost the server, from 1 to 1,000 of them with 32 groups each: index data only.
+
+The client's calls are the real ones, but come as fast as they can from one process; only the server's own processor
+time counts (`INFO cpu`). What each kind of call takes, times how often a fleet makes it, is the share of one core.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from math import ceil
+
+from benchmarks import sample
+from benchmarks.bench_run import TASK, WEIGHTS, BenchRun
+from benchmarks.figure import Figure
+from benchmarks.server import BenchServer
+from buffer.control import new_nonce
+from buffer.fleet import Pulse
+from buffer.job import Job
+from buffer.keys import group_id
+
+HELD = 32
+"""Groups that a worker holds."""
+
+GROUP_S, HEARTBEAT_S, SWEEP_S, BATCH = 30.0, 2.0, 5.0, 256
+"""A group takes so long; a worker beats, and sweeps, so often; the trainer takes so many groups."""
+
+MOVED = 4
+"""Groups of each worker that end, and are claimed, in one round."""
+
+AT_LEAST = 400
+"""Calls of each kind, so that the clock of the kernel has something to measure."""
+
+
+def scale(server: BenchServer, sizes: tuple[int, ...]) -> Iterator[Figure]:
+    """Cores that the server uses for each number of workers; below a half for 1,000."""
+    section = f"scale, {server.name}"
+    for workers in sizes:
+        cost_us = _Crowd(server, workers).cost_us()
+        cores = sum(cost_us[call] * rate / 1e6 for call, rate in rates(workers).items())
+        yield Figure(section, f"{workers:,} workers", cores, "cores", 0.5 if workers == 1000 else None, "less")
+        for call, cost in cost_us.items():
+            yield Figure(section, f"{call}, {workers:,} workers", cost, "us of a core", detail=workers != sizes[-1])
+        server.clear()
+
+
+def rates(workers: int) -> dict[str, float]:
+    """Calls per second of a fleet, its producer and its trainer."""
+    groups = workers * HELD / GROUP_S
+    return {
+        "heartbeat": workers / HEARTBEAT_S,
+        "sweep": workers / SWEEP_S,
+        "enqueue, per group": groups,
+        "claim": groups,
+        "submit": groups,
+        "take and commit, per group": groups,
+    }
+
+
+class _Crowd:
+    """`workers` that hold 32 groups each."""
+
+    def __init__(self, server: BenchServer, workers: int) -> None:
+        self._server, self._bench = server, BenchRun(server, lease_ms=86_400_000, batch_size=BATCH)
+        self._run = self._bench.run
+        self._nonces = {f"w{number}": new_nonce() for number in range(workers)}
+        self._held: dict[str, list[Job]] = {name: [] for name in self._nonces}
+        self._spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._step = 0
+        for name, nonce in self._nonces.items():
+            self._run.fleet.register(name, nonce, {"engine": "none"})
+        self._enqueue(workers * HELD)
+        for name in self._nonces:
+            self._claim(name, HELD)
+
+    def cost_us(self) -> dict[str, float]:
+        """Microseconds of the server for a call of each kind."""
+        workers = len(self._nonces)
+        for _ in range(ceil(AT_LEAST / workers)):
+            self._measure("heartbeat", workers, self._beat_all)
+            self._measure("sweep", workers, self._sweep_all)
+        for _ in range(ceil(AT_LEAST / (workers * MOVED))):
+            moved = workers * MOVED
+            self._measure("submit", moved, self._submit_all)
+            self._measure("enqueue, per group", moved, lambda: self._enqueue(workers * MOVED))
+            self._measure("claim", moved, self._claim_all)
+        ready = self._run.buffer.count(TASK, "completed") // BATCH * BATCH
+        if ready:
+            self._measure("take and commit, per group", ready, lambda: self._take(ready // BATCH))
+        self._bench.check()
+        return {call: 1e6 * seconds / count for call, (seconds, count) in self._spent.items()}
+
+    def _measure(self, call: str, count: int, do: Callable[[], object]) -> None:
+        before = self._cpu_s()
+        do()
+        self._spent[call][0] += self._cpu_s() - before
+        self._spent[call][1] += count
+
+    def _cpu_s(self) -> float:
+        used = self._server.raw.info("cpu")
+        return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
+
+    def _enqueue(self, count: int) -> None:
+        for _ in range(0, count, 64):
+            cursor, size = self._run.jobs.cursor(TASK), min(64, count)
+            gids = [group_id(TASK, cursor + place) for place in range(size)]
+            self._run.payloads.write_prompts({gid: sample.prompt(gid, sample.SMALL) for gid in gids})
+            self._run.jobs.enqueue(self._bench.producer, new_nonce(), TASK, cursor, [1] * size, 10**9)
+            count -= size
+
+    def _claim(self, name: str, limit: int) -> None:
+        claim = self._run.jobs.claim(name, self._nonces[name], new_nonce(), WEIGHTS, limit)
+        self._held[name] += claim.jobs
+
+    def _claim_all(self) -> None:
+        # one by one: in a steady state a worker claims whenever a group of its own has ended
+        for _ in range(MOVED):
+            for name in self._nonces:
+                self._claim(name, 1)
+
+    def _beat_all(self) -> None:
+        for name, nonce in self._nonces.items():
+            self._run.refresh_limits()
+            self._run.fleet.heartbeat(name, nonce, Pulse(1, WEIGHTS, "working", 1e4, 5), self._held[name])
+
+    def _sweep_all(self) -> None:
+        for _ in self._nonces:
+            self._run.janitor.sweep(files=False)
+
+    def _submit_all(self) -> None:
+        for name, jobs in self._held.items():
+            ended, self._held[name] = jobs[:MOVED], jobs[MOVED:]
+            for job in ended:
+                self._run.buffer.submit(name, job, sample.group(job.gid, sample.SMALL), 1)
+
+    def _take(self, batches: int) -> None:
+        for _ in range(batches):
+            self._step += 1
+            self._run.ledger.take(self._bench.trainer, self._step, {TASK: BATCH})
+            self._run.ledger.commit(self._bench.trainer, self._step, self._step)

@@ -1,0 +1,80 @@
+"""The servers that a benchmark starts for itself, on Unix sockets, and stops at its end.
+
+`valkey` is the embedded server as a run gets it: every answered write is on disk. `redis` is an installed
+redis-server that keeps nothing: there, no disk hides what the client costs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from buffer.server.embedded import EmbeddedServer, valkey_binary
+from buffer.store import Store
+
+_KEEP_NOTHING = ("--appendonly", "no", "--save", "", "--maxmemory-policy", "noeviction")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchServer:
+    """A running server: `store` is ours, `raw` a plain client with the same settings as ours."""
+
+    name: str
+    version: str
+    store: Store
+    raw: Any
+
+    def clear(self) -> None:
+        """Remove everything, so that the next round starts from the same state."""
+        self.raw.flushall()
+
+
+@contextmanager
+def durable_server() -> Iterator[BenchServer]:
+    """The embedded Valkey with `appendfsync always`."""
+    with tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder, EmbeddedServer(Path(folder)) as server:
+        yield _connect("durable", server.url)
+
+
+@contextmanager
+def memory_server() -> Iterator[BenchServer]:
+    """An installed redis-server, else the embedded Valkey's binary, without persistence."""
+    binary = shutil.which("redis-server") or str(valkey_binary())
+    with tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder:
+        socket = Path(folder, "redis.sock")
+        where = ("--port", "0", "--unixsocket", str(socket), "--dir", folder, "--logfile", "redis.log")
+        process = subprocess.Popen([binary, *where, *_KEEP_NOTHING], start_new_session=True)
+        try:
+            _wait_for(f"unix://{socket}")
+            yield _connect("in memory", f"unix://{socket}")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _connect(name: str, url: str) -> BenchServer:
+    store = Store(url, name="bench")
+    info = store.control.info("server")
+    version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info['redis_version']}"
+    return BenchServer(name, version, store, store.bulk)
+
+
+def _wait_for(url: str) -> None:
+    for _ in range(500):
+        try:
+            with redis.Redis.from_url(url) as client:
+                client.ping()
+        except redis.ConnectionError:
+            time.sleep(0.01)
+        else:
+            return
+    raise RuntimeError(f"no server at {url}")

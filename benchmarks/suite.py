@@ -1,0 +1,126 @@
+"""Which benchmarks there are, and how large each is: the full one takes minutes, the quick one seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.figure import Figure
+from benchmarks.idle import idle
+from benchmarks.memory import memory
+from benchmarks.pause import pause
+from benchmarks.scale import scale
+from benchmarks.scaling import scaling
+from benchmarks.scan_buffer import scan
+from benchmarks.server import BenchServer, durable_server, memory_server
+from benchmarks.throughput import put, take
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of everything. `groups`: of 165,888 bytes."""
+
+    groups: int
+    rounds: int
+    pools: tuple[int, ...]
+    index_groups: int
+    scanned: int
+    steps: int
+    """train steps of each simulated run"""
+    ages: tuple[int, ...]
+    """max_staleness of the simulated runs"""
+    pauses: int
+    paused_workers: int
+    crowds: tuple[int, ...]
+    """workers that cost the server"""
+
+
+FULL = Size(
+    groups=512,
+    rounds=9,
+    pools=(1000, 10_000, 100_000, 1_000_000),
+    index_groups=10_000,
+    scanned=100_000,
+    steps=8,
+    ages=(0, 1, 2, 4),
+    pauses=300,
+    paused_workers=64,
+    crowds=(1, 10, 30, 100, 300, 1000),
+)
+QUICK = Size(
+    groups=64,
+    rounds=3,
+    pools=(1000, 20_000),
+    index_groups=1000,
+    scanned=10_000,
+    steps=3,
+    ages=(1,),
+    pauses=10,
+    paused_workers=64,
+    crowds=(1, 30, 100),
+)
+TINY = Size(
+    groups=8,
+    rounds=1,
+    pools=(600, 1200),
+    index_groups=64,
+    scanned=600,
+    steps=1,
+    ages=(),
+    pauses=2,
+    paused_workers=2,
+    crowds=(1, 2),
+)
+"""Only shows that everything runs; its figures mean nothing."""
+
+
+def _put(server: BenchServer, size: Size) -> Iterator[Figure]:
+    # a batch at a time: a durable server writes every round to disk
+    return put(server, min(size.groups, 128), size.rounds)
+
+
+def _take(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return take(server, size.groups, size.rounds)
+
+
+def _scaling(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return scaling(server, size.pools, 3 * size.rounds)
+
+
+def _memory(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return memory(server, size.index_groups)
+
+
+def _idle(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return idle(server, size.steps, size.ages)
+
+
+def _pause(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return pause(server, size.pauses, size.paused_workers)
+
+
+def _scale(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return scale(server, size.crowds)
+
+
+SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
+    "put": _put,
+    "take": _take,
+    "memory": _memory,
+    "scaling": _scaling,
+    "scale": _scale,
+    "pause": _pause,
+    "idle": _idle,
+}
+IN_MEMORY_ONLY, DURABLE_ONLY = {"scaling"}, {"idle"}
+
+
+def run_suite(names: list[str], size: Size) -> Iterator[Figure]:
+    """The named benchmarks, on a server that keeps nothing and on a durable one, where both say something."""
+    for make_server, others in ((memory_server, DURABLE_ONLY), (durable_server, IN_MEMORY_ONLY)):
+        if chosen := [name for name in names if name not in others]:
+            with make_server() as server:
+                for name in chosen:
+                    yield from SUITE[name](server, size)
+    if "scaling" in names:
+        yield from scan(size.scanned, 3)

@@ -1,0 +1,84 @@
+"""put and take of whole groups, in parts of what plain SET and MGET of the same bytes reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks import naive, sample
+from benchmarks.bench_run import TASK, BenchRun
+from benchmarks.figure import Figure, Way, interleave, per_second, ratio
+from benchmarks.server import BenchServer
+from buffer import Job, RolloutGroup, wire
+from consumer.rollout_consumer import RolloutConsumer
+
+TARGET = 0.75
+DEPTHS = (1, 8, 16, 48, 512)
+"""Values in one pipeline or one MGET; the best of them is what ours is compared with."""
+
+
+def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
+    """Everything from a group in memory to a group in the pool, against SET of bytes that are encoded already."""
+    finished = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
+    encoded = [wire.encode(group) for group in finished]
+
+    def claimed() -> tuple[BenchRun, list[Job]]:
+        run = BenchRun(server)
+        return run, run.claim(groups)
+
+    def submit(prepared: tuple[BenchRun, list[Job]]) -> None:
+        prepared[0].submit(prepared[1], finished)
+
+    def raw_set(depth: int) -> Way:
+        return Way(lambda _: _set(server.raw, encoded, depth), clean=server.clear)
+
+    ways = {"ours": Way(submit, claimed, server.clear)}
+    ways |= {f"SET x {depth}": raw_set(depth) for depth in DEPTHS if depth <= groups}
+    ways |= naive.writers(server, finished)
+    yield from _figures(f"put, {server.name}", interleave(ways, rounds), groups, "SET x")
+
+
+def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
+    """Everything from asking for a batch to checked numpy columns, against MGET of the same bytes."""
+    run = BenchRun(server)
+    run.make_ready(groups)
+    run.check()
+    consumer = RolloutConsumer(run.run)
+    consumer.nonce = run.trainer
+
+    def raw_get(names: list[str], depth: int) -> Way:
+        return Way(lambda _: _mget(server.raw, names, depth))
+
+    def take_batch(_: Any) -> list[RolloutGroup]:
+        return consumer.take_batch(1, {TASK: groups}).groups
+
+    ways = {"ours": Way(take_batch, clean=lambda: run.undo_take(1))}
+    names = [key.decode() for key in server.raw.scan_iter(f"{run.keys.prefix}payload:*", count=1000)]
+    full = [name for name in names if not name.endswith(":init")]
+    ways |= {f"MGET x {depth}": raw_get(full, depth) for depth in DEPTHS if depth <= groups}
+    ways |= naive.readers(server, [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)])
+    yield from _figures(f"take, {server.name}", interleave(ways, rounds), groups, "MGET x")
+    server.clear()
+
+
+def _figures(section: str, taken: Mapping[str, list[float]], groups: int, plain: str) -> Iterator[Figure]:
+    for name in taken:
+        rate = per_second(taken, name, groups)
+        yield Figure(section, name, rate, "groups/s")
+    best = max((name for name in taken if name.startswith(plain)), key=lambda name: per_second(taken, name, groups))
+    yield Figure(section, f"ours / {best}", ratio(taken, "ours", best), "x", TARGET)
+
+
+def _set(client: Any, values: list[bytes], depth: int) -> None:
+    for start in range(0, len(values), depth):
+        pipe = client.pipeline(transaction=False)
+        for place, value in enumerate(values[start : start + depth], start):
+            pipe.set(f"raw:{place}", value)
+        pipe.execute()
+
+
+def _mget(client: Any, names: list[str], depth: int) -> list[bytes]:
+    found: list[bytes] = []
+    for start in range(0, len(names), depth):
+        found += client.mget(names[start : start + depth])
+    return found

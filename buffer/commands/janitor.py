@@ -1,0 +1,93 @@
+"""`rolloutmq janitor`: sweeps a run as a process of its own, whoever else is dead."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from buffer.commands.screen import console, emit_line, plural
+from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
+from buffer.errors import ConfigError, StoreUnavailable
+from buffer.janitor import Swept
+from buffer.run import Run
+
+log = logging.getLogger("rolloutmq.janitor")
+
+EPILOG = "Example: rolloutmq janitor demo --every 500ms --json"
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(janitor)
+
+
+def janitor(
+    name: Annotated[str | None, typer.Argument(metavar="RUN", help="Name of the run, as with --run.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Leave once there is nothing left to do.")] = False,
+    every: Annotated[str, typer.Option(metavar="TIME", help="Time between two sweeps, as 500ms, 1s or 2m.")] = "1s",
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take back leases, expire old groups, free what nobody needs.
+
+    Workers and the producer do the same while they live; this is for when they do not, and beside them it does no
+    harm. Goes on when the server was away; SIGTERM stops it. It sweeps at least four times per lease: after a longer
+    silence all leases are spared for a while, since it may have been an outage.
+    """
+    every_s = seconds(every)
+    stop = threading.Event()
+    with open_target(redis_url, run_dir, name or run) as target:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        sweep_on(target.run, stop, every_s, once=once, as_json=as_json)
+
+
+def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_json: bool) -> None:
+    """Sweep until `stop` is set; with `once`, until nothing is left to do. Prints what was done."""
+    round_s = min(every_s, run.limits.lease_ms / 4000)
+    while not stop.is_set():
+        try:
+            swept = run.janitor.sweep()
+        except StoreUnavailable as error:
+            if once:
+                raise
+            log.warning("nothing is swept: %s", error)
+            continue
+        is_done = not (swept.has_more or swept.grace_ms)
+        if done := describe(swept):
+            emit_line(asdict(swept)) if as_json else console().print(done)
+        if once and is_done:
+            return
+        if not swept.has_more:
+            stop.wait(round_s)
+
+
+def describe(swept: Swept) -> str:
+    """What a sweep did, in words; empty if it found nothing to do."""
+    parts = (
+        (swept.reaped, "group", "taken back from silent workers"),
+        (swept.buried, "group", "dead after too many tries"),
+        (swept.gone_workers, "worker", "forgotten"),
+        (swept.expired, "group", "too old"),
+        (swept.forgotten, "archived batch", "no longer retained"),
+        (swept.freed, "payload", "freed"),
+        (swept.media, "folder", "of ended groups deleted"),
+    )
+    return ", ".join(f"{plural(number, what)} {done}" for number, what, done in parts if number)
+
+
+def seconds(text: str) -> float:
+    """`500ms`, `1s` or `2m` in seconds; ConfigError says what would be right."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)", text)
+    if not found or not float(found[1]):
+        raise ConfigError(f"{text!r} is no time", hint="a number and its unit, as 500ms, 1s or 2m")
+    return float(found[1]) * _UNITS_S[found[2]]

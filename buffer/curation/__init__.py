@@ -1,0 +1,1 @@
+"""Groups to a file and back, for people who choose data."""

@@ -1,0 +1,184 @@
+"""Files of rollout lines: JSONL, or Parquet where pyarrow is installed. Both are read and written in bounded memory.
+
+In Parquet, token columns are lists of int32 and float32, spans a list of structs; what may nest as it likes (messages,
+reward, sample_params, ground_truth, extra) is JSON text.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from buffer.curation.rollout_line import FIELDS
+from buffer.errors import ConfigError, DatasetError
+
+LINE_BYTES = 256 * 2**20
+"""A longer line of JSON is refused unread."""
+
+_JSON_COLUMNS = ("messages", "reward", "sample_params", "ground_truth", "extra")
+_SPAN = ("start", "length", "version", "lineage")
+_ROWS = 64
+"""Rows in memory at a time; a row group of a Parquet file."""
+
+
+class LineWriter(Protocol):
+    def add(self, line: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+def kind_of(path: Path) -> str:
+    """jsonl or parquet, by the name of the file; ConfigError for any other, or where pyarrow is missing."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{path.name} is neither .jsonl nor .parquet", hint="the ending of the name says the format")
+    if path.suffix == ".parquet":
+        _pyarrow()
+    return path.suffix[1:]
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[LineWriter]:
+    """A writer for a file that appears as a whole, or not at all, and is then on disk. ConfigError where it exists."""
+    kind = kind_of(path)
+    if path.exists():
+        raise ConfigError(f"{path} exists", hint="name a new file")
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        writer: LineWriter = JsonlWriter(hidden) if kind == "jsonl" else ParquetWriter(hidden)
+        try:
+            yield writer
+        finally:
+            writer.close()
+        sync(hidden)
+        hidden.rename(path)
+        sync(path.absolute().parent)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Return once a file, or what a folder says of its files, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, fields) of every line or row, counted from 1. DatasetError names the file and the line."""
+    kind = kind_of(path)
+    try:
+        yield from _read_jsonl(path) if kind == "jsonl" else _read_parquet(path)
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error}") from error
+
+
+class JsonlWriter:
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("wb")
+
+    def add(self, line: dict[str, Any]) -> None:
+        self._stream.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as stream:
+        number = 0
+        while line := stream.readline(LINE_BYTES + 1):
+            number += 1
+            if len(line) > LINE_BYTES:
+                raise DatasetError(f"{path}, line {number}: longer than {LINE_BYTES} bytes")
+            if not line.strip():
+                continue
+            try:
+                yield number, orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise DatasetError(f"{path}, line {number}: not JSON: {error}") from error
+
+
+class ParquetWriter:
+    def __init__(self, path: Path) -> None:
+        self._arrow, parquet = _pyarrow()
+        self._schema = _schema(self._arrow)
+        self._writer = parquet.ParquetWriter(path, self._schema, compression="zstd")
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        row = line | {name: orjson.dumps(line[name]).decode() for name in _JSON_COLUMNS}
+        row["spans"] = [dict(zip(_SPAN, span, strict=True)) for span in line["spans"]]
+        self._rows.append(row)
+        if len(self._rows) == _ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(self._arrow.Table.from_pylist(self._rows, schema=self._schema))
+            self._rows = []
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    arrow, parquet = _pyarrow()
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _from_row(path, number, row)
+    except arrow.ArrowException as error:
+        raise DatasetError(f"{path}, after row {number}: {error}") from error
+
+
+def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a row as a line of JSON has them; a field that is null has its default."""
+    fields = {name: value for name, value in row.items() if value is not None}
+    for name in _JSON_COLUMNS:
+        if isinstance(fields.get(name), str):
+            try:
+                fields[name] = orjson.loads(fields[name])
+            except orjson.JSONDecodeError as error:
+                raise DatasetError(f"{path}, row {number}: {name} is not JSON: {error}") from error
+    if isinstance(fields.get("spans"), list):
+        fields["spans"] = [list(s.values()) if isinstance(s, dict) else s for s in fields["spans"]]
+    return fields
+
+
+def _schema(arrow: Any) -> Any:
+    ids, texts = arrow.list_(arrow.int32()), arrow.string()
+    span = arrow.struct([*((name, arrow.int64()) for name in _SPAN[:3]), ("lineage", texts)])
+    special = {
+        **dict.fromkeys(("index", "samples"), arrow.int32()),
+        "staleness": arrow.int64(),
+        "prompt_ids": ids,
+        "response_ids": ids,
+        "logprobs": arrow.list_(arrow.float32()),
+        "response_mask": arrow.list_(arrow.uint8()),
+        "spans": arrow.list_(span),
+    }
+    return arrow.schema([(name, special.get(name, texts)) for name in FIELDS])
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            "Parquet files need the package pyarrow", hint="pip install 'rolloutmq[parquet]', or use a .jsonl file"
+        ) from error
+    return pyarrow, pyarrow.parquet

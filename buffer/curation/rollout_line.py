@@ -1,0 +1,129 @@
+"""One rollout as data curators see it: a line of a JSONL file, or a row of a Parquet file.
+
+The lines of one group stand together, share what belongs to the prompt, and each say how many they are (`samples`), so
+that a file that was cut off or filtered in the middle of a group is noticed. What an export tells only for people
+(`stage`, `status` of waiting groups, `staleness`) is not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from buffer import wire
+from buffer.errors import WireError
+from buffer.group import RolloutGroup
+from buffer.rollout import RolloutState, SampleParams, Status, VersionSpan
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+SHARED = ("messages", "prompt_ids", "data_source", "ground_truth", "extra")
+"""What all lines of a group say alike: it is stored once."""
+
+FIELDS = (
+    *("gid", "task", "index", "samples", "stage", "status", "staleness", "messages", "prompt_ids", "response"),
+    *("response_ids", "logprobs", "response_mask", "spans", "reward", "finish_reason", "error", "sample_params"),
+    *("data_source", "ground_truth", "extra"),
+)
+"""Every field of a line, in order."""
+
+
+class RolloutLine(BaseModel):
+    """A line that is to be imported. Unknown fields are errors; what has a default may be left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    gid: Annotated[str, Field(min_length=1, max_length=200)]
+    task: str | None = None
+    index: int | None = Field(None, ge=0)
+    samples: int | None = Field(None, ge=1)
+    stage: str | None = None
+    status: Status = Status.COMPLETED
+    staleness: int | None = None
+    messages: list[dict[str, Any]] = []
+    prompt_ids: list[TokenId] = []
+    response: str = ""
+    response_ids: list[TokenId]
+    logprobs: list[Finite]
+    response_mask: list[Literal[0, 1]] | None = None
+    spans: list[VersionSpan] = []
+    reward: dict[str, Finite]
+    finish_reason: str | None = "stop"
+    error: str | None = None
+    sample_params: SampleParams = SampleParams()
+    data_source: str | None = None
+    ground_truth: Any = None
+    extra: dict[str, Any] = {}
+
+    @classmethod
+    def parse(cls, fields: Any) -> RolloutLine:
+        """The line of these fields; ValueError says in one sentence what is wrong."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"a {type(fields).__name__}, not an object")
+        try:
+            line = cls.model_validate(fields)
+            line.state(0)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+        if line.status is not Status.COMPLETED:
+            raise ValueError(f"status: {line.status}; only completed rollouts can be imported")
+        if "score" not in line.reward:
+            raise ValueError("reward: no score")
+        if not line.response_ids:
+            raise ValueError("response_ids: empty; there is nothing to train on")
+        return line
+
+    def state(self, place: int) -> RolloutState:
+        """The rollout, `place` in its group. Raises ValidationError where columns do not agree."""
+        fields = self.model_dump(exclude={"gid", "task", "index", "samples", "stage", "staleness", "sample_params"})
+        spans = [VersionSpan(*span) for span in fields.pop("spans")]
+        return RolloutState(**fields, index=place, sample_params=self.sample_params, spans=spans)
+
+
+def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
+    """The group of these lines under another gid, whole and encodable. ValueError says what is wrong with it."""
+    first = lines[0]
+    if any(line.samples not in (None, len(lines)) for line in lines):
+        raise ValueError(f"group {first.gid} has {len(lines)} lines of {first.samples}: they must stand together")
+    if len({line.task for line in lines}) > 1:
+        raise ValueError(f"group {first.gid} is of several tasks")
+    for name in SHARED:
+        if any(getattr(line, name) != getattr(first, name) for line in lines):
+            raise ValueError(f"group {first.gid}: its lines have different {name}")
+    if {line.index for line in lines} not in ({None}, set(range(len(lines)))):
+        raise ValueError(f"group {first.gid}: the index of its lines is not 0 to {len(lines) - 1}")
+    ordered = sorted(lines, key=lambda line: line.index or 0)
+    states = [line.state(place) for place, line in enumerate(ordered)]
+    group = RolloutGroup(gid, task, states)
+    try:
+        wire.encode_checked(group)
+    except WireError as error:
+        raise ValueError(f"group {first.gid}: {error.message}") from error
+    return group
+
+
+def prompt_of(group: RolloutGroup) -> RolloutGroup:
+    """The group before anything was generated: what an expired one goes back to."""
+    states = [state.model_copy() for state in group.states]
+    for state in states:
+        state.reset_response()
+    return RolloutGroup(group.gid, group.task, states)
+
+
+def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator[dict[str, Any]]:
+    """The lines of a group, with numpy columns."""
+    for state in group.states:
+        fields = {name: getattr(state, name) for name in FIELDS if name in RolloutState.model_fields}
+        fields["prompt_ids"] = group.prompt_ids
+        fields["status"] = state.status.value
+        fields["spans"] = [list(span) for span in state.spans]
+        fields["sample_params"] = state.sample_params.model_dump(exclude_defaults=True)
+        fields["logprobs"] = np.asarray(state.logprobs, np.float32)
+        mine = {"gid": group.gid, "task": group.task, "samples": len(group), "stage": stage, "staleness": staleness}
+        yield {name: (mine | fields)[name] for name in FIELDS}

@@ -1,0 +1,30 @@
+#!lua flags=allow-oom
+-- pass_over: after a loss, move the cursor over draws that came in before it did: they live, or have ended.
+-- One bounded slice.
+-- KEYS[1] control   HASH
+-- KEYS[2] progress  HASH     of the task
+-- KEYS[3] groups    prefix of the group records (HASH)
+-- KEYS[4] archived  STRING   bitmap
+-- KEYS[5] filtered  STRING   bitmap
+-- KEYS[6] dropped   STRING   bitmap
+-- ARGV[1] nonce token    of the producer
+-- ARGV[2] task  name
+-- ARGV[3] limit 1..512  draws at most
+-- replies OK cursor left (1 = the next draw may have come in, too) | FENCED
+-- keeps I1 (ahead goes down as the cursor goes up), I3 (passes over nothing that must still be drawn), I7, I13 (absolute)
+local control, progress, groups = KEYS[1], KEYS[2], KEYS[3]
+local archived, filtered, dropped = KEYS[4], KEYS[5], KEYS[6]
+local nonce, task, limit = ARGV[1], ARGV[2], num(ARGV[3])
+
+if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
+local counts = redis.call('HMGET', progress, 'cursor', 'ahead')
+local cursor, ahead = num(counts[1]), num(counts[2])
+local stop = cursor + math.min(limit, ahead)
+local draw = cursor
+while draw < stop do
+  local ended = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
+  if not ended and redis.call('EXISTS', groups .. string.format('%s-%010d', task, draw)) == 0 then break end
+  draw = draw + 1
+end
+if draw > cursor then redis.call('HSET', progress, 'cursor', int(draw), 'ahead', int(ahead - (draw - cursor))) end
+return {'OK', int(draw), (draw == stop and stop < cursor + ahead) and 1 or 0}

@@ -1,0 +1,102 @@
+#!lua flags=allow-oom
+-- reassert: after a loss, the trainer's checkpoint knows how draws ended and the server does not: end them again, by
+-- value, wherever they came back to life. Or, for a trainer that goes back below what is freed: let them be drawn again.
+-- One bounded slice of one task.
+-- KEYS[1] control      HASH
+-- KEYS[2] groups       prefix of the group records (HASH)
+-- KEYS[3] jobs         prefix of the waiting lines (STREAM)
+-- KEYS[4] pools        prefix of the pools (ZSET)
+-- KEYS[5] orders       prefix of the order indexes (ZSET)
+-- KEYS[6] progress     prefix of the tasks' accounts (HASH)
+-- KEYS[7] ended        prefix of the bitmaps (STRING)
+-- KEYS[8] leases       ZSET
+-- KEYS[9] holders      prefix of the workers' holds (SET)
+-- KEYS[10] dead        ZSET
+-- KEYS[11] dead_letters prefix of the reasons (STRING)
+-- KEYS[12] garbage     SET
+-- KEYS[13] events      STREAM
+-- KEYS[14] bytes       HASH
+-- ARGV[1] nonce token   of the trainer
+-- ARGV[2] task  name
+-- ARGV[3] first 0..     draw of the first imported group of every task
+-- ARGV[4] seen  0..     cursor that the checkpoint knows
+-- ARGV[5] lost  0..     draws before that which the server forgot and must be drawn again; counted once
+-- ARGV[6+] draw, place  0..67_108_863, archived|dropped|again x0..128  by rising draw; again = drawn again, if archived
+-- replies OK changed | FENCED | TAKEN gid (dissolve its batch first) | DRAW next (an imported draw would leave a hole)
+-- keeps I1 (`enqueued` counts what came in; what came in before the cursor got there is `ahead` of it), I2, I6, I7, I12, I13
+local control, groups, jobs, pools, orders, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local ended, leases, holders, dead, dead_letters = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local garbage, events, bytes = KEYS[12], KEYS[13], KEYS[14]
+local nonce, task, first, seen, lost = ARGV[1], ARGV[2], num(ARGV[3]), num(ARGV[4]), num(ARGV[5])
+
+if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
+local keys = task_keys({groups = groups, jobs = jobs, pools = pools, orders = orders, progress = progress,
+  leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, task)
+local account, bitmaps = keys.progress, {}
+for _, place in ipairs({'archived', 'filtered', 'dropped'}) do bitmaps[place] = ended .. task .. ':' .. place end
+local counts = redis.call('HMGET', account, 'put', 'imported', 'cursor', 'ahead', 'reach', 'lost_to')
+local outside, cursor = first + num(counts[1]) + num(counts[2]), num(counts[3])
+local ahead, reach = num(counts[4]), math.max(cursor, num(counts[5]))
+
+local draws = {}
+for i = 6, #ARGV - 1, 2 do
+  local draw, place = num(ARGV[i]), ARGV[i + 1]
+  local gid = string.format('%s-%010d', task, draw)
+  local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
+  if held and held.stage == 'taken' then return {'TAKEN', gid} end
+  if not held and not now and draw >= first then
+    if draw ~= outside then return {'DRAW', int(outside)} end
+    outside = outside + 1
+  end
+  draws[#draws + 1] = {draw = draw, place = place, gid = gid, held = held, now = now}
+end
+
+local changed, again, moved = 0, 0, {}
+local function count(name, by) moved[name] = (moved[name] or 0) + by end
+for _, one in ipairs(draws) do
+  local draw, place, held, now = one.draw, one.place, one.held, one.now
+  if place == 'again' then
+    if now == 'archived' then
+      redis.call('SETBIT', bitmaps.archived, draw, 0)
+      count('archived', -1)
+      count('enqueued', -1)
+      redis.call('SREM', garbage, one.gid .. ' init 1')
+      if draw < cursor then
+        -- all others between here and there stay in
+        ahead, cursor = ahead + cursor - draw - 1, draw
+      else
+        ahead = ahead - 1
+      end
+      again = again + 1
+    end
+  elseif held or now ~= place then
+    if held then
+      leave(keys, one.gid, held)
+      redis.call('SADD', garbage, one.gid .. ' init 1')
+      if held.payload ~= 'init' then redis.call('SADD', garbage, one.gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
+      count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))
+      redis.call('UNLINK', groups .. one.gid)
+    elseif now then
+      redis.call('SETBIT', bitmaps[now], draw, 0)
+      count(now, -1)
+    elseif draw >= first then
+      count('imported', 1)
+    else
+      count('enqueued', 1)
+      ahead, reach = ahead + 1, math.max(reach, draw + 1)
+    end
+    redis.call('SETBIT', bitmaps[place], draw, 1)
+    count(place, 1)
+    changed = changed + 1
+  end
+end
+for name, by in pairs(moved) do redis.call('HINCRBY', account, name, by) end
+redis.call('HSET', control, 'trainer_seen_ms', int(now_ms()))
+if num(counts[6]) >= seen then lost = 0 end
+if changed + again + lost > 0 then
+  redis.call('HSET', account, 'cursor', int(cursor), 'ahead', int(ahead), 'reach', int(reach), 'lost_to', int(math.max(seen, num(counts[6]))))
+  redis.call('HINCRBY', account, 'reasserted', changed)
+  redis.call('HINCRBY', account, 'regenerated', again + lost)
+  log_event(events, 'reasserted', 'task', task, 'groups', changed, 'regenerated', int(again + lost))
+end
+return {'OK', changed + again}

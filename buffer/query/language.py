@@ -1,0 +1,213 @@
+"""Questions about groups: a dict in, a small typed tree out, yes or no for a record (XTuner's query language).
+
+    {"status": "completed", "staleness": {"$gte": 2}}              entries are ANDed; a plain value means $eq
+    {"$or": [{"task": "math"}, {"tokens": {"$between": [1, 99]}}]}  $and and $or hold lists, and nest
+    {}                                                             every group
+
+An empty $and is true, an empty $or false, and {"tries": {}} asks nothing. What a group has not (a version before
+its first token, say) is None: it equals only None, and is neither above nor below anything. Whatever is wrong
+with a question is found when it is parsed, never by what the data happens to hold.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+from buffer.errors import QueryError
+from buffer.query.record import STAGES, GroupRecord
+from buffer.rollout import Status
+
+MAX_DEPTH = 32
+"""Levels of $and and $or."""
+
+Scalar = str | int | float | None
+
+
+class Field(NamedTuple):
+    """What may be asked of a field: `choices` are all values of one without an order."""
+
+    attribute: str
+    kind: Literal["text", "number"]
+    may_be_missing: bool = False
+    choices: tuple[str, ...] = ()
+
+
+FIELDS: Mapping[str, Field] = {
+    "task": Field("task", "text"),
+    "status": Field("status", "text", choices=tuple(str(status) for status in Status)),
+    "stage": Field("stage", "text", choices=STAGES),
+    "staleness": Field("staleness", "number", may_be_missing=True),
+    "version": Field("version", "number", may_be_missing=True),
+    "gid": Field("gid", "text"),
+    "draw": Field("draw", "number"),
+    "tries": Field("tries", "number"),
+    "aborts": Field("aborts", "number"),
+    "owner": Field("owner", "text", may_be_missing=True),
+    "samples": Field("samples", "number"),
+    "tokens": Field("tokens", "number"),
+    "size": Field("size", "number"),
+    "reward": Field("reward", "number", may_be_missing=True),
+    "arrival": Field("arrival", "number", may_be_missing=True),
+    "time": Field("time_ms", "number", may_be_missing=True),
+}
+
+ORDERINGS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "$gt": operator.gt,
+    "$gte": operator.ge,
+    "$lt": operator.lt,
+    "$lte": operator.le,
+    "$between": lambda value, ends: bool(ends[0] <= value <= ends[1]),
+}
+"""False for what a group has not."""
+
+EQUALITIES: Mapping[str, Callable[[Any, Any], bool]] = {
+    "$eq": operator.eq,
+    "$ne": operator.ne,
+    "$in": lambda value, members: value in members,
+    "$not_in": lambda value, members: value not in members,
+}
+
+OPERATORS = (*EQUALITIES, *ORDERINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One field against a scalar, a frozenset ($in, $not_in) or both ends ($between). Made by `parse`."""
+
+    field: str
+    operator: str
+    operand: Any
+
+    def holds(self, value: Scalar) -> bool:
+        if equality := EQUALITIES.get(self.operator):
+            return equality(value, self.operand)
+        return value is not None and ORDERINGS[self.operator](value, self.operand)
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """True where every part is: true without parts."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """True where some part is: false without parts."""
+
+    parts: tuple[Node, ...]
+
+
+Node = Condition | AllOf | AnyOf
+TRUE, FALSE = AllOf(()), AnyOf(())
+
+
+def parse(query: object) -> Node:
+    """The tree of a query (a dict, or a tree that was parsed before). QueryError says what is allowed instead."""
+    return _expression(query, 0)
+
+
+def matches(node: Node, record: GroupRecord) -> bool:
+    """Whether a record is what was asked for. Never raises for a parsed tree."""
+    match node:
+        case Condition():
+            return node.holds(getattr(record, FIELDS[node.field].attribute))
+        case AllOf():
+            return all(matches(part, record) for part in node.parts)
+        case AnyOf():
+            return any(matches(part, record) for part in node.parts)
+
+
+def field_of(name: object) -> Field:
+    """What may be asked of the field of that name. QueryError names those there are."""
+    field = FIELDS.get(name) if isinstance(name, str) else None
+    if field is None:
+        raise QueryError(f"there is no field {_show(name)} to ask for", hint=f"fields: {', '.join(FIELDS)}")
+    return field
+
+
+# parsing --------------------------------------------------------------------------------------------------------
+
+
+def _expression(query: object, depth: int) -> Node:
+    if isinstance(query, Condition | AllOf | AnyOf):
+        return query
+    if depth > MAX_DEPTH:
+        raise QueryError("a query is nested too deeply", hint=f"at most {MAX_DEPTH} levels of $and and $or")
+    if not isinstance(query, dict):
+        raise QueryError(f"a query is a map of fields, not {_show(query)}", hint='as in {"status": "completed"}')
+    return _all_of([_entry(name, value, depth) for name, value in query.items()])
+
+
+def _all_of(parts: list[Node]) -> Node:
+    return parts[0] if len(parts) == 1 else AllOf(tuple(parts))
+
+
+def _entry(name: object, value: object, depth: int) -> Node:
+    if name in ("$and", "$or"):
+        if not isinstance(value, list):
+            raise QueryError(f"{name} needs a list of queries, not {_show(value)}", hint='{"$or": [{…}, {…}]}')
+        parts = tuple(_expression(part, depth + 1) for part in value)
+        return AllOf(parts) if name == "$and" else AnyOf(parts)
+    if isinstance(name, str) and name.startswith("$"):
+        raise QueryError(f"{_show(name)} cannot stand here", hint="a field, $and or $or: operators go below a field")
+    field = field_of(name)
+    conditions = value if isinstance(value, dict) else {"$eq": value}
+    return _all_of([_condition(str(name), field, each, operand) for each, operand in conditions.items()])
+
+
+def _condition(name: str, field: Field, op: object, operand: object) -> Condition:
+    if not isinstance(op, str) or op not in OPERATORS:
+        raise QueryError(f"{name}: there is no operator {_show(op)}", hint=f"operators: {', '.join(OPERATORS)}")
+    if op in ORDERINGS and field.choices:
+        raise QueryError(f"{name}: {op} asks for an order, and {name} has none", hint=", ".join(EQUALITIES))
+    where = f"{name}: {op}"
+    if op in ("$in", "$not_in"):
+        return Condition(name, op, frozenset(_scalar(where, field, each) for each in _list(where, operand)))
+    if op == "$between":
+        return Condition(name, op, _ends(where, field, operand))
+    return Condition(name, op, _scalar(where, field, operand, is_ordered=op in ORDERINGS))
+
+
+def _list(where: str, value: object) -> list[object]:
+    if not isinstance(value, list | tuple):
+        raise QueryError(f"{where} needs a list of values, not {_show(value)}", hint='as in {"$in": [1, 2]}')
+    return list(value)
+
+
+def _ends(where: str, field: Field, value: object) -> tuple[Any, Any]:
+    ends = [_scalar(where, field, end, is_ordered=True) for end in _list(where, value)]
+    if len(ends) != 2 or ORDERINGS["$gt"](ends[0], ends[1]):
+        raise QueryError(f"{where} needs [lowest, highest], not {_show(value)}", hint="both ends are included")
+    return ends[0], ends[1]
+
+
+def _scalar(where: str, field: Field, value: object, *, is_ordered: bool = False) -> Scalar:
+    if value is None and field.may_be_missing and not is_ordered:
+        return None
+    if field.choices and (not isinstance(value, str) or value not in field.choices):
+        raise QueryError(f"{where} cannot be {_show(value)}", hint=f"one of {', '.join(field.choices)}")
+    if field.kind == "text" and isinstance(value, str):
+        return str(value)
+    if field.kind == "number" and _is_number(value):
+        return value
+    kinds = {"text": "a text", "number": "a finite number"}[field.kind]
+    missing = ", or null where there is none" if field.may_be_missing and not is_ordered else ""
+    raise QueryError(f"{where} cannot be {_show(value)}", hint=f"{kinds}{missing}")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    # True is an int to Python, and NaN lies between nothing
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def _show(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"this {type(value).__name__}"

@@ -1,0 +1,125 @@
+"""What an index answers of a question before any record is read.
+
+An index knows some fields of all its groups: a pool their task, stage and status. `narrow` puts these into the
+question; what is left is false (skip the index), a range of versions (which is how a pool is sorted), or more.
+Every answer here may be too wide, never too narrow: records are asked the whole question in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from buffer.query.language import FALSE, TRUE, AllOf, AnyOf, Condition, Node, Scalar
+
+MAX_VERSION = 2**53
+"""No policy version is as high (`buffer.wire`), and a score of a sorted set is exact up to here."""
+
+
+class VersionRange(NamedTuple):
+    """Versions from `low` to `high`, both included; `high` infinite: groups without a version as well."""
+
+    low: float
+    high: float
+
+    @property
+    def is_empty(self) -> bool:
+        return self.low > self.high
+
+
+EVERY = VersionRange(-math.inf, math.inf)
+NOTHING = VersionRange(1, 0)
+
+
+def narrow(node: Node, known: Mapping[str, Scalar]) -> Node:
+    """What is left to ask once some fields are known; TRUE or FALSE where nothing is."""
+    if isinstance(node, Condition):
+        if node.field not in known:
+            return node
+        return TRUE if node.holds(known[node.field]) else FALSE
+    # in an AllOf TRUE adds nothing and FALSE decides; in an AnyOf it is the other way round
+    neutral, deciding = (TRUE, FALSE) if isinstance(node, AllOf) else (FALSE, TRUE)
+    left = [part for part in (narrow(part, known) for part in node.parts) if part != neutral]
+    if deciding in left:
+        return deciding
+    return left[0] if len(left) == 1 else type(node)(tuple(left))
+
+
+def pinned(node: Node, field: str) -> frozenset[Any] | None:
+    """The only values of a field that can fit; None where the question names none."""
+    match node:
+        case Condition(name, "$eq", value) if name == field:
+            return frozenset([value])
+        case Condition(name, "$in", values) if name == field:
+            return frozenset(values)
+        case AllOf(parts):
+            found = [values for part in parts if (values := pinned(part, field)) is not None]
+            return frozenset.intersection(*found) if found else None
+        case AnyOf(parts):
+            each = [pinned(part, field) for part in parts]
+            named = [values for values in each if values is not None]
+            return frozenset().union(*named) if len(named) == len(each) else None
+    return None
+
+
+def version_range(node: Node, taken: int) -> VersionRange:
+    """The versions of groups in a pool that can fit, when `taken` is the last step taken.
+
+    There, staleness is `taken - version`: it counts up to the next step.
+    """
+    match node:
+        case Condition("version"):
+            return _clamped(*_integers(node))
+        case Condition("staleness"):
+            low, high = _integers(node)
+            return _clamped(taken - high, taken - low)
+        case AllOf(parts):
+            ranges = [EVERY, *(version_range(part, taken) for part in parts)]
+            return VersionRange(max(r.low for r in ranges), min(r.high for r in ranges))
+        case AnyOf(parts):
+            wanted = [r for r in (version_range(part, taken) for part in parts) if not r.is_empty]
+            return VersionRange(min(r.low for r in wanted), max(r.high for r in wanted)) if wanted else NOTHING
+    return EVERY
+
+
+def is_exact(node: Node) -> bool:
+    """Whether `version_range` says all that a question does, so that counting needs no record."""
+    match node:
+        case Condition("version" | "staleness", op, operand):
+            return op in _BOUNDS and operand is not None
+        case AllOf(parts):
+            return all(is_exact(part) for part in parts)
+    return False
+
+
+_BOUNDS: Mapping[str, Callable[[Any], tuple[float, float]]] = {
+    "$eq": lambda x: (math.ceil(x), math.floor(x)),
+    "$gt": lambda x: (math.floor(x) + 1, MAX_VERSION),
+    "$gte": lambda x: (math.ceil(x), MAX_VERSION),
+    "$lt": lambda x: (-MAX_VERSION, math.ceil(x) - 1),
+    "$lte": lambda x: (-MAX_VERSION, math.floor(x)),
+    "$between": lambda ends: (math.ceil(ends[0]), math.floor(ends[1])),
+}
+"""Lowest and highest integer that fit. All but $eq null leave out groups without a version."""
+
+
+def _integers(condition: Condition) -> tuple[float, float]:
+    operand = condition.operand
+    if condition.operator == "$in" and None not in operand:
+        return (math.ceil(min(operand)), math.floor(max(operand))) if operand else NOTHING
+    if condition.operator not in _BOUNDS or operand is None:
+        return EVERY
+    return _BOUNDS[condition.operator](operand)
+
+
+def _clamped(low: float, high: float) -> VersionRange:
+    if high == math.inf:
+        return EVERY
+    if low > high:
+        return NOTHING
+    return VersionRange(_near(low), _near(high))
+
+
+def _near(bound: float) -> float:
+    return max(-MAX_VERSION, min(MAX_VERSION, bound))

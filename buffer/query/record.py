@@ -1,0 +1,108 @@
+"""The short facts of one group, as its record in Redis tells them; payloads are never read for them.
+
+Whoever lists groups reads these, and only these: `language.py` asks about them, `scan.py` finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from buffer.keys import split_group_id
+
+STAGES = ("waiting", "running", "pool", "taken", "dead")
+"""Where a group that has a record may be, in the order of its life."""
+
+RECORD_FIELDS = ("stage", "status", "version", "tries", "aborts", "owner", "samples", "tokens", "size",
+                 "reward", "arrival", "batch", "entry", "claimed_ms", "submitted_ms")  # fmt: skip
+"""What is read of a record (`group:<gid>`)."""
+
+
+class Moment(NamedTuple):
+    """What ages are counted from: the last step taken, and the server's clock (ms)."""
+
+    taken: int
+    now_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """None stands for what a group has not (yet).
+
+    `staleness` counts up to the step that took the group, or else to the next step. `owner` holds it, or held it
+    last. `reward` is the mean score of a completed group. `arrival` is the number of its last hand-in. `time_ms`
+    has passed since it began to wait, was claimed, or was handed in, whichever came last. `size` is in bytes: of
+    the result, or of the prompt where there is none (any more).
+    """
+
+    gid: str
+    task: str
+    draw: int
+    stage: str
+    status: str
+    version: int | None
+    staleness: int | None
+    tries: int
+    aborts: int
+    owner: str | None
+    samples: int
+    tokens: int
+    size: int
+    reward: float | None
+    arrival: int | None
+    time_ms: int | None
+    batch: str | None
+
+    @classmethod
+    def parse(cls, gid: str, values: Sequence[bytes | None], moment: Moment) -> GroupRecord | None:
+        """The record behind the values of `RECORD_FIELDS`; None where the group has ended meanwhile."""
+        return cls.of(gid, {n: value.decode() for n, value in zip(RECORD_FIELDS, values, strict=True) if value}, moment)
+
+    @classmethod
+    def of(cls, gid: str, record: Mapping[str, str], moment: Moment) -> GroupRecord | None:
+        """The same, of a whole record."""
+        fields = {name: value for name, value in record.items() if value}
+        if "stage" not in fields:
+            return None
+        task, draw = split_group_id(gid)
+        version = int(fields["version"]) if "version" in fields else None
+        return cls(
+            gid=gid,
+            task=task,
+            draw=draw,
+            stage=fields["stage"],
+            status=fields.get("status", ""),
+            version=version,
+            staleness=None if version is None else _used_by(fields, moment) - version - 1,
+            tries=int(fields.get("tries", 0)),
+            aborts=int(fields.get("aborts", 0)),
+            owner=fields.get("owner"),
+            samples=int(fields.get("samples", 0)),
+            tokens=int(fields.get("tokens", 0)),
+            size=int(fields.get("size", 0)),
+            reward=_mean_score(fields),
+            arrival=int(fields["arrival"]) if "arrival" in fields else None,
+            time_ms=_age_ms(fields, moment),
+            batch=fields.get("batch"),
+        )
+
+
+def _used_by(fields: dict[str, str], moment: Moment) -> int:
+    """The train step that took the group, or may take it next."""
+    ledger, _, step = fields.get("batch", "").rpartition(":")
+    return int(step) if fields["stage"] == "taken" and ledger == "train" else moment.taken + 1
+
+
+def _mean_score(fields: dict[str, str]) -> float | None:
+    # the scores of an interrupted group are not counted
+    samples = int(fields.get("samples", 0))
+    is_scored = fields.get("status") == "completed" and "reward" in fields and samples
+    return float(fields["reward"]) / samples if is_scored else None
+
+
+def _age_ms(fields: dict[str, str], moment: Moment) -> int | None:
+    # the entry of a stream begins with the ms in which it was added
+    noted = (fields.get("entry", "").partition("-")[0], fields.get("claimed_ms"), fields.get("submitted_ms"))
+    times = [int(time) for time in noted if time]
+    return max(0, moment.now_ms - max(times)) if times else None

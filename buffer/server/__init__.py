@@ -1,0 +1,1 @@
+"""The server of a run: found, checked, started, or played in memory."""

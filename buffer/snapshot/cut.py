@@ -1,0 +1,178 @@
+"""The index of a run as of one instant, page by page, without a lock and without stopping anything.
+
+The index is read while its keys are WATCHed: at the end, the server itself says whether any of them has changed since.
+Every script that changes a group's record, a manifest or a dead letter also changes one of the watched keys (a pool,
+a stream, the counters of its task), so that these need not be watched one by one. Heartbeats, beats of trainer and
+producer, and bells touch none of them.
+
+The cut is of a run at rest: who is trainer, producer or worker is left out, and running groups wait again, in the lane
+of groups that resume, with their try given back. Events and garbage are left out, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import redis
+
+from buffer.keys import ENDS, LANES, POOLS, Keys
+from buffer.limits import SCHEMA, RunLimits
+from buffer.snapshot.folder import Item, Kind
+from buffer.snapshot.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
+from buffer.store import Store
+
+LEDGERS = ("train", "eval")
+
+_ROLES = {f"{role}{suffix}" for role in ("trainer", "producer") for suffix in ("", "_seen_ms", "_closed")}
+_RESTING = {"stage": "waiting", "token": "", "owner": ""}
+_IN_WORK = ("running", "judging")
+
+Advance = Callable[[str, int], object]
+"""Told what is being done, and how many items of it are done by now."""
+
+
+def no_advance(what: str, done: int) -> None:
+    """For callers that show nothing."""
+
+
+class IndexCut:
+    """One pass over the index of a run: `items` once, then `groups` and `was_running` say what there was."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
+        self._store, self._keys, self._limits = store, keys, limits
+        self._walk = RecordWalk(store, keys)
+        self._entries: dict[str, tuple[int, int]] = {}
+        self.meta: dict[str, str] = {}
+        self.groups = 0
+        self.was_running = 0
+
+    def copy(self, write: Callable[[Item], object]) -> bool:
+        """Write all items. False where the index changed meanwhile: what was written is then worth nothing."""
+        with self._store.bulk.pipeline() as pipe:
+            try:
+                pipe.watch(*self.watched())
+                control = self._control()
+                for item in self._items(control):
+                    write(item)
+                pipe.multi()
+                pipe.exists(self._keys.meta)
+                pipe.execute()
+            except redis.WatchError:
+                return False
+        # beats change this hash all the time, so it is compared without them
+        return control == self._control()
+
+    def watched(self) -> list[str]:
+        """One of these changes whenever a group moves; see the module's text."""
+        keys = self._keys
+        fixed = [keys.meta, keys.lineages, keys.dead, keys.bytes, *map(keys.ledger, LEDGERS)]
+        for task in self._limits.tasks:
+            fixed += [keys.progress(task), keys.order(task), *keys.all_jobs(task), *keys.all_pools([task])]
+            fixed += [keys.ended(task, end) for end in ENDS]
+        return fixed
+
+    def _items(self, control: dict[bytes, bytes]) -> Iterator[Item]:
+        keys, tasks = self._keys, list(self._limits.tasks)
+        meta = self._ask("hgetall", keys.meta)
+        self.meta = {k.decode(): v.decode() for k, v in meta.items()} | {"schema": SCHEMA}
+        yield Item("hash", "control", _flat(control))
+        yield from self._list(keys.lineages)
+        if counted := self._ask("hgetall", keys.bytes):
+            yield self._item("hash", keys.bytes, _flat(counted))
+        for ledger in LEDGERS:
+            yield from self._ledger(ledger)
+        for task in tasks:
+            for end in ENDS:
+                yield from self._bits(keys.ended(task, end))
+            for lane in LANES:
+                yield from self._stream(keys.jobs(task, lane))
+            for status in POOLS:
+                yield from self._zset(keys.pool(task, status))
+            yield from self._zset(keys.order(task))
+        yield from self._zset(keys.dead)
+        for task in tasks:
+            yield from self._groups(task)
+            yield from self._progress(task)
+
+    def _control(self) -> dict[bytes, bytes]:
+        fields: dict[bytes, bytes] = self._ask("hgetall", self._keys.control)
+        return {name: value for name, value in fields.items() if name.decode() not in _ROLES}
+
+    def _ledger(self, name: str) -> Iterator[Item]:
+        keys = self._keys
+        fields = self._ask("hgetall", keys.ledger(name))
+        if not fields:
+            return
+        yield self._item("hash", keys.ledger(name), _flat(fields))
+        # archived batches that are retained, then those that may be delivered again
+        for step in range(int(fields.get(b"forgotten", 0)) + 1, int(fields.get(b"taken", 0)) + 1):
+            yield from self._list(keys.batch(name, step))
+
+    def _progress(self, task: str) -> Iterator[Item]:
+        fields = self._ask("hgetall", self._keys.progress(task))
+        if fields:
+            resting = {name: b"0" for name in (b"running", b"judging") if name in fields}
+            yield self._item("hash", self._keys.progress(task), _flat(fields | resting))
+
+    def _list(self, key: str) -> Iterator[Item]:
+        start = 0
+        while values := self._ask("lrange", key, start, start + PAGE - 1):
+            yield self._item("list", key, values)
+            start += PAGE
+
+    def _zset(self, key: str) -> Iterator[Item]:
+        start = 0
+        while pairs := self._ask("zrange", key, start, start + PAGE - 1, withscores=True):
+            yield self._item("zset", key, [part for pair in pairs for part in pair])
+            start += PAGE
+
+    def _stream(self, key: str) -> Iterator[Item]:
+        last = "-"
+        while entries := self._ask("xrange", key, last, "+", PAGE):
+            yield self._item("stream", key, [[entry, _flat(fields)] for entry, fields in entries])
+            milliseconds, _, number = entries[-1][0].decode().partition("-")
+            self._entries[key] = (int(milliseconds), int(number))
+            last = f"({milliseconds}-{number}"
+
+    def _bits(self, key: str) -> Iterator[Item]:
+        size = self._ask("strlen", key)
+        for offset in range(0, size, PAGE_DRAWS // 8):
+            page = self._walk.bits(key, offset)
+            # imported groups are numbered far away from the others: most pages between are empty
+            if page.strip(b"\0"):
+                yield self._item("bits", key, [offset, page])
+
+    def _groups(self, task: str) -> Iterator[Item]:
+        for gid, record in self._walk.records(task):
+            self.groups += 1
+            if record["stage"] in _IN_WORK:
+                record, job = self._at_rest(task, gid, record)
+                yield job
+            elif record["stage"] == "dead":
+                letter = self._ask("get", self._keys.dead_letter(gid))
+                yield self._item("string", self._keys.dead_letter(gid), letter or b"{}")
+            yield self._item("hash", self._keys.group(gid), _flat(record))
+
+    def _at_rest(self, task: str, gid: str, record: Record) -> tuple[Record, Item]:
+        """The record of a running group as if its worker had handed it back, and the job it is now."""
+        lane = "eval" if record["lane"] == "eval" else "resume"
+        stream = self._keys.jobs(task, lane)
+        milliseconds, number = self._entries.get(stream, (0, 0))
+        self._entries[stream] = (milliseconds, number + 1)
+        entry = f"{milliseconds}-{number + 1}"
+        self.was_running += 1
+        tries = str(int(record["tries"]) - 1)
+        job = self._item("stream", stream, [[entry, ["gid", gid, "payload", record["payload"]]]])
+        return record | _RESTING | {"lane": lane, "tries": tries, "entry": entry}, job
+
+    def _item(self, kind: Kind, key: str, data: Any) -> Item:
+        return Item(kind, key.removeprefix(self._keys.prefix), data)
+
+    def _ask(self, command: str, *arguments: str | int, **options: bool) -> Any:
+        call = getattr(self._store.bulk, command)
+        return self._store.retrying("snapshot", lambda: call(*arguments, **options))
+
+
+def _flat(fields: dict[Any, Any]) -> list[Any]:
+    return [part for pair in fields.items() for part in pair]

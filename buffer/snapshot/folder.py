@@ -1,0 +1,242 @@
+"""A snapshot on disk: a folder of msgpack files and a manifest, readable without Python and without pickle.
+
+    manifest.json         {"manifest": {...}, "blake2b": checksum of the manifest as compact JSON with sorted keys}
+    index-00000.msgpack   control, lineages, bytes, ledgers, batches, bitmaps, streams, pools, orders, dead letters,
+                          records, counters
+    payloads-00000.msgpack
+    media-00000.msgpack   files that payloads refer to (buffer/media.py)
+
+A file is a row of msgpack arrays [kind, key, data]; keys stand without their prefix, so that a run can be resumed
+under another name. The manifest is written last and the folder renamed into place: it is whole or not there. Whatever
+was cut off or altered since is found before anything is loaded.
+
+    kind     data
+    hash     [field, value, field, value, …]
+    zset     [member, score, member, score, …]
+    stream   [[id, [field, value, …]], …]
+    list     [value, …]
+    bits     [offset in bytes, bytes]
+    string   bytes
+    file     [offset in bytes, bytes]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, get_args
+
+import msgpack
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from buffer.errors import SchemaVersionError, SnapshotError
+
+FORMAT = "rolloutmq-snapshot"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+FILE_BYTES = 64 * 2**20
+"""A file that has grown beyond this is followed by the next one."""
+
+ITEM_BYTES = 16 * 2**20
+"""One item is smaller: a reader needs no more memory than this, whatever the snapshot holds."""
+
+KEY = re.compile(
+    r"control|lineages|dead|bytes|"
+    r"(control|ledger|progress|ended|jobs|pool|order|batch|dead|group|payload|media):[A-Za-z0-9_.:-]+"
+)
+
+Kind = Literal["hash", "zset", "stream", "list", "bits", "string", "file"]
+KINDS = get_args(Kind)
+SectionName = Literal["index", "payloads", "media"]
+
+
+class Item(NamedTuple):
+    """A key, or a slice of one."""
+
+    kind: Kind
+    key: str
+    data: Any
+
+
+class FileFacts(BaseModel):
+    """What a file must be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    bytes: int
+    items: int
+    blake2b: str
+
+
+class SnapshotFacts(BaseModel):
+    """The manifest. `meta` holds the run's nonce and limits; `groups` and `payload_bytes` are for people."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: str = FORMAT
+    version: int = VERSION
+    run: str
+    saved_ms: int
+    meta: dict[str, str]
+    groups: int
+    was_running: int
+    payload_bytes: int
+    media_bytes: int = 0
+    files: dict[str, FileFacts]
+
+
+class Section:
+    """Writes the files of one section, one behind the other."""
+
+    def __init__(self, folder: Path, name: SectionName) -> None:
+        self.name: SectionName = name
+        self.files: dict[str, FileFacts] = {}
+        self._folder = folder
+        self._stream: IO[bytes] | None = None
+        self._open_file = ""
+
+    def __enter__(self) -> Section:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, item: Item) -> None:
+        packed = msgpack.packb(item)
+        if self._stream is None:
+            self._open_file = f"{self.name}-{len(self.files):05d}.msgpack"
+            self._stream = (self._folder / self._open_file).open("wb")
+            self._digest, self._bytes, self._items = hashlib.blake2b(digest_size=32), 0, 0
+        self._stream.write(packed)
+        self._digest.update(packed)
+        self._bytes += len(packed)
+        self._items += 1
+        if self._bytes >= FILE_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """End the file in progress; it is on disk."""
+        if self._stream is None:
+            return
+        with self._stream as stream:
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._stream = None
+        facts = FileFacts(bytes=self._bytes, items=self._items, blake2b=self._digest.hexdigest())
+        self.files[self._open_file] = facts
+
+    def discard(self) -> None:
+        """Begin again."""
+        self.close()
+        for name in self.files:
+            (self._folder / name).unlink()
+        self.files = {}
+
+    def items(self) -> Iterator[Item]:
+        """What was written, in order."""
+        for name in self.files:
+            yield from read_items(self._folder / name)
+
+
+@contextmanager
+def new_snapshot(folder: Path) -> Iterator[Path]:
+    """A hidden folder beside `folder`, renamed to it at the end; removed where something goes wrong."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SnapshotError(f"{folder} exists and is not an empty folder", hint="name a new folder")
+    hidden = folder.absolute().with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        hidden.mkdir(parents=True)
+        yield hidden
+        _sync(hidden)
+        hidden.rename(folder)
+        _sync(folder.absolute().parent)
+    except OSError as error:
+        raise SnapshotError(f"the snapshot could not be written: {error}", hint="nothing was kept of it") from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def write_manifest(folder: Path, facts: SnapshotFacts) -> None:
+    """The last file of a snapshot."""
+    body = facts.model_dump()
+    document = {"manifest": body, "blake2b": _checksum(body)}
+    with (folder / MANIFEST).open("wb") as stream:
+        stream.write(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(folder: Path) -> SnapshotFacts:
+    """The manifest of a snapshot of this version. Raises SnapshotError, SchemaVersionError."""
+    file = folder / MANIFEST
+    try:
+        document = orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise SnapshotError(f"{folder} holds no snapshot: {MANIFEST}: {error}") from error
+    body = document.get("manifest") if isinstance(document, dict) else None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise SnapshotError(f"{file} is not the manifest of a snapshot")
+    if body.get("version") != VERSION:
+        raise SchemaVersionError(f"{file} has version {body.get('version')!r:.40}; this one reads {VERSION}")
+    if document.get("blake2b") != _checksum(body):
+        raise SnapshotError(f"{file} was altered: its checksum is another one")
+    try:
+        return SnapshotFacts.model_validate(body)
+    except ValidationError as error:
+        raise SnapshotError(f"{file}: {error}") from error
+
+
+def verify(folder: Path, facts: SnapshotFacts) -> None:
+    """Raises SnapshotError unless every file is there as it was written. Reads all of it."""
+    for name, expected in facts.files.items():
+        file = folder / name
+        try:
+            with file.open("rb") as stream:
+                found = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+                size = stream.tell()
+        except OSError as error:
+            raise SnapshotError(f"{file} cannot be read: {error}") from error
+        if size != expected.bytes:
+            raise SnapshotError(f"{file} has {size} bytes, {expected.bytes} were written: it was cut off or altered")
+        if found != expected.blake2b:
+            raise SnapshotError(f"{file} was altered: its checksum is another one")
+
+
+def read_items(file: Path) -> Iterator[Item]:
+    """The items of a file, in order, in bounded memory. Raises SnapshotError."""
+    with file.open("rb") as stream:
+        unpacker = msgpack.Unpacker(stream, raw=False, max_buffer_size=ITEM_BYTES, max_ext_len=0)
+        while True:
+            try:
+                raw = unpacker.unpack()
+            except msgpack.OutOfData:
+                return
+            except (ValueError, msgpack.UnpackException) as error:
+                raise SnapshotError(f"{file}: not msgpack: {error}") from error
+            yield _item(file, raw)
+
+
+def _item(file: Path, raw: Any) -> Item:
+    if isinstance(raw, list) and len(raw) == 3 and raw[0] in KINDS and KEY.fullmatch(str(raw[1])):
+        return Item(*raw)
+    raise SnapshotError(f"{file}: an item that is none: {str(raw)[:100]}")
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.blake2b(orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=32).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,267 @@
+"""Resuming a run from a snapshot: nobody can open it before all of it is there; what fails leaves nothing.
+
+While it is filled, the run's `meta` says LOADING in place of its schema, with a nonce of the loader: `create_run` and
+`Run.open` refuse it. Every batch of writes is one transaction that checks this nonce and counts the batch, so that a
+repeated one changes nothing (I13), and a loader that was taken for dead writes nothing any more. The real `meta` comes
+last, in one step.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import redis
+
+from buffer.account import Account
+from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError, SnapshotError
+from buffer.keys import Keys
+from buffer.limits import LOADING, SCHEMA, RunLimits
+from buffer.media import MediaFolder
+from buffer.snapshot.cut import Advance
+from buffer.snapshot.folder import Item, read_items, read_manifest, verify
+from buffer.snapshot.media import require_empty, restored
+from buffer.snapshot.record_walk import PAGE
+from buffer.store import Store
+
+SILENT_MS = 60_000
+"""A loader that wrote nothing for so long is taken for dead; the next one clears away what it left."""
+
+BATCH_BYTES = 4 * 2**20
+"""Payload bytes in one transaction: more would stall the server for everybody."""
+
+
+class SnapshotLoader:
+    """Fills one run from a folder."""
+
+    def __init__(self, store: Store, folder: Path, name: str | None = None, media: Path | None = None) -> None:
+        self.facts = read_manifest(folder)
+        if (schema := self.facts.meta.get("schema")) != SCHEMA:
+            raise SchemaVersionError(f"{folder} is of a run with schema {schema}; this version knows {SCHEMA}")
+        self._store, self._folder = store.at(Keys(name or self.facts.run).meta), folder
+        self.keys = Keys(name or self.facts.run, spread=self._store.in_cluster)
+        self._media = self._media_folder(media)
+        self._nonce = f"{LOADING}-{secrets.token_hex(16)}"
+
+    def load(self, advance: Advance) -> None:
+        """Check the folder, then load it. Raises SnapshotError, RunExists; the server is then as it was before."""
+        if self._media:
+            require_empty(self._media)
+        verify(self._folder, self.facts)
+        self._refuse_leftovers()
+        was_interrupted = self._store.retrying("resume", self._claim_name)
+        try:
+            if was_interrupted:
+                self._clear()
+            for number, (batch, done) in enumerate(self._batches(), start=1):
+                self._write(number, batch)
+                advance("items", done)
+            self._prove()
+            with restored(self._media, self._files()) if self._media else nullcontext():
+                self._publish()
+        except BaseException as error:
+            self._undo(error)
+            raise
+
+    def _media_folder(self, named: Path | None) -> MediaFolder | None:
+        """Where the run's files go, if it has a folder for them."""
+        was = RunLimits.from_meta(self.facts.meta).media
+        if not was:
+            if named:
+                raise SnapshotError(f"run {self.facts.run!r} has no media folder", hint="leave out --media")
+            return None
+        if not named and self.keys.run != self.facts.run:
+            raise SnapshotError(
+                f"{was} is the media folder of run {self.facts.run!r}, and two runs cannot share one",
+                hint="name a new folder with --media FOLDER",
+            )
+        return MediaFolder(named.resolve() if named else Path(was), self.keys.run, self.facts.meta["nonce"])
+
+    # -- the name --------------------------------------------------------------
+
+    def _refuse_leftovers(self) -> None:
+        """Keys without a `meta` are of a run that lost it: not ours to overwrite, nor to clear away."""
+        if self._store.retrying("resume", lambda: self._store.bulk.exists(self.keys.meta)):
+            return
+        if left := next(self._other_keys(), None):
+            raise RunExists(
+                f"the server holds keys of a run {self.keys.run!r}, for example {left[0]}; nothing was changed",
+                hint="resume under another name with --run NAME",
+            )
+
+    def _claim_name(self) -> bool:
+        """Take the name, or raise RunExists. Whether an interrupted resume had it before."""
+        with self._watching() as pipe:
+            nonce, schema, seen_ms = pipe.hmget(self.keys.meta, "nonce", "schema", "seen_ms")
+            now_ms = _now_ms(pipe)
+            if nonce and schema != LOADING.encode():
+                raise RunExists(
+                    f"there is a run {self.keys.run!r} on this server; nothing was changed",
+                    hint="resume under another name with --run NAME",
+                )
+            is_ours = nonce == self._nonce.encode()
+            if nonce and not is_ours and now_ms - int(seen_ms) < SILENT_MS:
+                raise RunExists(
+                    f"another process fills the run {self.keys.run!r}, or did so until a moment ago",
+                    hint=f"one that is silent for {SILENT_MS // 1000} s counts as dead: try again then",
+                )
+            claim = {"nonce": self._nonce, "schema": LOADING, "created_ms": now_ms, "seen_ms": now_ms, "loaded": 0}
+            pipe.multi()
+            pipe.hset(self.keys.meta, mapping=claim)
+            pipe.execute()
+        return bool(nonce)
+
+    def _other_keys(self) -> Iterator[list[str]]:
+        """The run's keys but for `meta`, in slices; in a cluster, those of every master."""
+        for url, _ in self._store.retrying("resume", self._store.servers.masters):
+            cursor = 0
+            while True:
+                cursor, found = self._store.retrying("resume", partial(self._scan, url, cursor))
+                if names := [key.decode() for key in found if key.decode() != self.keys.meta]:
+                    yield names
+                if cursor == 0:
+                    break
+
+    def _scan(self, url: str, cursor: int) -> Any:
+        client = dict(self._store.servers.masters())[url]
+        return client.scan(cursor, match=self.keys.pattern, count=2000)
+
+    def _clear(self) -> None:
+        for names in self._other_keys():
+            # keys of other slots last: that the name is ours is seen in the step before
+            self._change(partial(_unlink, names=[name for name in names if self._is_in_slot(name)]))
+            self._store.each("resume", [("UNLINK", name) for name in names if not self._is_in_slot(name)])
+
+    def _is_in_slot(self, key: str) -> bool:
+        """Whether a key can be part of a transaction: in a cluster, payloads cannot."""
+        return key.startswith(self.keys.prefix)
+
+    def _undo(self, error: BaseException) -> None:
+        """Leave nothing behind; where even that fails, say so."""
+        try:
+            self._clear()
+            self._change(partial(_unlink, names=[self.keys.meta]))
+        except RolloutMQError as also:
+            if isinstance(error, RolloutMQError):
+                error.hint = f"what was loaded could not be removed ({also.message}); the next resume does it"
+
+    # -- the load ----------------------------------------------------------------
+
+    def _batches(self) -> Iterator[tuple[list[Item], int]]:
+        """Items in transactions of bounded size, and how many items there are up to each."""
+        batch: list[Item] = []
+        commands = size = done = 0
+        for name in self.facts.files:
+            for item in read_items(self._folder / name) if not name.startswith("media-") else ():
+                batch.append(item)
+                done += 1
+                commands += len(item.data) if item.kind == "stream" else 1
+                size += len(item.data) if item.kind == "string" else 0
+                if commands >= PAGE or size >= BATCH_BYTES:
+                    yield batch, done
+                    batch, commands, size = [], 0, 0
+        yield batch, done
+
+    def _files(self) -> Iterator[Item]:
+        for name in self.facts.files:
+            if name.startswith("media-"):
+                yield from read_items(self._folder / name)
+
+    def _write(self, number: int, batch: list[Item]) -> None:
+        named = [(self.keys.named(item.key), item) for item in batch]
+
+        def fill(pipe: Any) -> None:
+            for key, item in named:
+                if self._is_in_slot(key):
+                    _send(pipe, key, item)
+            pipe.hset(self.keys.meta, mapping={"loaded": number})
+
+        self._change(fill, number)
+        self._store.each("resume", [("SET", key, item.data) for key, item in named if not self._is_in_slot(key)])
+
+    def _prove(self) -> None:
+        """What was loaded adds up (I1)."""
+        limits = RunLimits.from_meta(self.facts.meta)
+        audit = Account(self._store, self.keys, limits).totals()
+        if not audit.clean:
+            raise SnapshotError(
+                f"{self._folder}: the account of the snapshot does not add up: {'; '.join(audit.faults)}",
+                hint="the run was broken when it was saved; nothing was loaded",
+            )
+
+    def _publish(self) -> None:
+        media = {"media": orjson.dumps(str(self._media.root)).decode()} if self._media else {}
+
+        def replace(pipe: Any) -> None:
+            pipe.delete(self.keys.meta)
+            pipe.hset(self.keys.meta, mapping=self.facts.meta | media)
+
+        self._change(replace, done=self.facts.meta["nonce"])
+
+    # -- one step --------------------------------------------------------------------
+
+    def _change(self, change: Callable[[Any], object], number: int = 0, done: str = "") -> None:
+        """One transaction, made only while the name is ours, and once: `number` counts it, or `done` is the nonce
+        that the run has after it."""
+
+        def attempt() -> None:
+            with self._watching() as pipe:
+                nonce, loaded = pipe.hmget(self.keys.meta, "nonce", "loaded")
+                if done and nonce == done.encode():
+                    return
+                if nonce != self._nonce.encode():
+                    raise Fenced(f"run {self.keys.run!r} is filled by another process: this one was silent too long")
+                if number and int(loaded) >= number:
+                    return
+                now_ms = _now_ms(pipe)
+                pipe.multi()
+                pipe.hset(self.keys.meta, "seen_ms", now_ms)
+                change(pipe)
+                pipe.execute()
+
+        self._store.retrying("resume", attempt)
+
+    @contextmanager
+    def _watching(self) -> Iterator[Any]:
+        """A connection on which a change of `meta` by others makes the transaction fail, and be repeated."""
+        with self._store.bulk.pipeline() as pipe:
+            try:
+                pipe.watch(self.keys.meta)
+                yield pipe
+            except redis.WatchError as error:
+                raise redis.ConnectionError(str(error)) from error
+
+
+def _unlink(pipe: Any, names: list[str]) -> None:
+    if names:
+        pipe.unlink(*names)
+
+
+def _now_ms(pipe: Any) -> int:
+    seconds, micros = pipe.time()
+    return int(seconds) * 1000 + int(micros) // 1000
+
+
+def _send(pipe: Any, key: str, item: Item) -> None:
+    """The command that puts an item back."""
+    match item.kind:
+        case "hash":
+            pipe.execute_command("HSET", key, *item.data)
+        case "zset":
+            pairs = zip(item.data[::2], item.data[1::2], strict=True)
+            pipe.execute_command("ZADD", key, *(part for member, score in pairs for part in (score, member)))
+        case "stream":
+            for entry, fields in item.data:
+                pipe.execute_command("XADD", key, entry, *fields)
+        case "list":
+            pipe.rpush(key, *item.data)
+        case "bits":
+            offset, part = item.data
+            pipe.setrange(key, offset, part)
+        case "string":
+            pipe.set(key, item.data)

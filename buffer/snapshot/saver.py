@@ -1,0 +1,162 @@
+"""Saving a run: first its index, as of one instant (`snapshot_cut`), then the payloads that this index names.
+
+The index is copied again where it moved meanwhile, a few times; a busy run is paused for that copy (workers may keep
+what they hold). Payloads are copied afterwards, while the run goes on: bytes that a record names never change, and the
+key `hold` keeps `PayloadStore.collect` from freeing any. The hold expires by itself; a payload that is gone
+nevertheless is an error, never a gap; only that of a dead group may be what killed it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from itertools import groupby, islice
+from pathlib import Path
+
+from buffer.errors import SnapshotError
+from buffer.keys import Keys, payload_name
+from buffer.limits import RunLimits
+from buffer.media import MediaFolder
+from buffer.payloads import PayloadRef, PayloadStore, join
+from buffer.snapshot.cut import Advance, IndexCut
+from buffer.snapshot.folder import Item, Section, SnapshotFacts, new_snapshot, write_manifest
+from buffer.snapshot.media import file_items
+from buffer.snapshot.payloads import named_payloads
+from buffer.store import Store
+
+HOLD_MS = 60_000
+"""A saver that was silent for so long is taken for dead, and payloads are freed again."""
+
+_AT_ONCE = 32
+"""Groups whose payloads are in memory at a time."""
+
+
+class SnapshotSaver:
+    """Writes one run to a folder."""
+
+    def __init__(
+        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, media: MediaFolder | None
+    ) -> None:
+        self._store, self._keys, self._limits = store, keys, limits
+        self._payloads, self._media = payloads, media
+
+    def save(self, folder: Path, attempts: int, advance: Advance) -> SnapshotFacts:
+        """Raises SnapshotError where the index never stood still, or a payload could not be copied."""
+        with new_snapshot(folder) as hidden, _Hold(self._store, self._keys) as hold:
+            with Section(hidden, "index") as index:
+                cut = self._cut(index, attempts, advance, hold)
+            with Section(hidden, "payloads") as payloads:
+                size = self._copy_payloads(index, payloads, advance, hold)
+            with Section(hidden, "media") as media:
+                media_size = self._copy_media(index, media, advance, hold)
+            facts = SnapshotFacts(
+                run=self._keys.run,
+                saved_ms=time.time_ns() // 1_000_000,
+                meta=cut.meta,
+                groups=cut.groups,
+                was_running=cut.was_running,
+                payload_bytes=size,
+                media_bytes=media_size,
+                files=index.files | payloads.files | media.files,
+            )
+            write_manifest(hidden, facts)
+        return facts
+
+    def _cut(self, index: Section, attempts: int, advance: Advance, hold: _Hold) -> IndexCut:
+        for _ in range(attempts):
+            index.discard()
+            cut, written = IndexCut(self._store, self._keys, self._limits), 0
+
+            def write(item: Item) -> None:
+                nonlocal written
+                index.add(item)
+                written += 1
+                hold.renew()
+                advance("index", written)
+
+            if cut.copy(write):
+                return cut
+        raise SnapshotError(
+            f"run {self._keys.run!r} moved while its index was copied, {attempts} times; nothing was kept",
+            hint="let it stand still for a moment: `rolloutmq save --pause`, or pause it first",
+        )
+
+    def _copy_payloads(self, index: Section, payloads: Section, advance: Advance, hold: _Hold) -> int:
+        size = 0
+        for done, item in enumerate(self._read_payloads(index), start=1):
+            payloads.add(item)
+            size += len(item.data)
+            hold.renew()
+            advance("payloads", done)
+        return size
+
+    def _read_payloads(self, index: Section) -> Iterator[Item]:
+        named = named_payloads(index.items())
+        while some := list(islice(named, _AT_ONCE)):
+            for payload, parts in zip(some, self._payloads.read_chunks([p.ref for p in some]), strict=True):
+                if not payload.is_evidence:
+                    join(payload.ref, parts)
+                for chunk, part in enumerate(parts):
+                    if part is not None:
+                        yield self._item(payload.ref, chunk, part)
+
+    def _copy_media(self, index: Section, media: Section, advance: Advance, hold: _Hold) -> int:
+        """The files of all groups whose payloads were copied: named by gid, so a group's stand together."""
+        size = 0
+        if self._media is None:
+            return size
+        gids = (gid for gid, _ in groupby(named_payloads(index.items()), key=lambda named: named.ref.gid))
+        for done, item in enumerate(file_items(self._media, gids), start=1):
+            media.add(item)
+            size += len(item.data[1])
+            hold.renew()
+            advance("media", done)
+        return size
+
+    def _item(self, ref: PayloadRef, chunk: int, part: bytes) -> Item:
+        return Item("string", payload_name(ref.gid, ref.token, chunk), part)
+
+
+class _Hold:
+    """While it is there, nobody frees payloads."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store, self._key, self._nonce = store, keys.hold, secrets.token_hex(16)
+        self._renewed_s = 0.0
+
+    def __enter__(self) -> _Hold:
+        taken = self._store.retrying("hold", self._take)
+        if not taken:
+            raise SnapshotError("another snapshot of this run is being made", hint="wait for its end")
+        self._renewed_s = time.monotonic()
+        return self
+
+    def _take(self) -> bool:
+        # a repeated call finds its own nonce
+        made = self._store.bulk.set(self._key, self._nonce, nx=True, px=HOLD_MS)
+        return bool(made) or self._is_ours()
+
+    def _is_ours(self) -> bool:
+        return bool(self._store.bulk.get(self._key) == self._nonce.encode())
+
+    def renew(self) -> None:
+        """Cheap enough to be called for every item."""
+        if time.monotonic() - self._renewed_s < HOLD_MS / 6000:
+            return
+        if not self._store.retrying("hold", self._prolong):
+            raise SnapshotError(
+                f"the snapshot stood still for more than {HOLD_MS // 1000} s; its payloads may have been freed",
+                hint="save again",
+            )
+        self._renewed_s = time.monotonic()
+
+    def _prolong(self) -> bool:
+        return self._is_ours() and bool(self._store.bulk.pexpire(self._key, HOLD_MS))
+
+    def __exit__(self, *_: object) -> None:
+        self._store.retrying("hold", self._drop)
+
+    def _drop(self) -> None:
+        if self._is_ours():
+            self._store.bulk.delete(self._key)

@@ -1,0 +1,70 @@
+"""Payloads and the script calls that speak of them, in one round trip.
+
+A payload must be stored before the script that pins it runs: on one connection it is. While the server takes one in,
+the next is encoded, so a batch costs little more than its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from redis.exceptions import NoScriptError, ResponseError
+
+from buffer.bulk import Command, send
+from buffer.scripts import Arg, Script
+
+if TYPE_CHECKING:
+    from buffer.store import Store
+
+
+class ScriptCall(NamedTuple):
+    """What `Store.call` takes."""
+
+    keys: Mapping[str, str]
+    args: Mapping[str, Arg]
+    tail_keys: Sequence[str]
+    tail_args: Sequence[Arg]
+
+
+Upload = tuple[Sequence[Command], ScriptCall]
+"""The commands that store a payload, and the call for it."""
+
+
+class UploadTrip:
+    """One round trip of `Store.upload_and_call`."""
+
+    def __init__(self, store: Store, script: Script, key: str, make: Callable[[], Iterable[Upload]]) -> None:
+        self._store, self._script, self._key, self._make = store, script, key, make
+        self._places: list[int] = []  # of the script's replies among all answers
+        self._keys: list[str] = []
+
+    def replies(self) -> list[list[Any]]:
+        """Of each call, once all of it is durable."""
+        client = self._store.servers.client("bulk", self._key)
+        try:
+            answers = self._answers(client)
+        except ResponseError as error:
+            raise self._store.explain(self._script, self._keys, error) from error
+        if self._store.must_wait:
+            self._store.check_waited(answers[self._places[-1] + 1 :])
+        return [answers[place] for place in self._places]
+
+    def _answers(self, client: Any) -> list[Any]:
+        try:
+            return send(client, self._commands())
+        except NoScriptError:
+            for script in (self._script, self._store.scripts["sync"]):
+                client.script_load(script.source)
+            return send(client, self._commands())
+
+    def _commands(self) -> Iterator[Command]:
+        self._places, count = [], 0
+        for commands, call in self._make():
+            yield from commands
+            self._keys, args = self._script.arrange(*call)
+            yield ("EVALSHA", self._script.sha, len(self._keys), *self._keys, *args)
+            self._places.append(count + len(commands))
+            count += len(commands) + 1
+        if self._store.must_wait:
+            yield from self._store.waits("EVALSHA", self._key)

@@ -1,0 +1,97 @@
+"""The tools of a task: functions of the user's that a model may call, each call with a time limit.
+
+What a tool returns is text for the model. What goes wrong is text for the model too: an unknown name, arguments that
+do not fit, an exception, the time limit. A tool cannot end a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, cast
+
+import orjson
+from pydantic import TypeAdapter, ValidationError, validate_call
+
+from buffer.dotted_path import load_object
+from buffer.errors import ConfigError
+from buffer.rollout import ToolCall
+
+_THREADS = 16
+LONGEST_RESULT = 8192
+"""Characters of a result that the model gets to see."""
+
+
+Tool = str | Callable[..., Any]
+"""A plain or coroutine function with annotated arguments, whose docstring says what it does; or "module:function"."""
+
+
+class Toolbox:
+    """The functions by name. Raises ConfigError where one cannot be loaded."""
+
+    def __init__(self, tools: Sequence[Tool], *, call_timeout_s: float = 30.0) -> None:
+        self._functions = _load(tools)
+        self._checked = {name: validate_call(function) for name, function in self._functions.items()}
+        self._timeout_s = call_timeout_s
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
+
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[str]:
+        """The results in the order of the calls, which run at the same time."""
+        return await asyncio.gather(*(self._call(call) for call in calls))
+
+    async def _call(self, call: ToolCall) -> str:
+        if call.arguments is None:
+            return f"error: this call cannot be read: {call.raw_arguments[:200]}"
+        if call.name not in self._functions:
+            return f"error: there is no tool {call.name!r}; known: {', '.join(self._functions)}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await self._run(call.name, call.arguments)
+        except TimeoutError:
+            return f"error: {call.name} took longer than {self._timeout_s:g} s"
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+            return f"error: the arguments of {call.name} do not fit: {wrong}"
+        except Exception as error:  # the tool's failure is an answer to the model
+            return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
+        text = result if isinstance(result, str) else orjson.dumps(result, default=str).decode()
+        return text[:LONGEST_RESULT]
+
+    async def _run(self, name: str, arguments: dict[str, Any]) -> Any:
+        function = self._checked[name]
+        if inspect.iscoroutinefunction(self._functions[name]):
+            return await function(**arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, **arguments))
+
+
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """What the chat template is given: one JSON schema per function, in OpenAI's form."""
+    return [{"type": "function", "function": _schema(function)} for function in _load(tools).values()]
+
+
+def _load(tools: Sequence[Tool]) -> dict[str, Callable[..., Any]]:
+    functions = [load_object(tool, kind="tool") if isinstance(tool, str) else tool for tool in tools]
+    for tool, function in zip(tools, functions, strict=True):
+        if not inspect.isroutine(function):
+            raise ConfigError(f"tool {tool!r} is not a function", hint='give "module:function"')
+    by_name = {function.__name__: function for function in functions}
+    if len(by_name) != len(functions):
+        raise ConfigError(f"two tools have the same name: {[function.__name__ for function in functions]}")
+    return by_name
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = (
+        TypeAdapter[Any](cast(Any, function)).json_schema()
+        if inspect.signature(function).parameters
+        else {"properties": {}}
+    )
+    kept = {key: value for key, value in parameters.items() if key in ("properties", "required", "$defs")}
+    return {
+        "name": function.__name__,
+        "description": inspect.getdoc(function) or "",
+        "parameters": {"type": "object", **kept},
+    }

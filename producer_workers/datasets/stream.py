@@ -1,0 +1,103 @@
+"""A data set that can only be iterated over: a torch DataLoader or IterableDataset, or any iterable.
+
+Its place is still one number, the draw (I3): a restarted producer iterates again and passes over what was drawn.
+Nothing is iterated before the first draw is asked for, so that a loader whose workers start with the iterator
+knows where it begins. The order must be the same each time: `set_epoch` is called, and a loader's generator is
+seeded, before every pass; a loader that shuffles without a generator of its own is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from buffer.errors import DatasetError
+from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.record import ToProblem
+from producer_workers.datasets.records import make_problem
+
+KEPT = 1024
+"""Records that can be asked for again: of what a producer draws, only what there is room for is started."""
+
+
+class StreamDataset:
+    """The n-th record of each pass is row n. Needs a length: `len()` of the iterable, or `rows`. Thread-safe."""
+
+    def __init__(
+        self, iterable: Iterable[Any], source: str, to_problem: ToProblem, *, seed: int = 0, rows: int | None = None
+    ) -> None:
+        self._iterable, self._source, self._to_problem, self._seed = iterable, source, to_problem, seed
+        self._rows = _length(iterable, source) if rows is None else rows
+        _check_order(iterable, source)
+        self._lock = threading.Lock()
+        self._epoch, self._next = -1, 0
+        self._records: Iterator[Any] = iter(())
+        self._kept: deque[Any] = deque(maxlen=KEPT)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def row(self, row: int, epoch: int = 0) -> Problem:
+        """Record `row` of pass `epoch`; one that is long past costs a pass from the start."""
+        if not 0 <= row < self._rows:
+            raise IndexError(f"{self._source}: row {row} of {self._rows}")
+        with self._lock:
+            record = self._find(row, epoch)
+        return make_problem(self._to_problem, record, f"{self._source}, epoch {epoch}, record {row}")
+
+    def _find(self, row: int, epoch: int) -> Any:
+        if epoch != self._epoch or row < self._next - len(self._kept):
+            self._begin(epoch)
+        while self._next <= row:
+            try:
+                self._kept.append(next(self._records))
+            except StopIteration:
+                hint = "its length must be what iterating over it gives, each time"
+                raise DatasetError(
+                    f"{self._source}: ended after {self._next} of {self._rows} records", hint=hint
+                ) from None
+            self._next += 1
+        return self._kept[row - self._next]
+
+    def _begin(self, epoch: int) -> None:
+        for part in (
+            self._iterable,
+            getattr(self._iterable, "sampler", None),
+            getattr(self._iterable, "dataset", None),
+        ):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        if (generator := getattr(self._iterable, "generator", None)) is not None:
+            generator.manual_seed(self._seed * 1_000_003 + epoch)
+        self._kept.clear()
+        self._epoch, self._next, self._records = epoch, 0, _flat(self._iterable)
+
+
+def _flat(iterable: Iterable[Any]) -> Iterator[Any]:
+    """Single records, also of a loader that gives lists of them."""
+    for item in iterable:
+        if isinstance(item, list):
+            yield from item
+        else:
+            yield item
+
+
+def _length(iterable: Iterable[Any], source: str) -> int:
+    """Records in a pass: of a DataLoader those of its data set, since its own length counts batches."""
+    counted: Any = getattr(iterable, "dataset", iterable)
+    try:
+        return len(counted)
+    except TypeError as error:
+        hint = "give it a __len__, or set `rows` to the records of one pass"
+        raise DatasetError(f"{source}: {type(counted).__name__} has no length", hint=hint) from error
+
+
+def _check_order(iterable: Any, source: str) -> None:
+    shuffles = type(getattr(iterable, "sampler", None)).__name__ == "RandomSampler"
+    if shuffles and getattr(iterable, "generator", None) is None:
+        raise DatasetError(
+            f"{source}: the loader shuffles anew each time, so a restart would skip and repeat prompts",
+            hint="DataLoader(..., generator=torch.Generator()); it is seeded by the run's seed and the epoch",
+        )

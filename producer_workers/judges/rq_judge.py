@@ -1,0 +1,133 @@
+"""A judge that runs elsewhere: one rq job for each rollout, waited for without holding up the engine.
+
+    waiting ──▶ started ──▶ a result in the job's stream ──▶ reward
+       │           └── time limit passed ─┐     └── failed ──┐
+       └── in no list ────────────────────┴──▶ another try ◀─┘   (a job of its own; then JudgeError)
+
+The result is awaited, not trusted to come: a worker or work-horse that was killed, and a server that lost the job,
+are seen by the job's state. So a judge may run twice for one rollout; its first answer that is awaited counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
+from typing import Any, TypeVar
+
+from rq.job import Job
+from rq.results import Result
+
+from buffer.config.sections import JudgingSection
+from buffer.errors import JudgeError, StoreError
+from buffer.rollout import RolloutState
+from buffer.store import Store
+from producer_workers.judges.judge import check_reward
+from producer_workers.judges.rq_job import FUNCTION, rollout_fields
+from producer_workers.judges.rq_queue import open_queue
+
+T = TypeVar("T")
+
+log = logging.getLogger("rolloutmq.judge")
+
+LOOK_S = 1
+"""Longest time between two looks at a job; a result wakes its waiter at once."""
+
+GRACE_S = 5.0
+"""How long a job may be on its way between two states before it counts as lost."""
+
+RESULT_S = 120
+"""How long a result waits to be read."""
+
+FAILURE_S = 86_400
+"""How long a failed job stays to be looked at."""
+
+_THREADS = 256
+"""Most rollouts that one task of one worker waits for; more wait for a thread before they are queued."""
+
+
+class RqJudge:
+    """Asks the function at `name` through the judge queue of `run`. `store` is a server of its own, not a cluster."""
+
+    def __init__(self, name: str, store: Store, run: str, judging: JudgingSection) -> None:
+        self.name = name
+        self._store, self._judging = store, judging
+        self._queue = open_queue(store.bulk, run)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
+
+    async def judge(self, state: RolloutState) -> dict[str, float]:
+        """The checked reward. Raises JudgeError after the last try. Cancelling it takes a job that waits back."""
+        stop, began = threading.Event(), time.monotonic()
+        waiting = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, rollout_fields(state), stop)
+        try:
+            reward = check_reward(self.name, await waiting)
+        finally:
+            stop.set()
+        log.debug("judged by %s", self.name, extra={"judge": self.name, "judge_s": time.monotonic() - began})
+        return reward
+
+    def _ask(self, fields: dict[str, Any], stop: threading.Event) -> Any:
+        for tries_left in reversed(range(self._judging.retries + 1)):
+            try:
+                return self._try(fields, stop)
+            except JudgeError as error:
+                if not tries_left or stop.is_set():
+                    raise
+                log.warning("%s; asking again, %d tries left", error.message, tries_left)
+        raise AssertionError("unreachable")
+
+    def _try(self, fields: dict[str, Any], stop: threading.Event) -> Any:
+        """One job from its start to its end. Raises JudgeError."""
+        try:
+            return self._await(self._enqueue(fields), stop)
+        except (StoreError, TypeError, ValueError) as error:
+            # TypeError, ValueError: the rollout holds what JSON cannot
+            raise JudgeError(f"judge {self.name!r} could not be asked: {error}") from error
+
+    def _enqueue(self, fields: dict[str, Any]) -> Job:
+        limits = self._judging
+        job = self._queue.create_job(
+            FUNCTION,
+            args=(self.name, fields, limits.timeout_s, limits.memory_mb),
+            timeout=ceil(limits.timeout_s),
+            result_ttl=RESULT_S,
+            failure_ttl=FAILURE_S,
+            description=self.name,
+        )
+        return self._retrying(lambda: self._queue.enqueue_job(job))
+
+    def _await(self, job: Job, stop: threading.Event) -> Any:
+        state, since = "", time.monotonic()
+        while not stop.is_set():
+            if result := self._retrying(lambda: job.latest_result(timeout=LOOK_S)):
+                return self._outcome(result)
+            now, seen = time.monotonic(), self._retrying(lambda: self._state(job))
+            if seen != state or seen == "waiting":
+                state, since = seen, now
+            elif now - since > (self._judging.timeout_s + GRACE_S if seen == "started" else GRACE_S):
+                raise JudgeError(f"judge {self.name!r}: job {job.id} is lost, it was last {state or 'gone'}")
+        if self._retrying(lambda: self._state(job)) == "waiting":
+            self._retrying(job.delete)
+        raise JudgeError(f"judge {self.name!r}: nobody waits any more")
+
+    def _state(self, job: Job) -> str:
+        """`waiting` in the queue, or what rq calls it; "" where Redis does not know it."""
+        if self._queue.get_job_position(job.id) is not None:
+            return "waiting"
+        status = self._store.bulk.hget(job.key, "status")
+        return status.decode() if status else ""
+
+    def _outcome(self, result: Result) -> Any:
+        if result.type is Result.Type.SUCCESSFUL:
+            return result.return_value
+        reason = (result.exc_string or "no reason").strip().splitlines()[-1]
+        raise JudgeError(
+            f"judge {self.name!r} failed: {reason}", hint=f"job {result.job_id} in `rq info`'s failed registry has more"
+        )
+
+    def _retrying(self, operation: Callable[[], T]) -> T:
+        return self._store.retrying("judge", operation)

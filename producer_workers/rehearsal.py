@@ -1,0 +1,135 @@
+"""An agent loop and a judge of yours in a whole run, in one process: no server, no model, no GPU. For your tests.
+
+    groups = rehearse([{"question": "2 + 2 = ?", "answer": "4"}], judge=my_judge, agent_loop=MyLoop, samples=8)
+
+The real producer, worker, scripts and wire format; only the server is in memory (`rolloutmq[testing]`) and the engine
+makes random tokens. So a rehearsal shows that loop and judge fit into a run, not that a model learns from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from buffer.control import new_nonce
+from buffer.errors import RolloutMQError
+from buffer.group import RolloutGroup
+from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest
+from buffer.open_run import INITIAL
+from buffer.rollout import PolicyVersion, SampleParams
+from buffer.run import Run
+from buffer.store import Store
+from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
+from producer_workers.datasets.record import problem_of
+from producer_workers.datasets.records import RecordsDataset
+from producer_workers.engines.base import Engine
+from producer_workers.engines.config import SimulatedConfig
+from producer_workers.engines.distributions import Fixed
+from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.load import load_judge
+from producer_workers.producer import Producer
+from producer_workers.sampler import Sampler
+from producer_workers.strategy import strategies_of
+from producer_workers.task_runner import TaskRunner
+from producer_workers.tokenizer import Tokenizer
+from producer_workers.worker import Worker
+
+TASK = "rehearsal"
+FIRST = PolicyVersion(INITIAL, 0)
+
+
+class RehearsalError(RolloutMQError):
+    """A group failed, or was not ready in time: which one, and why."""
+
+
+class Characters:
+    """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on."""
+
+    def apply_chat_template(self, conversation: Any, /, **_: Any) -> list[int]:
+        return [(ord(character) - 32) % 95 for message in conversation for character in str(message["content"])]
+
+    def decode(self, token_ids: Any, /, **_: Any) -> str:
+        return "".join(chr(32 + token) for token in token_ids)
+
+
+def rehearse(
+    problems: Sequence[Mapping[str, Any]],
+    *,
+    judge: str | Callable[..., Any],
+    agent_loop: str | AgentLoopFactory = "single_turn",
+    samples: int = 2,
+    tokenizer: Tokenizer | None = None,
+    engine: Engine | None = None,
+    timeout_s: float = 60.0,
+) -> list[RolloutGroup]:
+    """One batch with one group of `samples` rollouts for each problem, in their order, as a trainer gets it.
+
+    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are what a config may name, or the objects
+    themselves. Without a `tokenizer` of yours a token is a character; an `engine` of yours decides what is answered.
+    Not to be called from a running event loop. Raises RehearsalError, DatasetError, ConfigError.
+    """
+    tokenizer = tokenizer or Characters()
+    engine = engine or _random_characters()
+    limits = RunLimits(max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")})
+    with closing(Store("memory://rehearsal", name=TASK)) as store:
+        run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
+        dataset = RecordsDataset([dict(problem) for problem in problems], "problems", problem_of)
+        sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
+        producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
+        runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer))
+        worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=0.0)
+        return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
+
+
+def _random_characters() -> SimulatedEngine:
+    quick = Fixed(value=0.0)
+    config = SimulatedConfig(
+        response_tokens=Fixed(value=32), first_token_s=quick, token_s=quick, vocab_size=95, eos_token_id=0
+    )
+    return SimulatedEngine(config, FIRST)
+
+
+def _make_loop(agent_loop: str | AgentLoopFactory, judge: str | Callable[..., Any], tokenizer: Tokenizer) -> AgentLoop:
+    scores = load_judge(judge) if isinstance(judge, str) else FunctionJudge(getattr(judge, "__name__", "judge"), judge)
+    if isinstance(agent_loop, str):
+        return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={0})
+    return agent_loop(judge=scores, tokenizer=tokenizer, eos_ids={0}, partial_rollout=False)
+
+
+async def _play(
+    run: Run, producer: Producer, worker: Worker, engine: Engine, count: int, timeout_s: float
+) -> list[RolloutGroup]:
+    await engine.start()
+    working = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _first_batch(run, producer, working, count)
+    except TimeoutError as error:
+        places = {place: n for place, n in run.account.totals().tasks[0].places.items() if n}
+        raise RehearsalError(f"not ready after {timeout_s:g} s; groups are {places}") from error
+    finally:
+        worker.stop()
+        await asyncio.gather(working, return_exceptions=True)
+        await engine.shutdown()
+
+
+async def _first_batch(run: Run, producer: Producer, working: asyncio.Task[None], count: int) -> list[RolloutGroup]:
+    """What a trainer does, with the producer's rounds in between: open, take step 1, read, commit."""
+    trainer = new_nonce()
+    run.control.open_producer(producer.nonce)
+    run.trainers.open(trainer, step=0, lineage=TASK)
+    while not isinstance(batch := run.ledger.take(trainer, 1, {TASK: count}), Manifest):
+        producer.round(run.control.state())
+        for letter in run.dead_letters.newest():
+            raise RehearsalError(f"{letter.gid}: {letter.reason}", hint="the loop or the judge failed this group")
+        if working.done():
+            working.result()
+        await asyncio.sleep(0.01)
+    groups = [run.buffer.read(entry.payload) for entry in batch.entries]
+    run.ledger.commit(trainer, 1, 1)
+    run.janitor.sweep()  # whoever rehearses often leaves nothing in memory
+    return sorted(groups, key=lambda group: group.gid)

@@ -1,0 +1,255 @@
+"""A run as a discrete-event model: what workers and trainer would do if the queue between them cost nothing.
+
+    target(M) - consumed - in work - ready ──▶ waiting ──▶ running ──▶ ready ──B──▶ trainer ──interval──▶ weights M
+                                                  ▲            └── interrupted ──┐     └── too old: wasted
+                                                  └──────────────────────────────┘
+
+Every rule is the pipeline's own (targets, lanes, order of the pool, expiry, interruptions), with two differences: what
+happens takes no time but for tokens, train steps and loading weights; and a waiting group goes to the worker with most
+room. Pure: the same setting and lengths give the same outcome.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.staleness import staleness
+from producer_workers.simulation.lengths import Lengths
+from producer_workers.simulation.outcome import Outcome
+from producer_workers.simulation.setting import Setting
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """`left`: tokens that each rollout has yet to make; `made`: all that it was given, the repeated ones, too."""
+
+    lengths: list[int]
+    left: list[int]
+    version: int | None = None
+    made: int = 0
+    unfinished: int = 0
+
+
+class _Sequence(NamedTuple):
+    """A rollout in an engine, in order of its end on the engines' clock."""
+
+    due_s: float
+    number: int
+    started_s: float
+    worker: int
+    group: _Group
+    place: int
+
+
+def simulate(setting: Setting, lengths: Lengths, steps: int) -> Outcome:
+    """Run until train step `steps` is done."""
+    model = _Model(setting, lengths)
+    while model.trained < steps:
+        model.advance()
+    return model.outcome()
+
+
+@dataclass(slots=True)
+class _Engines:
+    """All workers. `clock_s` stands still while weights are loaded."""
+
+    setting: Setting
+    clock_s: float = 0.0
+    busy_s: float = 0.0
+    held_s: float = 0.0
+    running: list[_Sequence] = field(init=False)
+    room: NDArray[np.int64] = field(init=False)
+    sequences: list[int] = field(init=False)
+    queues: list[deque[tuple[_Group, int]]] = field(init=False)
+    _free: int = field(init=False)
+    _numbers: int = 0
+
+    def __post_init__(self) -> None:
+        self._empty()
+
+    def _empty(self) -> None:
+        workers = self.setting.workers
+        self.running = []
+        self.room = np.full(workers, self.setting.concurrency, dtype=np.int64)
+        self._free = workers * self.setting.concurrency
+        self.sequences = [self.setting.sequences] * workers
+        self.queues = [deque() for _ in range(workers)]
+
+    def has_room(self) -> bool:
+        return self._free > 0
+
+    def is_empty(self) -> bool:
+        return self._free == self.setting.workers * self.setting.concurrency
+
+    def pass_time(self, seconds: float) -> None:
+        self.busy_s += len(self.running) * seconds
+        self.held_s += (self.setting.workers * self.setting.concurrency - self._free) * seconds
+        self.clock_s += seconds
+
+    def start(self, group: _Group, version: int) -> None:
+        """Give a group to the worker with most room."""
+        worker = int(self.room.argmax())
+        self.room[worker] -= 1
+        self._free -= 1
+        todo = [index for index, tokens in enumerate(group.left) if tokens]
+        group.unfinished = len(todo)
+        self.queues[worker].extend((group, index) for index in todo)
+        self._admit(worker, version)
+
+    def _admit(self, worker: int, version: int) -> None:
+        queue = self.queues[worker]
+        while queue and self.sequences[worker]:
+            group, index = queue.popleft()
+            self.sequences[worker] -= 1
+            self._numbers += 1
+            if group.version is None:
+                group.version = version
+            due_s = self.clock_s + self.setting.seconds(group.left[index])
+            heappush(self.running, _Sequence(due_s, self._numbers, self.clock_s, worker, group, index))
+
+    def finish_next(self, version: int) -> _Group | None:
+        """End the next sequence; its group if that was its last one."""
+        _, _, _, worker, group, index = heappop(self.running)
+        group.made, group.left[index] = group.made + group.left[index], 0
+        group.unfinished -= 1
+        self.sequences[worker] += 1
+        if not group.unfinished:
+            self.room[worker] += 1
+            self._free += 1
+        self._admit(worker, version)
+        return None if group.unfinished else group
+
+    def abort_all(self, *, keep_tokens: bool) -> list[_Group]:
+        """Take back every group, with its tokens or as it was drawn, in the order in which they began."""
+        for _, _, started_s, _, group, index in self.running:
+            tokens = min(self.setting.tokens(self.clock_s - started_s), group.left[index] - 1)
+            group.made, group.left[index] = group.made + tokens, group.left[index] - tokens
+        begun = sorted(self.running, key=lambda sequence: sequence.number)
+        waiting = [group for queue in self.queues for group, _ in queue]
+        groups = list(dict.fromkeys([*(sequence.group for sequence in begun), *waiting]))
+        for group in groups:
+            if not keep_tokens:
+                group.left, group.version = list(group.lengths), None
+            elif group.left == group.lengths:
+                group.version = None
+        self._empty()
+        return groups
+
+
+class _Model:
+    """The run. `taken`, `trained`: the newest train step of which that is so."""
+
+    def __init__(self, setting: Setting, lengths: Lengths) -> None:
+        self._setting, self._lengths = setting, lengths
+        self._engines = _Engines(setting)
+        self._now_s = 0.0
+        self._wake_s: float | None = None  # when the trainer's step, or the loading of weights, is over
+        self._mode = "waiting"  # the trainer is waiting, training, draining or loading
+        self._version = self._drawn = self._in_work = self._arrivals = 0
+        self.taken = self.trained = 0
+        self._fresh: deque[_Group] = deque()
+        self._resumed: deque[_Group] = deque()
+        self._ready: list[tuple[int, int, _Group]] = []
+        self._ages: Counter[int] = Counter()
+        self._trained_tokens = self._wasted_tokens = 0
+
+    def advance(self) -> None:
+        """To the next end of a sequence, of a train step or of a loading."""
+        self._start_groups()
+        self._take()
+        engines, loading = self._engines, self._mode == "loading"
+        due_s = [] if self._wake_s is None else [self._wake_s]
+        if engines.running and not loading:
+            due_s.append(self._now_s + engines.running[0].due_s - engines.clock_s)
+        # the rules leave no other way to wait than for one of the two
+        now_s = min(due_s)
+        if not loading:
+            engines.pass_time(now_s - self._now_s)
+        self._now_s = now_s
+        if now_s == self._wake_s:
+            self._wake()
+        else:
+            self._finish_sequence()
+
+    # -- workers -------------------------------------------------------------
+
+    def _start_groups(self) -> None:
+        consumed = self.taken * self._setting.batch_size
+        room = self._setting.target(self._version) - consumed - self._in_work - len(self._ready)
+        for _ in range(room):
+            lengths = self._lengths(self._drawn)
+            self._fresh.append(_Group(lengths, list(lengths)))
+            self._drawn += 1
+        self._in_work += max(0, room)
+        while (line := self._resumed or self._fresh) and self._mode not in ("draining", "loading"):
+            if not self._engines.has_room():
+                break
+            self._engines.start(line.popleft(), self._version)
+
+    def _finish_sequence(self) -> None:
+        if group := self._engines.finish_next(self._version):
+            assert group.version is not None
+            self._in_work -= 1
+            self._arrivals += 1
+            heappush(self._ready, (group.version, self._arrivals, group))
+            self._expire()
+        if self._mode == "draining" and self._engines.is_empty():
+            self._load()
+
+    def _expire(self) -> None:
+        while self._ready and staleness(self.taken + 1, self._ready[0][0]) >= self._setting.stale_threshold:
+            self._wasted_tokens += heappop(self._ready)[2].made
+
+    # -- trainer -------------------------------------------------------------
+
+    def _take(self) -> None:
+        if self._mode != "waiting" or len(self._ready) < self._setting.batch_size:
+            return
+        self.taken += 1
+        for _ in range(self._setting.batch_size):
+            version, _, group = heappop(self._ready)
+            self._ages[staleness(self.taken, version)] += 1
+            self._trained_tokens += sum(group.lengths)
+            self._wasted_tokens += group.made - sum(group.lengths)
+        self._expire()
+        self._mode, self._wake_s = "training", self._now_s + self._setting.step_s
+
+    def _wake(self) -> None:
+        self._wake_s = None
+        if self._mode == "loading":
+            self._version, self._mode = self.trained, "waiting"
+            return
+        self.trained = self.taken
+        if self.trained % self._setting.sync_weights_interval:
+            self._mode = "waiting"
+        elif self._setting.interruption == "drain" and not self._engines.is_empty():
+            self._mode = "draining"
+        else:
+            self._load()
+
+    def _load(self) -> None:
+        if self._setting.interruption in ("abort", "partial"):
+            keep_tokens = self._setting.interruption == "partial"
+            self._resumed.extendleft(reversed(self._engines.abort_all(keep_tokens=keep_tokens)))
+        self._mode, self._wake_s = "loading", self._now_s + self._setting.sync_s
+
+    def outcome(self) -> Outcome:
+        setting = self._setting
+        return Outcome(
+            seconds=self._now_s,
+            steps=self.trained,
+            groups=self.trained * setting.batch_size,
+            trained_tokens=self._trained_tokens,
+            wasted_tokens=self._wasted_tokens,
+            busy_s=self._engines.busy_s,
+            capacity_s=setting.workers * setting.sequences * self._now_s,
+            held=self._engines.held_s / (setting.workers * setting.concurrency * self._now_s),
+            trainer_busy_s=self.trained * setting.step_s,
+            staleness=dict(sorted(self._ages.items())),
+        )

@@ -1,0 +1,107 @@
+"""A store whose replies get lost: it sends again what it sent, and the second time must change nothing (I13)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import redis
+
+from buffer import Store
+from buffer.bulk import Command
+from buffer.scripts import Arg, library
+from buffer.upload import Upload
+from tests.buffer.keyspace import changed, dump
+
+MUTATING = sorted(name for name, script in library().items() if "no-writes" not in script.source.split("\n")[0])
+
+
+class Died(BaseException):
+    """What no code catches."""
+
+
+class EchoStore(Store):
+    """Repeats the scripts named in `repeats`, and compares the key space of `run` before and after.
+
+    What works in slices is repeated where a slice was the last one: the one before is repeated by its caller.
+    """
+
+    def __init__(self, url: str, raw: redis.Redis, *, run: str = "", repeats: Sequence[str] = ()) -> None:
+        super().__init__(url, deadline_s=10.0)
+        self.raw, self.run, self.repeats = raw, run, repeats
+        # shared with the copies of this store for other nodes
+        self.echoes = Counter[str]()
+        self.has_died = False
+        self._dies_in, self._lives = "nothing", 0
+
+    def call(
+        self,
+        script: str,
+        keys: Mapping[str, str],
+        args: Mapping[str, Arg],
+        tail_keys: Sequence[str] = (),
+        tail_args: Sequence[Arg] = (),
+        *,
+        durable: bool = False,
+    ) -> list[Any]:
+        if script == self._dies_in or not self._dies_in:
+            args = self._come_nearer_to_death(args)
+        reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+        if script in self.repeats and not has_more(script, args, reply):
+            with self._nothing_changes(script):
+                again = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+                # who left has left: UNKNOWN is as good as OK then
+                assert again[0] == reply[0] or script == "deregister", (script, reply, again)
+        return reply
+
+    def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
+        replies = super().upload_and_call(script, key, make)
+        if script in self.repeats:
+            with self._nothing_changes(script):
+                again = super().upload_and_call(script, key, make)
+                assert [reply[0] for reply in again] == [reply[0] for reply in replies]
+        return replies
+
+    def write(self, what: str, commands: Sequence[Command], *, starts_work: bool = False) -> list[Any]:
+        if self.repeats:
+            super().write(what, commands, starts_work=starts_work)
+        return super().write(what, commands, starts_work=starts_work)
+
+    @contextmanager
+    def dying(self, script: str, calls: int) -> Iterator[None]:
+        """Inside, the process dies behind so many calls of a script ("": of any), each of one group; `has_died` says
+        whether there were more to come."""
+        self.has_died, self._dies_in, self._lives = False, script, calls
+        with suppress(Died):
+            yield
+        self._dies_in = "nothing"
+
+    def _come_nearer_to_death(self, args: Mapping[str, Arg]) -> Mapping[str, Arg]:
+        if self._lives == 0:
+            self.has_died = True
+            raise Died
+        self._lives -= 1
+        return {**args, "limit": 1} if "limit" in args else args
+
+    @contextmanager
+    def _nothing_changes(self, script: str) -> Iterator[None]:
+        before = dump(self.raw, self.run)
+        yield
+        assert changed(before, dump(self.raw, self.run)) == {}, script
+        self.echoes[script] += 1
+
+
+def has_more(script: str, args: Mapping[str, Arg], reply: Sequence[Any]) -> bool:
+    """Whether this slice was not the last one."""
+    if reply[0] != "OK":
+        return False
+    match script:
+        case "refresh" | "reissue" | "rescore" | "reap" | "fence_worker":
+            return int(reply[1]) >= int(args["limit"])
+        case "commit":
+            return int(reply[2]) < int(args["keep"])
+        case "forget":
+            return int(reply[2]) > 0
+    return False

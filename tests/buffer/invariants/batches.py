@@ -1,0 +1,199 @@
+"""I5 to I9: batches are records, freed behind a checkpoint, taken by one trainer, never too stale, stamped truly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from buffer import Mode, PolicyVersion, Status, new_nonce
+from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
+from tests.buffer.scene import Scene, extend
+
+RETAINED = {"retain_batches": 9}
+FIFO = {"order": "fifo"}
+
+
+def a_step_is_taken_once_and_in_turn(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0, 0)
+    first = scene.take(1, math=2)
+    assert scene.take(1, math=2) == first
+    with pytest.raises(LedgerError, match="last taken step is 1"):
+        scene.run.ledger.take(scene.trainer, 3, {"math": 1})
+    before = scene.dump()
+    scene.try_take(2, strict=False, code=1)
+    assert scene.dump() == before
+    assert len(scene.take(2).gids) == 1
+
+
+def a_changed_batch_is_its_record(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0, 0)
+    bad = scene.take(1, math=2).entries[0]
+    changed = scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad")
+    assert changed.gids[0] != bad.gid
+    assert "revision=1" in changed.header
+    assert scene.take(1, math=2) == changed
+    assert scene.record(changed.gids[0])["stage"] == "taken"
+
+
+def nothing_is_freed_that_a_kept_checkpoint_may_ask_for(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 1, 2)
+    batches = [scene.take(step) for step in (1, 2, 3)]
+    for _ in range(2):
+        scene.run.ledger.commit(scene.trainer, 2, 1)
+        assert scene.run.ledger.steps() == (3, 2, 1)
+    assert scene.run.account.places("math", 1) == ["taken"]
+    scene.run.ledger.commit(scene.trainer, 2, 3)
+    assert scene.run.ledger.steps() == (3, 2, 2)
+    with pytest.raises(LedgerError):
+        scene.run.ledger.commit(scene.trainer, 9, 1)
+    assert scene.take(3) == batches[2]
+    for step in (1, 2):
+        with pytest.raises(LedgerError, match="behind"):
+            scene.run.ledger.take(scene.trainer, step, {"math": 1})
+    scene.check()
+
+
+def a_trainer_opens_what_is_kept_of_the_run_it_knows(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0)
+    second = [scene.take(step) for step in (1, 2)][1]
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    before = scene.dump()
+    with pytest.raises(LostRun):
+        scene.open_trainer(1, take_over=True, run_nonce=new_nonce())
+    for step in (0, 9):
+        with pytest.raises(LedgerError):
+            scene.open_trainer(step, take_over=True)
+    assert scene.dump() == before
+    scene.open_trainer(1, "l2", take_over=True)
+    assert scene.take(2) == second
+
+
+def there_is_one_trainer_and_one_producer(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.open_producer()
+    with pytest.raises(RoleHeld):
+        scene.open_trainer()
+    with pytest.raises(RoleHeld):
+        scene.open_producer()
+
+
+def who_was_replaced_changes_nothing(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0)
+    entry = scene.take(1).entries[0]
+    old, old_producer = scene.trainer, scene.producer
+    scene.open_trainer(lineage="l2", take_over=True)
+    scene.open_producer(take_over=True)
+    run, cursor = scene.run, scene.run.jobs.cursor("math")
+    before = scene.dump()
+    moves: list[Callable[[], Any]] = [
+        lambda: run.ledger.take(old, 1, {"math": 1}),
+        lambda: run.ledger.take(old, 2, {"math": 1}),
+        lambda: run.ledger.commit(old, 1, 1),
+        lambda: run.ledger.quarantine(old, 1, entry, "bad"),
+        lambda: run.ledger.set_target(old, "quiz", 5),
+        lambda: run.control.set_mode("trainer", Mode.ABORT, nonce=old),
+        lambda: run.control.publish_weights(old, PolicyVersion("zombie", 1), "/w", ""),
+        lambda: run.control.beat("trainer", old),
+        lambda: run.control.beat("producer", old_producer),
+        lambda: run.jobs.enqueue(old_producer, new_nonce(), "math", cursor, [0], 99),
+        lambda: run.jobs.reissue(old_producer, "math", "aborted", 99),
+        lambda: run.trainers.rescore(old, 0),
+    ]
+    for number, move in enumerate(moves):
+        with pytest.raises(Fenced):
+            move()
+        assert scene.dump() == before, number
+
+
+def nothing_too_stale_is_taken(scene: Scene) -> None:
+    """Staleness 2 is too much, and nobody has swept: at step 3 weights 0 are too old, weights 1 are not."""
+    scene.open_trainer(lineage="l0")
+    gids = scene.ready(0, 0, 0, 1, 1)
+    bad = [scene.take(step) for step in (1, 2)][1].entries[0]
+    assert scene.take(3, strict=False, math=9).gids == gids[3:4] + gids[4:]
+    scene.ready(0, 0)
+    scene.try_take(4)
+    # quarantined out of step 2, which may use weights 0; out of step 3 nothing is left
+    assert len(scene.run.ledger.quarantine(scene.trainer, 2, bad, "bad").gids) == 1
+    bad = scene.take(3).entries[0]
+    assert len(scene.run.ledger.quarantine(scene.trainer, 3, bad, "bad").gids) == 1
+
+
+def weights_that_were_forked_away_count_as_the_fork(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    early = scene.ready(5, 0)[0]
+    scene.open_trainer(0, "l2", take_over=True)
+    late = scene.ready(7)[0]
+    assert dict(scene.pool("completed")) == dict.fromkeys([early, late], 0.0) | {scene.pool("completed")[1][0]: 0.0}
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, PolicyVersion("l2", 3))
+    assert dict(scene.pool("completed"))[job.gid] == 3.0
+
+
+def a_new_trainer_takes_nothing_before_the_pools_are_clamped(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(5)
+    trainers: Any = scene.run.trainers
+    trainers.rescore = lambda *_: None  # the trainer dies here
+    nonce = new_nonce()
+    trainers.open(nonce, step=0, lineage="l2", take_over=True)
+    scene.trainer = nonce
+    assert scene.try_take(1).recovering
+    del trainers.rescore
+    trainers.rescore(nonce, 0)
+    scene.take(1)
+
+
+def a_fork_counts_although_its_trainer_died_before_it_clamped(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    early, other = scene.ready(5, 0)
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 4)
+    trainers: Any = scene.run.trainers
+    trainers.rescore = lambda *_: None  # the trainer dies here
+    trainers.open(new_nonce(), step=1, lineage="l2", take_over=True)
+    del trainers.rescore
+    scene.open_trainer(4, "l3", take_over=True)
+    late = scene.ready(5)[0]
+    assert dict(scene.pool("completed")) == {other: 0.0, early: 1.0, late: 1.0}
+    assert scene.record(early)["version"] == "1"
+
+
+def expiring_leaves_what_may_still_be_used(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 1, 2)
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
+    assert sorted(score for _, score in scene.pool("completed")) == [1.0, 2.0]
+
+
+def a_group_is_as_old_as_its_oldest_token(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(2)
+    first, second = scene.claim(2)
+    for job, versions in ((first, (4, 1)), (second, (2, 3))):
+        group = scene.run.buffer.read(job.payload)
+        for version in versions:
+            group = extend(group, Status.COMPLETED, PolicyVersion("l0", version))
+        scene.run.buffer.submit("w0", job, group, 8)
+    assert scene.pool("completed") == [(first.gid, 1.0), (second.gid, 2.0)]
+    assert [scene.record(job.gid)["version"] for job in (first, second)] == ["1", "2"]
+
+
+def the_oldest_of_several_lineages_counts(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.open_trainer(0, "l2", take_over=True)
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, PolicyVersion("l2", 1))
+    group = extend(group, Status.COMPLETED, PolicyVersion("l0", 3))
+    scene.run.buffer.submit("w0", job, group, 8)
+    assert scene.pool("completed") == [(job.gid, 0.0)]
+    assert (scene.record(job.gid)["version"], scene.record(job.gid)["lineage"]) == ("0", "l0")

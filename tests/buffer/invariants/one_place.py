@@ -1,0 +1,136 @@
+"""I1 to I4: every group is in one place, has one owner, comes in once; a batch is all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from buffer import Status, new_nonce
+from buffer.errors import Fenced, PayloadMissing
+from tests.buffer.scene import Scene
+
+
+def every_move_keeps_the_account(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(8, samples=[2, 2, 2, 2, 2, 2, 2, 0])
+    ready, useless, aborted, failed, silent, fenced, *_ = scene.claim(7)
+    scene.check()
+    scene.submit(ready)
+    scene.submit(useless, filtered=True)
+    scene.submit(aborted, status=Status.ABORTED)
+    scene.run.jobs.release("w0", failed, "failed")
+    scene.check()
+    scene.expire_leases(silent.gid)
+    scene.run.jobs.reap()
+    scene.check()
+    assert scene.run.fleet.fence("w0") == 2
+    scene.nonces.clear()
+    scene.check()
+    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
+    scene.check()
+    assert scene.run.jobs.drop(fenced.gid) == "waiting"
+    scene.check()
+    scene.take(1)
+    scene.check()
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.check()
+
+
+def what_expires_is_in_one_pool(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    gid = scene.ready(0, 1)[0]
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
+    scene.run.buffer.refresh_staleness("math")
+    assert scene.run.account.places("math", int(gid[-10:])) in (["pool"], ["dropped"])
+    assert scene.pool("completed")[0][0] != gid
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 0)
+    scene.check()
+
+
+def by_hand_keeps_the_account(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    bad, _, spare = scene.ready(0, 0, 0)
+    scene.enqueue(1)
+    (running,) = scene.claim()
+    entry = scene.take(1, math=2).entries[0]
+    manifest = scene.run.ledger.quarantine(scene.trainer, 1, entry, "bad")
+    assert manifest.gids[0] == spare
+    scene.check()
+    assert scene.run.jobs.requeue(bad) == "dead"
+    scene.check()
+    assert scene.run.jobs.drop(running.gid, revoke="w0") == "running"
+    scene.check()
+
+
+def an_old_token_changes_nothing(scene: Scene) -> None:
+    scene.enqueue(1)
+    (old,) = scene.claim()
+    scene.expire_leases()
+    scene.run.jobs.reap()
+    assert scene.beat([old]).lost == (old,)
+    with pytest.raises(Fenced):
+        scene.submit(old)
+    (new,) = scene.claim(worker="w1")
+    before = scene.dump()
+    assert scene.beat([old]).lost == (old,)
+    for kind in ("handback", "aborted", "failed"):
+        with pytest.raises(Fenced):
+            scene.run.jobs.release("w0", old, kind)
+    with pytest.raises(Fenced):
+        scene.submit(old)
+    changes = {key for key in before.keys() | scene.dump().keys() if before.get(key) != scene.dump().get(key)}
+    # the bytes of the zombie lie under its own token
+    assert changes <= {"worker:w0", f"payload:{old.gid}:{old.token}"}
+    assert scene.raw.smembers(scene.keys.holds("w0")) == set()
+    scene.submit(new, worker="w1")
+    assert scene.record(new.gid)["payload"] == new.token
+
+
+def a_lease_is_renewed_by_its_owner_only(scene: Scene) -> None:
+    scene.enqueue(1)
+    (old,) = scene.claim()
+    scene.expire_leases()
+    scene.run.jobs.reap()
+    scene.claim(worker="w1")
+    scene.expire_leases()
+    scene.beat([old])
+    assert scene.run.jobs.reap().groups == 1
+
+
+def no_prompt_is_skipped_or_doubled(scene: Scene) -> None:
+    scene.enqueue(2)
+    again = scene.run.jobs.enqueue(scene.producer, new_nonce(), "math", 0, [2, 2], 1000)
+    assert (again.count, again.cursor) == (0, 2)
+    first = scene.stream("fresh")
+    assert first == ["math-0000000000", "math-0000000001"]
+    # a server that lost its last second: what came in is passed over
+    scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 2})
+    again = scene.run.jobs.enqueue(scene.producer, new_nonce(), "math", 0, [2, 2], 1000)
+    assert (again.count, again.cursor) == (0, 2)
+    assert scene.stream("fresh") == first
+    scene.check()
+
+
+def nothing_starts_beyond_the_target(scene: Scene) -> None:
+    assert scene.enqueue(3, target=2).count == 2
+    scene.submit(scene.claim()[0])
+    assert scene.enqueue(3, target=2).count == 0
+
+
+def a_prompt_without_bytes_is_not_started(scene: Scene) -> None:
+
+    scene.open_producer()
+    with pytest.raises(PayloadMissing):
+        scene.run.jobs.enqueue(scene.producer, new_nonce(), "math", 0, [2], 10)
+
+
+def a_batch_is_of_all_tasks_or_of_none(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0)
+    before = scene.dump()
+    assert scene.try_take(1, math=2, code=1).missing == {"math": (2, 2), "code": (0, 1)}
+    assert scene.dump() == before
+    scene.ready(0, task="code")
+    assert len(scene.take(1, math=2, code=1).gids) == 3
+    assert [scene.counters(task).get("consumed") for task in ("math", "code")] == ["2", "1"]
+    assert scene.pool("completed") == []
+    scene.check()

@@ -1,0 +1,86 @@
+"""Lines that keep I1 to I4."""
+
+from __future__ import annotations
+
+from tests.buffer.invariants import one_place, running
+from tests.buffer.invariants.mutation import Mutation
+
+ONE_PLACE = [
+    Mutation("I1", "submit", "redis.call('ZREM', leases, gid)\n", one_place.every_move_keeps_the_account),
+    Mutation("I1", "claim", "    redis.call('XDEL', KEYS[i], entry[1])\n", one_place.every_move_keeps_the_account),
+    Mutation(
+        "I1", "release", "redis.call('HINCRBY', progress, 'running', -1)\n", one_place.every_move_keeps_the_account
+    ),
+    Mutation("I1", "fence_worker", "  redis.call('ZREM', leases, gid)\n", one_place.every_move_keeps_the_account),
+    Mutation(
+        "I1",
+        "reap",
+        "    redis.call('HINCRBY', keys.progress, 'running', -1)\n",
+        one_place.every_move_keeps_the_account,
+    ),
+    Mutation("I1", "reissue", "redis.call('ZREM', pool, unpack(members))\n", one_place.every_move_keeps_the_account),
+    Mutation("I1", "refresh", "  redis.call('ZREM', pool, unpack(members))\n", one_place.what_expires_is_in_one_pool),
+    Mutation("I1", "drop", "redis.call('SETBIT', dropped, draw, 1)\n", one_place.every_move_keeps_the_account),
+    Mutation(
+        "I1",
+        "commit",
+        "  redis.call('SETBIT', tasks[name].archived, tonumber(draw), 1)\n",
+        one_place.every_move_keeps_the_account,
+    ),
+    Mutation("I1", "quarantine", "redis.call('HINCRBY', progress, 'dead', 1)\n", one_place.by_hand_keeps_the_account),
+    Mutation("I1", "prelude", "    redis.call('ZREM', keys.dead, gid)\n", one_place.by_hand_keeps_the_account),
+    Mutation(
+        "I2",
+        "submit",
+        "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n",
+        one_place.an_old_token_changes_nothing,
+    ),
+    Mutation(
+        "I2",
+        "release",
+        "if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end\n",
+        one_place.an_old_token_changes_nothing,
+    ),
+    Mutation("I2", "heartbeat", "record[1] == ARGV[i + 1] and ", one_place.a_lease_is_renewed_by_its_owner_only),
+    Mutation(
+        "I2", "reap", "    redis.call('SREM', holders .. record[2], gid)\n", one_place.an_old_token_changes_nothing
+    ),
+    Mutation("I2", "claim", "if known[1] ~= nonce then return {'UNKNOWN'} end\n", running.a_stranger_claims_nothing),
+    Mutation(
+        "I3",
+        "enqueue",
+        "if cursor ~= expected then return {'CURSOR', int(cursor)} end\n",
+        one_place.no_prompt_is_skipped_or_doubled,
+    ),
+    Mutation(
+        "I3",
+        "enqueue",
+        "if ended > 0 or redis.call('EXISTS', record) == 1 then",
+        one_place.no_prompt_is_skipped_or_doubled,
+        new="if ended > 0 then",
+    ),
+    Mutation("I3", "enqueue", "'cursor', int(cursor + drawn), ", one_place.no_prompt_is_skipped_or_doubled),
+    Mutation("I3", "enqueue", "  if enqueued >= free or ", one_place.nothing_starts_beyond_the_target, new="  if "),
+    Mutation(
+        "I3",
+        "enqueue",
+        "prompt_bytes(i) == 0",
+        one_place.a_prompt_without_bytes_is_not_started,
+        new="false",
+    ),
+    Mutation(
+        "I4",
+        "take_batch",
+        "if is_short and strict then return reply end\n",
+        one_place.a_batch_is_of_all_tasks_or_of_none,
+    ),
+    Mutation(
+        "I4",
+        "take_batch",
+        "  redis.call('HINCRBY', KEYS[i + 2], 'consumed', #chosen[i])\n",
+        one_place.a_batch_is_of_all_tasks_or_of_none,
+    ),
+    Mutation(
+        "I4", "prelude", "  redis.call('ZREM', pool, unpack(members))\n", one_place.a_batch_is_of_all_tasks_or_of_none
+    ),
+]

@@ -1,0 +1,230 @@
+"""I10 to I13: a pause holds, poison and outages are contained, memory is bounded, a repeated call is harmless."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer import Mode, PolicyVersion, Status, new_nonce
+from buffer.errors import StoreUnavailable
+from tests.buffer.keyspace import changed
+from tests.buffer.scene import FIRST, Scene
+
+TWO_TRIES = {"max_tries": 2}
+
+
+def a_paused_worker_claims_nothing(scene: Scene) -> None:
+    scene.enqueue(2)
+    nonce = scene.worker()
+    scene.pause()
+    assert scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1).refusal == "PAUSED"
+    scene.pause(lanes="eval")
+    assert scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1).jobs == []
+    scene.pause(Mode.RUN)
+    assert len(scene.claim()) == 1
+    scene.pause()
+    assert scene.enqueue(1).refusal == "CLOSED"
+
+
+def old_weights_claim_nothing(scene: Scene) -> None:
+    scene.open_trainer(lineage="l1")
+    scene.enqueue(1)
+    nonce = scene.worker()
+    epoch = scene.run.control.state().epoch
+    assert scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 1), "/w", "").epoch == epoch + 1
+    claim = scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1)
+    assert (claim.refusal, claim.jobs) == ("STALE", [])
+
+
+def a_stranger_claims_nothing(scene: Scene) -> None:
+    scene.enqueue(1)
+    scene.worker()
+    assert scene.run.jobs.claim("w0", "not-its-nonce", new_nonce(), FIRST, 1).refusal == "UNKNOWN"
+
+
+def a_receipt_means_no_leases(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    epoch = scene.pause(Mode.ABORT)
+    scene.beat([job], ack=epoch)
+    assert scene.run.control.silent_workers(epoch) == ["w0"]
+    scene.run.jobs.release("w0", job, "handback")
+    # an epoch that never was, or no longer is after a loss, confirms nothing
+    scene.beat([], ack=epoch + 5)
+    assert scene.run.control.silent_workers(epoch) == ["w0"]
+    scene.beat([], ack=epoch)
+    assert scene.run.control.silent_workers(epoch) == []
+
+
+def the_operators_pause_survives_the_trainer(scene: Scene) -> None:
+    scene.open_trainer()
+    epoch = scene.pause(Mode.ABORT)
+    state = scene.run.control.set_mode("trainer", Mode.RUN, nonce=scene.trainer)
+    assert (state.mode, state.lanes) == (Mode.ABORT, ())
+    assert state.epoch == epoch + 1
+
+
+def tries_are_used_up_by_failures_only(scene: Scene) -> None:
+    scene.enqueue(1)
+    for _ in range(4):
+        (job,) = scene.claim()
+        assert scene.run.jobs.release("w0", job, "handback") == "waiting"
+    (job,) = scene.claim()
+    assert job.tries == 1
+    scene.submit(job, status=Status.ABORTED)
+    assert scene.record(job.gid)["tries"] == "0"
+    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
+    (job,) = scene.claim()
+    assert scene.run.jobs.release("w0", job, "failed") == "waiting"
+    (job,) = scene.claim()
+    scene.expire_leases()
+    assert scene.run.jobs.reap().groups == 1
+    assert scene.record(job.gid)["stage"] == "dead"
+    assert len(scene.run.dead_letters) == 1
+    assert scene.run.dead_letters.reason(job.gid)
+    scene.check()
+
+
+def nobody_loses_a_lease_to_an_outage(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    for seen in (scene.now_ms() - 600_000, scene.now_ms() + 600_000):
+        scene.expire_leases()
+        scene.raw.hset(scene.keys.clock, "seen_ms", seen)
+        assert scene.run.jobs.reap().groups == 0
+    assert scene.beat([job]).lost == ()
+
+
+def a_deadline_of_a_clock_that_stepped_back_comes_nearer(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.raw.zadd(scene.keys.leases, {job.gid: scene.now_ms() + 10**9})
+    scene.run.jobs.reap()
+    assert scene.raw.zscore(scene.keys.leases, job.gid) < scene.now_ms() + 2 * scene.run.limits.lease_ms
+
+
+def poison_counts_against_its_worker(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0)
+    (entry,) = scene.take(1).entries
+    scene.run.ledger.quarantine(scene.trainer, 1, entry, "bad bytes")
+    assert scene.record(entry.gid)["stage"] == "dead"
+    assert scene.run.dead_letters.reason(entry.gid)["worker"] == "w0"
+    assert [worker.get("quarantined") for worker in scene.run.fleet.workers()] == ["1"]
+    scene.check()
+
+
+def nothing_fresh_starts_above_the_low_mark(scene: Scene) -> None:
+    scene.enqueue(3)
+    scene.claim(1)  # where nothing runs, a little is started however full it is
+    scene.run.limits.low_bytes = 1
+    assert scene.enqueue(1).count == 0
+    assert scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1).jobs == []
+
+
+def bytes_that_nobody_needs_are_freed(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(2)
+    part, other = scene.claim(2)
+    scene.submit(part, status=Status.ABORTED)
+    scene.submit(other, filtered=True)
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
+    (whole,) = scene.claim()
+    scene.submit(whole)
+    scene.take(1)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    while scene.run.payloads.collect():
+        pass
+    assert scene.raw.keys(f"{scene.keys.prefix}payload:*") == []
+    assert scene.run.memory.count().held == 0
+
+
+def what_drains_works_when_memory_is_full(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0)
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    most = scene.raw.config_get("maxmemory")["maxmemory"]
+    scene.store.deadline_s = 0.2
+    scene.raw.config_set("maxmemory", 1)
+    try:
+        scene.beat([job])
+        scene.run.jobs.release("w0", job, "handback")
+        scene.take(1)
+        scene.run.ledger.commit(scene.trainer, 1, 1)
+        with pytest.raises(StoreUnavailable):
+            scene.claim()
+    finally:
+        scene.raw.config_set("maxmemory", most)
+
+
+def a_repeated_call_is_harmless(scene: Scene) -> None:
+    """Every call is made twice, as if its reply had been lost."""
+    store: Any = scene.store
+    once, upload = store.call, store.upload_and_call
+
+    def upload_twice(script: str, *args: Any) -> Any:
+        replies = upload(script, *args)
+        before = scene.dump()
+        assert [again[0] for again in upload(script, *args)] == [reply[0] for reply in replies], script
+        assert changed(before, scene.dump()) == {}, script
+        return replies
+
+    def twice(script: str, *args: Any, **options: Any) -> Any:
+        reply = once(script, *args, **options)
+        before = scene.dump()
+        again = once(script, *args, **options)
+        assert script == "deregister" or again[0] == reply[0], script
+        assert again == reply or script not in ("claim", "take_batch", "enqueue"), script
+        assert changed(before, scene.dump()) == {}, script
+        return reply
+
+    store.call, store.upload_and_call = twice, upload_twice
+    try:
+        _live(scene)
+    finally:
+        del store.call, store.upload_and_call
+    scene.check()
+
+
+def a_call_that_is_repeated_late_is_harmless(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    (gid,) = scene.ready(0)
+    store: Any = scene.store
+    once, said = store.call, []
+
+    def note(*args: Any, **options: Any) -> Any:
+        said.append(args)
+        return once(*args, **options)
+
+    store.call = note
+    scene.run.jobs.requeue(gid)
+    del store.call
+    assert said[-1][0] == "requeue"
+    scene.claim()
+    before = scene.dump()
+    assert once(*said[-1])[0] == "OK"
+    assert changed(before, scene.dump()) == {}
+
+
+def _live(scene: Scene) -> None:
+    scene.open_producer()
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(6)
+    ready, useless, partial, back, *more = scene.claim(6)
+    scene.submit(ready)
+    scene.submit(useless, filtered=True)
+    scene.submit(partial, status=Status.ABORTED)
+    scene.run.jobs.release("w0", back, "handback")
+    for job in more:
+        scene.submit(job)
+    entry = scene.take(1, math=2).entries[0]
+    scene.run.ledger.quarantine(scene.trainer, 1, entry, "bad")
+    scene.run.jobs.requeue(entry.gid)
+    scene.run.jobs.drop(back.gid)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.run.control.publish_weights(scene.trainer, PolicyVersion("l0", 1), "/w", "")
+    scene.pause()
+    scene.run.fleet.deregister("w0", scene.worker())
+    scene.run.control.beat("trainer", scene.trainer, closing=True)

@@ -1,0 +1,51 @@
+"""What goes through a folder: a whole run, and groups that a curator takes home (I1, I3, I5, I11)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from buffer import Run
+from tests.buffer.machine.server_moves import ServerMoves
+from tests.buffer.machine.settings_moves import SettingsMoves
+
+
+class FolderMoves(ServerMoves, SettingsMoves):
+    def save_and_resume(self, is_copied: bool) -> None:
+        """The run goes on as another one, or over the emptied key space: what ran waits, with its try given back."""
+        running = self.at("running")
+        with TemporaryDirectory() as folder:
+            facts = self.scene.run.save(Path(folder, "run"))
+            assert (facts.run, facts.was_running) == (self.scene.name, len(running))
+            if not is_copied:
+                self.scene.raw.flushall()
+            name = f"{self.scene.name}-copy" if is_copied else None
+            self.move_to(Run.resume(self.scene.store, Path(folder, "run"), name=name))
+        for group in running:
+            group.place, group.lane, group.token, group.tries = "waiting", "resume", "", group.tries - 1
+        self.old_producers.append(self.scene.producer)
+        self.scene.open_producer()
+        self.reopen(self.committed)
+        self.check_everything()
+
+    def move_to(self, run: Run) -> None:
+        scene = self.scene
+        scene.run, scene.name, scene.keys = run, run.name, run.keys
+        self.store.run, self.moment = run.name, None
+        # who worked is not saved
+        scene.nonces.clear()
+
+    def export_and_import(self, task: str, limit: int) -> None:
+        """Ready groups come in again as others, as old as they are."""
+        self.lift_marks()
+        chosen = sorted(self.at("completed", task), key=lambda group: group.gid)[:limit]
+        if not chosen:
+            return
+        with TemporaryDirectory() as folder:
+            path, gids = Path(folder, "groups.jsonl"), [group.gid for group in chosen]
+            exported = self.scene.run.export(path, where={"gid": {"$in": gids}})
+            assert (exported.groups, exported.unreadable) == (len(chosen), {})
+            imported = self.scene.run.import_groups(path)
+        came = [self.come_in(task, "completed", list(group.made_by)) for group in chosen]
+        assert imported.groups == len(chosen)
+        assert imported.too_old == sum(group.place != "completed" for group in came)

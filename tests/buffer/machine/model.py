@@ -1,0 +1,195 @@
+"""What must be so: a plain Python model of a run that knows where every group must be. It talks to no server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from buffer import Manifest, PolicyVersion
+from buffer.keys import LANES
+from buffer.staleness import staleness
+from tests.buffer.scene import FIRST
+
+TASKS = ("math", "code")
+WORKERS = ("w0", "w1")
+THRESHOLD, MAX_TRIES = 2, 2
+PLACES = ("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead", "filtered", "dropped")
+TIMELESS = float("inf")
+ALL_LANES = frozenset(("eval", "resume", "fresh"))
+
+
+@dataclass
+class Group:
+    """What the model knows of one group. `made_by`: the weights of its tokens that count."""
+
+    gid: str
+    place: str = "waiting"
+    lane: str = "fresh"
+    token: str = ""
+    owner: str = ""
+    result: str = "init"
+    tries: int = 0
+    arrival: int = 0
+    made_by: list[PolicyVersion] = field(default_factory=list)
+    prompt_bytes: int = 0
+    result_bytes: int = 0
+    kept_in: int = 0
+    """the archived batch that still has its bytes"""
+    is_in_front: bool = False
+    """came back from a batch: it stands in front of the order index, if there is one"""
+
+    @property
+    def task(self) -> str:
+        return self.gid.rpartition("-")[0]
+
+
+@dataclass
+class Task:
+    cursor: int = 0
+    consumed: int = 0
+    arrivals: int = 0
+
+
+class Model:
+    """The groups of a run, its steps and forks, and the arithmetic of the rules."""
+
+    def __init__(self, tail_batch: int, order: str, tokens: int | None) -> None:
+        self.retried, self.order, self.tokens = tail_batch >= 0, order, tokens
+        self.groups: dict[str, Group] = {}
+        self.tasks = {name: Task() for name in TASKS}
+        self.forks: list[tuple[str, int]] = []
+        self.batches: dict[int, Manifest] = {}
+        self.leaving: dict[int, list[str]] = {}
+        self.taken = self.keep = self.committed = 0
+        self.weights = FIRST
+        self.threshold, self.max_tries, self.low, self.high = THRESHOLD, MAX_TRIES, 0, 0
+        self.open_lanes = {"operator": ALL_LANES, "trainer": ALL_LANES}
+
+    @property
+    def lanes(self) -> frozenset[str]:
+        """The lanes that both who may pause leave open (I10)."""
+        return self.open_lanes["operator"] & self.open_lanes["trainer"]
+
+    def refusal(self, lane: str) -> str:
+        """Why nothing may start: fresh prompts do below the low mark, what was begun below the high one (I12)."""
+        if lane not in self.lanes:
+            return "CLOSED"
+        return "FULL" if self.is_full(lane) and self.will_free() else ""
+
+    def is_full(self, lane: str) -> bool:
+        return 0 < (self.low if lane == "fresh" else self.high) <= self.held()
+
+    def will_free(self) -> bool:
+        """Whether there is something to wait for: work, or batches that a checkpoint frees. Else a little starts."""
+        return bool(self.at("running")) or self.taken > self.freed
+
+    def granted(self, limit: int) -> list[str]:
+        """The lanes of what a claim gets, in order. However full it is, one group is given where nothing else moves."""
+        lanes: list[str] = []
+        for lane in (lane for lane in LANES if lane in self.lanes):
+            count = sum(group.lane == lane for group in self.at("waiting"))
+            if self.is_full(lane):
+                count = 0 if lanes or self.will_free() else min(count, 1)
+            lanes += [lane] * count
+        return lanes[:limit]
+
+    def held(self) -> int:
+        return sum(map(self.held_bytes, self.groups.values()))
+
+    def at(self, place: str, task: str | None = None) -> list[Group]:
+        return [g for g in self.groups.values() if g.place == place and task in (None, g.task)]
+
+    def version(self, group: Group) -> float:
+        """M as it counts: no later than any fork after the lineage that made the tokens."""
+        return min((self.living(made) for made in group.made_by), default=TIMELESS)
+
+    def score(self, group: Group) -> float:
+        """The version that decides when it expires: its own, or that of its last tokens, if these expire earlier."""
+        if self.tokens is None or not group.made_by:
+            return self.version(group)
+        lineage = group.made_by[-1].lineage
+        last = max(self.living(made) for made in group.made_by if made.lineage == lineage)
+        return min(self.version(group), last - (self.threshold - self.tokens))
+
+    def mask(self, group: Group, step: int) -> list[int]:
+        """Two tokens of each weights: which of them `step` trains."""
+        limit = float("inf") if self.tokens is None else self.tokens
+        return [int(staleness(step, self.living(made)) < limit) for made in group.made_by for _ in range(2)]
+
+    def living(self, made: PolicyVersion) -> int:
+        names = [name for name, _ in self.forks]
+        later = self.forks[names.index(made.lineage) + 1 :] if made.lineage in names else self.forks
+        return min([made.version, *(step for _, step in later)])
+
+    def pooled(self, place: str, task: str) -> list[Group]:
+        """A pool in its order."""
+        return sorted(self.at(place, task), key=lambda g: (self.score(g), g.arrival))
+
+    def fresh(self, task: str) -> list[Group]:
+        """The completed groups that the next step may use, in order."""
+        return self.ready(task, self.taken + 1)
+
+    def ready(self, task: str, step: int, threshold: int = 0) -> list[Group]:
+        """The completed groups that `step` may use, in the order of the run's policy; by the threshold of then."""
+        fresh = [g for g in self.pooled("completed", task) if self.score(g) >= step - (threshold or self.threshold)]
+        match self.order:
+            case "fifo":
+                fresh.sort(key=lambda g: (not g.is_in_front, g.arrival))
+            case "freshest":
+                fresh.reverse()
+        return fresh
+
+    def room(self, task: str, target: int) -> int:
+        busy = len(self.at("waiting", task)) + len(self.at("running", task)) + len(self.fresh(task))
+        return max(0, target - self.tasks[task].consumed - busy)
+
+    def arrive(self, group: Group) -> None:
+        self.tasks[group.task].arrivals += 1
+        group.arrival, group.is_in_front = self.tasks[group.task].arrivals, False
+
+    def wait_or_die(self, group: Group) -> None:
+        """A try was used up."""
+        alive = group.tries < self.max_tries
+        group.place, group.lane, group.token = ("waiting", "resume", "") if alive else ("dead", "", "")
+
+    def expire(self, *tasks: str) -> int:
+        """What the next step may not use starts again, or is dropped; how many groups."""
+        cut = self.taken + 1 - self.threshold
+        pooled = [g for task in tasks for place in ("completed", "aborted") for g in self.at(place, task)]
+        old = [group for group in pooled if self.score(group) < cut]
+        for group in old:
+            group.place = "expired" if self.retried else "dropped"
+            group.made_by, group.result = [], "init"
+        return len(old)
+
+    def readable(self, group: Group) -> bool:
+        return group.place not in ("archived", "filtered", "dropped")
+
+    def held_bytes(self, group: Group) -> int:
+        """I12: the prompt until the group ends, and the result until it ends or starts again from its prompt."""
+        if not self.readable(group):
+            return group.result_bytes if group.kept_in else 0
+        return group.prompt_bytes + (0 if group.result == "init" else group.result_bytes)
+
+    @property
+    def freed(self) -> int:
+        """Batches up to this one are archived as a whole; those that are `leaving` are about to be."""
+        return min(self.leaving, default=self.keep + 1) - 1
+
+    def archive_one(self) -> None:
+        """One slice of a commit."""
+        step = min(self.leaving)
+        if self.leaving[step]:
+            group = self.groups[self.leaving[step].pop(0)]
+            group.place, group.kept_in = "archived", step
+        if not self.leaving[step]:
+            del self.leaving[step]
+
+    def forget(self) -> None:
+        """The bytes of batches that are archived as a whole are freed."""
+        for group in self.groups.values():
+            if group.kept_in <= self.freed:
+                group.kept_in = 0
+
+    def some_group(self, which: int) -> Group | None:
+        groups = list(self.groups.values())
+        return groups[which % len(groups)] if groups else None

@@ -1,0 +1,117 @@
+"""A run in which every script runs, in every branch that changes something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+
+from buffer import Manifest, Mode, PolicyVersion, Status, new_nonce
+from buffer.config.loader import parse_settings
+from buffer.live_settings import LiveSettings
+from buffer.recovery.position import Position
+from tests.buffer.scene import Scene, rollout
+from tests.buffer.time_machine import put_back, remember
+
+
+def tell_a_whole_story(scene: Scene, folder: Path) -> None:
+    """Every script, in every branch that changes something."""
+    run = scene.run
+    scene.open_producer()
+    scene.open_trainer()
+    scene.enqueue(9, samples=[2, 2, 0, 2, 2, 2, 2, 2, 2])
+    ready, partial, filtered, back, aborted, failed, buried, _ = scene.claim(8)
+    scene.beat([ready, partial])
+    scene.submit(ready)
+    scene.submit(partial, status=Status.ABORTED)
+    scene.submit(filtered, filtered=True)
+    run.jobs.release("w0", back, "handback")
+    run.jobs.release("w0", aborted, "aborted")
+    run.jobs.release("w0", failed, "failed")
+    run.jobs.reissue(scene.producer, "math", "aborted", 1000)
+    scene.claim(9, worker="w1")
+    scene.expire_leases(buried.gid, partial.gid)
+    run.jobs.reap()
+    run.fleet.fence("w1")
+    run.fleet.fence("w0")
+    scene.nonces.clear()
+    survivors = scene.claim(9)
+    run.jobs.release("w0", survivors.pop(), "failed")
+    for job in survivors:
+        scene.submit(job)
+    put_right_by_hand(scene)
+    scene.take(2, strict=False)
+    run.ledger.commit(scene.trainer, 2, 1)
+    run.buffer.refresh_staleness("math")
+    run.jobs.reissue(scene.producer, "math", "expired", 1000)
+    run.ledger.set_target(scene.trainer, "quiz", 3)
+    run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
+    run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/w/2", "sum")
+    run.control.set_mode("trainer", Mode.RUN, nonce=scene.trainer)
+    scene.enqueue(1)
+    (job, *_) = scene.claim(weights=PolicyVersion("l1", 2))
+    scene.submit(job, PolicyVersion("l1", 2))
+    scene.open_trainer(step=1, lineage="l2", take_over=True)
+    run.fleet.deregister("w0", scene.worker())
+    scene.raw.zadd(scene.keys.workers, {"w1": 1})
+    run.jobs.reap()
+    lines = [
+        {"gid": gid, "task": "math", "response_ids": [1], "logprobs": [0.0], "reward": {"score": 1.0}} for gid in "ab"
+    ]
+    (folder / "f.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    run.import_groups(folder / "f.jsonl")
+    (outside,) = run.buffer.put("math", [[rollout(Status.COMPLETED, PolicyVersion("l2", 1))]])
+    run.buffer.update(outside, [rollout(Status.COMPLETED, PolicyVersion("l2", 1), response="better")])
+    lose_and_recover(scene)
+    run.set(parse_settings(LiveSettings, ["max_tries=3"]))
+    run.jobs.forgive("math")
+    assert run.control.silent_workers() == ["w0"]
+    run.control.beat("trainer", scene.trainer)
+    run.control.beat("trainer", scene.trainer, closing=True)
+    run.control.beat("producer", scene.producer, closing=True)
+
+
+def lose_and_recover(scene: Scene) -> None:
+    """Batches that come back, that are gone, and that were never there; then all the way back to the first step."""
+    run, taken = scene.run, scene.run.ledger.steps()[0]
+    scene.nonces.clear()
+    scene.open_trainer(step=taken, lineage="l3", take_over=True)
+    scene.enqueue(5)
+    jobs = scene.claim(9, weights=run.control.state().weights)
+    for job in jobs:
+        scene.submit(job, None)
+    moment, trainer = remember(scene.raw, scene.name), scene.trainer
+    position = Position(step=taken, cursors={"math": run.jobs.cursor("math") + 2})
+    for step in range(1, taken + 1):
+        if manifest := run.ledger.manifest(step):
+            position.add(manifest)
+    for step in (taken + 1, taken + 2):
+        position.add(scene.take(step))
+    lost, gone = position.model_copy(deep=True), scene.take(taken + 3)
+    lost.add(Manifest.parse(gone.step, [gone.header, f"{gone.gids[0]} lost 1 9 - 2 -"]))
+    for known in (position, lost, Position()):
+        put_back(scene.raw, scene.name, moment)
+        scene.trainer = trainer
+        scene.take(taken + 1, math=2)
+        run.trainers.open(nonce := new_nonce(), lineage="l4", take_over=True, position=known, regenerate=True)
+        scene.trainer = nonce
+        scene.check()
+    run.jobs.next_draw(scene.producer, "math")
+    scene.enqueue(2)
+
+
+def put_right_by_hand(scene: Scene) -> None:
+    """Batch 1, and groups that are no good."""
+    scene.ready(0, 0, 0)
+    scene.ready(0, task="code")
+    swapped, kept, removed = scene.take(1, math=2, code=1).entries
+    for entry in (swapped, removed):
+        scene.run.ledger.quarantine(scene.trainer, 1, entry, "not good")
+    assert scene.take(1).gids[1:] == [kept.gid]
+    for gid, before in ((swapped.gid, "dead"), (removed.gid, "dead"), (scene.ready(0)[0], "completed")):
+        assert scene.run.jobs.requeue(gid) == before
+    assert scene.run.jobs.drop(removed.gid) == "waiting"
+    (job, other) = scene.claim(2)
+    assert scene.run.jobs.drop(job.gid, revoke="w0") == "running"
+    scene.submit(other)
+    assert scene.run.jobs.drop(other.gid) == "completed"

@@ -1,0 +1,49 @@
+"""What `wire.decode` promises for any bytes: a WireError, or a group that can be used and written again; and the same
+document whether its own reader or the library's has read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from buffer import RolloutGroup, RolloutState, wire, wire_reader
+from buffer.errors import WireError
+
+
+def plain(state: RolloutState) -> dict[str, Any]:
+    """A state as comparable values; a mask of all ones is the same as none, and so is a column without tokens."""
+    fields = dict(state)
+    mask = fields.pop("response_mask")
+    for name in ("ref_logprobs", "values"):
+        fields[name] = None if fields[name] is None else fields[name].tolist() or None
+    if isinstance(state.routed_experts, np.ndarray):
+        fields["routed_experts"] = state.routed_experts.tolist()
+    columns = {name: fields.pop(name).tolist() for name in ("prompt_ids", "response_ids", "logprobs")}
+    return fields | columns | {"mask": None if mask is None or all(mask) else mask.tolist()}
+
+
+def read_alike(data: bytes) -> None:
+    """What the quick reader accepts is what the library makes of it."""
+    quick = wire_reader._read_own(memoryview(data))
+    if quick is not None:
+        columns = {n: column | {"data": bytes(column["data"])} for n, column in quick["columns"].items()}
+        # as text: a NaN does not equal itself
+        assert repr(quick | {"columns": columns}) == repr(msgpack.unpackb(data, strict_map_key=True))
+
+
+def keep(data: bytes) -> bool:
+    """Whether the bytes were accepted. Raises whatever breaks the promise."""
+    read_alike(data)
+    try:
+        group = wire.decode(data)
+    except WireError as error:
+        if len(str(error)) > 2000:
+            raise AssertionError("an error is read by people") from error
+        return False
+    assert len(group.states) == len(group)
+    assert group.scores.shape == (len(group),)
+    again = RolloutGroup(group.gid, group.task, group.states)
+    assert repr([plain(s) for s in wire.decode(wire.encode(again)).states]) == repr([plain(s) for s in group.states])
+    return True

@@ -1,0 +1,39 @@
+"""Judges that misbehave on purpose, for rq's work-horses. `ground_truth` is a folder that they tell the test by."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+
+def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
+    return {"score": float(len(response)), "told": float(len(state.messages))}
+
+
+def hangs_once(*, response: str, ground_truth: str, state: Any) -> float:
+    """Writes its process id and waits to be killed; the second call answers."""
+    calls = Path(ground_truth) / "pid"
+    if calls.exists():
+        return 1.0
+    part = calls.with_suffix(".part")
+    part.write_text(f"{os.getpid()} {os.getppid()}")
+    part.rename(calls)
+    time.sleep(60)
+    return 0.0
+
+
+def spins(*, response: str, ground_truth: Any, state: Any) -> float:
+    """Deaf to rq's time limit, which Python must get to handle: this stays in C and holds the lock."""
+    return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
+
+
+def sleeps(*, response: str, ground_truth: Any, state: Any) -> float:
+    time.sleep(60)
+    return 0.0
+
+
+def eats(*, response: str, ground_truth: Any, state: Any) -> float:
+    return float(len(bytearray(8 * 2**30)))

@@ -1,0 +1,227 @@
+"""Judges in rq's work-horses: real rq workers as processes, on both servers; killed, starved and lied to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickletools
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rq
+
+from buffer.config.sections import JudgingSection
+from buffer.errors import ConfigError, JudgeError
+from buffer.rollout import RolloutState
+from buffer.server.nodes import Servers
+from buffer.store import Store
+from producer_workers.judges import rq_judge
+from producer_workers.judges.load import load_judge
+from producer_workers.judges.rq_job import FUNCTION
+from producer_workers.judges.rq_judge import RqJudge
+from producer_workers.judges.rq_queue import judge_url, open_queue
+from tests.pipeline.site import ROOT
+from tests.pipeline.yard import Yard
+from tests.servers import Server
+
+RUN = f"judged-{os.getpid()}"
+MINE = "tests.pipeline.rq_judges:"
+NAMES = ("length", "hangs_once", "spins", "sleeps", "eats")
+TASK = """
+[tasks.{name}]
+judge = "{mine}{name}"
+judging = {{ kind = "rq" }}
+dataset = {{ kind = "jsonl", path = "none" }}
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`rolloutmq judge` with two workers; at the end it leaves on SIGTERM."""
+    config = tmp_path_factory.mktemp("judges") / "run.toml"
+    tasks = "".join(TASK.format(name=name, mine=MINE) for name in NAMES)
+    config.write_text(f'[run]\nname = "{RUN}"\n{tasks}', encoding="utf-8")
+    command = [sys.executable, "-m", "rolloutmq", "judge", str(config), "--workers", "2", "--redis-url", server.url]
+    process = subprocess.Popen(command, cwd=ROOT)
+    yield server
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+@pytest.fixture
+def make_judge(pool: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RqJudge]]:
+    monkeypatch.setattr(rq_judge, "GRACE_S", 1.5)
+    stores = []
+
+    def make(name: str, run: str = RUN, **judging: Any) -> RqJudge:
+        stores.append(Store(pool.url, name="judging"))
+        return RqJudge(MINE + name, stores[-1], run, JudgingSection(kind="rq", **judging))
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def ask(judge: RqJudge, **fields: Any) -> dict[str, float]:
+    return asyncio.run(judge.judge(RolloutState(**fields)))
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def only_once(pool: Server) -> None:
+    if pool.kind == "redis":
+        pytest.skip("says nothing about the server; seen with the other one")
+
+
+def failed(pool: Server, run: str = RUN) -> int:
+    return int(open_queue(pool.connect(), run).failed_job_registry.count)
+
+
+def stored(client: Any) -> Iterator[bytes]:
+    """Every value of rq's that might be a document, unpacked."""
+    for key in client.scan_iter("rq:*"):
+        if client.type(key) == b"hash":
+            for name, value in client.hgetall(key).items():
+                yield zlib.decompress(value) if name in (b"data", b"exc_info") else value
+        elif client.type(key) == b"stream":
+            for _, entry in client.xrange(key):
+                yield b64decode(entry.get(b"return_value", b""))
+
+
+def is_pickle(value: bytes) -> bool:
+    try:
+        return value[:1] == b"\x80" and bool(list(pickletools.genops(value)))
+    except ValueError:
+        return False
+
+
+def test_reward_is_that_of_the_same_function_inline_and_no_pickle_is_stored(
+    make_judge: Callable[..., RqJudge], pool: Server
+) -> None:
+    state = RolloutState(response="four", messages=[{"role": "user", "content": "2 + 2"}], extra={"level": [1]})
+    inline = asyncio.run(load_judge(MINE + "length").judge(state))
+    assert asyncio.run(make_judge("length").judge(state)) == inline == {"score": 4.0, "told": 1.0}
+    values = list(stored(pool.connect()))
+    assert any(b'"four"' in value for value in values)
+    assert any(value == b'{"score": 4.0, "told": 1.0}' for value in values)
+    assert not any(is_pickle(value) for value in values)
+
+
+def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Path) -> None:
+    client, before = pool.connect(), failed(pool)
+    pickled = rq.Queue(f"rmq-judge:{RUN}", connection=client).enqueue("os.mkdir", str(tmp_path / "pickled"))
+    assert any(is_pickle(value) for value in stored(client))  # what the other test looks for can be found
+    other = open_queue(client, RUN).enqueue("os.mkdir", str(tmp_path / "other"))
+    foreign = open_queue(client, RUN).enqueue(FUNCTION, "os:mkdir", {}, 1.0, 4096)
+    until(lambda: failed(pool) == before + 3)
+    assert list(tmp_path.iterdir()) == []
+    results = [job.latest_result() for job in (pickled, other, foreign)]
+    said = [str(result.exc_string) for result in results if result]
+    assert "DeserializationError" in said[0]
+    assert "this worker does not run 'os.mkdir'" in said[1]
+    assert "this worker does not run" in said[2]
+    pickled.delete()
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "reason"),
+    [
+        ("sleeps", {"timeout_s": 1.0}, "JobTimeoutException"),
+        ("spins", {"timeout_s": 1.0}, "signal 9"),
+        ("eats", {"memory_mb": 2048}, "MemoryError"),
+    ],
+)
+def test_judge_is_ended_when_it_is_over_a_limit(
+    make_judge: Callable[..., RqJudge],
+    pool: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    limits: dict[str, float],
+    reason: str,
+) -> None:
+    if name == "spins":
+        only_once(pool)
+    monkeypatch.setattr(rq_judge, "GRACE_S", 30.0)  # the limits end it, not the one who waits
+    before = failed(pool)
+    with pytest.raises(JudgeError, match=reason):
+        ask(make_judge(name, retries=0, **limits))
+    assert failed(pool) == before + 1
+
+
+@pytest.mark.parametrize("victims", [("horse",), ("worker", "horse")])
+def test_judge_is_asked_again_when_its_processes_are_killed(
+    make_judge: Callable[..., RqJudge], tmp_path: Path, victims: tuple[str, ...]
+) -> None:
+    async def scene() -> dict[str, float]:
+        judge = make_judge("hangs_once", timeout_s=1.0 if "worker" in victims else 60.0, retries=1)
+        judging = asyncio.create_task(judge.judge(RolloutState(ground_truth=str(tmp_path))))
+        await asyncio.to_thread(until, (tmp_path / "pid").exists)
+        horse, worker = map(int, (tmp_path / "pid").read_text().split())
+        for victim in victims:
+            os.kill({"horse": horse, "worker": worker}[victim], signal.SIGKILL)
+        return await judging
+
+    assert asyncio.run(scene()) == {"score": 1.0}
+
+
+def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
+    make_judge: Callable[..., RqJudge], pool: Server, run_name: str
+) -> None:
+    async def scene() -> None:
+        queue, client = open_queue(pool.connect(), run_name), pool.connect()
+        judging = asyncio.create_task(make_judge("length", run_name, retries=1).judge(RolloutState()))
+        await asyncio.to_thread(until, lambda: queue.count == 1)
+        lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
+        await asyncio.to_thread(until, lambda: queue.count == 1)
+        assert queue.get_job_ids() != [lost.decode()]
+        judging.cancel()
+        await asyncio.to_thread(until, lambda: queue.count == 0)  # nobody waits: it is not judged
+
+    asyncio.run(scene())
+
+
+def test_generation_goes_on_while_a_judge_that_will_fail_is_waited_for(
+    make_judge: Callable[..., RqJudge], pool: Server, run_name: str, yard: Yard
+) -> None:
+    """No rq worker serves this run: its first group waits for a reward, and the next one is generated meanwhile."""
+    only_once(pool)
+    queue = open_queue(pool.connect(), run_name)
+
+    async def scene() -> None:
+        gids = yard.enqueue(2, tokens=(5,))
+        worker = yard.worker(judge=make_judge("length", run_name, retries=0), concurrency=2, drain_timeout_s=0.0)
+        async with yard.working(worker) as engine:
+            await yard.until(lambda: queue.count == 2)
+            assert {request.partition("/")[0] for request, *_ in engine.requests} == set(gids)
+            for job_id in queue.get_job_ids():
+                queue.remove(job_id)
+            queue.connection.delete(*queue.connection.keys("rq:job:*"))
+            await yard.until(lambda: any(int(record["tries"]) > 1 for record in yard.records()))
+
+    asyncio.run(scene())
+    # a worker leaves its listener to end by itself; the yard may not close its connection before
+    until(lambda: not any(thread.name == "hints" for thread in threading.enumerate()))
+
+
+def test_cluster_is_refused_with_what_to_set() -> None:
+    class Cluster(Servers):
+        is_cluster = True
+
+    servers = Cluster("redis://127.0.0.1:1", "judging")
+    with pytest.raises(ConfigError, match=r"\[judges\] redis_url"):
+        judge_url(None, servers)
+    assert judge_url("redis://other", servers) == "redis://other"

@@ -1,0 +1,68 @@
+"""A primary, its replicas, and a Sentinel that names another primary within seconds when the first one dies."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.cluster import Node, free_ports, until
+
+SERVICE = "queue"
+
+
+class Watched:
+    """Two replicas: one is left when the other has become the primary."""
+
+    def __init__(self, binary: str, folder: Path, *options: str) -> None:
+        *ports, self._sentinel_port = free_ports(4)
+        self.primary, *self.replicas = (Node(binary, folder / str(port), port, options) for port in ports)
+        self._binary, self._folder = binary, folder
+        self._sentinel: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        (nobody,) = free_ports(1)
+        return f"redis+sentinel://127.0.0.1:{nobody},127.0.0.1:{self._sentinel_port}/{SERVICE}"
+
+    def start(self) -> None:
+        for node in (self.primary, *self.replicas):
+            node.start()
+        for replica in self.replicas:
+            replica.ask("REPLICAOF", "127.0.0.1", self.primary.port)
+        until(lambda: all(self._follows(replica) for replica in self.replicas), "the replicas")
+        self._watch()
+
+    def _follows(self, replica: Node) -> bool:
+        return bool(replica.ask("INFO", "replication").get("master_link_status") == "up")
+
+    def _watch(self) -> None:
+        config = self._folder / "sentinel.conf"
+        config.write_text(
+            f"port {self._sentinel_port}\nbind 127.0.0.1\ndir {self._folder}\nlogfile sentinel.log\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.port} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 5000\n",
+            encoding="utf-8",
+        )
+        self._sentinel = subprocess.Popen([self._binary, str(config), "--sentinel"], start_new_session=True)
+        eyes = Node(self._binary, self._folder, self._sentinel_port, ())
+        until(lambda: eyes.answers() and len(eyes.ask("SENTINEL REPLICAS", SERVICE)) == 2, "the Sentinel")
+
+    def close(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.kill()
+            self._sentinel.wait()
+        for node in (self.primary, *self.replicas):
+            node.kill()
+
+
+@contextmanager
+def start_watched(binary: str, folder: Path, *options: str) -> Iterator[Watched]:
+    """All of it; killed at the end."""
+    watched = Watched(binary, folder, *options)
+    try:
+        watched.start()
+        yield watched
+    finally:
+        watched.close()

@@ -1,0 +1,120 @@
+"""How far strategies run ahead: targets as the reference computes them, and whose settings a task has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from buffer.config.loader import load_config
+from buffer.errors import ConfigError
+from buffer.limits import RunLimits, TaskLimits
+from buffer.mix import Reweighting, TaskMix, allocate
+from buffer.rollout import RolloutState
+from producer_workers.config import ProducingConfig
+from producer_workers.sample_filters import load_sample_filter, not_all_equal
+from producer_workers.strategy import AsyncProduceStrategy, SyncProduceStrategy, strategies_of
+
+CONFIG = """
+[run]
+name = "mix"
+[plan]
+batch_size = 7
+steps = 100
+[policy]
+max_staleness = 1
+sync_weights_interval = 2
+[strategy]
+over_sample_threshold = 0.5
+enable_partial_rollout = true
+[tasks.math]
+weight = 2.0
+judge = "exact_match"
+dataset = { kind = "jsonl", path = "x" }
+[tasks.code]
+weight = 1.0
+judge = "exact_match"
+dataset = { kind = "jsonl", path = "x" }
+strategy = { tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
+[tasks.idle]
+weight = 0.0
+judge = "exact_match"
+dataset = { kind = "jsonl", path = "x" }
+strategy = { kind = "sync", over_sample_threshold = 0.0 }
+"""
+
+
+def config(tmp_path: Path, *overrides: str) -> ProducingConfig:
+    path = tmp_path / "mix.toml"
+    path.write_text(CONFIG)
+    return load_config(ProducingConfig, path, overrides)
+
+
+def test_a_batch_of_7_by_weights_2_1_0_is_5_2_0() -> None:
+    assert allocate(7, {"math": 2, "code": 1, "idle": 0}) == {"math": 5, "code": 2, "idle": 0}
+
+
+def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_path: Path) -> None:
+    limits = config(tmp_path).limits()
+    chosen = strategies_of(limits)
+    assert [type(chosen[task]) for task in chosen] == [AsyncProduceStrategy, AsyncProduceStrategy, SyncProduceStrategy]
+    assert [chosen[task].target(0) for task in chosen] == [5 * 4 + 3, 2 * 4 + 1, 0]
+    assert [chosen[task].reissue_from()[0] for task in chosen] == [("aborted", 1), ("expired", 4), ("aborted", 1)]
+    assert [limits.retries_expired(task) for task in limits.tasks] == [False, True, False]
+    assert config(tmp_path).strategy_of("code").enable_partial_rollout
+
+
+def limits_of(**changes: object) -> RunLimits:
+    return RunLimits(tasks={"math": TaskLimits()}, batch_size=4, **changes)
+
+
+def test_sync_starts_the_batches_of_the_newest_weights_and_no_other() -> None:
+    strategy = SyncProduceStrategy("math", limits_of(steps=9, sync_weights_interval=4, stale_threshold=8))
+    assert [strategy.target(version) for version in (0, 4, 8)] == [16, 32, 36]
+    assert strategy.reissue_from() == [("aborted", 1)]
+
+
+def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
+    strategy = AsyncProduceStrategy("math", limits_of(steps=10, over_sample_threshold=1.0))
+    assert [strategy.target(version) for version in (0, 1, 9)] == [8, 12, 40]
+
+
+def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() -> None:
+    mix = TaskMix(
+        6,
+        [
+            Reweighting(from_step=1, weights={"math": 1, "code": 1}),
+            Reweighting(from_step=4, weights={"math": 2, "code": 1}),
+            Reweighting(from_step=6, weights={"math": 0, "code": 1}),
+        ],
+    )
+    assert [mix.shares(step)["math"] for step in range(1, 8)] == [3, 3, 3, 4, 4, 0, 0]
+    for step in range(8):
+        assert mix.groups_until("math", step) == sum(mix.shares(t)["math"] for t in range(1, step + 1))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("strategy.kind=sync", "sync starts exactly the batch"),
+        ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
+        ("tasks.code.strategy.tail_batch_candidate_step=1", "it is now tail_batch_trigger_size"),
+        ("strategy.staleness_threshold=1.0", "it is now over_sample_threshold"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config(tmp_path, override)
+
+
+def test_not_all_equal_wants_scores_that_differ() -> None:
+    def group(*scores: float) -> list[RolloutState]:
+        return [RolloutState(index=place, reward={"score": score}) for place, score in enumerate(scores)]
+
+    assert not_all_equal(group(0.0, 1.0))
+    assert not not_all_equal(group(1.0, 1.0))
+    assert not not_all_equal(group(1.0))
+    assert load_sample_filter("not_all_equal") is not_all_equal
+    assert load_sample_filter(None) is None
+    with pytest.raises(ConfigError, match="no 'nothing'"):
+        load_sample_filter("buffer.keys:nothing")
