@@ -4,6 +4,7 @@ Imports no torch, vllm, rq or transformers. `buffer/README.md` draws the states,
 """
 
 from buffer.account import Account, Audit, TaskAccount
+from buffer.batch_status import ProduceBatchStatus, batch_status
 from buffer.control import ControlState, Mode, RunControl, new_nonce
 from buffer.errors import RolloutMQError
 from buffer.fleet import Fleet, Pulse
@@ -47,6 +48,7 @@ __all__ = [
     "NotReady",
     "PolicyVersion",
     "PoolSizes",
+    "ProduceBatchStatus",
     "Pulse",
     "ReplayBuffer",
     "Result",
@@ -63,6 +65,7 @@ __all__ = [
     "TaskLimits",
     "ToolCall",
     "VersionSpan",
+    "batch_status",
     "group_id",
     "new_nonce",
     "split_group_id",

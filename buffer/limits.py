@@ -133,6 +133,12 @@ class RunLimits(BaseModel):
         return self.stale_threshold if self.tasks[task].eval_of is None else ""
 
     @property
+    def horizon(self) -> int:
+        """How many train steps one version of the weights may serve: a group of one version is used up when its
+        tokens are."""
+        return self.token_threshold or self.stale_threshold
+
+    @property
     def lag(self) -> int | str:
         """By how many steps single tokens expire earlier than groups; "" where they do not."""
         return "" if self.token_threshold is None else self.stale_threshold - self.token_threshold

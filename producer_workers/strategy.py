@@ -59,9 +59,7 @@ class AsyncProduceStrategy:
 
     def target(self, version: int) -> int:
         limits, mix = self.limits, self.limits.mix()
-        # a group of one policy is used up when its tokens are
-        threshold = limits.token_threshold or limits.stale_threshold
-        last = min(last_step_for(version, threshold), limits.steps)
+        last = min(last_step_for(version, limits.horizon), limits.steps)
         ahead = ceil(limits.over_sampling(self.task) * mix.shares(last)[self.task]) if last < limits.steps else 0
         return mix.groups_until(self.task, last) + ahead
 
