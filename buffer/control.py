@@ -79,8 +79,13 @@ class RunControl:
             raise self._no_run()
         return ControlState.parse([field.decode() if field else "" for field in fields])
 
-    def set_mode(self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "") -> ControlState:
-        """Change the mode for one holder. `lanes` that stay open: none by default, all in run mode."""
+    def set_mode(
+        self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "", orphan: bool = False
+    ) -> ControlState:
+        """Change the mode for one holder. `lanes` that stay open: none by default, all in run mode.
+
+        `orphan`: the operator's RUN also ends the pause of a trainer that has left or fallen silent.
+        """
         keys, bells = self._keys, self._bells()
         reply = self._store.call(
             "control",
@@ -91,6 +96,7 @@ class RunControl:
                 "mode": mode.value,
                 "lanes": ALL_LANES if mode is Mode.RUN else lanes,
                 "nonce": nonce,
+                "orphan_ms": self._limits.role_timeout_ms if orphan and who == "operator" else "",
             },
         )
         if reply[0] == "NO_RUN":

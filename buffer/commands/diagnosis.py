@@ -69,6 +69,9 @@ def _trainer_pause(snap: Snapshot) -> Symptom:
     late = sorted({worker["id"] for worker in snap.live_workers} - set(snap.acknowledged))
     level: Level = "stuck" if snap.paused_ms > PATIENCE_MS else "note"
     what = f"paused by the trainer ({snap.mode}), for a weight update"
+    if snap.is_orphaned:
+        fix = "start it again, it goes on by itself; or `rolloutmq continue` lets the workers go on without it"
+        return Symptom("stuck", f"{what}; but that trainer is gone", snap.paused_ms, fix)
     if not late:
         return Symptom(level, f"{what}; every live worker has confirmed", snap.paused_ms, "see the trainer's log")
     fix = f"see the log of {late[0]}; `rolloutmq fence {late[0]} --yes` goes on without it"

@@ -1,6 +1,7 @@
 """`rolloutmq pause` and `rolloutmq continue`: the operator's hold on a run.
 
-It is apart from the trainer's own pauses around weight updates: neither undoes the other's (I10).
+It is apart from the trainer's own pauses around weight updates: neither undoes the other's (I10). Only where the
+trainer died in a pause of its own, `continue` ends that, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from buffer.commands.screen import age, console, emit, plural
+from buffer.commands.snapshot import take_snapshot
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.control import Mode
 from buffer.errors import ConfigError, PauseTimeout
@@ -72,7 +74,10 @@ def continue_(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """End the operator's pause of a run. A pause of the trainer stays."""
+    """End the operator's pause of a run.
+
+    A pause of the trainer stays, unless that trainer has left or fallen silent: then it ends, too.
+    """
     with open_target(redis_url, run_dir, run) as target:
         if task is not None:
             _forgive(target.run, task, as_json)
@@ -94,8 +99,12 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
     say: Say = (lambda line: None) if as_json else console().print
     start = time.monotonic()
-    changed = _operator_mode(run) is not mode
-    state = run.control.set_mode("operator", mode) if changed else run.control.state()
+    before = run.control.state()
+    is_orphan = mode is Mode.RUN and take_snapshot(run).is_orphaned
+    changed = _operator_mode(run) is not mode or is_orphan
+    state = run.control.set_mode("operator", mode, orphan=is_orphan) if changed else before
+    if is_orphan:
+        say(f"run {run.name}: its trainer is gone and had paused it ({before.mode}); that pause is ended, too")
     say(_headline(run, mode, state.mode, state.epoch, changed))
     timeout_s = run.limits.pause_timeout_s if timeout_s is None else timeout_s
     silent = _wait(run, state.epoch, start, timeout_s, say) if wait else run.control.silent_workers(state.epoch)

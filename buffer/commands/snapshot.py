@@ -112,6 +112,11 @@ class Snapshot:
         return next((who for who in ("operator", "trainer") if self.control.get(f"{who}_mode", "run") != "run"), None)
 
     @property
+    def is_orphaned(self) -> bool:
+        """Whether a trainer that has left, or fallen silent, left it paused."""
+        return self.control.get("trainer_mode", "run") not in ("run", "finish") and not self.trainer.alive
+
+    @property
     def paused_ms(self) -> int:
         """How long the mode has been what it is."""
         changed = self.control.get(f"{self.paused_by}_changed_ms") or self.control.get("changed_ms")

@@ -152,6 +152,7 @@ def mode_text(snap: Snapshot) -> Text:
     text = Text.assemble(
         state(snap.mode),
         f" paused by the {snap.paused_by} {age(snap.paused_ms)} ago, {confirmed} of {live} confirmed",
+        "; that trainer is gone: `rolloutmq continue`" if snap.is_orphaned else "",
     )
     text.stylize("yellow")
     return text

@@ -11,16 +11,24 @@
 -- ARGV[3] mode      run|drain|abort|keep|finish
 -- ARGV[4] lanes     lanes                        that are open, space between
 -- ARGV[5] nonce     ''|token                     of the trainer; '' for the operator
+-- ARGV[6] orphan_ms ''|0..86_400_000             of the operator's run: ends the pause of a trainer, too, that has left
+--                   or was silent for so long; '' = leaves it
 -- replies OK 6 x control | FENCED | NO_RUN
 -- keeps I7, I10 (the epoch decides; the message only hurries), I13 (operation)
 local control, events, bell_workers, bell_producer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local operation, who, mode, lanes, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local orphan_ms = tonumber(ARGV[6])
 
 if redis.call('EXISTS', control) == 0 then return {'NO_RUN'} end
 if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 if redis.call('HGET', control, who .. '_op') == operation then return {'OK', unpack(control_state(control))} end
 
 redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_op', operation)
+local trainer = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms', 'trainer_mode')
+local is_gone = (trainer[1] or '') == '' or now_ms() - num(trainer[2]) >= (orphan_ms or math.huge)
+if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then
+  redis.call('HSET', control, 'trainer_mode', 'run', 'trainer_lanes', lanes)
+end
 local epoch, effective = settle_mode(control)
 -- where nothing may be claimed, nobody need look
 if redis.call('HGET', control, 'lanes') ~= '' then ring(bell_workers, 64) end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from buffer import Mode, PolicyVersion, Run, RunLimits, new_nonce
@@ -47,6 +49,30 @@ def test_only_lanes_that_both_leave_open_are_open(scene: Scene) -> None:
     assert state.lanes == ("eval",)
     assert scene.run.control.set_mode("operator", Mode.DRAIN, lanes="eval resume").lanes == ("eval",)
     assert scene.run.control.set_mode("trainer", Mode.ABORT, nonce=nonce).lanes == ()
+
+
+def test_continue_ends_the_pause_of_a_trainer_that_is_gone_and_of_no_other(make_scene: Callable[..., Scene]) -> None:
+    """It died between pause and continue: nobody else would ever let the run go on."""
+    scene = make_scene(role_timeout_ms=60_000)
+    nonce, set_mode = scene.open_trainer(), scene.run.control.set_mode
+    set_mode("trainer", Mode.ABORT, nonce=nonce)
+    set_mode("operator", Mode.KEEP)
+    assert set_mode("operator", Mode.RUN, orphan=True).mode is Mode.ABORT  # it lives
+    scene.raw.hset(scene.keys.control, "trainer_seen_ms", scene.now_ms() - 60_001)
+    assert set_mode("operator", Mode.RUN).mode is Mode.ABORT  # and nobody asked for that
+    state = set_mode("operator", Mode.RUN, orphan=True)
+    assert (state.mode, state.lanes) == (Mode.RUN, ALL)
+    # it was only slow: what it does next is done as ever
+    assert set_mode("trainer", Mode.KEEP, nonce=nonce).mode is Mode.KEEP
+    scene.run.control.beat("trainer", nonce, closing=True)
+    assert set_mode("operator", Mode.RUN, orphan=True).mode is Mode.RUN
+
+
+def test_a_finished_run_is_not_continued_by_an_operator(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    scene.run.control.set_mode("trainer", Mode.FINISH, nonce=nonce)
+    scene.run.control.beat("trainer", nonce, closing=True)
+    assert scene.run.control.set_mode("operator", Mode.RUN, orphan=True).mode is Mode.FINISH
 
 
 def test_trainer_that_was_replaced_changes_nothing(scene: Scene) -> None:

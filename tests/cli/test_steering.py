@@ -52,6 +52,20 @@ def test_continue_leaves_the_trainers_pause(scene: Scene, command: Command) -> N
     assert scene.run.control.state().mode is Mode.KEEP
 
 
+def test_continue_ends_the_pause_of_a_trainer_that_died_in_it(scene: Scene, command: Command) -> None:
+    scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
+    scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
+    assert "that trainer is gone: `rolloutmq continue`" in " ".join(command("status").stdout.split())
+    symptoms = json_of(command("doctor", "--json"))["runs"][scene.run.name]
+    (told,) = [symptom for symptom in symptoms if "that trainer is gone" in symptom["what"]]
+    assert told["level"] == "stuck"
+    assert "rolloutmq continue" in told["fix"]
+    done = command("continue")
+    assert "its trainer is gone and had paused it (abort)" in done.stdout
+    assert scene.run.control.state().mode is Mode.RUN
+    assert len(scene.claim("w1", 1)) == 1
+
+
 def test_pause_waits_for_receipts_and_names_who_confirmed(scene: Scene, command: Command) -> None:
     stop = threading.Event()
 
