@@ -86,13 +86,15 @@ class Pools:
             return []
         if count > MAX_READ:
             raise ConfigError(f"{count} groups in one call", hint=f"at most {MAX_READ}: use groups.find for more")
-        refs = [entry.payload for entry in self._peek(count, self._known(task), status)]
+        refs = [entry.payload for entry in self.peek(count, task, status)]
         try:
             return self.read_many(refs)
         except PayloadMissing:
             return [group for ref in refs if (group := self._read_if_there(ref)) is not None]
 
-    def _peek(self, count: int, task: str, status: PoolStatus) -> list[ManifestEntry]:
+    def peek(self, count: int, task: str, status: PoolStatus = "completed") -> list[ManifestEntry]:
+        """Where the bytes are that `get` would read. Promises nothing: a take decides by itself."""
+        task = self._known(task)
         is_trained = status == "completed" and self._limits.tasks[task].eval_of is None
         policy = self._limits.order if is_trained else "staleness"
         threshold = "" if status == "expired" else self._limits.threshold(task)

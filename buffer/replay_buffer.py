@@ -176,10 +176,13 @@ class ReplayBuffer(Pools):
         groups = self.load(answer)
         return {task: [group for group in groups if group.task == task] for task, count in counts.items() if count > 0}
 
-    def load(self, manifest: Manifest) -> list[RolloutGroup]:
+    def load(self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None = None) -> list[RolloutGroup]:
         """The groups of a batch, in order; tokens that were too old by themselves are masked. The same whenever it is
-        asked (I5). Raises PayloadMissing or WireError."""
-        groups = self.read_many([entry.payload for entry in manifest.entries])
+        asked (I5). `known` ones were read before. Raises PayloadMissing or WireError."""
+        refs, here = [entry.payload for entry in manifest.entries], dict(known or {})
+        missing = [ref for ref in refs if ref not in here]
+        here.update(zip(missing, self.read_many(missing), strict=True))
+        groups = [here[ref] for ref in refs]
         if manifest.token_threshold is not None:
             for group in groups:
                 group.mask = group.fresh_mask(manifest.step, manifest.token_threshold, manifest.forks)

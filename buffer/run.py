@@ -3,7 +3,7 @@
 store = Store(url)
 run = Run.open(store, "demo")
 run.jobs · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
-run.groups · run.janitor · run.media
+run.groups · run.janitor · run.media · run.events
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
 from buffer.dead_letters import DeadLetters
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
+from buffer.event_log import EventLog
 from buffer.fleet import Fleet
 from buffer.janitor import Janitor
 from buffer.jobs import JobQueue
@@ -61,6 +62,7 @@ class Run:
         self.evaluations = BatchLedger(store, self.keys, limits, "eval")
         self.control = RunControl(store, self.keys, limits)
         self.fleet = Fleet(store, self.keys, limits)
+        self.events = EventLog(store, self.keys)
         self.account = Account(store, self.keys, limits)
         self.memory = Memory(store, self.keys, limits)
         ledgers = (self.ledger, self.evaluations)

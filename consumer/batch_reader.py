@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from buffer.errors import LedgerError, PayloadMissing, RolloutMQError, WireError
 from buffer.group import RolloutGroup
 from buffer.ledger import BatchLedger
 from buffer.manifest import Manifest, ManifestEntry
+from buffer.payloads import PayloadRef
 from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.consumer")
@@ -21,12 +23,19 @@ class BatchReader:
 
     def __init__(self, run: Run, nonce: str) -> None:
         self._run, self._nonce = run, nonce
+        self.quarantined = 0
+        """groups that were put aside, in all"""
 
-    def read(self, ledger: BatchLedger, manifest: Manifest) -> tuple[Manifest, list[RolloutGroup]]:
-        """The groups of a batch. One whose bytes are gone, damaged or no group is swapped for another, and told of."""
+    def read(
+        self, ledger: BatchLedger, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None = None
+    ) -> tuple[Manifest, list[RolloutGroup]]:
+        """The groups of a batch. One whose bytes are gone, damaged or no group is swapped for another, and told of.
+
+        `known`: groups that were read ahead.
+        """
         for _ in range(MAX_QUARANTINED):
             try:
-                return manifest, self._decode(manifest)
+                return manifest, self._decode(manifest, known)
             except (WireError, PayloadMissing):
                 found = self._find_bad(manifest)
             if found is None:
@@ -34,15 +43,16 @@ class BatchReader:
             bad, reason = found
             log.error("group quarantined in step %s: %s", manifest.step, reason, extra={"gid": bad.gid})
             manifest = ledger.quarantine(self._nonce, manifest.step, bad, f"{type(reason).__name__}: {reason}")
-        return manifest, self._decode(manifest)
+            self.quarantined += 1
+        return manifest, self._decode(manifest, known)
 
-    def _decode(self, manifest: Manifest) -> list[RolloutGroup]:
+    def _decode(self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None) -> list[RolloutGroup]:
         if not manifest.entries:
             raise LedgerError(
                 f"every group of step {manifest.step} was quarantined: the batch is empty",
                 hint="`rolloutmq dead` says why; commit the step to go on without it",
             )
-        return self._run.buffer.load(manifest)
+        return self._run.buffer.load(manifest, known)
 
     def _find_bad(self, manifest: Manifest) -> tuple[ManifestEntry, RolloutMQError] | None:
         """The first group that cannot be read, one by one: for the rare case, so that the usual one stays quick."""

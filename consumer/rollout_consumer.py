@@ -23,54 +23,49 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from buffer.control import Mode, new_nonce
-from buffer.errors import CheckpointNow, RolloutMQError, StoreUnavailable, TaskStopped
+from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.event_log import START, Event
 from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
 from buffer.ledger import BatchLedger
-from buffer.manifest import Manifest, NotReady
 from buffer.recovery.opening import Opening
 from buffer.recovery.position import Position
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
+from consumer.abandoned import check_not_abandoned
+from consumer.batch import Batch, Stopped
 from consumer.batch_reader import BatchReader
+from consumer.batch_wait import BatchWait, Checkpoint, Waiting
 from consumer.pause_times import PauseTimes
+from consumer.prefetch import Prefetcher
 from consumer.receipts import await_receipts
+from consumer.take_times import TakeTimes
 
 log = logging.getLogger("rolloutmq.consumer")
 
 PauseMode = Literal["abort", "drain", "keep"]
-Waiting = Callable[[NotReady], None]
 
-
-class Stopped(Exception):
-    """`stop` was called while a batch was awaited. Not an error: the step can be taken later."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one train step consumes. `waited_s`: how long the trainer stood still for it."""
-
-    step: int
-    groups: list[RolloutGroup]
-    manifest: Manifest
-    waited_s: float
+__all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 
 
 class RolloutConsumer:
-    """One trainer of a run. Not thread-safe, but for `stop`."""
+    """One trainer of a run. One thread opens and closes it; the others of its process may call the rest.
 
-    def __init__(self, run: Run) -> None:
+    `prefetch_bytes`: of payloads that are read ahead while a batch is trained; 0 switches that off.
+    """
+
+    def __init__(self, run: Run, *, prefetch_bytes: int = 64 * 2**20) -> None:
         self._run = run
         self.nonce = new_nonce()
         self._reader = BatchReader(run, self.nonce)
         self.lineage = secrets.token_hex(4)
-        self.pauses = PauseTimes()
+        self.pauses, self._takes = PauseTimes(), TakeTimes()
+        self._prefetcher = Prefetcher(run, prefetch_bytes)
         self._stop, self._closed = threading.Event(), threading.Event()
         self._lost: RolloutMQError | None = None
         self._heart: threading.Thread | None = None
@@ -107,6 +102,7 @@ class RolloutConsumer:
     def close(self) -> None:
         """Give the role up, so that the next trainer need not wait."""
         self._closed.set()
+        self._prefetcher.close()
         if self._heart is None:
             return
         self._heart.join()
@@ -137,56 +133,36 @@ class RolloutConsumer:
         strict: bool = True,
         deadline_s: float | None = None,
         waiting: Waiting | None = None,
-        checkpoint: Callable[[], object] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> Batch:
         """The groups of train step `step`, `counts` of each task; blocks until they are ready.
 
-        A step that was taken before comes back as it was. `waiting` hears why, at least once a second. `checkpoint`
-        is called when memory is full of batches that only a checkpoint frees: it shall write one and commit, or, where
-        there is one of the step before, keep no older one; without it, CheckpointNow is raised. Raises
-        TimeoutError after `deadline_s`, Stopped after `stop`, Fenced when another trainer was opened. A group that
-        cannot be read is quarantined (I11); WireError or PayloadMissing once that happened 8 times in a batch.
+        A step that was taken before comes back as it was. `waiting` hears why (a `WaitReason`), about once a second.
+        `checkpoint` is called when memory is full of batches that only a checkpoint frees: it shall write one and
+        commit, or, where there is one of the step before, keep no older one; without it, CheckpointNow is raised.
+        Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was
+        opened, TaskStopped when a task that is short fails all the time. A group that cannot be read is quarantined
+        (I11); WireError or PayloadMissing once that happened 8 times in a batch.
         """
-        return self._take(self._run.ledger, step, counts, strict, deadline_s, waiting, checkpoint)
+        self._prefetcher.end()
+        wait = BatchWait(self._run, self._check, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
+        batch = self._take(self._run.ledger, step, counts, strict, wait)
+        self._takes.add(batch)
+        self._prefetcher.begin(counts)
+        return batch
 
     def _take(
-        self,
-        ledger: BatchLedger,
-        step: int,
-        counts: Mapping[str, int],
-        strict: bool,
-        deadline_s: float | None,
-        waiting: Waiting | None,
-        checkpoint: Callable[[], object] | None,
+        self, ledger: BatchLedger, step: int, counts: Mapping[str, int], strict: bool, wait: BatchWait
     ) -> Batch:
         started = time.monotonic()
-        while not isinstance(answer := ledger.take(self.nonce, step, counts, strict=strict), Manifest):
-            self._check()
-            left_s = 1.0 if deadline_s is None else deadline_s - (time.monotonic() - started)
-            if left_s <= 0:
-                raise TimeoutError(f"step {step} after {deadline_s:g} s: {answer}")
-            self._raise_if_stopped(answer)
-            if waiting:
-                waiting(answer)
-            if answer.checkpoint_now:
-                _make_room(step, checkpoint)
-            self._run.store.wait_bell(self._run.keys.bell("trainer"), min(1.0, left_s))
+        manifest = wait.until_taken(step, lambda: ledger.take(self.nonce, step, counts, strict=strict))
         waited_s = time.monotonic() - started
-        manifest, groups = self._reader.read(ledger, answer)
+        known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
+        manifest, groups = self._reader.read(ledger, manifest, known)
         return Batch(step, groups, manifest, waited_s)
 
-    def _raise_if_stopped(self, answer: NotReady) -> None:
-        """A batch that waits for a task of which nothing is started any more would wait for ever (I11)."""
-        for task, (ready, wanted) in answer.missing.items():
-            failures, stopped = self._run.jobs.failures(task) if ready < wanted else (0, False)
-            if stopped:
-                raise TaskStopped(
-                    f"task {task} is stopped: {failures} tries failed or were filtered one after the other, and the "
-                    f"batch needs {wanted} groups of it ({ready} are ready)",
-                    hint=f"`rolloutmq dead` says why; mend it, then `rolloutmq continue --task {task}`",
-                )
-
     def _check(self) -> None:
+        check_not_abandoned()
         if self._lost:
             raise self._lost
         if self._stop.is_set():
@@ -238,7 +214,7 @@ class RolloutConsumer:
         count: int,
         *,
         waiting: Waiting | None = None,
-        checkpoint: Callable[[], object] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> list[RolloutGroup]:
         """`count` groups of an evaluation task, generated by the workers with the newest weights.
 
@@ -247,16 +223,31 @@ class RolloutConsumer:
         """
         newest = self._run.control.state().weights.version
         ledger = self._run.evaluations
+        wait = BatchWait(self._run, self._check, waiting=waiting, checkpoint=checkpoint)
         while True:
             taken, committed, _ = ledger.steps()
             step = committed + 1
             if taken < step:  # absolute, from what was used so far: asking again asks for no more
                 used = int(self._run.progress(task).get("consumed", 0))
                 ledger.set_target(self.nonce, task, used + count)
-            batch = self._take(ledger, step, {task: count}, True, None, waiting, checkpoint)
+            batch = self._take(ledger, step, {task: count}, True, wait)
             ledger.commit(self.nonce, step, step)
             if _answers(batch, task, count, newest):
                 return batch.groups
+
+    # -- what happens --------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Of this trainer so far: take/*, prefetch/*, pause/*; README of this package says what each is."""
+        ahead = self._prefetcher
+        prefetch = {"used_groups": ahead.used, "read_groups": ahead.read, "held_bytes": ahead.held_bytes}
+        named = {f"prefetch/{name}": float(value) for name, value in prefetch.items()}
+        quarantined = {"take/quarantined_groups": float(self._reader.quarantined)}
+        return self._takes.metrics() | quarantined | named | self.pauses.metrics()
+
+    def events(self, after: str = START, *, limit: int = 500, block_ms: int | None = None) -> list[tuple[str, Event]]:
+        """(id, event) of what happened in the run behind an id, oldest first; waits up to `block_ms` for the next."""
+        return self._run.events.read(after, limit=limit, block_ms=block_ms)
 
     # -- the heartbeat -------------------------------------------------------
 
@@ -270,15 +261,6 @@ class RolloutConsumer:
             except RolloutMQError as error:  # Fenced, or a server that refuses: told at the next operation
                 self._lost = error
                 break
-
-
-def _make_room(step: int, checkpoint: Callable[[], object] | None) -> None:
-    if checkpoint is None:
-        raise CheckpointNow(
-            f"memory is full before step {step} can be taken, and what fills it are batches that are not committed",
-            hint="write a checkpoint, commit(step, keep=…), then take again; or pass checkpoint= to take_batch",
-        )
-    checkpoint()
 
 
 def _answers(batch: Batch, task: str, count: int, version: int) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.account import TaskAccount
+from buffer.event_log import Event, parse_event
 from buffer.keys import LANES
 from buffer.memory import MemoryUse
 from buffer.rollout import PolicyVersion
@@ -17,9 +18,6 @@ from buffer.run import Run
 
 BUCKETS = 16
 """Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
-
-Event = tuple[int, str, dict[str, str]]
-"""(ms since the epoch, name, fields)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +184,6 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         stale_threshold=run.limits.stale_threshold,
         memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
     )
-
-
-def parse_event(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
-    """An entry of the events stream."""
-    identity, fields = entry[0].decode(), _text(entry[1])
-    return int(identity.partition("-")[0]), fields.pop("event", "?"), fields
 
 
 def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from buffer.commands.screen import console, emit_line, plain
-from buffer.commands.snapshot import Event, parse_event
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
+from buffer.event_log import START, Event
 from buffer.run import Run
 
 EPILOG = "Example: rolloutmq tail --json | jq 'select(.event == \"reaped\")'"
@@ -61,26 +61,11 @@ def tail(
 
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
     """(id, event) for ever. Starts at the oldest event, or behind the newest one there is now."""
-    last = "0" if from_start else _newest(run)
+    last = START if from_start else run.events.newest()
     while True:
-        for entry in _read(run, last):
-            last = entry[0].decode()
-            yield last, parse_event(entry)
-
-
-def _newest(run: Run) -> str:
-    found: Any = run.store.retrying("tail", lambda: run.store.control.xrevrange(run.keys.events, count=1))
-    return found[0][0].decode() if found else "0"
-
-
-def _read(run: Run, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    key = run.keys.events
-    reply: Any = run.store.retrying("tail", lambda: run.store.control.xread({key: last}, count=500, block=_BLOCK_MS))
-    if not reply:
-        return []
-    entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
-    # RESP3 wraps the entries of a stream in one more list
-    return list(entries[0]) if entries and isinstance(entries[0], list) else list(entries)
+        for identity, event in run.events.read(last, block_ms=_BLOCK_MS):
+            last = identity
+            yield identity, event
 
 
 def event_text(event: Event) -> Text:

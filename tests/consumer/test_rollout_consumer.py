@@ -33,7 +33,7 @@ def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Tra
         wait_until(lambda: run.buffer.count("math") == 2, "two groups")
         with pytest.raises(TimeoutError, match="math 2 of 3"):
             consumer.take_batch(1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: heard.append(str(reason)))
-    assert heard[-1] == "waiting for groups: math 2 of 3"
+    assert heard == ["waiting for groups: math 2 of 3; of math, 0 wait and 0 run; 1 live workers"]
     with at_work(run, math=3):
         batch = consumer.take_batch(1, {"math": 3})
     assert batch.step == 1
