@@ -74,8 +74,11 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     return engine
 
 
-def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: str) -> Worker:
-    """A worker with an agent loop per task. Raises ConfigError for one, a judge or a filter that cannot be loaded."""
+def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: str, *, restarts: int = 0) -> Worker:
+    """A worker with an agent loop per task; `restarts` of its engine came before.
+
+    Raises ConfigError for a loop, a judge or a filter that cannot be loaded.
+    """
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order)
@@ -87,7 +90,7 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
         concurrency=config.worker.concurrency,
         drain_timeout_s=config.worker.drain_timeout_s,
         sleeps=config.worker.sleep_when_paused,
-        facts={"host": socket.gethostname(), "pid": str(os.getpid())},
+        facts={"host": socket.gethostname(), "pid": str(os.getpid()), "engine_restarts": str(restarts)},
     )
 
 

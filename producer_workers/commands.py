@@ -24,6 +24,7 @@ from producer_workers.simulation import commands as simulation
 if TYPE_CHECKING:
     from buffer.run import Run
     from producer_workers.config import ProducingConfig
+    from producer_workers.engines.base import Engine
     from producer_workers.worker import Worker
 
 log = logging.getLogger("rolloutmq.worker")
@@ -134,18 +135,22 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str) -> Run:
 
 
 async def _work(settings: ProducingConfig, redis_url: str | None, name: str) -> None:
+    from producer_workers import engine_restarts
     from producer_workers.assembly import make_worker, start_engine
 
-    # until it holds groups there is nothing to end in order; what the engine started ends with this process
-    _on_signals(os._exit, 130)
-    run = await asyncio.to_thread(_open, settings, redis_url, name)
-    engine = await start_engine(settings, run)
-    try:
-        member = make_worker(settings, run, engine, name)
+    async def start() -> Engine:
+        # while it holds no groups there is nothing to end in order; what the engine started ends with this process
+        _on_signals(os._exit, 130)
+        return await start_engine(settings, run)
+
+    async def work(engine: Engine, restarts: int) -> None:
+        member = make_worker(settings, run, engine, name, restarts=restarts)
         _on_signals(_drain, member)
         await member.run()
-    finally:
-        await engine.shutdown()
+
+    _on_signals(os._exit, 130)
+    run = await asyncio.to_thread(_open, settings, redis_url, name)
+    await engine_restarts.serve(start, work, settings.engine.restarts)
 
 
 def _on_signals(do: Callable[..., object], *args: object) -> None:

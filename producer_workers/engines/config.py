@@ -15,14 +15,20 @@ from producer_workers.engines.distributions import Distribution, Fixed, LogNorma
 OWNED_ARGUMENTS = frozenset({"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"})
 
 
-class VllmConfig(BaseModel):
+class EngineSettings(BaseModel):
+    """What every engine has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    restarts: int = Field(3, ge=0, description="new engines after dead ones; one that lived 10 minutes is forgiven")
+
+
+class VllmConfig(EngineSettings):
     """A vLLM engine. Sizes in tokens unless the name has a unit.
 
     Defaults for None: on a CPU build float32, eager, 64 sequences and 1 GiB of KV cache; on CUDA the model's
     dtype, compiled, 256 sequences and vLLM's own share of GPU memory.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["vllm"] = "vllm"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
@@ -46,10 +52,8 @@ class VllmConfig(BaseModel):
         return value
 
 
-class SimulatedConfig(BaseModel):
+class SimulatedConfig(EngineSettings):
     """No model at all: random tokens on a clock, for load tests and capacity planning."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["simulated"] = "simulated"
     seed: int = 0

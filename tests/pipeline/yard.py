@@ -130,7 +130,7 @@ class Yard:
         return weights
 
     def worker(self, name: str = "w0", *, token_s: float = 0.001, judge: Any = by_chance, **options: Any) -> Worker:
-        """A worker with an engine of its own (`worker.engine`)."""
+        """A worker with an engine of its own, if none is given (`worker.engine`)."""
         engine_options = {key: options.pop(key) for key in ("die_after", "max_num_seqs") if key in options}
         config = SimulatedConfig(
             first_token_s=Fixed(value=0.0),
@@ -139,7 +139,7 @@ class Yard:
             vocab_size=100,
             **engine_options,
         )
-        engine = WatchedEngine(config, FIRST)
+        engine = options.pop("engine", None) or WatchedEngine(config, FIRST)
         partial = options.pop("partial_rollout", False)
         chosen = {key: options.pop(key) for key in ("is_valid_sample", "group_time_limit_s") if key in options}
         loop = SingleTurnAgentLoop(

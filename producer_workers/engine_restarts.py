@@ -1,0 +1,62 @@
+"""A worker outlives its engine: another one is started, later and later, and so many times at most.
+
+Between two engines there is no worker: what the dead one left unfinished was handed back when the worker left, so
+others have it, nobody waits for a receipt, and there is nothing to end in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from buffer.errors import ModelError
+from producer_workers.engines.base import Engine, EngineDeadError
+
+log = logging.getLogger("rolloutmq.worker")
+
+FIRST_WAIT_S, LAST_WAIT_S = 1.0, 60.0
+"""Waits before an engine is started again; doubled each time."""
+
+STEADY_S = 600.0
+"""An engine that lived so long starts the count afresh: its death has nothing to do with the ones before."""
+
+
+async def serve(
+    start: Callable[[], Awaitable[Engine]], work: Callable[[Engine, int], Awaitable[None]], most: int
+) -> None:
+    """`work(engine, restarts)` until it returns; after an EngineDeadError with another engine.
+
+    Raises what `work` raises otherwise, what the first `start` raises, and EngineDeadError after `most` restarts. A
+    restart that fails counts as one: a server that an engine talks to may need longer than the first wait.
+    """
+    engine, restarts = await start(), 0
+    while True:
+        began = time.monotonic()
+        try:
+            return await work(engine, restarts)
+        except EngineDeadError as error:
+            died = error
+        finally:
+            await engine.shutdown()
+        restarts = 0 if time.monotonic() - began > STEADY_S else restarts
+        engine, restarts = await _restart(start, died, restarts, most)
+
+
+async def _restart(
+    start: Callable[[], Awaitable[Engine]], reason: ModelError, done: int, most: int
+) -> tuple[Engine, int]:
+    """A new engine, and how many restarts there were now."""
+    for number in range(done + 1, most + 1):
+        wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2 ** (number - 1))
+        log.error("the engine died, restart %d of %d in %g s: %s", number, most, wait_s, reason)
+        await asyncio.sleep(wait_s)
+        try:
+            return await start(), number
+        except ModelError as error:
+            reason = error
+    raise EngineDeadError(
+        f"giving up after {most} restarts of the engine: {reason}",
+        hint="its log above says why; [engine] restarts sets how many are tried",
+    ) from reason

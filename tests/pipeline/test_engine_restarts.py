@@ -1,0 +1,129 @@
+"""An engine that dies is replaced, later and later, until it is enough; its groups wait for nobody meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from buffer.errors import ModelError
+from producer_workers import engine_restarts
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.engines.config import VllmConfig
+from tests.engines.tiny_model import write_tiny_model
+from tests.pipeline.yard import FIRST, SLOW_S, Yard
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_restarts, "FIRST_WAIT_S", 0.01)
+
+
+class Site:
+    """Workers `w0` of a yard, one after another, whose simulated engines die after so many requests each."""
+
+    def __init__(self, yard: Yard, *lives: int | None) -> None:
+        self.yard, self.lives = yard, list(lives)
+        self.members: list[int] = []
+
+    async def start(self) -> Engine:
+        self.member = self.yard.worker(token_s=SLOW_S, die_after=self.lives.pop(0))
+        engine: Engine = self.member.engine  # type: ignore[attr-defined]
+        await engine.start()
+        return engine
+
+    async def work(self, engine: Engine, restarts: int) -> None:
+        self.members.append(restarts)
+        await self.member.run()
+
+
+def test_groups_end_on_the_engine_that_replaces_a_dead_one(yard: Yard) -> None:
+    yard.enqueue(6, (50, 50))
+    site = Site(yard, 9, 0, None)
+
+    async def scenario() -> None:
+        serving = asyncio.create_task(engine_restarts.serve(site.start, site.work, 3))
+        await yard.until_places(completed=6)
+        site.member.stop()
+        await serving
+
+    asyncio.run(scenario())
+    assert site.members == [0, 1, 2]
+    assert {record["tries"] for record in yard.records()} == {"0"}
+    assert yard.leases() == 0
+    yard.check()
+
+
+def test_a_worker_gives_up_and_says_why_when_its_engine_dies_again_and_again(
+    yard: Yard, caplog: pytest.LogCaptureFixture
+) -> None:
+    yard.enqueue(6, (50, 50))
+    site = Site(yard, 0, 0, 0, None)
+    with pytest.raises(EngineDeadError, match="giving up after 2 restarts of the engine: the simulated engine died"):
+        asyncio.run(engine_restarts.serve(site.start, site.work, 2))
+    assert site.members == [0, 1, 2]
+    assert [word for line in caplog.messages if "restart" in line for word in line.split() if word[:2] == "0."] == [
+        "0.01",
+        "0.02",
+    ]
+    assert yard.leases() == 0
+    assert not yard.run.fleet.workers()
+
+
+def test_a_restart_that_fails_counts_and_a_first_start_that_fails_ends_it() -> None:
+    starts: list[int] = []
+
+    async def fail(*_: object) -> Engine:
+        starts.append(1)
+        raise ModelError("no such model")
+
+    with pytest.raises(ModelError, match="^no such model"):
+        asyncio.run(engine_restarts.serve(fail, fail, 3))  # type: ignore[arg-type]
+    assert len(starts) == 1
+    with pytest.raises(EngineDeadError, match="no such model"):
+        asyncio.run(engine_restarts._restart(fail, ModelError("died"), 1, 3))
+    assert len(starts) == 3
+
+
+@pytest.mark.vllm
+def test_a_killed_vllm_process_costs_no_group_a_try(yard: Yard, tmp_path: Path) -> None:
+    """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine ends the work."""
+    gids = yard.enqueue(4, (400, 400))
+    model = write_tiny_model(tmp_path / "model", seed=1)
+    config = VllmConfig(max_model_len=512, max_num_seqs=2, kv_cache_memory_bytes=32 << 20, omp_threads=1)
+    engines: list[Engine] = []
+
+    async def start() -> Engine:
+        engines.append(build_engine(config, model, FIRST))
+        await engines[-1].start()
+        return engines[-1]
+
+    async def work(engine: Engine, restarts: int) -> None:
+        member = yard.worker(engine=engine, concurrency=4)
+        killer = None if restarts else asyncio.create_task(kill_when(lambda: yard.places().get("running") == 4))
+        ender = asyncio.create_task(yard.until_places(completed=4))
+        ender.add_done_callback(lambda _: member.stop())
+        try:
+            await member.run()
+        finally:
+            ender.cancel()
+            if killer:
+                await killer
+
+    async def kill_when(running: Callable[[], bool]) -> None:
+        await yard.until(running)
+        for child in psutil.Process().children(recursive=True):
+            if "VLLM" in child.name():
+                child.kill()
+
+    asyncio.run(engine_restarts.serve(start, work, 1))
+    assert len(engines) == 2
+    with pytest.raises(EngineDeadError):
+        engines[0].check_health()
+    assert {len(yard.group(gid).response_ids) for gid in gids} == {800}
+    assert {record["tries"] for record in yard.records()} == {"0"}
+    yard.check()
