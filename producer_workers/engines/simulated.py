@@ -78,6 +78,7 @@ class SimulatedEngine:
         self.asleep = False
         self._control = asyncio.Lock()  # a resume during a load must not start the clock
         self._state = "new"
+        self._death: EngineDeadError | None = None
 
     async def start(self) -> None:
         if self._state != "new":
@@ -143,7 +144,7 @@ class SimulatedEngine:
 
     def check_health(self) -> None:
         if self._state != "up":
-            raise EngineDeadError(f"the simulated engine is {self._state}")
+            raise self._death or EngineDeadError(f"the simulated engine is {self._state}")
 
     def unfinished(self) -> int:
         """How many requests run or wait."""
@@ -256,7 +257,7 @@ class SimulatedEngine:
             raise GenerationError(f"request {request_id} failed: every {every}th does, as configured")
 
     def _die(self, error: EngineDeadError) -> None:
-        self._state = "dead"
+        self._state, self._death = "dead", error
         for run in (*self._running, *self._waiting):
             if not run.result.done():
                 run.result.set_exception(error)

@@ -5,7 +5,6 @@ Engines of their own: the mixture of experts is killed afterwards, as is the mod
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import time
@@ -19,10 +18,6 @@ import orjson
 import psutil
 import pytest
 
-from producer_workers.engines import build_engine
-from producer_workers.engines.base import EngineDeadError
-from tests.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
-from tests.engines.test_conformance import LONG, NEXT, PROMPT, sampling
 from tests.engines.tiny_model import reference_logprobs, write_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -79,24 +74,3 @@ def test_engine_processes_end_when_their_owner_is_killed(owner: tuple[Any, dict[
         time.sleep(0.1)
         alive = [pid for pid in alive if psutil.pid_exists(pid)]
     assert not alive
-
-
-def test_running_and_later_calls_fail_when_the_engine_process_is_killed(run: Run[None], folders: Folders) -> None:
-    async def scenario() -> None:
-        before = set(psutil.Process().children(recursive=True))
-        engine = build_engine(CPU_ENGINE, folders.first, FIRST)
-        await engine.start()
-        running = asyncio.create_task(engine.generate("one", PROMPT, sampling(LONG)))
-        await asyncio.sleep(0.1)
-        for child in set(psutil.Process().children(recursive=True)) - before:
-            if "VLLM" in child.name():
-                child.kill()
-        with pytest.raises(EngineDeadError):
-            await running
-        with pytest.raises(EngineDeadError):
-            engine.check_health()
-        with pytest.raises(EngineDeadError):
-            await engine.load_weights(folders.second, NEXT)
-        await engine.shutdown()
-
-    run(scenario())

@@ -81,7 +81,7 @@ def test_a_restart_that_fails_counts_and_a_first_start_that_fails_ends_it() -> N
         starts.append(1)
         raise ModelError("no such model")
 
-    with pytest.raises(ModelError, match="^no such model"):
+    with pytest.raises(ModelError, match=r"^no such model"):
         asyncio.run(engine_restarts.serve(fail, fail, 3))  # type: ignore[arg-type]
     assert len(starts) == 1
     with pytest.raises(EngineDeadError, match="no such model"):
@@ -90,6 +90,7 @@ def test_a_restart_that_fails_counts_and_a_first_start_that_fails_ends_it() -> N
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(300)
 def test_a_killed_vllm_process_costs_no_group_a_try(yard: Yard, tmp_path: Path) -> None:
     """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine ends the work."""
     gids = yard.enqueue(4, (400, 400))
@@ -109,6 +110,10 @@ def test_a_killed_vllm_process_costs_no_group_a_try(yard: Yard, tmp_path: Path) 
         ender.add_done_callback(lambda _: member.stop())
         try:
             await member.run()
+        except EngineDeadError:
+            with pytest.raises(EngineDeadError, match="process ended"):
+                await engine.load_weights(model, FIRST)
+            raise
         finally:
             ender.cancel()
             if killer:
@@ -122,8 +127,6 @@ def test_a_killed_vllm_process_costs_no_group_a_try(yard: Yard, tmp_path: Path) 
 
     asyncio.run(engine_restarts.serve(start, work, 1))
     assert len(engines) == 2
-    with pytest.raises(EngineDeadError):
-        engines[0].check_health()
     assert {len(yard.group(gid).response_ids) for gid in gids} == {800}
     assert {record["tries"] for record in yard.records()} == {"0"}
     yard.check()
