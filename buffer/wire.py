@@ -23,74 +23,26 @@ error says what is wrong and where. Scripts never see these bytes (I14).
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Required
+from typing import Any
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
 
 from buffer.compression import expand
 from buffer.errors import SchemaVersionError, WireError
-from buffer.group import RolloutGroup
-from buffer.rollout import MediaRef, SampleParams, ToolCall
-from buffer.wire_columns import Column, Columns, check_columns, columns_of, pack_columns, unpack_columns
-from buffer.wire_reader import MAX_CONTAINERS, check_nesting, read_document
+from buffer.group import Member, RolloutGroup
+from buffer.wire_columns import Columns, check_columns, columns_of, pack_columns, unpack_columns
+from buffer.wire_reader import check_nesting, read_document
+from buffer.wire_schema import check_schema
 
 SCHEMA = 1
 
 
-class _Shared(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    messages: list[dict[str, Any]] = []
-    data_source: str | None = None
-    ground_truth: Any = None
-    extra: dict[str, Any] = {}
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    multimodal: list[MediaRef] = []
-
-    def fields(self) -> dict[str, Any]:
-        """As `RolloutGroup` keeps them: optional ones only where they are there."""
-        always = ("messages", "data_source", "ground_truth", "extra")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in always}
-        return fields | self.model_dump(include={"tools", "tool_choice", "multimodal"}, exclude_defaults=True)
-
-
-class _Member(TypedDict, total=False):
-    # a map and no model: a trainer reads thousands, and wants to keep them as maps
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
-    index: Required[Annotated[int, Field(ge=0)]]
-    status: Required[Literal["init", "completed", "aborted", "expired", "failed", "filtered", "archived"]]
-    sample: Required[dict[str, Any]]
-    response: str
-    reward: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None
-    finish_reason: str | None
-    error: str | None
-    spans: list[list[Any]]
-    session_id: str | None
-    tool_calls: list[ToolCall]
-    routed_experts: Literal[True] | str | None
-
-
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    schema_: int = Field(alias="schema")
-    gid: str = Field(max_length=128)
-    task: str = Field(max_length=64)
-    shared: _Shared
-    members: list[_Member] = Field(min_length=1, max_length=4096)
-    columns: dict[str, Column]
-
-
-_SAMPLES = TypeAdapter(list[SampleParams])
-
-
 def encode(group: RolloutGroup) -> bytes:
     """The bytes of a group. O(bytes): columns are copied once, tokens are never looked at."""
+    entries = {"schema": SCHEMA, "gid": group.gid, "task": group.task, "shared": group.shared, "members": group.members}
     try:
         # its last byte is the None, in whose place the columns come
-        head = memoryview(msgpack.packb(_entries(group) | {"columns": None}))[:-1]
+        head = memoryview(msgpack.packb(entries | {"columns": None}))[:-1]
         return b"".join([head, *pack_columns(columns_of(group))])
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(
@@ -101,15 +53,8 @@ def encode(group: RolloutGroup) -> bytes:
 
 def encode_checked(group: RolloutGroup) -> bytes:
     """`encode`, for bytes that others must be able to read: raises what `decode` would raise for them."""
-    data, columns = encode(group), columns_of(group)
-    # what no schema bounds is bounded by the bytes there are for it
-    is_small = len(data) - sum(column.nbytes for column in columns.values()) <= MAX_CONTAINERS
-    try:
-        _check(_validated(_entries(group) | {"columns": {}}), columns)
-    except WireError:
-        is_small = False  # a list for a tuple, say: only the bytes themselves can tell
-    if not is_small:
-        decode(data)
+    data = encode(group)
+    decode(data)  # only the bytes can tell: a tuple, say, has become a list
     return data
 
 
@@ -120,71 +65,28 @@ def decode(data: bytes | memoryview) -> RolloutGroup:
         SchemaVersionError: written by another version.
         WireError: anything else that is not a whole, consistent group.
     """
-    document = _validated(read_document(expand(data)))
-    columns = unpack_columns(document.columns)
-    _check(document, columns)
-    members = [_plain(member) for member in document.members]
-    return RolloutGroup.from_columns(document.gid, document.task, document.shared.fields(), members, columns)
+    document = read_document(expand(data))
+    _check_types(document)
+    columns, members = unpack_columns(document["columns"]), document["members"]
+    _check_members(members, columns)
+    shared = {"messages": [], "data_source": None, "ground_truth": None, "extra": {}} | document["shared"]
+    return RolloutGroup.from_columns(document["gid"], document["task"], shared, members, columns)
 
 
-def _entries(group: RolloutGroup) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "gid": group.gid,
-        "task": group.task,
-        "shared": group.shared,
-        "members": group.members,
-    }
+def _check_types(document: dict[str, Any]) -> None:
+    if document.get("schema") != SCHEMA:
+        raise SchemaVersionError(f"schema {reprlib.repr(document.get('schema'))}; this version reads {SCHEMA}")
+    check_schema(document)
+    check_nesting(document["shared"])
+    check_nesting([call.get("arguments") for member in document["members"] for call in member.get("tool_calls", ())])
 
 
-def _validated(raw: dict[str, Any]) -> _Document:
-    if raw.get("schema") != SCHEMA:
-        raise SchemaVersionError(f"schema {reprlib.repr(raw.get('schema'))}; this version reads {SCHEMA}")
-    check_nesting(raw.get("shared"))
-    try:
-        return _Document.model_validate(raw)
-    except ValidationError as error:
-        raise WireError(_told(error)) from error
-
-
-def _check(document: _Document, columns: Columns) -> None:
+def _check_members(members: list[Member], columns: Columns) -> None:
     """What no schema says: columns and members against each other; adds a mask to columns without one."""
-    members = document.members
     check_columns(columns, [member.get("routed_experts") is True for member in members])
     for place, (member, tokens) in enumerate(zip(members, columns["lengths"].tolist(), strict=True)):
-        if spans := member.get("spans"):
-            _check_spans(f"at members.{place}", spans, tokens)
-        if calls := member.get("tool_calls"):
-            check_nesting([call.arguments for call in calls])
-    _check_samples([member["sample"] for member in members])
-
-
-def _told(error: ValidationError, *place: str) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"at {'.'.join([*place, *(str(part) for part in first['loc'])])}: {first['msg']}"
-
-
-def _check_spans(where: str, spans: Iterable[Sequence[Any]], tokens: int) -> None:
-    for span in spans:
-        if [type(part) for part in span] != [int, int, int, str]:
-            raise WireError(f"{where}.spans: {reprlib.repr(span)} is not [start, length, version, lineage]")
-        start, length, version, _ = span
-        if start < 0 or length < 0 or start + length > tokens:
-            raise WireError(f"{where}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens")
-        if not 0 <= version < 2**53:
-            raise WireError(f"{where}.spans: {version} is no policy version")
-
-
-def _check_samples(samples: list[dict[str, Any]]) -> None:
-    try:
-        _SAMPLES.validate_python(samples)
-    except ValidationError as error:
-        place, *_ = error.errors(include_url=False, include_input=False)[0]["loc"]
-        raise WireError(f"at members.{place}.sample: {_told(error)}") from error
-
-
-def _plain(member: _Member) -> dict[str, Any]:
-    plain: dict[str, Any] = dict(member)
-    if calls := member.get("tool_calls"):
-        plain["tool_calls"] = [call.model_dump(exclude_defaults=True) for call in calls]
-    return plain
+        for span in member.get("spans", ()):
+            if span[0] + span[1] > tokens:
+                raise WireError(f"at members.{place}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens")
+        if member.get("routed_experts") is False:
+            raise WireError(f"at members.{place}.routed_experts: false", hint="leave it out")

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Required
+from typing import Any, NotRequired, TypedDict
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, InstanceOf
-from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
 
 from buffer.errors import WireError
 from buffer.group import RolloutGroup
@@ -55,14 +53,12 @@ _HEADS = {name: _head(name, 2) for name in DTYPES}
 """What is written before the bytes of a flat column."""
 
 
-class Column(TypedDict, total=False):
+class Column(TypedDict):
     """One array on the wire; only `routed_experts` has a shape."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)  # type: ignore[misc]
-
-    dtype: Required[str]
-    data: Required[bytes | InstanceOf[memoryview]]
-    shape: list[int] | None
+    dtype: str
+    data: bytes | memoryview
+    shape: NotRequired[list[int] | None]
 
 
 def read_own_columns(data: memoryview, place: int) -> dict[str, Column] | None:
@@ -129,9 +125,7 @@ def _pack(name: str, column: NDArray[Any]) -> list[bytes | memoryview]:
 
 
 def _unpack(name: str, column: Column) -> NDArray[Any]:
-    dtype, data = DTYPES.get(name), column["data"]
-    if dtype is None:
-        raise WireError(f"at columns.{name[:32]}: unknown column")
+    dtype, data = DTYPES[name], column["data"]
     if column["dtype"] != dtype:
         raise WireError(f"at columns.{name}: dtype {column['dtype'][:16]!r}, expected {dtype!r}")
     if len(data) % _SIZES[name]:
@@ -150,8 +144,6 @@ def _shaped(name: str, flat: NDArray[Any], shape: list[int] | None) -> NDArray[A
 
 
 def _check_lengths(columns: Columns, members: int) -> None:
-    if missing := set(NEEDED) - columns.keys():
-        raise WireError(f"at columns: {sorted(missing)} missing")
     lengths = columns["lengths"]
     if len(lengths) != members:
         raise WireError(f"at columns.lengths: {len(lengths)} values for {members} members")
