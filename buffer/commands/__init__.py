@@ -17,6 +17,7 @@ from buffer.commands import (
     requeue,
     resume,
     save,
+    scripts,
     server,
     settings,
     show,
@@ -30,5 +31,5 @@ from buffer.commands import (
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
     looking = (status, top, ls, show, dead, requeue, drop, tail, workers)
-    for command in (*looking, pause, settings, fence, save, resume, curate, janitor, fsck, doctor, server):
+    for command in (*looking, pause, settings, fence, save, resume, curate, janitor, fsck, doctor, server, scripts):
         command.register(app)

@@ -1,0 +1,207 @@
+"""What every rollout worker must do (producer_workers/PROTOCOL.md), whoever wrote it: ours, and one of ours that shares
+no code with the project (`tests/foreign/worker.py`), as a process, on a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from buffer.control import Mode
+from buffer.rollout import PolicyVersion
+from tests.pipeline.site import ROOT
+from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
+
+SLOW_S = 0.01
+
+
+class Launch(Protocol):
+    """Starts a worker; leaving the context stops it in order, and waits for its end."""
+
+    def __call__(self, yard: Yard, token_s: float = 0.001) -> AbstractContextManager[None]: ...
+
+
+def until(yard: Yard, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        yard.run.janitor.sweep()  # as a producer does
+        assert time.monotonic() < end, f"never came; groups are {yard.places()}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def ours(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
+    loop, worker = asyncio.new_event_loop(), yard.worker(token_s=token_s, drain_timeout_s=30.0)
+    stop, failures = asyncio.Event(), []
+
+    async def work() -> None:
+        async with yard.working(worker):
+            await stop.wait()
+
+    def live() -> None:
+        try:
+            loop.run_until_complete(work())
+        except BaseException as error:  # told where the test waits
+            failures.append(error)
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert not failures
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `rolloutmq scripts --json` says."""
+    path = tmp_path_factory.mktemp("foreign") / "scripts.json"
+    with path.open("wb") as file:
+        subprocess.run([sys.executable, "-m", "rolloutmq", "scripts", "--json"], cwd=ROOT, stdout=file, check=True)
+    return path
+
+
+both = pytest.mark.parametrize("launch", ["ours", "foreign"], indirect=True)
+"""Ours is tried by the rest of this folder; here, only where that costs little."""
+
+
+@pytest.fixture
+def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
+    if getattr(request, "param", "foreign") == "ours":
+        return ours
+
+    @contextmanager
+    def foreign(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
+        url = yard.store.servers.masters()[0][0]
+        # -I: neither this folder nor PYTHONPATH; what it imports is installed
+        program = [sys.executable, "-I", str(ROOT / "tests" / "foreign" / "worker.py")]
+        process = subprocess.Popen([*program, url, yard.run.name, str(scripts), "w0", str(token_s)])
+        try:
+            yield
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+    return foreign
+
+
+def test_foreign_worker_imports_nothing_of_this_project() -> None:
+    text = (ROOT / "tests" / "foreign" / "worker.py").read_text(encoding="utf-8")
+    imported = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import", "from"))}
+    assert imported - set(sys.stdlib_module_names) == {"msgpack", "redis"}
+
+
+@both
+def test_worker_claims_makes_and_hands_in_groups_of_any_size(yard: Yard, launch: Launch) -> None:
+    small, large = yard.enqueue(3, tokens=(7, 7)), yard.enqueue(1, tokens=(3,) * 9)
+    with launch(yard):
+        until(yard, lambda: yard.places() == {"completed": 4})
+    for gid in small + large:
+        group = yard.group(gid)
+        assert {len(state.response_ids) for state in group.states} == ({7} if gid in small else {3})
+        for state in group.states:
+            assert versions(state) == [FIRST] * len(state.response_ids)
+            assert state.reward is not None
+            assert state.status.value == "completed"
+    assert {record["tries"] for record in yard.records()} == {"0"}
+    assert not yard.run.fleet.workers(), "it has said good-bye"
+    assert yard.counters()["produced_tokens"] == 3 * 14 + 27
+    yard.check()
+
+
+def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(yard: Yard, launch: Launch) -> None:
+    yard.enqueue(1, tokens=(3000, 3000))
+    with launch(yard, SLOW_S):
+        until(yard, lambda: yard.places() == {"running": 1})
+        began = time.monotonic()
+        while time.monotonic() - began < 1.2 * yard.run.limits.lease_ms / 1000:
+            yard.run.janitor.sweep()
+            time.sleep(0.1)
+        assert yard.leases() == 1
+        yard.run.control.wait_for_receipts(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
+    assert yard.counters().get("leases_lost", 0) == 0
+    yard.check()
+
+
+@both
+def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(yard: Yard, launch: Launch) -> None:
+    yard.enqueue(6, tokens=(3000, 3000))  # more than it holds at once
+    with launch(yard, SLOW_S):
+        until(yard, lambda: yard.leases() > 0)
+        yard.run.control.wait_for_receipts(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
+        assert yard.leases() == 0
+        places = yard.places()
+        assert places.get("aborted", 0) >= 1
+        assert places == {"aborted": places["aborted"], "waiting": 6 - places["aborted"]}
+        time.sleep(0.5)  # long enough to claim what waits
+        assert yard.places() == places
+        yard.run.control.wait_for_receipts(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
+        until(yard, lambda: yard.leases() > 0)
+        yard.run.control.wait_for_receipts(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
+    assert {record["tries"] for record in yard.records()} == {"0"}
+    yard.check()
+
+
+def test_worker_freezes_and_goes_on_with_new_weights(yard: Yard, launch: Launch) -> None:
+    (gid,) = yard.enqueue(1, tokens=(200,))
+    with launch(yard, SLOW_S):
+        until(yard, lambda: yard.leases() == 1)
+        time.sleep(0.2)
+        yard.run.control.wait_for_receipts(yard.control(Mode.KEEP), timeout_s=DEADLINE_S)
+        yard.publish(1)
+        yard.run.control.wait_for_receipts(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
+        until(yard, lambda: yard.places() == {"completed": 1})
+    stamps = [stamp for state in yard.group(gid).states for stamp in versions(state)]
+    assert set(stamps) == {FIRST, PolicyVersion(LINEAGE, 1)}
+    assert stamps[-1] == PolicyVersion(LINEAGE, 1)
+    assert (yard.records()[0]["version"], yard.records()[0]["tries"]) == ("0", "0")
+    yard.check()
+
+
+@both
+def test_worker_that_lost_its_lease_changes_nothing(yard: Yard, launch: Launch) -> None:
+    (gid,) = yard.enqueue(1, tokens=(200,))
+    with launch(yard, SLOW_S):
+        until(yard, lambda: yard.leases() == 1)
+        old = yard.run.record(gid)["token"]
+        assert yard.run.fleet.fence("w0") == 1
+        # it joins again, and makes the group under another token
+        until(yard, lambda: yard.places() == {"completed": 1})
+        assert yard.run.record(gid)["payload"] not in (old, "init")
+    assert yard.counters()["leases_lost"] == 1
+    assert yard.counters()["produced_samples"] == 1
+    yard.check()
+
+
+def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
+    yard: Yard, scripts: Path, launch: Launch
+) -> None:
+    url: Any = yard.store.servers.masters()[0][0]
+    yard.enqueue(2, tokens=(50, 50))
+    program = [sys.executable, "-I", str(ROOT / "tests" / "foreign" / "worker.py")]
+    victim = subprocess.Popen([*program, url, yard.run.name, str(scripts), "victim", "0.1"])
+    until(yard, lambda: yard.leases() == 1)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    with launch(yard):
+        until(yard, lambda: yard.places() == {"completed": 2})
+    assert yard.counters()["leases_lost"] == 1
+    yard.check()
