@@ -5,7 +5,7 @@ PYTEST := $(PY) -m pytest
 FUZZ_S ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-machine bench fuzz lint format type arch check gpu-check chaos clean
+.PHONY: help setup demo test test-unit test-machine bench fuzz images compose lint format type arch check gpu-check chaos clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,12 @@ fuzz: setup ## coverage-guided fuzz of the decoder, FUZZ_S seconds (300); corpus
 
 test-machine: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
 	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/test_machine.py -k valkey
+
+images: ## the CPU image; the CUDA one: make images BUILD=cuda
+	@docker build -f docker/Dockerfile --build-arg BUILD=$(or $(BUILD),cpu) -t rolloutmq:$(or $(BUILD),cpu) .
+
+compose: images ## a whole run on this host with Docker; docker/README.md
+	@docker compose -f docker/compose.yaml up -d
 
 lint: setup ## ruff
 	@$(PY) -m ruff check .

@@ -155,10 +155,12 @@ class RunControl:
         )
         return ControlState.parse(opened(reply, "producer", keys.run)[1:])
 
-    def beat(self, role: Role, nonce: str, *, closing: bool = False) -> ControlState:
-        """Say that the holder of a role lives, or gives it up. Raises Fenced."""
+    def beat(self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0) -> ControlState:
+        """Say that the holder of a role lives, or gives it up, and how long it has waited in all. Raises Fenced."""
         reply = self._store.call(
-            "beat", {"control": self._keys.control}, {"role": role, "nonce": nonce, "closing": int(closing)}
+            "beat",
+            {"control": self._keys.control},
+            {"role": role, "nonce": nonce, "closing": int(closing), "waited_ms": int(waited_s * 1000)},
         )
         return ControlState.parse(unfenced(reply, role)[1:])
 

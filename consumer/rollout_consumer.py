@@ -45,6 +45,7 @@ from consumer.pause_times import PauseTimes
 from consumer.prefetch import Prefetcher
 from consumer.receipts import await_receipts
 from consumer.take_times import TakeTimes
+from consumer.wait_clock import WaitClock
 
 log = logging.getLogger("rolloutmq.consumer")
 
@@ -64,7 +65,7 @@ class RolloutConsumer:
         self.nonce = new_nonce()
         self._reader = BatchReader(run, self.nonce)
         self.lineage = secrets.token_hex(4)
-        self.pauses, self._takes = PauseTimes(), TakeTimes()
+        self.pauses, self.waits, self._takes = PauseTimes(), WaitClock(), TakeTimes()
         self._prefetcher = Prefetcher(run, prefetch_bytes)
         self._stop, self._closed = threading.Event(), threading.Event()
         self._lost: RolloutMQError | None = None
@@ -115,7 +116,7 @@ class RolloutConsumer:
     def check_role(self) -> None:
         """Ask the server; Fenced if another trainer was opened. Call it before you write what the next one would read:
         a checkpoint, a log."""
-        self._run.control.beat("trainer", self.nonce)
+        self._run.control.beat("trainer", self.nonce, waited_s=self.waits.seconds)
 
     def stop(self) -> None:
         """Make a waiting `take_batch` raise Stopped. For signal handlers."""
@@ -146,7 +147,8 @@ class RolloutConsumer:
         """
         self._prefetcher.end()
         wait = BatchWait(self._run, self._check, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
-        batch = self._take(self._run.ledger, step, counts, strict, wait)
+        with self.waits.running():
+            batch = self._take(self._run.ledger, step, counts, strict, wait)
         self._takes.add(batch)
         self._prefetcher.begin(counts)
         return batch
@@ -255,7 +257,7 @@ class RolloutConsumer:
         # beats on while the last step is finished after `stop`: the role is held until `close`
         while not self._closed.wait(self._run.limits.heartbeat_ms / 1000):
             try:
-                self._run.control.beat("trainer", self.nonce)
+                self._run.control.beat("trainer", self.nonce, waited_s=self.waits.seconds)
             except StoreUnavailable as error:
                 log.warning("no heartbeat: %s", error)
             except RolloutMQError as error:  # Fenced, or a server that refuses: told at the next operation

@@ -13,6 +13,7 @@ from buffer.commands import (
     fsck,
     janitor,
     ls,
+    metrics,
     pause,
     requeue,
     resume,
@@ -30,6 +31,6 @@ from buffer.commands import (
 
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
-    looking = (status, top, ls, show, dead, requeue, drop, tail, workers)
+    looking = (status, top, ls, show, dead, requeue, drop, tail, workers, metrics)
     for command in (*looking, pause, settings, fence, save, resume, curate, janitor, fsck, doctor, server, scripts):
         command.register(app)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.commands.screen import age, plural
-from buffer.commands.snapshot import RoleView, Snapshot, TaskView
+from buffer.watch.snapshot import RoleView, Snapshot, TaskView
 
 Level = Literal["note", "stuck", "fault"]
 

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from buffer.commands.diagnosis import Symptom, describe, diagnose, last_event_ms
 from buffer.commands.screen import age, console, emit
-from buffer.commands.snapshot import Snapshot, take_snapshot
 from buffer.commands.target import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from buffer.errors import StoreUnsafe
 from buffer.run import Run
 from buffer.server.check import Finding, check_all
+from buffer.watch.snapshot import Snapshot, take_snapshot
 
 EPILOG = "Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0"
 

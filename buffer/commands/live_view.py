@@ -13,13 +13,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from buffer.commands.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from buffer.commands.screen import age, bar, count, plain, sparkline, state, table
-from buffer.commands.snapshot import Snapshot, TaskView, take_snapshot
 from buffer.commands.status import account_text, mode_text, role_text, staleness_text
 from buffer.commands.tail import event_text
 from buffer.config.byte_size import format_size
 from buffer.run import Run
+from buffer.watch.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from buffer.watch.snapshot import Snapshot, TaskView, take_snapshot
 
 EVENTS = 5
 MOST_WORKERS = 8

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer.commands.screen import age, bar, console, count, emit, facts, plural, state, table
-from buffer.commands.snapshot import RoleView, Snapshot, TaskView, take_snapshot
 from buffer.commands.target import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from buffer.run import Run
+from buffer.watch.snapshot import RoleView, Snapshot, TaskView, take_snapshot
 
 EPILOG = "Example: rolloutmq status --json | python -m json.tool"
 

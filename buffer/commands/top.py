@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from buffer.commands.history import History
 from buffer.commands.live_view import LiveView
 from buffer.commands.screen import console, emit_line
-from buffer.commands.snapshot import Snapshot
 from buffer.commands.status import describe
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import StoreUnavailable
 from buffer.run import Run
+from buffer.watch.history import History
+from buffer.watch.snapshot import Snapshot
 
 EPILOG = "Example: rolloutmq top --run-dir runs/demo"
 

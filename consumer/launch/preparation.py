@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from buffer.commands.snapshot import take_snapshot
 from buffer.config.file import ConfigFile
 from buffer.errors import LostRun, RoleHeld, RolloutMQError
 from buffer.open_run import create_run, embedded_server
@@ -17,6 +16,7 @@ from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.server.lifeline import OWNER
 from buffer.store import Store
+from buffer.watch.snapshot import take_snapshot
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.evaluations import read_evaluations

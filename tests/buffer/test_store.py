@@ -293,7 +293,7 @@ def test_arguments_against_the_header_are_refused_by_name(scene: Scene) -> None:
     before = scene.dump()
     with pytest.raises(ScriptError, match=r"^reap: limit must be 1\.\.200, got 201; nothing was changed$"):
         scene.run.jobs.reap(201)
-    with pytest.raises(redis.ResponseError, match=r"^RMQ_ARG beat: number of ARGV must be 3, got 1$"):
+    with pytest.raises(redis.ResponseError, match=r"^RMQ_ARG beat: number of ARGV must be 4, got 1$"):
         scene.raw.eval(library()["beat"].source, 1, scene.keys.control, "trainer")
     assert scene.dump() == before
 

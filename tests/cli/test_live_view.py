@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from buffer import Store
-from buffer.commands.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from buffer.commands.live_view import LiveView
-from buffer.commands.snapshot import Snapshot, take_snapshot
 from buffer.commands.top import watch
 from buffer.control import Mode
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
+from buffer.watch.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from buffer.watch.snapshot import Snapshot, take_snapshot
 from tests.cli.populate import Scene, write_steps
 
 

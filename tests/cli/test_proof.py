@@ -10,11 +10,11 @@ import pytest
 
 from buffer import Store, group_id
 from buffer.commands.diagnosis import diagnose
-from buffer.commands.snapshot import take_snapshot
 from buffer.control import Mode
 from buffer.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.step_log import StepLog
+from buffer.watch.snapshot import take_snapshot
 from tests.cli.conftest import Command, json_of, rolloutmq
 from tests.cli.populate import Scene, write_steps
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from buffer.commands.snapshot import Snapshot
 from buffer.step_log import StepLog, TrainedStep
+from buffer.watch.snapshot import Snapshot
 
 TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"

@@ -1,0 +1,82 @@
+"""The HTTP side of the metrics: `/metrics` for Prometheus, `/workers_wanted` for scalers that read JSON.
+
+It listens on loopback unless told otherwise, and wants a token when it is not: what a run does is nobody's business.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import orjson
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from buffer.errors import ConfigError
+from buffer.watch.collector import RunCollector
+
+Answer = Callable[[str, list[tuple[str, str]]], Any]
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape every few seconds is no news."""
+
+
+class MetricsEndpoint:
+    """Serves until `close`. `port` 0 takes a free one; `url` says which."""
+
+    def __init__(self, collector: RunCollector, *, host: str = "127.0.0.1", port: int = 0, token: str = "") -> None:
+        if not token and not _is_loopback(host):
+            raise ConfigError(
+                f"metrics on {host} could be read by everybody who reaches it",
+                hint="name a file with a token (--token-file), or listen on 127.0.0.1",
+            )
+        registry = CollectorRegistry()
+        registry.register(collector)
+        self._token, self._collector, self._metrics = token, collector, make_wsgi_app(registry)
+        try:
+            self._server = make_server(host, port, self._answer, _Server, _Quiet)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", hint="--port N") from error
+        self.url = f"http://{host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, request: dict[str, Any], start: Answer) -> Iterable[bytes]:
+        given = request.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
+        if self._token and not secrets.compare_digest(given.encode(), self._token.encode()):
+            return _say(start, "401 Unauthorized", b"a token is wanted: Authorization: Bearer TOKEN\n")
+        if request["PATH_INFO"] == "/metrics":
+            answer: Iterable[bytes] = self._metrics(request, start)
+            return answer
+        if request["PATH_INFO"] == "/workers_wanted":
+            self._collector.look()
+            return _say(start, "200 OK", orjson.dumps(self._collector.workers_wanted()), "application/json")
+        return _say(start, "404 Not Found", b"there are /metrics and /workers_wanted\n")
+
+
+def _say(start: Answer, status: str, body: bytes, kind: str = "text/plain; charset=utf-8") -> list[bytes]:
+    start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
