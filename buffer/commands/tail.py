@@ -13,7 +13,6 @@ from buffer.commands.screen import console, emit_line, plain
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.event_log import START, Event
 from buffer.run import Run
-from buffer.watch.snapshot import Event
 
 EPILOG = "Example: rolloutmq tail --json | jq 'select(.event == \"reaped\")'"
 
