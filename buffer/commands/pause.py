@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from buffer.commands.screen import age, console, emit, plural
-from buffer.commands.snapshot import take_snapshot
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.control import Mode
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.run import Run
+from buffer.watch.snapshot import take_snapshot
 
 PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
 CONTINUE_EPILOG = "Example: rolloutmq continue --wait"
