@@ -20,9 +20,9 @@ from buffer.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
 from buffer.store import Store
 from consumer.rollout_consumer import RolloutConsumer
+from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.datasets.record import problem_of
 from producer_workers.datasets.records import RecordsDataset
-from producer_workers.producer import Producer
 from producer_workers.rehearsal import Characters
 from producer_workers.sampler import Sampler
 from producer_workers.simulation.lengths import Lengths
@@ -75,8 +75,8 @@ def simulated_run(
     consumer = RolloutConsumer(run)
     consumer.open()
     stop = threading.Event()
-    producer = Producer(run, {TASK: LengthSampler(lengths)}, strategies_of(run.limits))
-    thread = threading.Thread(target=producer.run, args=(stop,), name="producer", daemon=True)
+    producer = AgentLoopManager(run, {TASK: LengthSampler(lengths)}, strategies_of(run.limits))
+    thread = threading.Thread(target=producer.produce_loop, args=(stop,), name="producer", daemon=True)
     try:
         with working(_plans(server.store.url, name, setting, processes)) as fleets:
             thread.start()

@@ -79,9 +79,7 @@ class RunControl:
             raise self._no_run()
         return ControlState.parse([field.decode() if field else "" for field in fields])
 
-    def set_mode(
-        self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "", orphan: bool = False
-    ) -> ControlState:
+    def set_mode(self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "", orphan: bool = False) -> ControlState:
         """Change the mode for one holder. `lanes` that stay open: none by default, all in run mode.
 
         `orphan`: the operator's RUN also ends the pause of a trainer that has left or fallen silent.

@@ -22,9 +22,7 @@ class EventLog:
 
     def newest(self) -> str:
         """The id of the newest event; START where there is none."""
-        found: Any = self._store.retrying(
-            "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
-        )
+        found: Any = self._store.retrying("events", lambda: self._store.control.xrevrange(self._keys.events, count=1))
         return found[0][0].decode() if found else START
 
     def read(self, after: str = START, *, limit: int = 500, block_ms: int | None = None) -> list[tuple[str, Event]]:

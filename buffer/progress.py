@@ -87,12 +87,13 @@ class ProduceProgress:
 def read_progress(store: Store, keys: Keys, tasks: list[str], ledger: str = "train") -> ProduceProgress:
     """One round trip, whatever the run holds."""
     pipe = store.control.pipeline(transaction=False)
-    pipe.hget(keys.ledger(ledger), "taken")
     for task in tasks:
         pipe.hgetall(keys.progress(task))
         for status in POOLS:
             pipe.zcard(keys.pool(task, status))
-    taken, *rows = store.retrying("progress", pipe.execute)
+    # last: of a batch that is taken meanwhile the step is seen, rather than what it used: nobody starts too much
+    pipe.hget(keys.ledger(ledger), "taken")
+    *rows, taken = store.retrying("progress", pipe.execute)
     width = 1 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
     counters = {task: {k.decode(): v.decode() for k, v in part[0].items()} for task, part in parts.items()}

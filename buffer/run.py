@@ -2,7 +2,7 @@
 
 store = Store(url)
 run = Run.open(store, "demo")
-run.jobs · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
+run.jobs · run.halts · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
 run.groups · run.janitor · run.media · run.events
 """
 
@@ -20,6 +20,7 @@ from buffer.dead_letters import DeadLetters
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.event_log import EventLog
 from buffer.fleet import Fleet
+from buffer.halts import Halts
 from buffer.janitor import Janitor
 from buffer.jobs import JobQueue
 from buffer.keys import EVERY_META, Keys, run_of_meta
@@ -55,6 +56,7 @@ class Run:
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
         self.jobs = JobQueue(store, self.keys, limits)
+        self.halts = Halts(store, self.keys)
         self.dead_letters = DeadLetters(store, self.keys)
         self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
         self.ledger = BatchLedger(store, self.keys, limits)

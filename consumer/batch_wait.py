@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from buffer.errors import CheckpointNow, TaskStopped
 from buffer.manifest import Manifest, NotReady
@@ -33,15 +33,18 @@ class BatchWait:
         self._deadline_s, self._waiting, self._checkpoint = deadline_s, waiting, checkpoint
         self._told = float("-inf")
 
-    def until_taken(self, step: int, take: Callable[[], Manifest | NotReady]) -> Manifest:
-        """Call `take` again whenever something has become ready, at least once a second."""
-        started = time.monotonic()
-        while not isinstance(answer := take(), Manifest):
+    def until_taken(
+        self, step: int, counts: Mapping[str, int], take: Callable[[Mapping[str, int]], Manifest | NotReady]
+    ) -> Manifest:
+        """Call `take` again whenever something has become ready, at least once a second: with `counts`, or with what
+        there will be."""
+        started, wanted = time.monotonic(), counts
+        while not isinstance(answer := take(wanted), Manifest):
             self._check()
             left_s = 1.0 if self._deadline_s is None else self._deadline_s - (time.monotonic() - started)
             if left_s <= 0:
                 raise TimeoutError(f"step {step} after {self._deadline_s:g} s: {explain(self._run, step, answer)}")
-            self._raise_if_stopped(answer)
+            wanted = self._what_will_come(step, counts, answer)
             self._tell(step, answer)
             if answer.checkpoint_now:
                 self._make_room(step)
@@ -49,16 +52,24 @@ class BatchWait:
             self._check()
         return answer
 
-    def _raise_if_stopped(self, answer: NotReady) -> None:
-        """A batch that waits for a task of which nothing is started any more would wait for ever (I11)."""
-        for task, (ready, wanted) in answer.missing.items():
-            failures, stopped = self._run.jobs.failures(task) if ready < wanted else (0, False)
-            if stopped:
+    def _what_will_come(self, step: int, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
+        """What to wait for: of a task that has enough (`Halt`), what is ready. Whoever waits for a task of which
+        nothing is started any more would wait for ever (I11)."""
+        wanted = dict(counts)
+        for task, (ready, _) in answer.missing.items():
+            if ready >= counts[task]:
+                continue
+            halt, (failures, stopped) = self._run.halts.of(task), self._run.jobs.failures(task)
+            if halt.is_enough_for(step):
+                wanted[task] = ready
+            if stopped or halt.kind == "broken" or not any(wanted.values()):
+                reason = f"{failures} tries failed or were filtered one after the other" if stopped else halt.reason
                 raise TaskStopped(
-                    f"task {task} is stopped: {failures} tries failed or were filtered one after the other, and the "
-                    f"batch needs {wanted} groups of it ({ready} are ready)",
+                    f"task {task} is stopped: {reason}, and the batch needs {counts[task]} groups of it "
+                    f"({ready} are ready)",
                     hint=f"`rolloutmq dead` says why; mend it, then `rolloutmq continue --task {task}`",
                 )
+        return wanted
 
     def _tell(self, step: int, answer: NotReady) -> None:
         if self._waiting and time.monotonic() - self._told >= EXPLAIN_S:

@@ -142,8 +142,9 @@ class RolloutConsumer:
         `checkpoint` is called when memory is full of batches that only a checkpoint frees: it shall write one and
         commit, or, where there is one of the step before, keep no older one; without it, CheckpointNow is raised.
         Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was
-        opened, TaskStopped when a task that is short fails all the time. A group that cannot be read is quarantined
-        (I11); WireError or PayloadMissing once that happened 8 times in a batch.
+        opened, TaskStopped when nothing more is made of a task that is short; where its `should_continue_fn` said that
+        it is enough, the batch has what there is. A group that cannot be read is quarantined (I11); WireError or
+        PayloadMissing once that happened 8 times in a batch.
         """
         self._prefetcher.end()
         wait = BatchWait(self._run, self._check, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
@@ -153,11 +154,9 @@ class RolloutConsumer:
         self._prefetcher.begin(counts)
         return batch
 
-    def _take(
-        self, ledger: BatchLedger, step: int, counts: Mapping[str, int], strict: bool, wait: BatchWait
-    ) -> Batch:
+    def _take(self, ledger: BatchLedger, step: int, counts: Mapping[str, int], strict: bool, wait: BatchWait) -> Batch:
         started = time.monotonic()
-        manifest = wait.until_taken(step, lambda: ledger.take(self.nonce, step, counts, strict=strict))
+        manifest = wait.until_taken(step, counts, lambda c: ledger.take(self.nonce, step, c, strict=strict))
         waited_s = time.monotonic() - started
         known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
         manifest, groups = self._reader.read(ledger, manifest, known)

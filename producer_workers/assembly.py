@@ -15,6 +15,7 @@ from buffer.order import load_order
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store import Store
+from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config import ProducingConfig
@@ -23,9 +24,9 @@ from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_judge
-from producer_workers.producer import Producer
 from producer_workers.sample_filters import load_sample_filter
 from producer_workers.sampler import Sampler
+from producer_workers.should_continue import load_should_continue
 from producer_workers.strategy import strategies_of
 from producer_workers.task_runner import TaskRunner
 from producer_workers.tokenizer import Tokenizer, load_tokenizer
@@ -42,13 +43,14 @@ def model_dir(config: ProducingConfig) -> Path:
     return config.policy.model or config.run.folder / "model"
 
 
-def make_producer(config: ProducingConfig, run: Run) -> Producer:
+def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
     """A producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(model_dir(config)))
-    samplers = {}
+    samplers, should_continue = {}, {}
     for name, task in config.tasks.items():
         if name not in run.limits.tasks:
             raise ConfigError(f"task {name!r} is not in the run", hint="the run was started with another config")
+        should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
         samplers[name] = Sampler(
             name,
             open_dataset(task.dataset, problems_dir(config, name), task.split, seed=config.run.seed),
@@ -60,7 +62,9 @@ def make_producer(config: ProducingConfig, run: Run) -> Producer:
             max_prompt_tokens=config.producer.max_prompt_tokens,
             tools=tool_schemas(task.agent_loop_options.get("tools", ())),
         )
-    return Producer(run, samplers, strategies_of(run.limits), slice_size=config.producer.slice_size)
+    return AgentLoopManager(
+        run, samplers, strategies_of(run.limits, should_continue), slice_size=config.producer.slice_size
+    )
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:

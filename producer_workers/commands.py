@@ -81,7 +81,7 @@ def producer(config: Config, overrides: Set = None, redis_url: Url = None, take_
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    member.run(stop, take_over=take_over)
+    member.produce_loop(stop, take_over=take_over)
 
 
 def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1) -> None:

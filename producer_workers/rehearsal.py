@@ -22,6 +22,7 @@ from buffer.open_run import INITIAL
 from buffer.rollout import PolicyVersion, SampleParams
 from buffer.run import Run
 from buffer.store import Store
+from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
 from producer_workers.datasets.record import problem_of
 from producer_workers.datasets.records import RecordsDataset
@@ -31,7 +32,6 @@ from producer_workers.engines.distributions import Fixed
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.load import load_judge
-from producer_workers.producer import Producer
 from producer_workers.sampler import Sampler
 from producer_workers.strategy import strategies_of
 from producer_workers.task_runner import TaskRunner
@@ -79,7 +79,7 @@ def rehearse(
         run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
         dataset = RecordsDataset([dict(problem) for problem in problems], "problems", problem_of)
         sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
-        producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
+        producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer))
         worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=0.0)
         return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
@@ -101,7 +101,7 @@ def _make_loop(agent_loop: str | AgentLoopFactory, judge: str | Callable[..., An
 
 
 async def _play(
-    run: Run, producer: Producer, worker: Worker, engine: Engine, count: int, timeout_s: float
+    run: Run, producer: AgentLoopManager, worker: Worker, engine: Engine, count: int, timeout_s: float
 ) -> list[RolloutGroup]:
     await engine.start()
     working = asyncio.create_task(worker.run())
@@ -117,7 +117,9 @@ async def _play(
         await engine.shutdown()
 
 
-async def _first_batch(run: Run, producer: Producer, working: asyncio.Task[None], count: int) -> list[RolloutGroup]:
+async def _first_batch(
+    run: Run, producer: AgentLoopManager, working: asyncio.Task[None], count: int
+) -> list[RolloutGroup]:
     """What a trainer does, with the producer's rounds in between: open, take step 1, read, commit."""
     trainer = new_nonce()
     run.control.open_producer(producer.nonce)

@@ -79,7 +79,7 @@ class Sampler:
         Raises DatasetError where the row cannot be read or made into a prompt.
         """
         place = self.place(draw)
-        problem = self._dataset.row(place.row, place.epoch)
+        problem = self._read(place)
         prompt_ids = self._encode(problem, place)
         if self._max_prompt_tokens is not None and len(prompt_ids) > self._max_prompt_tokens:
             return TooLong(draw, place, len(prompt_ids), self._max_prompt_tokens)
@@ -98,6 +98,15 @@ class Sampler:
             )
             for index in range(self._k)
         ]
+
+    def _read(self, place: Place) -> Problem:
+        try:
+            return self._dataset.row(place.row, place.epoch)
+        except DatasetError:
+            raise
+        except Exception as error:  # a data set may be the user's code
+            words = f"{type(error).__name__}: {error}"
+            raise DatasetError(f"{self.task}: row {place.row} cannot be read: {words}") from error
 
     def _encode(self, problem: Problem, place: Place) -> NDArray[np.int32]:
         if taken := RESERVED & set(problem.extra):

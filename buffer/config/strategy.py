@@ -41,6 +41,9 @@ class StrategySection(Section):
     is_valid_sample_fn: str | None = None
     """which completed groups are worth training on, the others are filtered and made up for: not_all_equal (rewards
     that differ, as DAPO wants), or your function of a group's rollouts as package.module:function; default: all"""
+    should_continue_fn: str | None = None
+    """your function as package.module:function of (completed, wanted, progress=…), asked in every round: once it says
+    no, the next batch is what there is; default: until the target is reached"""
     group_time_limit_s: float | None = Field(None, gt=0)
     """a group that takes a worker longer has failed a try; default: no limit"""
 
@@ -55,6 +58,13 @@ class StrategySection(Section):
     def _check_filter(cls, name: str | None) -> str | None:
         if name is not None and name not in FILTERS and not is_dotted_path(name):
             raise ValueError(f"expected {', '.join(FILTERS)} or package.module:function")
+        return name
+
+    @field_validator("should_continue_fn")
+    @classmethod
+    def _check_should_continue(cls, name: str | None) -> str | None:
+        if name is not None and not is_dotted_path(name):
+            raise ValueError("expected package.module:function")
         return name
 
     @model_validator(mode="after")

@@ -9,8 +9,10 @@
 local progress, bell, events, task = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 
 local failures = num(redis.call('HGET', progress, 'failures_in_row'))
-if failures > 0 then
+local is_broken = redis.call('HGET', progress, 'halt') == 'broken'
+if failures > 0 or is_broken then
   redis.call('HSET', progress, 'failures_in_row', 0)
+  if is_broken then redis.call('HSET', progress, 'halt', '') end
   ring(bell, 1)
   log_event(events, 'forgiven', 'task', task, 'failures', int(failures))
 end

@@ -8,6 +8,7 @@ import orjson
 
 from buffer import Manifest, Mode, PolicyVersion, Status, new_nonce
 from buffer.config.loader import parse_settings
+from buffer.halts import Halt
 from buffer.live_settings import LiveSettings
 from buffer.recovery.position import Position
 from tests.buffer.scene import Scene, rollout
@@ -64,6 +65,8 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.buffer.update(outside, [rollout(Status.COMPLETED, PolicyVersion("l2", 1), response="better")])
     lose_and_recover(scene)
     run.set(parse_settings(LiveSettings, ["max_tries=3"]))
+    run.halts.say(scene.producer, "math", Halt("broken", 0, "no rows"))
+    run.halts.say(scene.producer, "code", Halt("enough", 3, "half"))
     run.jobs.forgive("math")
     assert run.control.silent_workers() == ["w0"]
     run.control.beat("trainer", scene.trainer)

@@ -9,9 +9,7 @@ from tests.consumer.conftest import Trainers
 from tests.consumer.crew import at_work, wait_until
 
 
-def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_taken(
-    run: Run, trainer: Trainers
-) -> None:
+def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_taken(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     with at_work(run, math=6):
         first = consumer.take_batch(1, {"math": 3})

@@ -12,8 +12,8 @@ from pathlib import Path
 from buffer.rollout import SampleParams
 from buffer.run import Run
 from buffer.store import Store
+from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.datasets.jsonl import JsonlDataset
-from producer_workers.producer import Producer
 from producer_workers.sampler import Sampler
 from producer_workers.strategy import AsyncProduceStrategy
 from tests.pipeline.yard import TASK, Letters
@@ -21,7 +21,7 @@ from tests.pipeline.yard import TASK, Letters
 
 def make_producer(
     run: Run, dataset: Path, share: int, *, steps: int = 1000, threshold: int = 1, slice_size: int = 7
-) -> Producer:
+) -> AgentLoopManager:
     """A producer that starts `share` groups for every step that the newest weights may serve."""
     sampler = Sampler(
         TASK, JsonlDataset(dataset), Letters(), SampleParams(), prompt_repeat_k=2, seed=3, max_prompt_tokens=50
@@ -29,12 +29,12 @@ def make_producer(
     # one task: every group of a batch is its own
     run.limits.adopt(run.limits.model_copy(update={"batch_size": share, "steps": steps, "stale_threshold": threshold}))
     strategy = AsyncProduceStrategy(TASK, run.limits)
-    return Producer(run, {TASK: sampler}, {TASK: strategy}, slice_size=slice_size)
+    return AgentLoopManager(run, {TASK: sampler}, {TASK: strategy}, slice_size=slice_size)
 
 
 def main(url: str, name: str, dataset: str, share: str) -> None:
     run = Run.open(Store(url), name)
-    make_producer(run, Path(dataset), int(share)).run(threading.Event(), take_over=True)
+    make_producer(run, Path(dataset), int(share)).produce_loop(threading.Event(), take_over=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 from buffer.control import Mode
 from buffer.errors import Fenced, RoleHeld
 from buffer.keys import group_id
-from producer_workers.producer import Producer
+from producer_workers.agent_loop_manager import AgentLoopManager
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import TASK, Yard
 from tests.servers import KINDS
@@ -35,11 +35,11 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def take_the_role(producer: Producer, yard: Yard) -> None:
+def take_the_role(producer: AgentLoopManager, yard: Yard) -> None:
     yard.run.control.open_producer(producer.nonce, take_over=True)
 
 
-def play(producer: Producer, yard: Yard) -> None:
+def play(producer: AgentLoopManager, yard: Yard) -> None:
     """Rounds until nothing more is started."""
     while producer.round(yard.run.control.state()):
         pass
@@ -92,7 +92,7 @@ def test_nothing_is_started_while_the_run_is_paused(yard: Yard, dataset: Path) -
 def test_a_second_producer_is_refused_while_the_first_beats(yard: Yard, dataset: Path) -> None:
     second = make_producer(yard.run, dataset, share=5)
     with pytest.raises(RoleHeld, match="producer"):
-        second.run(threading.Event())
+        second.produce_loop(threading.Event())
     assert not yard.places()
 
 
@@ -103,7 +103,7 @@ def test_two_producers_never_overshoot_when_one_is_fenced_in_the_middle(yard: Ya
 
     def run_first() -> None:
         try:
-            first.run(threading.Event(), take_over=True)
+            first.produce_loop(threading.Event(), take_over=True)
         except Fenced as error:
             ended.append(error)
 

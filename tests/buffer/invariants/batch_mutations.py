@@ -111,6 +111,7 @@ BATCHES = [
     ),
     Mutation("I7", "enqueue", PRODUCER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "reissue", PRODUCER, batches.who_was_replaced_changes_nothing),
+    Mutation("I7", "halt", PRODUCER, batches.who_was_replaced_changes_nothing),
     Mutation(
         "I8",
         "take_batch",

@@ -9,6 +9,7 @@ import pytest
 
 from buffer import Mode, PolicyVersion, Status, new_nonce
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
+from buffer.halts import Halt
 from tests.buffer.scene import Scene, extend
 
 RETAINED = {"retain_batches": 9}
@@ -104,6 +105,7 @@ def who_was_replaced_changes_nothing(scene: Scene) -> None:
         lambda: run.control.beat("producer", old_producer),
         lambda: run.jobs.enqueue(old_producer, new_nonce(), "math", cursor, [0], 99),
         lambda: run.jobs.reissue(old_producer, "math", "aborted", 99),
+        lambda: run.halts.say(old_producer, "math", Halt("enough", 9)),
         lambda: run.trainers.rescore(old, 0),
     ]
     for number, move in enumerate(moves):

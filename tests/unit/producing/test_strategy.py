@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from buffer.config.loader import load_config
+from buffer.control import ControlState, Mode
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits, TaskLimits
 from buffer.mix import Reweighting, TaskMix, allocate
-from buffer.rollout import RolloutState
+from buffer.progress import Leftovers, ProduceProgress, TaskProgress
+from buffer.rollout import PolicyVersion, RolloutState
 from producer_workers.config import ProducingConfig
+from producer_workers.produce_context import ProduceContext, contexts
 from producer_workers.sample_filters import load_sample_filter, not_all_equal
 from producer_workers.strategy import AsyncProduceStrategy, SyncProduceStrategy, strategies_of
 
@@ -50,6 +53,21 @@ def config(tmp_path: Path, *overrides: str) -> ProducingConfig:
     return load_config(ProducingConfig, path, overrides)
 
 
+def seen(
+    task: str,
+    limits: RunLimits,
+    *,
+    version: int = 0,
+    step: int = 1,
+    consumed: int = 0,
+    completed: int = 0,
+    expired: int = 0,
+) -> ProduceContext:
+    state = ControlState(1, Mode.RUN, ("eval", "resume", "fresh"), PolicyVersion("l", version), "", "")
+    counts, pools = TaskProgress(consumed=consumed), Leftovers(completed, 0, expired)
+    return contexts(limits, state, ProduceProgress(step, {task: counts}, {task: pools}))[task]
+
+
 def test_a_batch_of_7_by_weights_2_1_0_is_5_2_0() -> None:
     assert allocate(7, {"math": 2, "code": 1, "idle": 0}) == {"math": 5, "code": 2, "idle": 0}
 
@@ -58,8 +76,12 @@ def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_p
     limits = config(tmp_path).limits()
     chosen = strategies_of(limits)
     assert [type(chosen[task]) for task in chosen] == [AsyncProduceStrategy, AsyncProduceStrategy, SyncProduceStrategy]
-    assert [chosen[task].target(0) for task in chosen] == [5 * 4 + 3, 2 * 4 + 1, 0]
-    assert [chosen[task].reissue_from()[0] for task in chosen] == [("aborted", 1), ("expired", 4), ("aborted", 1)]
+    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [5 * 4 + 3, 2 * 4 + 1, 0]
+    assert [chosen[task].plan(seen(task, limits)).pools[0] for task in chosen] == [
+        ("aborted", 1),
+        ("expired", 4),
+        ("aborted", 1),
+    ]
     assert [limits.retries_expired(task) for task in limits.tasks] == [False, True, False]
     assert config(tmp_path).strategy_of("code").enable_partial_rollout
 
@@ -71,12 +93,55 @@ def limits_of(**changes: object) -> RunLimits:
 def test_sync_starts_the_batches_of_the_newest_weights_and_no_other() -> None:
     strategy = SyncProduceStrategy("math", limits_of(steps=9, sync_weights_interval=4, stale_threshold=8))
     assert [strategy.target(version) for version in (0, 4, 8)] == [16, 32, 36]
-    assert strategy.reissue_from() == [("aborted", 1)]
+    assert strategy.plan(seen("math", strategy.limits)).pools == (("aborted", 1),)
 
 
 def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
     strategy = AsyncProduceStrategy("math", limits_of(steps=10, over_sample_threshold=1.0))
     assert [strategy.target(version) for version in (0, 1, 9)] == [8, 12, 40]
+
+
+def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
+    """Batch 4, one extra batch: 8 of weights 0 and 4 beyond; once 3 expired groups wait, only the 8, these first."""
+    strategy = AsyncProduceStrategy("math", limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=3))
+    plans = [strategy.plan(seen("math", strategy.limits, version=1, expired=n)) for n in (2, 3)]
+    assert [plan.target for plan in plans] == [12, 8]
+    assert plans[0].pools == plans[1].pools == (("expired", 3), ("aborted", 1))
+
+
+@pytest.mark.parametrize("trigger", [-1, 0])
+def test_expired_groups_that_are_dropped_or_retried_at_once_are_no_tail_batch(trigger: int) -> None:
+    limits = limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=trigger)
+    plan = AsyncProduceStrategy("math", limits).plan(seen("math", limits, expired=5))
+    assert plan.target == 8
+    assert plan.pools == ((("aborted", 1),) if trigger < 0 else (("expired", 1), ("aborted", 1)))
+
+
+@pytest.mark.parametrize("kind", [SyncProduceStrategy, AsyncProduceStrategy])
+def test_what_a_batch_was_short_of_is_not_made_later(kind: type[SyncProduceStrategy | AsyncProduceStrategy]) -> None:
+    strategy = kind("math", limits_of(steps=9))
+    full, short = (strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=n)) for n in (4, 3))
+    assert (full.target, short.target) == (8, 7)
+
+
+def test_should_continue_is_asked_what_is_ready_of_what_is_wanted_and_may_say_enough() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def below_three(completed: int, wanted: int, *, progress: TaskProgress) -> bool:
+        asked.append((completed, wanted, progress.consumed))
+        return completed < 3
+
+    strategy = SyncProduceStrategy("math", limits_of(steps=9), below_three)
+    plans = [
+        strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=4, completed=n)) for n in (0, 2, 3)
+    ]
+    assert [plan.is_enough for plan in plans] == [False, False, True]
+    assert asked == [(0, 4, 4), (2, 4, 4), (3, 4, 4)]
+
+
+def test_a_context_of_an_unknown_task_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        contexts(limits_of(), seen("math", limits_of()).state, ProduceProgress(1, {}, {}))["math"]
 
 
 def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() -> None:
@@ -100,6 +165,7 @@ def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() 
         ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
         ("tasks.code.strategy.tail_batch_candidate_step=1", "it is now tail_batch_trigger_size"),
         ("strategy.staleness_threshold=1.0", "it is now over_sample_threshold"),
+        ("strategy.should_continue_fn=half", "expected package.module:function"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, override: str, told: str) -> None:
