@@ -41,10 +41,23 @@ class BatchReader:
             if found is None:
                 continue  # all can be read now
             bad, reason = found
-            log.error("group quarantined in step %s: %s", manifest.step, reason, extra={"gid": bad.gid})
-            manifest = ledger.quarantine(self._nonce, manifest.step, bad, f"{type(reason).__name__}: {reason}")
-            self.quarantined += 1
+            manifest = self._put_aside(ledger, manifest.step, bad, f"{type(reason).__name__}: {reason}")
         return manifest, self._decode(manifest, known)
+
+    def put_aside(self, ledger: BatchLedger, step: int, reasons: Mapping[str, str]) -> Manifest:
+        """Quarantine the groups of these gids, each with why; the new manifest. LedgerError where there is none."""
+        manifest = ledger.manifest(step)
+        for entry in manifest.entries if manifest else ():
+            if entry.gid in reasons:
+                manifest = self._put_aside(ledger, step, entry, reasons[entry.gid])
+        if manifest is None:
+            raise LedgerError(f"the manifest of step {step} is gone")
+        return manifest
+
+    def _put_aside(self, ledger: BatchLedger, step: int, entry: ManifestEntry, why: str) -> Manifest:
+        log.error("group quarantined in step %s: %s", step, why, extra={"gid": entry.gid})
+        self.quarantined += 1
+        return ledger.quarantine(self._nonce, step, entry, why)
 
     def _decode(self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None) -> list[RolloutGroup]:
         if not manifest.entries:

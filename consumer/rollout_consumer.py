@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 from buffer.control import Mode, new_nonce
@@ -32,7 +33,7 @@ from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.event_log import START, Event
 from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
-from buffer.ledger import BatchLedger
+from buffer.manifest import Manifest
 from buffer.recovery.opening import Opening
 from buffer.recovery.position import Position
 from buffer.rollout import PolicyVersion
@@ -147,20 +148,38 @@ class RolloutConsumer:
         PayloadMissing once that happened 8 times in a batch.
         """
         self._prefetcher.end()
-        wait = BatchWait(self._run, self._check, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
+        started = time.monotonic()
         with self.waits.running():
-            batch = self._take(self._run.ledger, step, counts, strict, wait)
+            manifest = self.take_manifest(
+                step, counts, strict=strict, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint
+            )
+        waited_s = time.monotonic() - started
+        known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
+        manifest, groups = self._reader.read(self._run.ledger, manifest, known)
+        batch = Batch(step, groups, manifest, waited_s)
         self._takes.add(batch)
         self._prefetcher.begin(counts)
         return batch
 
-    def _take(self, ledger: BatchLedger, step: int, counts: Mapping[str, int], strict: bool, wait: BatchWait) -> Batch:
-        started = time.monotonic()
-        manifest = wait.until_taken(step, counts, lambda c: ledger.take(self.nonce, step, c, strict=strict))
-        waited_s = time.monotonic() - started
-        known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
-        manifest, groups = self._reader.read(ledger, manifest, known)
-        return Batch(step, groups, manifest, waited_s)
+    def take_manifest(
+        self,
+        step: int,
+        counts: Mapping[str, int],
+        *,
+        strict: bool = True,
+        deadline_s: float | None = None,
+        waiting: Waiting | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> Manifest:
+        """`take_batch` without reading it: for trainers of which each rank reads its own share."""
+        wait = BatchWait(self._run, self._check, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
+        return wait.until_taken(
+            step, counts, lambda asked: self._run.ledger.take(self.nonce, step, asked, strict=strict)
+        )
+
+    def put_aside(self, step: int, reasons: Mapping[str, str]) -> Manifest:
+        """Quarantine groups of a taken step that cannot be used, each with why; the new manifest (I11)."""
+        return self._reader.put_aside(self._run.ledger, step, reasons)
 
     def _check(self) -> None:
         check_not_abandoned()
@@ -231,10 +250,11 @@ class RolloutConsumer:
             if taken < step:  # absolute, from what was used so far: asking again asks for no more
                 used = int(self._run.progress(task).get("consumed", 0))
                 ledger.set_target(self.nonce, task, used + count)
-            batch = self._take(ledger, step, {task: count}, True, wait)
+            manifest = wait.until_taken(step, {task: count}, partial(ledger.take, self.nonce, step))
+            manifest, groups = self._reader.read(ledger, manifest)
             ledger.commit(self.nonce, step, step)
-            if _answers(batch, task, count, newest):
-                return batch.groups
+            if _answers(manifest, task, count, newest):
+                return groups
 
     # -- what happens --------------------------------------------------------
 
@@ -264,8 +284,8 @@ class RolloutConsumer:
                 break
 
 
-def _answers(batch: Batch, task: str, count: int, version: int) -> bool:
+def _answers(manifest: Manifest, task: str, count: int, version: int) -> bool:
     """Whether a batch is an evaluation of `task` by weights of `version`; groups without tokens have none."""
-    entries = batch.manifest.entries
+    entries = manifest.entries
     same_task = all(split_group_id(entry.gid)[0] == task for entry in entries)
     return same_task and len(entries) == count and all(entry.version in (version, None) for entry in entries)

@@ -1,0 +1,83 @@
+"""Run as a program: lives of a data-parallel trainer of two ranks that trains nothing, and says what it was given.
+
+argv: JSON with url, run, folder, and lives: of each the first and last step, and die_at: the step after whose take
+rank 1 ends without a word. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0 keeps its position. Prints how each
+rank ended.
+Single-threaded, so that it may fork: torch is loaded once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch.distributed as dist
+
+from buffer import Run, Store, wire
+from buffer.payloads import checksum
+from buffer.recovery.position import Position
+from consumer.batch import Batch
+from consumer.batch_dataset import BatchDataset
+from consumer.sharded_consumer import ShardedConsumer
+
+KILLED, RANKS = 9, 2
+
+
+def note(batch: Batch, folder: Path, rank: int) -> None:
+    said = {
+        "manifest": batch.manifest.gids,
+        "gids": [group.gid for group in batch.groups],
+        "content": [checksum(wire.encode(group)) for group in batch.groups],
+        "tokens": int(sum(group.lengths.sum() for group in batch.groups)),
+    }
+    (folder / f"{batch.step}-{rank}.json").write_bytes(orjson.dumps(said))
+
+
+def train(order: dict[str, Any], life: int, rank: int) -> None:
+    """One life of one rank."""
+    steps, base = order["lives"][life], Path(order["folder"])
+    folder = base / str(life)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    consumer = ShardedConsumer(Run.open(Store(order["url"]), order["run"]))
+    saved = base / "position.json"
+    position = Position.model_validate_json(saved.read_bytes()) if saved.exists() else Position()
+    consumer.open(position=position, take_over=True)
+    for batch in BatchDataset(consumer, {"math": 4}, first=steps["first"], last=steps["last"]):
+        note(batch, folder, rank)
+        if rank == 1 and steps.get("die_at") == batch.step:
+            os._exit(KILLED)
+        position.add(batch.manifest)
+        consumer.confirm(batch.step)
+        if rank == 0:
+            saved.with_suffix(".new").write_text(position.model_dump_json(), encoding="utf-8")
+            saved.with_suffix(".new").replace(saved)
+        consumer.commit(batch.step, keep=batch.step)
+    consumer.close()
+
+
+def fork(order: dict[str, Any], life: int, rank: int) -> int:
+    if child := os.fork():
+        return child
+    try:
+        train(order, life, rank)
+        os._exit(0)
+    except Exception:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def main(order: dict[str, Any]) -> None:
+    ends = []
+    for life in range(len(order["lives"])):
+        (Path(order["folder"]) / str(life)).mkdir()
+        ranks = [fork(order, life, rank) for rank in range(RANKS)]
+        ends.append([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
+    sys.stdout.write(orjson.dumps(ends).decode())
+
+
+if __name__ == "__main__":
+    main(orjson.loads(sys.argv[1]))
