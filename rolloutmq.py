@@ -57,7 +57,6 @@ app = typer.Typer(
     help="A Redis-backed message queue between LLM rollout workers and an RL trainer.",
     epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

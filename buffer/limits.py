@@ -16,6 +16,7 @@ SCHEMA = "1"
 """Version of keys and scripts; a client refuses a run of another one."""
 
 LOADING = "loading"
+REMOVING = "removing"
 """Stands in place of the schema while a run is filled from a snapshot: nobody can open it."""
 
 

@@ -25,7 +25,7 @@ from buffer.janitor import Janitor
 from buffer.jobs import JobQueue
 from buffer.keys import EVERY_META, Keys, run_of_meta
 from buffer.ledger import BatchLedger
-from buffer.limits import LOADING, SCHEMA, RunLimits
+from buffer.limits import LOADING, REMOVING, SCHEMA, RunLimits
 from buffer.live_settings import LiveSettings, differences
 from buffer.media import MediaFolder
 from buffer.memory import Memory
@@ -113,6 +113,11 @@ class Run:
             raise RunNotFound(
                 f"run {name!r} is being resumed from a snapshot, or that was interrupted",
                 hint="wait for its end; `rolloutmq resume` clears away what an interrupted one left",
+            )
+        if meta.get("schema") == REMOVING:
+            raise RunNotFound(
+                f"run {name!r} is being removed, or that was interrupted",
+                hint=f"`rolloutmq runs --delete {name} --yes` goes on",
             )
         if meta.get("schema") != SCHEMA:
             raise SchemaVersionError(f"run {name!r} has schema {meta.get('schema')}; this version knows {SCHEMA}")

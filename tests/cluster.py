@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,16 +18,25 @@ import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 MASTERS = 3
+_PORTS = random.Random(os.getpid())
 PATIENCE_MS = 10_000
 """A node that is silent for so long is taken for dead: never, on a machine that is merely busy."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; all of them different."""
-    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(held.getsockname()[1]) for held in with_sockets]
-    for held in with_sockets:
-        held.close()
+    """Ports that nobody listens on; all of them different.
+
+    Below those that the system gives to outgoing connections: one of them would be taken again before it is used.
+    """
+    held: list[socket.socket] = []
+    while len(held) < count:
+        try:
+            held.append(socket.create_server(("127.0.0.1", _PORTS.randrange(12_000, 32_000))))
+        except OSError:
+            continue
+    ports = [int(server.getsockname()[1]) for server in held]
+    for server in held:
+        server.close()
     return ports
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from buffer.commands import (
+    batch,
     curate,
     dead,
     doctor,
+    drain,
     drop,
     fence,
     fsck,
@@ -17,6 +19,7 @@ from buffer.commands import (
     pause,
     requeue,
     resume,
+    runs,
     save,
     scripts,
     server,
@@ -31,6 +34,7 @@ from buffer.commands import (
 
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
-    looking = (status, top, ls, show, dead, requeue, drop, tail, workers, metrics)
-    for command in (*looking, pause, settings, fence, save, resume, curate, janitor, fsck, doctor, server, scripts):
+    looking = (status, runs, top, ls, show, batch, dead, requeue, drop, tail, workers, metrics)
+    steering = (pause, drain, settings, fence, save, resume, curate)
+    for command in (*looking, *steering, janitor, fsck, doctor, server, scripts):
         command.register(app)

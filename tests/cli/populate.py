@@ -40,6 +40,7 @@ class Scene:
         )
         self.producer, self.trainer = new_nonce(), new_nonce()
         self.workers: dict[str, str] = {}
+        self.running: Job
 
     def enqueue(self, groups: int) -> None:
         for first in range(0, groups, 128):
@@ -93,6 +94,7 @@ def populate(store: Store, name: str = "demo") -> Scene:
     scene.submit("w0", jobs[4], Status.ABORTED)
     scene.run.jobs.release("w0", jobs[5], "failed", "ValueError: the judge said no")
     scene.submit("w0", jobs[6], filtered=True)
+    scene.running = jobs[7]
     scene.open_trainer()
     for step, groups in ((1, 2), (2, 1)):
         scene.run.ledger.take(scene.trainer, step, {"math": groups})

@@ -12,7 +12,7 @@ from tests.cli.conftest import ROOT, rolloutmq
 
 COMMANDS = (
     *("status", "top", "ls", "show", "dead", "requeue", "drop", "tail", "workers", "pause", "continue", "fence"),
-    *("save", "resume", "export", "import", "janitor", "fsck", "doctor", "server"),
+    *("save", "resume", "export", "import", "janitor", "fsck", "doctor", "server", "batch", "drain"),
 )
 HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}
 
