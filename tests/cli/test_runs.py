@@ -115,8 +115,7 @@ def test_drain_waits_for_the_last_group(scene: Scene, command: Command) -> None:
     finishing.join()
 
 
-def test_shells_complete_commands_and_flags() -> None:
-    words = {"rolloutmq sta": "status", "rolloutmq batch --ev": "--eval"}
-    for typed, wanted in words.items():
-        environment = {"_ROLLOUTMQ_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-        assert wanted in rolloutmq(**environment).stdout.split()
+@pytest.mark.parametrize(("typed", "wanted"), [("rolloutmq sta", "status"), ("rolloutmq batch --ev", "--eval")])
+def test_shells_complete_commands_and_flags(typed: str, wanted: str) -> None:
+    done = rolloutmq(_ROLLOUTMQ_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" ")))
+    assert wanted in done.stdout.split()
