@@ -59,6 +59,34 @@ class ControlState:
         return cls(int(epoch), Mode(mode), tuple(lanes.split()), PolicyVersion.parse(weights), path, checksum)
 
 
+@dataclass(frozen=True, slots=True)
+class RoleHolder:
+    """Who holds a role; times in milliseconds of the server's clock. `nonce` is empty where it was given up."""
+
+    role: Role
+    nonce: str
+    seen_ms: int
+    now_ms: int
+    timeout_ms: int
+
+    @property
+    def silent_ms(self) -> int | None:
+        """Since its last heartbeat; None where nobody ever held the role."""
+        return max(0, self.now_ms - self.seen_ms) if self.seen_ms else None
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self.nonce) and self.silent_ms is not None and self.silent_ms < self.timeout_ms
+
+    def __str__(self) -> str:
+        if self.silent_ms is None:
+            return f"no {self.role} was ever opened"
+        if not self.nonce:
+            return f"the last {self.role} left in order {self.silent_ms / 1000:.0f} s ago"
+        word = "is alive" if self.is_alive else f"was last heard of {self.silent_ms / 1000:.0f} s ago"
+        return f"the {self.role} {self.nonce[:8]}… {word}"
+
+
 def new_nonce() -> str:
     """128 random bits: what fences, since a server that rolled back hands out counters twice."""
     return secrets.token_hex(16)
@@ -161,6 +189,19 @@ class RunControl:
             {"role": role, "nonce": nonce, "closing": int(closing), "waited_ms": int(waited_s * 1000)},
         )
         return ControlState.parse(unfenced(reply, role)[1:])
+
+    def holder(self, role: Role) -> RoleHolder:
+        """Who holds a role, and since when it is silent. One round trip."""
+
+        def ask() -> list[Any]:
+            with self._store.control.pipeline(transaction=False) as pipe:
+                pipe.hmget(self._keys.control, role, f"{role}_seen_ms")
+                pipe.execute_command("TIME")
+                return list(pipe.execute())
+
+        (nonce, seen), (seconds, micros) = self._store.retrying("role", ask)
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        return RoleHolder(role, (nonce or b"").decode(), int(seen or 0), now_ms, self._limits.role_timeout_ms)
 
     def _no_run(self) -> RunNotFound:
         return RunNotFound(

@@ -14,11 +14,14 @@
     │   ├── RunExists                   5  the name is taken by another run
     │   ├── RunNotFound                 5  no such run on this server
     │   ├── LostRun                     5  the server is not the one the checkpoint knows
-    │   └── RoleHeld                    5  another trainer or producer still beats
+    │   ├── RoleHeld                    5  another trainer or producer still beats
+    │   └── ProducerGone                5  a batch is awaited, and nobody produces
     ├── Fenced                          5  somebody newer holds what this process held
     ├── GroupHeld                       1  a group that cannot be moved by hand: it runs, is in a batch, has ended
     ├── LedgerError                     1  a step that cannot be taken or committed
-    │   └── CheckpointNow               1  memory is full of batches that only a checkpoint frees
+    │   ├── CheckpointNow               1  memory is full of batches that only a checkpoint frees
+    │   ├── ExpiredBatch                1  the newest weights cannot serve the step: newer ones must be published first
+    │   └── NoBatch                     1  nobody works on the step, and nobody will
     ├── PauseTimeout                    1  some worker did not confirm a pause
     ├── WireError                       1  bytes that are not a group
     │   └── SchemaVersionError          1  written by another version
@@ -115,6 +118,10 @@ class RoleHeld(RunError):
     """Another trainer or producer of this run still beats (I7)."""
 
 
+class ProducerGone(RunError):
+    """A trainer waits for a batch, and the producer that should start its groups is dead, without a standby."""
+
+
 class Fenced(RolloutMQError):
     """Somebody newer holds what this process held; nothing was changed (I2, I7)."""
 
@@ -131,6 +138,15 @@ class LedgerError(RolloutMQError):
 
 class CheckpointNow(LedgerError):
     """Memory is full of batches that were taken and that only a checkpoint and its commit free (I12)."""
+
+
+class ExpiredBatch(LedgerError):
+    """Nothing is ready for a step, and the newest weights are too old to make it: publish those of the step before,
+    then take it again."""
+
+
+class NoBatch(LedgerError):
+    """Nothing is ready for a step, nobody works on it, and newer weights that could change that are not there."""
 
 
 class PauseTimeout(RolloutMQError):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from buffer.errors import CheckpointNow, TaskStopped
 from buffer.manifest import Manifest, NotReady
 from buffer.run import Run
+from consumer.batch import Stopped
+from consumer.batch_outlook import BatchOutlook
 from consumer.wait_reason import WaitReason, explain
 
 Waiting = Callable[[WaitReason], None]
@@ -18,7 +20,8 @@ EXPLAIN_S = 1.0
 
 
 class BatchWait:
-    """How one caller waits. `check` raises what ends the wait; the others are those of `RolloutConsumer.take_batch`."""
+    """How one caller waits. `check` raises what ends the wait; `producer_timeout_s` and `trains` as in `BatchOutlook`;
+    the others are those of `RolloutConsumer.take_batch`."""
 
     def __init__(
         self,
@@ -28,8 +31,11 @@ class BatchWait:
         deadline_s: float | None = None,
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
+        producer_timeout_s: float | None = None,
+        trains: bool = True,
     ) -> None:
         self._run, self._check = run, check
+        self._producer_timeout_s, self._trains = producer_timeout_s, trains
         self._deadline_s, self._waiting, self._checkpoint = deadline_s, waiting, checkpoint
         self._told = float("-inf")
 
@@ -39,12 +45,15 @@ class BatchWait:
         """Call `take` again whenever something has become ready, at least once a second: with `counts`, or with what
         there will be."""
         started, wanted = time.monotonic(), counts
+        outlook = BatchOutlook(self._run, step, self._producer_timeout_s, trains=self._trains)
         while not isinstance(answer := take(wanted), Manifest):
             self._check()
             left_s = 1.0 if self._deadline_s is None else self._deadline_s - (time.monotonic() - started)
             if left_s <= 0:
                 raise TimeoutError(f"step {step} after {self._deadline_s:g} s: {explain(self._run, step, answer)}")
             wanted = self._what_will_come(step, counts, answer)
+            if not outlook.check(answer):
+                raise Stopped
             self._tell(step, answer)
             if answer.checkpoint_now:
                 self._make_room(step)

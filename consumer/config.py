@@ -35,6 +35,8 @@ class TrainerSection(Section):
     """older ones are deleted; batches since the oldest kept one can be delivered again"""
     keep_weights: int = Field(3, ge=2)
     """published versions that stay on disk, for workers that are a little behind"""
+    producer_timeout_s: float | None = Field(120.0, gt=0)
+    """how long a batch is awaited while no producer lives, before the trainer ends and says so; None: for ever"""
     device: str = "auto"
     """auto, cpu or cuda"""
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from buffer.control import Mode, new_nonce
 from buffer.errors import RolloutMQError, StoreUnavailable
@@ -40,6 +40,7 @@ from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from consumer.abandoned import check_not_abandoned
 from consumer.batch import Batch, Stopped
+from consumer.batch_outlook import status_of_taken
 from consumer.batch_reader import BatchReader
 from consumer.batch_wait import BatchWait, Checkpoint, Waiting
 from consumer.pause_times import PauseTimes
@@ -60,6 +61,9 @@ class RolloutConsumer:
 
     `prefetch_bytes`: of payloads that are read ahead while a batch is trained; 0 switches that off.
     """
+
+    producer_timeout_s: float | None = 120.0
+    """how long a batch is awaited while no producer lives; None: for ever"""
 
     def __init__(self, run: Run, *, prefetch_bytes: int = 64 * 2**20) -> None:
         self._run = run
@@ -143,7 +147,8 @@ class RolloutConsumer:
         `checkpoint` is called when memory is full of batches that only a checkpoint frees: it shall write one and
         commit, or, where there is one of the step before, keep no older one; without it, CheckpointNow is raised.
         Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was
-        opened, TaskStopped when nothing more is made of a task that is short; where its `should_continue_fn` said that
+        opened; ExpiredBatch, NoBatch, ProducerGone where waiting is useless (`consumer.batch_outlook` draws when);
+        TaskStopped when nothing more is made of a task that is short; where its `should_continue_fn` said that
         it is enough, the batch has what there is. A group that cannot be read is quarantined (I11); WireError or
         PayloadMissing once that happened 8 times in a batch.
         """
@@ -156,10 +161,13 @@ class RolloutConsumer:
         waited_s = time.monotonic() - started
         known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
         manifest, groups = self._reader.read(self._run.ledger, manifest, known)
-        batch = Batch(step, groups, manifest, waited_s)
+        batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
         self._takes.add(batch)
         self._prefetcher.begin(counts)
         return batch
+
+    def _wait(self, **how: Any) -> BatchWait:
+        return BatchWait(self._run, self._check, producer_timeout_s=self.producer_timeout_s, **how)
 
     def take_manifest(
         self,
@@ -172,7 +180,7 @@ class RolloutConsumer:
         checkpoint: Checkpoint | None = None,
     ) -> Manifest:
         """`take_batch` without reading it: for trainers of which each rank reads its own share."""
-        wait = BatchWait(self._run, self._check, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
+        wait = self._wait(deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
         return wait.until_taken(
             step, counts, lambda asked: self._run.ledger.take(self.nonce, step, asked, strict=strict)
         )
@@ -243,7 +251,7 @@ class RolloutConsumer:
         """
         newest = self._run.control.state().weights.version
         ledger = self._run.evaluations
-        wait = BatchWait(self._run, self._check, waiting=waiting, checkpoint=checkpoint)
+        wait = self._wait(waiting=waiting, checkpoint=checkpoint, trains=False)
         while True:
             taken, committed, _ = ledger.steps()
             step = committed + 1

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from buffer.errors import LostRun, ModelError
+from buffer.batch_status import ProduceBatchStatus
+from buffer.errors import ExpiredBatch, LostRun, ModelError
 from buffer.group import RolloutGroup
 from buffer.manifest import NotReady
 from buffer.recovery.position import Position
@@ -61,6 +62,7 @@ class Trainer:
         self._log = StepWriter(folder)
         self._evaluator = Evaluator()
         self.consumer = RolloutConsumer(run)
+        self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         launch = config.launch
         self._throughput = Throughput(len(launch.trainer_gpus or [0]), len(launch.worker_gpus or [0]))
 
@@ -139,17 +141,14 @@ class Trainer:
     def _step(self, step: int) -> None:
         timing, started = Timing(), time.monotonic()
         self._run.refresh_limits()
-        batch = self.consumer.take_batch(
-            step, self._run.limits.mix().shares(step), waiting=_say_why, checkpoint=self._make_room
-        )
-        timing.wait = batch.waited_s
+        batch = self._take(step, timing)
         self._position.add(batch.manifest)
         advantages = self._advantages(batch.groups)
         with self._devices(timing):
             clock = time.monotonic()
             metrics = self._learner.train_step(batch.groups, advantages)
             timing.train = time.monotonic() - clock
-            if step % self._config.policy.sync_weights_interval == 0 or step == self._run.limits.steps:
+            if self._is_sync_due(batch):
                 self._publish(timing, is_paused=self._is_colocated)
         timing.step = time.monotonic() - started
         metrics |= batch_metrics(batch, advantages) | self._produced(batch, timing) | timing.metrics()
@@ -162,6 +161,25 @@ class Trainer:
         log.info("step", extra={"step": step, "reward": metrics["rewards/mean"]})
         if step % self._config.trainer.checkpoint_every_steps == 0 or step == self._run.limits.steps:
             self._checkpoint()
+
+    def _take(self, step: int, timing: Timing) -> Batch:
+        """The batch of a step. Where the weights are too old to make it, newer ones go first, and it is asked again."""
+        counts = self._run.limits.mix().shares(step)
+        while True:
+            try:
+                batch = self.consumer.take_batch(step, counts, waiting=_say_why, checkpoint=self._make_room)
+            except ExpiredBatch as error:
+                log.warning("publishing ahead of time: %s", error)
+                self._publish(timing)
+            else:
+                timing.wait = batch.waited_s
+                return batch
+
+    def _is_sync_due(self, batch: Batch) -> bool:
+        """Every so many steps, after the last one, and when the present weights can serve no further step."""
+        is_expired = batch.status is ProduceBatchStatus.EXPIRED_BATCH
+        is_last = batch.step == self._run.limits.steps
+        return batch.step % self._config.policy.sync_weights_interval == 0 or is_last or is_expired
 
     @contextmanager
     def _devices(self, timing: Timing) -> Iterator[None]:

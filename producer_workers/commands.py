@@ -36,6 +36,7 @@ Url = Annotated[
     typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
 ]
 TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")]
+Standby = Annotated[bool, typer.Option("--standby", help="Wait while another producer beats; produce once it is gone.")]
 Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes that judge, one rollout at a time each.")]
 WorkerId = Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")]
 
@@ -66,22 +67,36 @@ def worker(
     asyncio.run(_work(settings, redis_url, name))
 
 
-def producer(config: Config, overrides: Set = None, redis_url: Url = None, take_over: TakeOver = False) -> None:
+def producer(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    take_over: TakeOver = False,
+    standby: Standby = False,
+) -> None:
     """Start the producer.
 
-    It draws prompts and keeps the queue filled as far as the staleness limit allows. One is active at a time.
+    It draws prompts and keeps the queue filled as far as the staleness limit allows. One is active at a time; any
+    number may stand by.
     """
+    if standby and take_over:
+        raise ConfigError("--standby waits for the other producer, --take-over ends it", hint="choose one of them")
     settings = _load(config, overrides)
     log_json("producer")
     follow_owner()
     from producer_workers.assembly import make_producer
+    from producer_workers.standby import stand_by
 
-    member = make_producer(settings, _open(settings, redis_url, "producer"))
+    run = _open(settings, redis_url, "producer")
+    member = make_producer(settings, run)
     # only now: while it waits for its run there is nothing to end in order, and a signal ends the process
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    member.produce_loop(stop, take_over=take_over)
+    if standby:
+        stand_by(run, member, stop)
+    else:
+        member.produce_loop(stop, take_over=take_over)
 
 
 def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1) -> None:

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from buffer import Run
+from buffer.config.loader import parse_settings
 from buffer.errors import Fenced, LostRun, ModelError
+from buffer.live_settings import LiveSettings
 from buffer.step_log import StepLog
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
@@ -64,6 +66,12 @@ def history(config: TrainingConfig) -> StepLog:
 
 def last_state(config: TrainingConfig) -> dict[str, torch.Tensor]:
     return load_file(config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / OPTIMIZER)
+
+
+def published(run: Run) -> list[str]:
+    """The versions of all weights that were published, in order."""
+    rows = [fields for _, fields in run.store.control.xrange(run.keys.events)]
+    return [row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"]
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +212,44 @@ def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
     log = history(config)
     assert [step.gids for step in log.steps] == undisturbed["gids"]
     assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+
+
+def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_further_step(
+    make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path
+) -> None:
+    """Its config says every 4 steps, and the run that weights serve 2: without that it would wait for ever."""
+    run = make_run(stale_threshold=2)
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})})
+    with at_work(run, math=DRAWS):
+        assert train(run, config, model_dir)
+    assert published(run) == ["0", "2", "4", "5"]
+    assert [step.step for step in history(config).steps] == [1, 2, 3, 4, 5]
+
+
+def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
+    make_run: Callable[..., Run],
+    config: TrainingConfig,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What `status` of the batch before had promised was taken away: an operator lowered max_staleness."""
+    run = make_run(stale_threshold=4)
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})})
+    original = Learner.train_step
+
+    def lower(self: Learner, *args: Any) -> dict[str, float]:
+        if self.step == 1:
+            run.set(parse_settings(LiveSettings, ["max_staleness=0"]))
+        return original(self, *args)
+
+    monkeypatch.setattr(Learner, "train_step", lower)
+    with at_work(run, math=DRAWS), caplog.at_level("WARNING", "rolloutmq.trainer"):
+        assert train(run, config, model_dir)
+    assert caplog.text.count("publishing ahead of time: step 3 cannot be served by the weights") == 1
+    assert published(run) == ["0", "2", "3", "4", "5"]
+    assert [step.step for step in history(config).steps] == [1, 2, 3, 4, 5]
+    assert run.account.fsck().clean
 
 
 def test_fenced_trainer_writes_nothing_that_the_next_one_reads(

@@ -1,6 +1,6 @@
 """A producer as a process of its own, for tests that kill it: the real one, with a tokenizer that costs no import.
 
-usage: python -m tests.pipeline.produce URL RUN DATASET TARGET
+usage: python -m tests.pipeline.produce URL RUN DATASET TARGET [standby]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from buffer.store import Store
 from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.datasets.jsonl import JsonlDataset
 from producer_workers.sampler import Sampler
+from producer_workers.standby import stand_by
 from producer_workers.strategy import AsyncProduceStrategy
 from tests.pipeline.yard import TASK, Letters
 
@@ -32,9 +33,13 @@ def make_producer(
     return AgentLoopManager(run, {TASK: sampler}, {TASK: strategy}, slice_size=slice_size)
 
 
-def main(url: str, name: str, dataset: str, share: str) -> None:
+def main(url: str, name: str, dataset: str, share: str, standby: str = "") -> None:
     run = Run.open(Store(url), name)
-    make_producer(run, Path(dataset), int(share)).produce_loop(threading.Event(), take_over=True)
+    producer = make_producer(run, Path(dataset), int(share), threshold=run.limits.stale_threshold)
+    if standby:
+        stand_by(run, producer, threading.Event())
+    else:
+        producer.produce_loop(threading.Event(), take_over=True)
 
 
 if __name__ == "__main__":

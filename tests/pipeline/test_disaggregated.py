@@ -1,0 +1,185 @@
+"""The disaggregated state machine on a real server: what a waiting trainer is told, and what then helps (I7, I8)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer.batch_status import ProduceBatchStatus
+from buffer.control import Mode
+from buffer.errors import ExpiredBatch, NoBatch, ProducerGone
+from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
+from producer_workers.agent_loop_manager import AgentLoopManager
+from tests.pipeline.produce import make_producer
+from tests.pipeline.yard import LINEAGE, TASK, Yard
+
+ROOT = Path(__file__).parents[2]
+SHARE = 4
+"""Groups of one step."""
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b"\n".join(orjson.dumps({"question": f"{n:04d}", "answer": n}) for n in range(50)))
+    return path
+
+
+def consumer_of(yard: Yard) -> RolloutConsumer:
+    """The handle of the trainer that the yard has opened."""
+    consumer = RolloutConsumer(yard.run)
+    consumer.nonce, consumer.lineage = yard.trainer, LINEAGE
+    return consumer
+
+
+@contextmanager
+def producing(producer: AgentLoopManager) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=producer.produce_loop, args=(stop,), kwargs={"take_over": True})
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def play(yard: Yard, trainer: Callable[[], None]) -> None:
+    """Run the trainer's side on a thread while a worker serves it."""
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=0.0001)):
+            await asyncio.to_thread(trainer)
+
+    asyncio.run(scenario())
+    yard.check()
+
+
+def take(consumer: RolloutConsumer, step: int, count: int = SHARE) -> Batch:
+    return consumer.take_batch(step, {TASK: count}, deadline_s=60.0)
+
+
+def test_weights_that_are_too_old_are_told_and_newer_ones_serve_the_same_step(yard: Yard, dataset: Path) -> None:
+    consumer = consumer_of(yard)
+
+    def trainer() -> None:
+        for step in (1, 2, 3):
+            if step > 1:
+                with pytest.raises(ExpiredBatch, match=f"publish the weights of step {step - 1}"):
+                    take(consumer, step)
+                yard.publish(step - 1)
+            batch = take(consumer, step)
+            assert batch.status is ProduceBatchStatus.EXPIRED_BATCH  # these weights serve one step each
+            assert [entry.version for entry in batch.manifest.entries] == [step - 1] * SHARE
+
+    with producing(make_producer(yard.run, dataset, SHARE)):
+        play(yard, trainer)
+
+
+def test_a_batch_says_that_it_is_the_last_one_of_its_weights(make_yard: Callable[..., Yard], dataset: Path) -> None:
+    yard = make_yard(stale_threshold=2)
+    consumer = consumer_of(yard)
+
+    def trainer() -> None:
+        normal, expired = ProduceBatchStatus.NORMAL, ProduceBatchStatus.EXPIRED_BATCH
+        assert [take(consumer, step).status for step in (1, 2)] == [normal, expired]
+        yard.publish(2)
+        assert [take(consumer, step).status for step in (3, 4)] == [normal, expired]
+
+    with producing(make_producer(yard.run, dataset, SHARE, threshold=2)):
+        play(yard, trainer)
+
+
+def test_a_batch_that_nobody_will_ever_make_is_an_error_with_all_counters(
+    make_yard: Callable[..., Yard], dataset: Path
+) -> None:
+    """It asks for more than the plan, so that it is neither too old nor worked on."""
+    yard = make_yard(stale_threshold=3)
+    consumer = consumer_of(yard)
+
+    def trainer() -> None:
+        with pytest.raises(NoBatch, match=rf"target \d+, cursor {3 * SHARE}, completed {3 * SHARE}") as told:
+            take(consumer, 1, 4 * SHARE)
+        assert "batch_size" in told.value.hint
+        assert len(take(consumer, 1, 3 * SHARE).groups) == 3 * SHARE
+        # nothing is left for step 2, but weights that are newer can be had: that is another matter
+        with pytest.raises(ExpiredBatch, match="publish the weights of step 1"):
+            take(consumer, 2)
+        yard.publish(1)
+        assert len(take(consumer, 2).groups) == SHARE
+
+    with producing(make_producer(yard.run, dataset, SHARE, threshold=3)):
+        play(yard, trainer)
+
+
+def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(yard: Yard, dataset: Path) -> None:
+    consumer = consumer_of(yard)
+    told = threading.Event()
+
+    def trainer() -> None:
+        yard.control(Mode.ABORT)
+        threading.Thread(target=lambda: (told.wait(60), yard.control(Mode.RUN))).start()
+        # nobody works, nothing is started, the step is not even too old: that is what a pause is
+        reasons: list[str] = []
+
+        def hear(reason: Any) -> None:
+            reasons.append(str(reason))
+            if len(reasons) == 4:
+                told.set()
+
+        assert len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=60.0, waiting=hear).groups) == SHARE
+        yard.control(Mode.FINISH)
+        with pytest.raises(Stopped):
+            take(consumer, 2)
+
+    with producing(make_producer(yard.run, dataset, SHARE)):
+        play(yard, trainer)
+
+
+def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer_is_told(
+    make_yard: Callable[..., Yard], server_of: Callable[[str], Any], dataset: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    yard = make_yard(stale_threshold=1, role_timeout_ms=2_000)
+    consumer = consumer_of(yard)
+    command = [sys.executable, "-m", "tests.pipeline.produce", server_of("valkey").url, yard.run.name, str(dataset)]
+
+    def start(*more: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*command, str(SHARE), *more], cwd=ROOT)
+
+    def trainer() -> None:
+        processes = [start()]
+        try:
+            take(consumer, 1)
+            first = yard.run.control.holder("producer")
+            processes.append(start("standby"))
+            processes[0].kill()
+            yard.publish(1)
+            take(consumer, 2)
+            second = yard.run.control.holder("producer")
+            assert second.is_alive
+            assert second.nonce != first.nonce
+            processes[1].kill()
+            processes[1].wait()
+            yard.publish(2)
+            consumer.producer_timeout_s = 3.0
+            with pytest.raises(ProducerGone, match=f"the producer {second.nonce[:8]}… was last heard of") as gone:
+                take(consumer, 3)
+            assert "rolloutmq producer" in gone.value.hint
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+    with caplog.at_level(logging.WARNING, "rolloutmq.consumer"):
+        play(yard, trainer)
+    assert "a standby may take over" in caplog.text
