@@ -15,7 +15,7 @@ class WorkerSection(Section):
     concurrency: int = Field(8, ge=1, le=1024)
     """groups in work at once; 0 tokens are wasted on more, the engine's own queue takes them"""
     agent_loop: str = "single_turn"
-    """how a group is generated: single_turn, multi_turn, tools, or your own class as package.module:Class"""
+    """how a group is generated: single_turn, multi_turn, tools, gateway, or your own class as package.module:Class"""
     drain_timeout_s: float = Field(60.0, ge=0)
     """how long a worker that was told to stop finishes what it holds before it hands the rest back"""
     sleep_when_paused: bool = False

@@ -18,7 +18,7 @@ class AgentLoop(Protocol):
     """Generates and judges groups. One instance of a task serves many groups at once."""
 
     async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
-        """The same rollouts, in order, each COMPLETED, ABORTED or FAILED.
+        """The same rollouts, in order, each COMPLETED, ABORTED or FAILED; or several with the index of one.
 
         A COMPLETED one is left as it is. What the engine raises is passed on: whether the group or the
         worker failed is for the worker to say. Cancelling it cancels what runs in the engine.
@@ -39,6 +39,7 @@ BUILT_IN = {
     "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
+    "gateway": "producer_workers.agent_loops.gateway.loop:GatewayAgentLoop",
 }
 
 

@@ -47,7 +47,7 @@ class SingleTurnAgentLoop:
 
     async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """See `AgentLoop`. An error of one rollout cancels the others of the group, then is raised."""
-        await _run_all(self._run(s, engine, gid) for s in states if s.status is not Status.COMPLETED)
+        await run_all(self._run(s, engine, gid) for s in states if s.status is not Status.COMPLETED)
         return states
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
@@ -107,7 +107,7 @@ def _what_is_left(state: RolloutState) -> SampleParams:
     return params.model_copy(update=left) if done else params
 
 
-async def _run_all(rollouts: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def run_all(rollouts: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all; on the first error cancel the rest, wait until they have ended, and raise it."""
     tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
     try:

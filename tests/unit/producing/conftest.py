@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,3 +37,16 @@ def tokenizer() -> Any:
     )
     made.chat_template = TEMPLATE
     return made
+
+
+@pytest.fixture(scope="session")
+def readme_block() -> Callable[[str], str]:
+    """The code of configs/README.md that begins with the name of a file."""
+    text = (Path(__file__).parents[3] / "configs" / "README.md").read_text(encoding="utf-8")
+
+    def block(name: str) -> str:
+        found = re.search(rf"```python\n# {re.escape(name)}\b.*?\n(.*?)```", text, re.DOTALL)
+        assert found, f"configs/README.md has no {name}"
+        return found[1]
+
+    return block

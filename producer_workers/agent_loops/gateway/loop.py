@@ -1,0 +1,163 @@
+"""The agent loop whose turns are somebody else's: an agent program that speaks the OpenAI API to a local endpoint.
+
+    group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent runs ──▶ its segments ──judge──▶ rollouts of the group
+                                                            └ interrupted by a pause: ended, started again later
+
+A session gives as many rollouts as it has segments, which share `index`, `session_id` and reward; so the groups of a
+task vary in size. The prompt of the group is what all its segments have in common; what else a segment read before its
+first turn is in its response, with mask 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from buffer.dotted_path import load_object
+from buffer.errors import ConfigError, JudgeError
+from buffer.rollout import RolloutState, Status
+from producer_workers.agent_loops.chat_delta import ChatDelta
+from producer_workers.agent_loops.gateway.runner import AgentError, AgentRunner, AgentTask, FunctionAgent, ProgramAgent
+from producer_workers.agent_loops.gateway.segment import Segment, common_prompt
+from producer_workers.agent_loops.gateway.server import Endpoint
+from producer_workers.agent_loops.gateway.session import Session
+from producer_workers.agent_loops.single_turn import run_all
+from producer_workers.agent_loops.tool_parsers import PARSERS
+from producer_workers.engines.base import Engine
+from producer_workers.judges.judge import Judge
+from producer_workers.tokenizer import Tokenizer
+
+Rollouts = list[tuple[RolloutState, Segment | None]]
+"""What a session gave; no segment where it was interrupted or failed."""
+
+
+class GatewayAgentLoop:
+    """`agent`: "module:function" or a function; or `command`: a program. `parser`: see tool_parsers.py, "" for none.
+
+    An agent cannot be continued elsewhere: an interrupted session starts anew. With `partial_rollout`, sessions of
+    its group that had ended are kept. `time_limit_s`: of one agent, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        judge: Judge | None,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        partial_rollout: bool = False,
+        agent: Any = None,
+        command: Sequence[str] = (),
+        parser: str = "hermes",
+        time_limit_s: float = 600.0,
+    ) -> None:
+        if (agent is None) == (not command):
+            raise ConfigError(
+                "the gateway needs an agent or a command", hint='agent = "module:function", or command = [...]'
+            )
+        if parser and parser not in PARSERS:
+            raise ConfigError(f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}")
+        self._agent = ProgramAgent(command) if command else _function(agent)
+        self._judge, self._tokenizer, self._eos_ids = judge, tokenizer, frozenset(eos_ids)
+        self._delta, self._parser = ChatDelta(tokenizer, eos_ids), parser
+        self._partial_rollout, self._time_limit_s = partial_rollout, time_limit_s
+
+    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
+        """See `AgentLoop`; more rollouts may come back than were given."""
+        made: dict[int, Rollouts] = {}
+        for state in states:
+            if state.status is Status.COMPLETED:
+                made.setdefault(state.index, []).append((state, Segment.of_state(state)))
+        async with Endpoint(self._tokenizer) as endpoint:
+
+            async def run(state: RolloutState) -> None:
+                made[state.index] = await self._session(state, engine, endpoint, gid)
+
+            await run_all(run(state) for state in states if state.status is not Status.COMPLETED)
+        if endpoint.failure:
+            raise endpoint.failure
+        return _as_group([rollout for index in sorted(made) for rollout in made[index]])
+
+    async def _session(self, state: RolloutState, engine: Engine, endpoint: Endpoint, gid: str) -> Rollouts:
+        state.reset_response()
+        name = f"{gid}/{state.index}"
+        session = Session(
+            name, engine, self._tokenizer, self._delta, self._eos_ids, state.sample_params, self._parser
+        )  # fmt: skip
+        task = AgentTask(
+            endpoint.url, endpoint.admit(session), state.messages, state.data_source, state.extra, state.ground_truth
+        )
+        state.session_id = name
+        try:
+            reward = await self._run(task, session)
+        except AgentError as error:
+            # an agent that stumbles over a session that ended is not to blame
+            reward = None
+            if not session.interrupted.is_set() and not session.is_full:
+                return [(_failed(state, str(error)), None)]
+        if session.interrupted.is_set():
+            state.status, state.finish_reason = Status.ABORTED, "abort"
+            return [(state, None)]
+        if not session.segments:
+            return [(_failed(state, "the agent ended without an answer of the model"), None)]
+        return await self._finish(state, session.segments, reward)
+
+    async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
+        """The agent, until it ends, or its session is interrupted, or its time is up."""
+        running = asyncio.ensure_future(self._agent.run(task))
+        interrupted = asyncio.ensure_future(session.interrupted.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {running, interrupted}, timeout=self._time_limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise AgentError(f"the agent took longer than {self._time_limit_s:g} s")
+            return running.result() if running in done else None
+        finally:
+            for waiting in (running, interrupted):
+                waiting.cancel()
+            await asyncio.gather(running, interrupted, return_exceptions=True)
+
+    async def _finish(
+        self, state: RolloutState, segments: Sequence[Segment], earned: dict[str, float] | None
+    ) -> Rollouts:
+        """The segments as rollouts with one reward: the agent's own, and the judge's of the last turn."""
+        rollouts = [(state.model_copy(), segment) for segment in segments]
+        for rollout, segment in rollouts:
+            segment.fill(rollout, 0)
+        last = rollouts[-1][0]
+        try:
+            judged = await self._judge.judge(last) if self._judge else None
+        except JudgeError as error:
+            return [(_failed(state, str(error)), None)]
+        for rollout, _ in rollouts:
+            rollout.status = Status.COMPLETED
+            rollout.reward = (earned or {}) | (judged or {}) or None
+        return list(rollouts)
+
+
+def _function(agent: Any) -> AgentRunner:
+    function = load_object(agent, kind="agent") if isinstance(agent, str) else agent
+    if not callable(function):
+        raise ConfigError(f"agent {agent!r} is not a function", hint='give "module:function"')
+    return FunctionAgent(agent if isinstance(agent, str) else getattr(agent, "__name__", "agent"), function)
+
+
+def _failed(state: RolloutState, reason: str) -> RolloutState:
+    state.reset_response()
+    state.status, state.error = Status.FAILED, reason
+    return state
+
+
+def _as_group(rollouts: Rollouts) -> list[RolloutState]:
+    """The rollouts, with one prompt for all of them."""
+    segments = [segment for _, segment in rollouts if segment is not None]
+    if not segments:
+        return [state for state, _ in rollouts]
+    prompt = common_prompt(segments)
+    for state, segment in rollouts:
+        if segment is None:
+            state.prompt_ids = segments[0].ids[:prompt]
+        else:
+            segment.fill(state, prompt)
+    return [state for state, _ in rollouts]

@@ -1,0 +1,117 @@
+"""A segment: one context of the model from its first token to the last one sampled, as a trainer needs it.
+
+Invariant: token-exact. `ids` are what the engine was given and what it sampled, never a text that was tokenized again,
+and a token is trained in one segment at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.rollout import RolloutState, ToolCall, VersionSpan
+from producer_workers.engines.base import Generation
+
+Messages = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """ids int32[n], mask uint8[n] (1 = sampled and trained), logprobs float32[n]; spans over ids.
+
+    messages: the conversation that `ids` say, as the agent sees it; tools: what the model was told it may call.
+    """
+
+    messages: Messages
+    tools: Any
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
+    text: str = ""
+    finish_reason: str = ""
+
+    @classmethod
+    def begin(cls, messages: Messages, tools: Any, prompt: Sequence[int]) -> Segment:
+        ids = np.array(prompt, "<i4")
+        return cls(messages, tools, ids, np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4"))
+
+    def is_continued_by(self, messages: Messages, tools: Any) -> bool:
+        """Whether `messages` are the ones of this segment, and more."""
+        known = len(self.messages)
+        return len(messages) > known and list(messages[:known]) == list(self.messages) and tools == self.tools
+
+    def read(self, tokens: NDArray[np.int32], messages: Messages) -> Segment:
+        """This context, and what somebody else said behind it."""
+        more = len(tokens)
+        return replace(
+            self,
+            messages=messages,
+            ids=np.concatenate([self.ids, tokens]).astype("<i4"),
+            mask=np.concatenate([self.mask, np.zeros(more, "u1")]),
+            logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
+        )
+
+    def say(self, made: Generation, message: dict[str, Any], text: str, calls: Sequence[ToolCall]) -> Segment:
+        """This context, and the model's turn behind it."""
+        start = len(self.ids)
+        return replace(
+            self,
+            messages=[*self.messages, message],
+            ids=np.concatenate([self.ids, made.token_ids]).astype("<i4"),
+            mask=np.concatenate([self.mask, np.ones(len(made.token_ids), "u1")]),
+            logprobs=np.concatenate([self.logprobs, made.logprobs]).astype("<f4"),
+            spans=(*self.spans, *(span._replace(start=span.start + start) for span in made.spans)),
+            calls=(*self.calls, *calls),
+            text=text,
+            finish_reason=made.finish_reason,
+        )
+
+    def untrained(self) -> Segment:
+        """The same as context alone: another segment trains these tokens."""
+        nothing = np.zeros(len(self.ids), "u1")
+        return replace(self, mask=nothing, logprobs=nothing.astype("<f4"), spans=(), calls=())
+
+    # -- as rollouts ---------------------------------------------------------
+
+    @classmethod
+    def of_state(cls, state: RolloutState) -> Segment:
+        """What a finished rollout of a resumed group was."""
+        assert state.prompt_ids is not None
+        before = len(state.prompt_ids)
+        trained = np.ones(len(state.response_ids), "u1") if state.response_mask is None else state.response_mask
+        return cls(
+            [],
+            None,
+            np.concatenate([state.prompt_ids, state.response_ids]).astype("<i4"),
+            np.concatenate([np.zeros(before, "u1"), trained]),
+            np.concatenate([np.zeros(before, "<f4"), state.logprobs]).astype("<f4"),
+            tuple(span._replace(start=span.start + before) for span in state.spans),
+            tuple(state.tool_calls),
+            state.response,
+            state.finish_reason or "",
+        )
+
+    def fill(self, state: RolloutState, prompt: int) -> None:
+        """Make `state` this segment, its first `prompt` tokens being the prompt that a group has in common."""
+        state.prompt_ids = self.ids[:prompt]
+        state.response_ids, state.logprobs = self.ids[prompt:], self.logprobs[prompt:]
+        state.response_mask = self.mask[prompt:]
+        state.spans = [span._replace(start=span.start - prompt) for span in self.spans]
+        state.response, state.tool_calls, state.finish_reason = self.text, list(self.calls), self.finish_reason
+
+
+def common_prompt(segments: Sequence[Segment]) -> int:
+    """How many first tokens all segments have in common and train in none."""
+    shortest = min(int(segment.mask.argmax()) if segment.mask.any() else len(segment.ids) for segment in segments)
+    first = segments[0].ids[:shortest]
+    for segment in segments[1:]:
+        same = segment.ids[:shortest] == first[:shortest]
+        shortest = shortest if same.all() else int((~same).argmax())
+        first = first[:shortest]
+    return shortest

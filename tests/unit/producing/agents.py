@@ -1,0 +1,95 @@
+"""Agents for the gateway: each knows the openai package, and nothing of this project."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import openai
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
+}
+
+
+async def wander(task: Any) -> float:
+    """What agents do: go on, try again, cut the history, edit it, ask twice at once; by a seed in the question."""
+    client, dice = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key), random.Random(task.question)
+    messages: list[Any] = list(task.messages)
+    async with client:
+        for _ in range(dice.randint(2, 6)):
+            async with asyncio.TaskGroup() as asked:
+                asks = [
+                    asked.create_task(client.chat.completions.create(model="any", messages=messages, temperature=0.1))
+                    for _ in range(2 if dice.random() < 0.3 else 1)
+                ]
+            said = dice.choice(asks).result().choices[0].message
+            what = dice.random()
+            if what < 0.15:
+                continue  # the same again
+            messages.append(said.model_dump(exclude_none=True))
+            if what < 0.3:
+                messages[-1]["content"] += "!"  # a sloppy copy
+            if what > 0.85:
+                messages = messages[:1]  # a new conversation
+            messages.append({"role": "user", "content": dice.choice(["and?", "why?"])})
+    return dice.random()
+
+
+async def calculate(task: Any) -> None:
+    """Runs the calls of the model until it makes none."""
+    messages: list[Any] = list(task.messages)
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        while True:
+            reply = await client.chat.completions.create(model="any", messages=messages, tools=[TOOL])  # type: ignore[list-item]
+            message = reply.choices[0].message
+            if not message.tool_calls:
+                assert reply.choices[0].finish_reason == "stop"
+                return
+            assert reply.choices[0].finish_reason == "tool_calls"
+            messages.append(message)
+            for call in message.tool_calls:
+                assert call.type == "function"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+
+
+async def raises(task: Any) -> None:
+    raise ZeroDivisionError("by the agent")
+
+
+async def asks_nothing(task: Any) -> None:
+    pass
+
+
+async def never_ends(task: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+async def talks_for_ever(task: Any) -> None:
+    messages: list[Any] = list(task.messages)
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        while True:
+            reply = await client.chat.completions.create(model="any", messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
+
+
+PROGRAM = """
+import json, sys
+from openai import OpenAI
+
+task = json.load(sys.stdin)
+client = OpenAI()  # base URL and key are in the environment
+assert sys.argv[1] == task["messages"][-1]["content"]
+messages = task["messages"]
+text = ""
+for chunk in client.chat.completions.create(model="any", messages=messages, stream=True):
+    text += chunk.choices[0].delta.content or ""
+messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
+client.chat.completions.create(model="any", messages=messages)
+client.chat.completions.create(model="any", messages=[{"role": "user", "content": "another matter"}])
+if "fail" in sys.argv[1]:
+    sys.exit("cannot go on")
+"""
+"""A program of three turns in two conversations."""

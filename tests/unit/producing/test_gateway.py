@@ -1,0 +1,280 @@
+"""Agents that only speak the OpenAI API, by its own client: what they made the model say is recorded token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from numpy.typing import NDArray
+
+from buffer.errors import ConfigError
+from buffer.rollout import RolloutState, SampleParams, Status, VersionSpan
+from producer_workers.agent_loops.agent_loop import load_agent_loop
+from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
+from producer_workers.agent_loops.gateway.runner import AgentTask
+from producer_workers.engines.base import EngineDeadError, Generation
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.rehearsal import FIRST, RehearsalError, rehearse
+from tests.unit.producing.agents import PROGRAM
+from tests.unit.producing.letter_engine import LetterEngine
+
+MINE = "tests.unit.producing.agents:"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+class Recorder(LetterEngine):
+    """Says the turns of a script, or random bytes that no tokenizer would give back; notes all it read and said.
+
+    Every token has a logprob of its own, every request weights of its own. `stop_at` aborts from that request on.
+    """
+
+    def __init__(self, tokenizer: Any, script: list[str] | None = None) -> None:
+        super().__init__(tokenizer, np.empty(0, "<i4"))
+        self.tokenizer, self.dice = tokenizer, np.random.default_rng(0)
+        self.lines = script
+        self.read: list[NDArray[np.int32]] = []
+        self.said: list[Generation] = []
+        self.stop_at: int | None = None
+        self.dead = False
+
+    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+        self.requests.append((request_id, len(prompt_ids), params))
+        await asyncio.sleep(0.001)
+        if self.dead:
+            raise EngineDeadError("gone")
+        if self.stop_at is not None and len(self.requests) > self.stop_at:
+            return Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "abort")
+        number = len(self.said)
+        if self.lines is None:
+            ids = [*self.dice.integers(3, 259, self.dice.integers(1, 9)).tolist(), self.tokenizer.eos_token_id]
+        else:
+            odd = self.tokenizer.get_vocab()["ÿ"]  # no text: it would come back from the agent as other tokens
+            ids = [odd, *self.tokenizer.encode(self.lines[number]), self.tokenizer.eos_token_id]
+        cut = ids[: params.max_tokens]
+        logprobs = (-number - np.arange(len(cut)) / 1024).astype("<f4")
+        spans = (VersionSpan(0, len(cut), number, self.now.lineage),)
+        made = Generation(np.array(cut, "<i4"), logprobs, spans, "stop" if len(cut) == len(ids) else "length")
+        self.read.append(prompt_ids.copy())
+        self.said.append(made)
+        return made
+
+    def check(self, states: list[RolloutState]) -> None:
+        """All that was read and sampled is there, exactly so; every sampled token is trained once; nothing else is."""
+        whole, trained = [], []
+        for state in states:
+            assert state.prompt_ids is not None
+            assert state.response_mask is not None
+            whole.append(np.concatenate([state.prompt_ids, state.response_ids]).tolist())
+            places = np.flatnonzero(state.response_mask)
+            versions = {n: s.version for s in state.spans for n in range(s.start, s.start + s.length)}
+            assert sorted(versions) == places.tolist()
+            assert not state.logprobs[state.response_mask == 0].any()
+            trained += [(versions[n], int(state.response_ids[n]), float(state.logprobs[n])) for n in places.tolist()]
+        sampled = []
+        for number, (read, made) in enumerate(zip(self.read, self.said, strict=True)):
+            context = [*read.tolist(), *made.token_ids.tolist()]
+            assert any(ids[: len(context)] == context for ids in whole), f"request {number} is in no rollout"
+            pairs = zip(made.token_ids.tolist(), made.logprobs.tolist(), strict=True)
+            sampled += [(number, token, logprob) for token, logprob in pairs]
+        assert sorted(trained) == sorted(sampled)
+        assert len({tuple(state.prompt_ids.tolist()) for state in states if state.prompt_ids is not None}) == 1
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> Any:
+    """The tokenizer, with a template that knows tools."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
+    return tokenizer
+
+
+def loop_of(tokenizer: Any, agent: Any = "wander", **options: Any) -> GatewayAgentLoop:
+    agent = MINE + agent if isinstance(agent, str) and ":" not in agent else agent
+    common = {"judge": None, "tokenizer": tokenizer, "eos_ids": [tokenizer.eos_token_id], "agent": agent}
+    return GatewayAgentLoop(**{**common, **options})
+
+
+def questions(*texts: str, **params: Any) -> list[RolloutState]:
+    sampling = SampleParams(seed=7, **params)
+    return [
+        RolloutState(index=n, messages=[{"role": "user", "content": text}], sample_params=sampling)
+        for n, text in enumerate(texts)
+    ]
+
+
+def run(loop: GatewayAgentLoop, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
+    async def scene() -> list[RolloutState]:
+        made = await loop.generate_group(states, engine, "math-0000000001")
+        for _ in range(10):  # the agents' clients close their connections
+            await asyncio.sleep(0.01)
+        return made
+
+    return asyncio.run(scene())
+
+
+def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(chat: Any) -> None:
+    engine = Recorder(chat)
+    states = run(loop_of(chat), engine, questions(*(f"question {n}" for n in range(24)), max_tokens=10_000))
+    assert len(engine.said) > 60
+    assert len(states) > 24 + 10, "they cut, edited and asked twice"
+    engine.check(states)
+    assert {state.status for state in states} == {Status.COMPLETED}
+    by_session: dict[int, set[tuple[str | None, float]]] = {}
+    for state in states:
+        assert state.reward is not None
+        by_session.setdefault(state.index, set()).add((state.session_id, state.reward["score"]))
+    assert all(len(facts) == 1 for facts in by_session.values())
+    # what the task says is what the trainer counts on; and no two requests have the same seed
+    assert {params.temperature for *_, params in engine.requests} == {1.0}
+    assert len({(name.rpartition("/")[0], params.seed) for name, _, params in engine.requests}) == len(engine.requests)
+
+
+def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
+    engine = Recorder(chat, [f"let me see {CALL}{CALL}", "it is 5"])
+
+    def judge(*, response: str, state: RolloutState, **_: Any) -> float:
+        return float(response == "\ufffdit is 5" and len(state.tool_calls) == 2)
+
+    (state,) = run(loop_of(chat, "calculate", judge=FunctionJudge("j", judge)), engine, questions("2 + 3?"))
+    engine.check([state])
+    assert state.reward == {"score": 1.0}
+    assert [span.version for span in state.spans] == [0, 1], "the second turn had later weights"
+    assert [(call.name, call.arguments) for call in state.tool_calls] == [("add", {"a": 2, "b": 3})] * 2
+    text = chat.decode(state.response_ids)
+    between = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
+
+
+def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(PROGRAM, encoding="utf-8")
+    engine = Recorder(chat)
+    engine.now = FIRST
+    loop = partial(GatewayAgentLoop, command=[sys.executable, str(tmp_path / "agent.py"), "{question}"])
+    problem = {"question": "2 + 2 = ?", "answer": "4"}
+    given: dict[str, Any] = {"tokenizer": chat, "engine": engine}
+    (group,) = rehearse([problem], judge=lambda **_: 0.5, agent_loop=in_chat(loop, chat), **given)
+    assert [(m["index"], m["session_id"][-2:]) for m in group.members] == [(0, "/0"), (0, "/0"), (1, "/1"), (1, "/1")]
+    assert group.scores.tolist() == [0.5] * 4
+    engine.check([s.model_copy(update={"response_mask": _mask(s)}) for s in group.states])
+    with pytest.raises(RehearsalError, match="exited with 1: cannot go on"):
+        rehearse([{"question": "fail", "answer": ""}], judge=lambda **_: 0.0, agent_loop=in_chat(loop, chat), **given)
+
+
+def in_chat(loop: Any, tokenizer: Any) -> Any:
+    """A rehearsal's engine ends turns with token 0; this tokenizer with one of its own."""
+    return lambda **given: loop(**{**given, "eos_ids": {tokenizer.eos_token_id}})
+
+
+def _mask(state: RolloutState) -> NDArray[np.uint8]:
+    return np.ones(len(state.response_ids), "u1") if state.response_mask is None else state.response_mask
+
+
+def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat: Any) -> None:
+    first, second = Recorder(chat), Recorder(chat)
+    first.stop_at = 24
+    states = run(loop_of(chat, partial_rollout=True), first, questions(*"abcdefgh", max_tokens=10_000))
+    statuses = [state.status for state in states]
+    assert {Status.ABORTED, Status.COMPLETED} == set(statuses)
+    assert all(not len(s.response_ids) and s.reward is None for s in states if s.status is Status.ABORTED)
+    kept = {state.index: _texts(states, state.index) for state in states if state.status is Status.COMPLETED}
+    states = run(loop_of(chat, partial_rollout=True), second, states)
+    assert {state.status for state in states} == {Status.COMPLETED}
+    assert {state.index for state in states} == set(range(8))
+    assert all(_texts(states, index) == texts for index, texts in kept.items())
+    second.check([state for state in states if state.index not in kept])
+
+
+def _texts(states: list[RolloutState], index: int) -> list[list[int]]:
+    chosen = [s for s in states if s.index == index and s.prompt_ids is not None]
+    return [np.concatenate([np.asarray(s.prompt_ids), s.response_ids]).tolist() for s in chosen]
+
+
+def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> None:
+    engine = Recorder(chat)
+    (state,) = run(loop_of(chat, "talks_for_ever"), engine, questions("go", max_tokens=40))
+    engine.check([state])
+    assert state.status is Status.COMPLETED
+    assert sum(len(made.token_ids) for made in engine.said) == 40
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        ("raises", "raised ZeroDivisionError: by the agent"),
+        ("asks_nothing", "without an answer of the model"),
+        ("never_ends", "took longer than 0.05 s"),
+    ],
+)
+def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(chat: Any, agent: str, reason: str) -> None:
+    (state,) = run(loop_of(chat, agent, time_limit_s=0.05), Recorder(chat), questions("x"))
+    assert state.status is Status.FAILED
+    assert reason in str(state.error)
+
+
+def test_a_dead_engine_is_the_workers_matter(chat: Any) -> None:
+    engine = Recorder(chat)
+    engine.dead = True
+    with pytest.raises(EngineDeadError):
+        run(loop_of(chat), engine, questions("x"))
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "status", "said"),
+    [
+        ("rmq-guessed", {"messages": [{"role": "user", "content": "x"}]}, 401, "belongs to no session"),
+        (None, {"messages": [{"role": "user", "content": "x"}], "n": 2}, 400, "n: "),
+        (None, {"messages": []}, 400, "messages: "),
+        (None, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
+        (None, {"messages": [{"role": "poet", "content": "x"}]}, 400, "no such role: poet"),
+        (None, {"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(chat: Any, key: str | None, body: Any, status: int, said: str) -> None:
+    answers = []
+
+    def ask(task: AgentTask) -> float:
+        assert task.base_url.startswith("http://127.0.0.1:")
+        headers = {"Authorization": f"Bearer {key or task.api_key}"}
+        request = urllib.request.Request(f"{task.base_url}/chat/completions", orjson.dumps(body), headers)
+        try:
+            urllib.request.urlopen(request, timeout=60)
+        except urllib.error.HTTPError as error:
+            answers.append((error.code, error.read().decode()))
+            error.close()
+        return 0.0
+
+    run(loop_of(chat, agent=ask), Recorder(chat), questions("x"))
+    assert answers[0][0] == status
+    assert said in answers[0][1]
+
+
+def test_options_are_checked_when_the_loop_is_made(chat: Any) -> None:
+    given: dict[str, Any] = {"judge": None, "tokenizer": chat, "eos_ids": [2]}
+    for told, options in {
+        "an agent or a command": {},
+        "no tool parser": {"agent": MINE + "wander", "parser": "xml"},
+        "has no 'nobody'": {"agent": MINE + "nobody"},
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            load_agent_loop("gateway", options=options, **given)
+
+
+def test_the_agent_in_the_readme_works_as_written(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme_block: Callable[[str], str]
+) -> None:
+    (tmp_path / "my_agent.py").write_text(readme_block("my_agent.py"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    engine = Recorder(chat)
+    (state,) = run(loop_of(chat, "my_agent:solve"), engine, questions("2 + 2?"))
+    engine.check([state])
+    assert "Are you sure?" in chat.decode(state.response_ids)
