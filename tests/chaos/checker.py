@@ -1,0 +1,295 @@
+"""Decides from a history alone whether anything was lost, doubled, changed, stale, or handed in by a zombie.
+
+It shares no code with the queue: what a script answered is read here a second time. Sure is only what was acknowledged:
+a call without an answer may or may not have happened. After the server was made to lose data on purpose (`losses`), what was
+acknowledged before counts as such, too: it may be gone, and must be done again, but never trained twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tests.chaos.history import Event
+
+Fork = tuple[float, str, int]
+"""(time, lineage, the step that it forks from)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the run promised. `threshold`: the first staleness, in steps, that is too old."""
+
+    threshold: int
+    rows: int
+    answer_of: Any
+    """row → the ground truth that its prompt has"""
+
+
+@dataclass
+class Verdict:
+    """`problems` by kind; a run is clean where there is none."""
+
+    problems: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def clean(self) -> bool:
+        return not any(self.problems.values())
+
+    def __str__(self) -> str:
+        return "; ".join(f"{kind}: {len(texts)}, first {texts[0]}" for kind, texts in self.problems.items() if texts)
+
+
+class Checker:
+    """One history, judged by `rules`."""
+
+    def __init__(self, events: Sequence[Event], rules: Rules) -> None:
+        self.events, self.rules = events, rules
+        self._by_op: dict[str, list[Event]] = defaultdict(list)
+        for event in events:
+            self._by_op[event["op"]].append(event)
+
+    def check(self) -> Verdict:
+        """Every promise."""
+        verdict = Verdict()
+        checks = {
+            "lost or doubled": self._account,
+            "trained twice": self._trained_twice,
+            "not what was trained": self._weights,
+            "batch changed": self._redelivery,
+            "too old": self._staleness,
+            "zombie": self._zombies,
+            "order": self._order,
+            "stuck": self._liveness,
+        }
+        for kind, look in checks.items():
+            verdict.problems[kind] = list(look())
+        verdict.figures = self._figures(verdict)
+        return verdict
+
+    # -- what the history holds ----------------------------------------------
+
+    def _ok(self, op: str) -> list[Event]:
+        """Calls that were answered OK."""
+        return [event for event in self._by_op[op] if event["phase"] == "ok" and event["reply"][0] == "OK"]
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """When the server was made to lose what it had acknowledged."""
+        return [event["t"] for event in self._by_op["fault"] if event.get("loses")]
+
+    @cached_property
+    def surviving(self) -> list[Event]:
+        """The train steps that are in the last weights, found by walking back from the newest checkpoint's chain."""
+        ends = self._by_op["finished"] or self._by_op["checkpoint"]
+        trained = {event["after"]: event for event in self._by_op["trained"]}
+        chain, steps = (ends[-1]["chain"] if ends else ""), []
+        while chain in trained:
+            steps.append(trained[chain])
+            chain = trained[chain]["before"]
+        return steps[::-1]
+
+    @cached_property
+    def final(self) -> Event:
+        return self._by_op["final"][-1] if self._by_op["final"] else {"places": {}, "cursors": {}, "ledger": {}}
+
+    @cached_property
+    def forks(self) -> list[Fork]:
+        return [(event["t"], event["lineage"], event["step"]) for event in self._by_op["opened"]]
+
+    @cached_property
+    def entered(self) -> set[str]:
+        """Every draw that an acknowledged enqueue passed."""
+        return {
+            f"{event['args']['task']}-{draw:010d}"
+            for event in self._ok("enqueue")
+            for draw in range(int(event["args"]["cursor"]), int(event["reply"][2]))
+        }
+
+    # -- the promises --------------------------------------------------------
+
+    def _account(self) -> Iterator[str]:
+        """What was acknowledged is in exactly one place; archived and taken is what the weights have seen."""
+        places: dict[str, list[str]] = self.final["places"]
+        below = {f"{task}-{draw:010d}" for task, cursor in self.final["cursors"].items() for draw in range(cursor)}
+        # a server that lost data forgets draws, and the same ones come again: only what it passed since counts
+        expected = below if self.losses else below | self.entered
+        yield from (f"{gid} is nowhere" for gid in sorted(expected - places.keys()))
+        yield from (f"{gid} is {' and '.join(found)}" for gid, found in sorted(places.items()) if len(found) > 1)
+        trained = {gid for event in self.surviving for gid in event["gids"]}
+        for gid, found in sorted(places.items()):
+            if found == ["archived"] and gid not in trained:
+                yield f"{gid} is archived, but no surviving step has trained it"
+            if found[0] not in ("archived", "taken", "dead") and gid in trained:
+                yield f"{gid} is trained, but {found[0]}"
+        yield from (f"{gid} is dropped or filtered, which nobody asked for" for gid in self._put_away())
+
+    def _put_away(self) -> Iterator[str]:
+        asked = {event["args"]["gid"] for event in self._by_op["submit"] if event["args"].get("status") == "filtered"}
+        for gid, found in self.final["places"].items():
+            if found == ["dropped"] or (found == ["filtered"] and gid not in asked):
+                yield gid
+
+    def _trained_twice(self) -> Iterator[str]:
+        seen: dict[str, int] = {}
+        for event in self.surviving:
+            for gid in event["gids"]:
+                if gid in seen:
+                    yield f"{gid} in steps {seen[gid]} and {event['step']}"
+                seen[gid] = event["step"]
+
+    def _weights(self) -> Iterator[str]:
+        """The newest checkpoint comes from nothing but steps 1, 2, 3 … that were delivered."""
+        steps = [event["step"] for event in self.surviving]
+        if steps != list(range(1, len(steps) + 1)):
+            yield f"the last weights come from steps {steps[:5]}…{steps[-5:]}"
+        ends = self._by_op["finished"] or self._by_op["checkpoint"]
+        if ends and ends[-1]["step"] != len(steps):
+            yield f"the last checkpoint says step {ends[-1]['step']}, its chain has {len(steps)}"
+
+    def _redelivery(self) -> Iterator[str]:
+        """A step comes again as it was, unless a group was quarantined, or the server lost it."""
+        last: dict[int, Event] = {}
+        for event in self._by_op["delivered"]:
+            before = last.get(event["step"])
+            if before and _content(before) != _content(event) and not self._may_change(before, event):
+                yield f"step {event['step']} of {event['lineage']} is not what {before['lineage']} was given"
+            last[event["step"]] = event
+
+    def _may_change(self, before: Event, event: Event) -> bool:
+        between = (before["t"], event["t"])
+        changed = [e["t"] for e in self._ok("quarantine") if int(e["args"]["step"]) == event["step"]]
+        return any(between[0] <= t <= between[1] for t in [*changed, *self.losses])
+
+    def _staleness(self) -> Iterator[str]:
+        """At the first delivery of a batch no group is too old; a recorded one is exempt."""
+        known: set[tuple[int, tuple[Any, ...]]] = set()
+        for event in self._by_op["delivered"]:
+            if (event["step"], _content(event)) in known:
+                continue
+            known.add((event["step"], _content(event)))
+            for group in event["groups"]:
+                age = event["step"] - self._version(group, event["t"]) - 1
+                if age >= self.rules.threshold:
+                    yield f"{group['gid']} in step {event['step']} has staleness {age:.0f}"
+
+    def _version(self, group: Any, now: float) -> float:
+        """The oldest version in a group, where weights that a trainer forked away from count as the fork."""
+        return min((self._living(lineage, version, now) for lineage, version in group["made_by"]), default=float("inf"))
+
+    def _living(self, lineage: str, version: int, now: float) -> int:
+        opened = [t for t, name, _ in self.forks if name == lineage]
+        since = opened[0] if opened else -1.0
+        return min([version, *(step for t, name, step in self.forks if since < t <= now and name != lineage)])
+
+    def _zombies(self) -> Iterator[str]:
+        """What was delivered was handed in by the claim whose token it has, with those bytes, and not refused before."""
+        asked: dict[tuple[str, str], set[str]] = defaultdict(set)
+        first: dict[tuple[str, str], float] = {}
+        refused: dict[tuple[str, str], float] = {}
+        for event in self._by_op["submit"]:
+            key = (event["args"]["gid"], event["args"]["token"])
+            asked[key].add(event["args"]["crc"])
+            first.setdefault(key, event["t"])
+            if event["phase"] == "ok" and event["reply"][0] == "FENCED":
+                refused.setdefault(key, event["t"])
+        delivered: dict[tuple[str, str], float] = {}
+        for event in self._by_op["delivered"]:
+            for group in event["groups"]:
+                key = (group["gid"], group["token"])
+                delivered.setdefault(key, event["t"])
+                if group["crc"] not in asked[key]:
+                    yield f"{key[0]} of token {key[1][:8]} was delivered, but nobody handed those bytes in"
+        for key, at in delivered.items():
+            if refused.get(key, at) < at:
+                yield f"{key[0]} of token {key[1][:8]} was refused, and delivered later"
+        yield from self._overtaken(first)
+
+    def _overtaken(self, first: dict[tuple[str, str], float]) -> Iterator[str]:
+        """A result is accepted although another claim of the group was answered before it was handed in."""
+        claimed: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        for event in self._by_op["claim"]:
+            for gid in event["reply"][7::6]:
+                claimed[gid].append((event["t"], event["args"]["token"]))
+        for event in self._ok("submit"):
+            gid, token = event["args"]["gid"], event["args"]["token"]
+            mine = [t for t, other in claimed[gid] if other == token]
+            later = [t for t, other in claimed[gid] if other != token and mine and mine[0] < t < first[gid, token]]
+            if later and not any(mine[0] < loss for loss in self.losses):
+                yield f"{gid}: token {token[:8]} was accepted after a later claim"
+
+    def _order(self) -> Iterator[str]:
+        """Draws enter in turn, each once; and a draw has the row of the data set that is its."""
+        for task, cursor in self.final["cursors"].items():
+            passed = Counter(int(gid[-10:]) for gid in self._draws(task))
+            yield from (f"draw {d} of {task} was enqueued {n} times" for d, n in passed.items() if n > 1)
+            maybe = self._perhaps(task)
+            yield from (f"draw {d} of {task} was passed over" for d in range(cursor) if not passed[d] and d not in maybe)
+        for event in self._by_op["delivered"]:
+            for group in event["groups"]:
+                row = int(group["gid"][-10:]) % self.rules.rows
+                if (group["row"], group["truth"]) != (row, self.rules.answer_of(row)):
+                    yield f"{group['gid']} has row {group['row']}, not {row}"
+
+    def _draws(self, task: str) -> Iterator[str]:
+        """Gids of acknowledged enqueues since the last loss, one for each time."""
+        since = max(self.losses, default=0.0)
+        for event in self._ok("enqueue"):
+            if event["args"]["task"] == task and event["t"] > since:
+                for draw in range(int(event["args"]["cursor"]), int(event["reply"][2])):
+                    yield f"{task}-{draw:010d}"
+
+    def _perhaps(self, task: str) -> set[int]:
+        """Draws that an enqueue without an answer may have passed: 64 at most each. After a loss, all before it."""
+        answered = {(e["who"], e["pid"], e["call"]) for e in self._by_op["enqueue"] if e["phase"] == "ok"}
+        calls = [e for e in self._by_op["enqueue"] if e["phase"] == "call" and e["args"]["task"] == task]
+        lost = [int(e["args"]["cursor"]) for e in calls if (e["who"], e["pid"], e["call"]) not in answered]
+        before = [int(e["args"]["cursor"]) for e in calls if e["t"] <= max(self.losses, default=0.0)]
+        return {draw for start in [*lost, *before] for draw in range(start, start + 64)}
+
+    def _liveness(self) -> Iterator[str]:
+        """Once the faults are over the run goes on, and reaches its end."""
+        calm = [event["t"] for event in self._by_op["calm"]]
+        if not calm:
+            return
+        if not any(event["t"] > calm[-1] for event in self._by_op["delivered"]):
+            yield "no batch was delivered after the last fault"
+        if not self._by_op["finished"]:
+            yield "the run did not reach its end"
+
+    # -- figures -------------------------------------------------------------
+
+    def _figures(self, verdict: Verdict) -> dict[str, Any]:
+        """What the report says; times in seconds."""
+        submits = [e for e in self._by_op["submit"] if e["phase"] == "ok"]
+        steps = Counter(event["step"] for event in self._by_op["delivered"])
+        progress = [e["t"] for e in self.events if e["op"] in ("delivered", "trained") or e in ()]
+        progress += [e["t"] for e in submits if e["reply"][0] == "OK"]
+        return {
+            "operations": sum(1 for e in self.events if e.get("phase") == "ok"),
+            "groups_acknowledged": len(self.entered),
+            "groups_trained": sum(len(event["gids"]) for event in self.surviving),
+            "steps": len(self.surviving),
+            "lost": sum(" is nowhere" in text for text in verdict.problems["lost or doubled"]),
+            "doubled": len(verdict.problems["trained twice"])
+            + sum(" and " in text for text in verdict.problems["lost or doubled"]),
+            "fenced": sum(1 for e in submits if e["reply"][0] == "FENCED"),
+            "redelivered": sum(n - 1 for n in steps.values()),
+            "openings": len(self.forks),
+            "faults": len(self._by_op["fault"]),
+            "faults_by_kind": dict(Counter(e["kind"] for e in self._by_op["fault"]).most_common()),
+            "dead": sum(found == ["dead"] for found in self.final["places"].values()),
+            "longest_stall_s": round(_longest_gap(sorted(progress)), 2),
+        }
+
+
+def _content(event: Event) -> tuple[Any, ...]:
+    return tuple((group["gid"], group["digest"]) for group in event["groups"])
+
+
+def _longest_gap(times: Sequence[float]) -> float:
+    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)

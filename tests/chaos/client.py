@@ -1,0 +1,165 @@
+"""One client process of a chaos run: the real parts of the project, over a store that writes down what it saw.
+
+usage: python -m tests.chaos.client ROLE NAME URL FOLDER [--regenerate]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from buffer.config.sections import JudgingSection
+from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
+from buffer.json_log import log_json
+from buffer.open_run import INITIAL, can_wait_for_disk, wait_for_run
+from buffer.rollout import PolicyVersion, SampleParams
+from buffer.run import Run
+from buffer.server.lifeline import follow_owner
+from buffer.store import Store
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.datasets.jsonl import JsonlDataset
+from producer_workers.engines.config import SimulatedConfig
+from producer_workers.engines.distributions import Fixed
+from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import Judge
+from producer_workers.judges.rq_judge import RqJudge
+from producer_workers.producer import Producer
+from producer_workers.sampler import Sampler
+from producer_workers.strategy import strategies_of
+from producer_workers.task_runner import TaskRunner
+from producer_workers.worker import Worker
+from tests.chaos.history import History, RecordingStore
+from tests.chaos.light_trainer import LightTrainer, stop_on_signal
+from tests.chaos.mutations import scripts_of
+from tests.chaos.plan import BY_RQ, INLINE, RUN, SAMPLES, Folders, by_chance, judge_spec, mutation
+from tests.pipeline.yard import Letters
+
+log = logging.getLogger("rolloutmq.chaos")
+
+FENCED, LOST = 5, 7
+"""Exit codes: another process holds the role now; the server is not the one that this process knew."""
+
+TOKENS = 6
+
+
+def open_run(url: str, history: History) -> Run:
+    store = RecordingStore(url, name=f"chaos-{history.who}", deadline_s=60.0)
+    store.history = history
+    if name := mutation():
+        store.scripts = scripts_of(name)
+    store.waits_for_disk = store.retrying("first contact", lambda: can_wait_for_disk(store))
+    return wait_for_run(store, RUN)
+
+
+def produce(run: Run, folders: Folders) -> None:
+    """Be the producer, or stand by until the role is free. Fenced: stand by again."""
+    samplers = {
+        task: Sampler(
+            task,
+            JsonlDataset(folders.dataset),
+            Letters(),
+            SampleParams(max_tokens=TOKENS, min_tokens=TOKENS, seed=1),
+            prompt_repeat_k=SAMPLES,
+            shuffle=False,
+        )
+        for task in (INLINE, BY_RQ)
+    }
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    while not stop.is_set() and run.control.state().mode != "finish":
+        try:
+            Producer(run, samplers, strategies_of(run.limits)).run(stop)
+        except (RoleHeld, Fenced) as error:
+            log.info("standing by: %s", error)
+            stop.wait(run.limits.role_timeout_ms / 4000)
+
+
+async def work(run: Run, name: str, url: str) -> None:
+    engine = SimulatedEngine(
+        SimulatedConfig(
+            first_token_s=Fixed(value=0.01), token_s=Fixed(value=0.002), response_tokens=Fixed(value=1), vocab_size=90
+        ),
+        PolicyVersion(INITIAL, 0),
+    )
+    judge_store = Store(url, name="chaos-judging")
+    rq = RqJudge(judge_spec(), judge_store, RUN, JudgingSection(kind="rq", timeout_s=10.0, retries=5))
+    runners = {INLINE: _runner(FunctionJudge("chance", by_chance)), BY_RQ: _runner(rq)}
+    await engine.start()
+    member = Worker(run, engine, runners, worker_id=name, concurrency=16, drain_timeout_s=3.0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, member.stop)
+    try:
+        await member.run()
+    finally:
+        await engine.shutdown()
+
+
+def _runner(judge: Judge) -> TaskRunner:
+    loop = SingleTurnAgentLoop(judge=judge, tokenizer=Letters(), eos_ids={100}, partial_rollout=True)
+    return TaskRunner(loop, partial_rollout=True, group_time_limit_s=60.0)
+
+
+def train(run: Run, folders: Folders, history: History, *, regenerate: bool) -> None:
+    trainer = LightTrainer(run, folders, history)
+    stop_on_signal(trainer)
+    trainer.fit(take_over=True, regenerate=regenerate)
+
+
+def sweep(run: Run) -> None:
+    """What `rolloutmq janitor` does."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    while not stop.wait(0.5):
+        run.janitor.sweep()
+        if run.control.state().mode == "finish":
+            return
+
+
+def judge(url: str) -> None:
+    from producer_workers.judges.rq_worker import JudgePool
+
+    JudgePool(url, RUN, {judge_spec()}, 1).run()
+
+
+def main(role: str, name: str, url: str, root: str, *flags: str) -> None:
+    log_json(name)
+    follow_owner()
+    folders = Folders(Path(root))
+    if role == "judge":
+        judge(url)
+        return
+    history = History(folders.history, name)
+    history.note("started", pid=os.getpid())
+    try:
+        run = open_run(url, history)
+        act(role, run, folders, history, url, flags)
+    except (Fenced, RoleHeld, LedgerError) as error:
+        log.warning("%s", error)
+        history.note("ended", why=type(error).__name__, said=str(error))
+        sys.exit(FENCED)
+    except LostRun as error:
+        log.warning("%s", error)
+        history.note("ended", why="LostRun", said=str(error))
+        sys.exit(LOST)
+    history.note("ended", why="")
+
+
+def act(role: str, run: Run, folders: Folders, history: History, url: str, flags: tuple[str, ...]) -> None:
+    acts: dict[str, Any] = {
+        "producer": lambda: produce(run, folders),
+        "worker": lambda: asyncio.run(work(run, history.who, url)),
+        "trainer": lambda: train(run, folders, history, regenerate="--regenerate" in flags),
+        "janitor": lambda: sweep(run),
+    }
+    acts[role]()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

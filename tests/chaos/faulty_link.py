@@ -1,0 +1,228 @@
+"""The wire between one client and the server: a TCP relay that can lose, delay and falsify what passes.
+
+    strike (once, at the next command that fits)         spell (for some seconds)
+    before       the command is lost                     delay     every reply comes later
+    mid_request  half of it arrives                      throttle  replies come as a trickle
+    after        carried out, and nobody hears of it     split     replies come in pieces of some bytes
+    mid_reply    half of the reply arrives               half_open nothing passes, and nobody is told
+    answer       an error instead of an answer; the server never sees the command
+
+All but `answer` and the spells end the connection, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.chaos.resp import Command, split_commands
+
+STRIKES = ("before", "mid_request", "after", "mid_reply", "answer")
+SPELLS = ("delay", "throttle", "split", "half_open")
+
+DELAY_S = 0.2
+TRICKLE_BYTES, TRICKLE_S = 512, 0.01
+PIECE_BYTES, PIECES = 3, 40
+SETTLE_S = 0.05
+"""A server that has answered the first command of a packet has carried out the others by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One of STRIKES, at the next script call; `script` "" fits any. `reply`: the error of `answer`."""
+
+    kind: str
+    script: str = ""
+    reply: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.reply.split()[0]}" if self.reply else self.kind
+
+
+class FaultyLink:
+    """One client's way to the server behind the Unix socket `upstream`. `told(kind, script)` hears of every strike."""
+
+    def __init__(self, upstream: str, told: Callable[[str, str], None], anywhere: list[Strike]) -> None:
+        """`anywhere`: strikes of all links together; the first command of any of them that fits takes one."""
+        self._upstream, self._told = upstream, told
+        self._strikes: list[Strike] = []
+        self._anywhere = anywhere
+        self._spells: dict[str, float] = {}
+        self._open: set[_Relay] = set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    async def listen(self) -> None:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+
+    # -- for the nemesis, on any thread --------------------------------------
+
+    def arm(self, strike: Strike) -> None:
+        self._strikes.append(strike)
+
+    def cast(self, spell: str, seconds: float) -> None:
+        self._spells[spell] = time.monotonic() + seconds
+
+    def calm(self) -> None:
+        """No fault any more."""
+        self._strikes.clear()
+        self._spells.clear()
+
+    # -- for the relays ------------------------------------------------------
+
+    def is_under(self, spell: str) -> bool:
+        return time.monotonic() < self._spells.get(spell, 0.0)
+
+    def strike_at(self, command: Command, *, alone: bool) -> Strike | None:
+        """The strike that is due at a command. An error can only stand for a command that came `alone`."""
+        if not command.script:
+            return None
+        for strikes in (self._strikes, self._anywhere):
+            for strike in strikes:
+                if strike.script in ("", command.script) and (alone or strike.kind != "answer"):
+                    strikes.remove(strike)
+                    self._told(strike.name, command.script)
+                    return strike
+        return None
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far = await asyncio.open_unix_connection(self._upstream)
+        except OSError:  # the server is down: so is this connection
+            writer.close()
+            return
+        relay = _Relay(self, (reader, writer), far)
+        self._open.add(relay)
+        await relay.run()
+        self._open.discard(relay)
+
+
+class _Relay:
+    """One connection."""
+
+    def __init__(
+        self,
+        link: FaultyLink,
+        near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        self._link = link
+        (self._from_client, self._to_client), (self._from_server, self._to_server) = near, far
+        self._at_reply = ""
+        self._is_quiet = True
+
+    async def run(self) -> None:
+        """Until one end hangs up, or a strike ends it."""
+        pumps = [asyncio.ensure_future(self._requests()), asyncio.ensure_future(self._replies())]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for end in (self._to_client, self._to_server):
+            end.close()
+
+    async def _requests(self) -> None:
+        rest = b""
+        while data := await self._from_client.read(65536):
+            if await self._is_cut_by_half_open():
+                return
+            commands, rest = split_commands(rest + data)
+            alone = len(commands) == 1 and not rest and self._is_quiet
+            for command in commands:
+                if not await self._request(command, self._link.strike_at(command, alone=alone)):
+                    return
+
+    async def _request(self, command: Command, strike: Strike | None) -> bool:
+        """Pass a command on; whether the connection goes on."""
+        match strike.kind if strike else "":
+            case "before":
+                return False
+            case "mid_request":
+                self._to_server.write(command.data[: len(command.data) // 2])
+                await self._to_server.drain()
+                return False
+            case "answer":
+                assert strike is not None
+                self._to_client.write(f"-{strike.reply}\r\n".encode())
+                await self._to_client.drain()
+                return True
+            case "after" | "mid_reply" as kind:
+                self._at_reply = kind
+        self._is_quiet = False
+        self._to_server.write(command.data)
+        await self._to_server.drain()
+        return True
+
+    async def _replies(self) -> None:
+        while data := await self._from_server.read(65536):
+            self._is_quiet = True
+            if self._at_reply:
+                if self._at_reply == "mid_reply":
+                    self._to_client.write(data[: len(data) // 2])
+                    await self._to_client.drain()
+                await asyncio.sleep(SETTLE_S)
+                return
+            if await self._is_cut_by_half_open():
+                return
+            await self._reply(data)
+
+    async def _reply(self, data: bytes) -> None:
+        if self._link.is_under("delay"):
+            await asyncio.sleep(DELAY_S)
+        if self._link.is_under("split"):
+            for start in range(0, PIECES * PIECE_BYTES, PIECE_BYTES):
+                await self._send(data[start : start + PIECE_BYTES])
+            data = data[PIECES * PIECE_BYTES :]
+        if self._link.is_under("throttle"):
+            for start in range(0, len(data), TRICKLE_BYTES):
+                await self._send(data[start : start + TRICKLE_BYTES])
+                await asyncio.sleep(TRICKLE_S)
+            return
+        await self._send(data)
+
+    async def _send(self, data: bytes) -> None:
+        self._to_client.write(data)
+        await self._to_client.drain()
+
+    async def _is_cut_by_half_open(self) -> bool:
+        """While the wire is half open what comes is lost; afterwards the connection is found to be dead."""
+        was = False
+        while self._link.is_under("half_open"):
+            was = True
+            await asyncio.sleep(SETTLE_S)
+        return was
+
+
+class Wiring:
+    """The links of all clients by name, served by a thread of their own. `told(link, kind, script)`: see FaultyLink."""
+
+    def __init__(self, upstream: str, told: Callable[[str, str, str], None]) -> None:
+        self._upstream, self._told = upstream, told
+        self.links: dict[str, FaultyLink] = {}
+        self.anywhere: list[Strike] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="wiring", daemon=True).start()
+
+    def link(self, name: str) -> FaultyLink:
+        """The link of a client, made when it is first asked for."""
+        if name not in self.links:
+            link = FaultyLink(self._upstream, lambda kind, script: self._told(name, kind, script), self.anywhere)
+            asyncio.run_coroutine_threadsafe(link.listen(), self._loop).result(10)
+            self.links[name] = link
+        return self.links[name]
+
+    def calm(self) -> None:
+        self.anywhere.clear()
+        for link in self.links.values():
+            link.calm()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)

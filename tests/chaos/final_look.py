@@ -1,0 +1,42 @@
+"""Where every group is at the end, read key by key with a plain client: no code of the queue is asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import redis
+
+LANES, POOLS, ENDS = ("eval", "resume", "fresh"), ("completed", "aborted", "expired"), ("archived", "filtered", "dropped")
+
+
+def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
+    """`places` of every gid, `cursors` of the tasks, `freed` steps. Nobody may work on the run meanwhile."""
+    raw: Any = client
+    start, places = f"rmq:{{{run}}}:", defaultdict(list)
+
+    def found(place: str, gids: list[bytes]) -> None:
+        for gid in gids:
+            places[gid.decode()].append(place)
+
+    for task in tasks:
+        for lane in LANES:
+            found("waiting", [entry[b"gid"] for _, entry in raw.xrange(f"{start}jobs:{task}:{lane}")])
+        for pool in POOLS:
+            members = raw.zrange(f"{start}pool:{task}:{pool}", 0, -1)
+            found(pool, [member.partition(b":")[2] for member in members])
+        for end in ENDS:
+            bits = raw.get(f"{start}ended:{task}:{end}") or b""
+            found(end, [f"{task}-{draw:010d}".encode() for draw in _ones(bits)])
+    found("running", raw.zrange(f"{start}leases", 0, -1))
+    found("dead", raw.zrange(f"{start}dead", 0, -1))
+    ledger = {k.decode(): int(v) for k, v in raw.hgetall(f"{start}ledger:train").items() if v.isdigit()}
+    for step in range(ledger.get("freed", 0) + 1, ledger.get("taken", 0) + 1):
+        found("taken", [line.split()[0] for line in raw.lrange(f"{start}batch:train:{step}", 1, -1)])
+    cursors = {task: int(raw.hget(f"{start}progress:{task}", "cursor") or 0) for task in tasks}
+    return {"places": dict(places), "cursors": cursors, "ledger": ledger}
+
+
+def _ones(bits: bytes) -> list[int]:
+    """The numbers of the bits that are set, as SETBIT counts them."""
+    return [8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> (7 - bit) & 1]

@@ -1,0 +1,160 @@
+"""One chaos run from its first process to its verdict."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from buffer.control import new_nonce
+from buffer.open_run import INITIAL
+from buffer.rollout import PolicyVersion
+from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
+from buffer.store import Store
+from tests.chaos.checker import Checker, Rules, Verdict
+from tests.chaos.crew import Crew, until
+from tests.chaos.faulty_link import Wiring
+from tests.chaos.final_look import look
+from tests.chaos.history import History, read_history
+from tests.chaos.nemesis import Nemesis
+from tests.chaos.plan import BY_RQ, INLINE, ROWS, RUN, SERVER, SYNC_INTERVAL, Folders, limits
+
+log = logging.getLogger("rolloutmq.chaos")
+
+RECOVER_S = 90.0
+"""After the last fault: a bound for the run to go on, and then to end."""
+
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long, and how hard. `fsync`: of the server; `loses`: its file may lose its end. `mutation`: see mutations.py."""
+
+    seed: int
+    seconds: float
+    faults: int
+    workers: int = 3
+    fsync: str = "always"
+    loses: bool = False
+    mutation: str = ""
+
+
+class ChaosRun:
+    """One run in `folder`, which must be new."""
+
+    def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+        self._plan, self._say = plan, say
+        self.folders = Folders(folder.resolve())
+        self.folders.make()
+        self.history = History(self.folders.history, "harness")
+        self._server = EmbeddedServer(self.folders.root / SERVER)
+        self._wiring = Wiring(str(self._server.socket_path), lambda *what: self._nemesis.told(*what))
+        env = {"CHAOS_MUTATION": plan.mutation}
+        self.crew = Crew(self.folders, self._wiring, self.history, env)
+        self._nemesis = Nemesis(
+            plan.seed,
+            self.crew,
+            self._wiring,
+            self._server,
+            self.history,
+            self._set_fsync,
+            loses=plan.loses,
+        )
+
+    def run(self) -> Verdict:
+        """Start everything, strike, calm down, wait for the end, look, and judge."""
+        try:
+            self._start()
+            self._strike()
+            self._calm_down()
+            self._look()
+        finally:
+            self.crew.close()
+            self._wiring.close()
+            self._server.kill()
+        verdict = Checker(read_history(self.folders.history), rules()).check()
+        verdict.problems["surprise"] = self.crew.surprises
+        return verdict
+
+    def _start(self) -> None:
+        self._server.start()
+        self._set_fsync()
+        store = Store(self._server.url)
+        Run.create(store, RUN, new_nonce(), limits(), PolicyVersion(INITIAL, 0), "")
+        store.close()
+        self.crew.add("trainer", "trainer")
+        for number in range(2):
+            self.crew.add(f"producer-{number}", "producer")
+        for number in range(self._plan.workers):
+            self.crew.add(f"worker-{number}", "worker")
+        self.crew.add("judge", "judge")
+        self.crew.add("janitor", "janitor")
+        if not until(lambda: self._has_trained(), RECOVER_S):
+            raise RuntimeError(f"the run never began; see {self.folders.logs}")
+
+    def _set_fsync(self) -> None:
+        with self._server.connect() as client:
+            client.config_set("appendfsync", self._plan.fsync)
+
+    def _has_trained(self, since: float = 0.0) -> bool:
+        """Whether the trainer wrote down a step after `since`."""
+        files = list(self.folders.history.glob("trainer-*.jsonl"))
+        return any(file.stat().st_mtime > since and b'"trained"' in file.read_bytes()[-50_000:] for file in files)
+
+    def _strike(self) -> None:
+        self._say(f"{self._plan.faults} faults in {self._plan.seconds:g} s")
+        dice, started = random.Random(self._plan.seed + 1), time.monotonic()
+        times = sorted(dice.uniform(0, self._plan.seconds) for _ in range(self._plan.faults))
+        for due in times:
+            while time.monotonic() < started + due:
+                self._turn()
+            self._nemesis.strike()
+        while time.monotonic() < started + self._plan.seconds:
+            self._turn()
+
+    def _turn(self) -> None:
+        self._nemesis.look()
+        self.crew.tend()
+        time.sleep(LOOK_S)
+
+    def _calm_down(self) -> None:
+        """No fault any more: the run must go on by itself, and end when it is told."""
+        self._nemesis.calm()
+        self.history.note("calm")
+        calm = time.time()
+        if not until(lambda: self._tended(lambda: self._has_trained(since=calm + 1)), RECOVER_S):
+            self.crew.surprises.append("nothing was trained after the last fault")
+        self.folders.finish.touch()
+        # while it ends, who is told to stand by or was just restarted must still be tended
+        until(lambda: self._tended(lambda: b'"finished"' in self._of_trainer()), RECOVER_S)
+        late = self.crew.wait_for_end(RECOVER_S)
+        self.crew.surprises += [f"{name} did not leave when the run was over" for name in late]
+
+    def _tended(self, condition: Callable[[], bool]) -> bool:
+        self.crew.tend()
+        return condition()
+
+    def _of_trainer(self) -> bytes:
+        return b"".join(file.read_bytes()[-1000:] for file in self.folders.history.glob("trainer-*.jsonl"))
+
+    def _look(self) -> None:
+        with self._server.connect() as client:
+            self.history.note("final", **look(client, RUN, [INLINE, BY_RQ]))
+
+
+def rules() -> Rules:
+    return Rules(threshold=2 * SYNC_INTERVAL, rows=ROWS, answer_of=str)
+
+
+def new_folder(base: Path, name: str) -> Path:
+    """An empty folder of that name."""
+    folder = base / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    return folder

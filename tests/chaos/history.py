@@ -1,0 +1,116 @@
+"""What clients saw, one JSON line per event, each process in a file of its own.
+
+    t       seconds, of this machine's clock          who     "worker-0", "trainer", … and "nemesis", "harness"
+    op      a script of the queue, or an act of the client: opened, delivered, trained, checkpoint, finished
+    call    number of the call within this process    phase   "call" (asked), "ok" (the answer came); acts have none
+
+A line is written with one `write` of the kernel's: what a process wrote before it was killed is there, a line that
+is not whole is the last one. An answer that came but was not written down any more counts as one that never came.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from buffer.scripts import Arg
+from buffer.store import Store
+from buffer.upload import ScriptCall, Upload
+
+Event = dict[str, Any]
+
+RECORDED = {
+    "enqueue", "reissue", "claim", "submit", "release", "take_batch", "commit", "quarantine",
+    "trainer_open", "producer_open", "publish_weights", "restore_batch", "dissolve_batch",
+}  # fmt: skip
+"""Scripts whose answers the checker reads."""
+
+_DULL = {"claim": 8, "take_batch": 2, "reissue": 2}
+"""Answers shorter than this say that nothing was given; there are very many of them."""
+
+
+class History:
+    """The file of one process."""
+
+    def __init__(self, folder: Path, who: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.who = who
+        path = folder / f"{who}-{os.getpid()}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._calls = count(1)
+
+    def note(self, op: str, **more: Any) -> None:
+        line = orjson.dumps({"t": round(time.time(), 4), "who": self.who, "op": op, **more})
+        os.write(self._file, line + b"\n")
+
+    def call(self, op: str, args: Mapping[str, Arg]) -> int:
+        """A call begins; its number."""
+        number = next(self._calls)
+        self.note(op, phase="call", call=number, pid=os.getpid(), args=dict(args))
+        return number
+
+    def ok(self, op: str, number: int, args: Mapping[str, Arg], reply: Sequence[Any]) -> None:
+        """The answer to a call, with its arguments again: each line can be read by itself."""
+        self.note(op, phase="ok", call=number, pid=os.getpid(), args=dict(args), reply=list(reply))
+
+
+class RecordingStore(Store):
+    """A store that writes down what it asked and what it was answered."""
+
+    history: History
+
+    def call(
+        self,
+        script: str,
+        keys: Mapping[str, str],
+        args: Mapping[str, Arg],
+        tail_keys: Sequence[str] = (),
+        tail_args: Sequence[Arg] = (),
+        *,
+        durable: bool = False,
+    ) -> list[Any]:
+        """As `Store.call`."""
+        if script not in RECORDED:
+            return super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+        if script in _DULL:
+            reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+            if len(reply) >= _DULL[script] and reply[0] == "OK":
+                self.history.ok(script, 0, args, reply)
+            return reply
+        number = self.history.call(script, args)
+        reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+        self.history.ok(script, number, args, reply)
+        return reply
+
+    def upload_and_call(self, script: str, key: str, make: Any) -> list[list[Any]]:
+        """As `Store.upload_and_call`. Uploads are made anew for every try: the first time they are written down."""
+        calls: list[tuple[int, ScriptCall]] = []
+
+        def noted() -> Iterator[Upload]:
+            for place, (commands, call) in enumerate(make()):
+                if place == len(calls):
+                    calls.append((self.history.call(script, call.args), call))
+                yield commands, call
+
+        replies = super().upload_and_call(script, key, noted)
+        for (number, call), reply in zip(calls, replies, strict=True):
+            self.history.ok(script, number, call.args, reply)
+        return replies
+
+
+def read_history(folder: Path) -> list[Event]:
+    """All events of all processes, in order of time. A torn last line is left out."""
+    events = [event for file in folder.glob("*.jsonl") for event in _events(file.read_bytes().split(b"\n"))]
+    return sorted(events, key=lambda event: event["t"])
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        if line.endswith(b"}"):
+            yield orjson.loads(line)

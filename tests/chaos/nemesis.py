@@ -1,0 +1,241 @@
+"""Deals out faults: which, to whom and when is decided by a seed alone; what they meet is not.
+
+A deck holds every kind of fault once for everybody it can hit; it is shuffled, dealt, and shuffled again. So a run of
+any length has about as many of each.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import redis
+
+from buffer.server.embedded import EmbeddedServer
+from tests.chaos.crew import Crew
+from tests.chaos.faulty_link import Strike, Wiring
+from tests.chaos.history import History
+from tests.chaos.plan import LEASE_MS, SERVER
+
+ERRORS = (
+    "LOADING Redis is loading the dataset in memory",
+    "READONLY You can't write against a read only replica.",
+    "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+    "MISCONF Errors writing to the AOF file",
+    "NOREPLICAS Not enough good replicas to write.",
+    "OOM command not allowed when used memory > 'maxmemory'.",
+)
+
+ANSWERS_LOST = (
+    "enqueue", "reissue", "pass_over", "producer_open", "beat", "claim", "heartbeat", "submit", "release", "register",
+    "deregister", "reap", "refresh", "forget", "trainer_open", "rescore", "take_batch", "commit", "publish_weights",
+    "control", "silent",
+)  # fmt: skip
+"""Scripts that a run calls: of each, a reply is lost after the script was carried out."""
+
+PAST_LEASE_S = 1.4 * LEASE_MS / 1000
+SPELL_S = 0.6 * LEASE_MS / 1000
+FULL_BYTES = 200_000
+TERM_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One fault: `deal` it to `target`."""
+
+    kind: str
+    target: str
+
+
+class Nemesis:
+    """Strikes `crew`, the wires and the server of one run. `after_start` is called when the server is up again;
+    `loses`: the server may be made to lose what it acknowledged."""
+
+    def __init__(
+        self,
+        seed: int,
+        crew: Crew,
+        wiring: Wiring,
+        server: EmbeddedServer,
+        history: History,
+        after_start: Callable[[], None],
+        *,
+        loses: bool,
+    ) -> None:
+        self._random = random.Random(seed)
+        self._crew, self._wiring, self._server, self._history = crew, wiring, server, history
+        self._after_start, self._loses = after_start, loses
+        self._deck: list[Card] = []
+        self._later: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    # -- cards ---------------------------------------------------------------
+
+    def _new_deck(self) -> list[Card]:
+        names = list(self._crew.members)
+        cards = [Card(kind, name) for kind in ("kill", "freeze", "term_kill", "term") for name in names]
+        cards += [Card("replace", "trainer")] * 2
+        cards += [Card(kind, SERVER) for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2]
+        cards += [Card("rewrite_aof", SERVER)]
+        cards += [Card("lose_tail", SERVER)] * 3 if self._loses else []
+        cards += [Card(f"after:{script}", "anybody") for script in ANSWERS_LOST]
+        cards += [Card(kind, self._random.choice(names)) for kind in ("before", "mid_request", "mid_reply") * 3]
+        cards += [Card(f"answer:{place}", "anybody") for place in range(len(ERRORS))]
+        cards += [Card(kind, self._random.choice(names)) for kind in ("delay", "throttle", "split", "half_open") * 2]
+        self._random.shuffle(cards)
+        return cards
+
+    def strike(self) -> None:
+        """Deal the next card."""
+        if not self._deck:
+            self._deck = self._new_deck()
+        card = self._deck.pop()
+        kind, _, detail = card.kind.partition(":")
+        method: Any = getattr(self, f"_{kind}")
+        if detail:
+            method(detail)
+        else:
+            method(card.target)
+
+    def look(self) -> None:
+        """Do what is due: wake who was frozen, kill who was told to end."""
+        while self._later and self._later[0][0] <= time.monotonic():
+            heapq.heappop(self._later)[2]()
+
+    def calm(self) -> None:
+        """End all faults."""
+        while self._later:
+            heapq.heappop(self._later)[2]()
+        self._wiring.calm()
+        self._crew.resume_all()
+
+    def _in(self, seconds: float, act: Callable[[], object]) -> None:
+        heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), act))
+
+    def _note(self, kind: str, target: str, **more: Any) -> None:
+        self._history.note("fault", kind=kind, target=target, **more)
+
+    def told(self, link: str, kind: str, script: str) -> None:
+        """A strike met a command."""
+        self._note(f"wire {kind}", link, script=script)
+
+    # -- processes -----------------------------------------------------------
+
+    def _kill(self, target: str) -> None:
+        if self._crew.members[target].send(signal.SIGKILL):
+            self._note("SIGKILL", target)
+
+    def _term(self, target: str) -> None:
+        if self._crew.members[target].send(signal.SIGTERM):
+            self._note("SIGTERM", target)
+
+    def _term_kill(self, target: str) -> None:
+        member = self._crew.members[target]
+        process = member.popen
+        if process is not None and member.send(signal.SIGTERM):
+            self._note("SIGTERM, then SIGKILL", target)
+            self._in(self._random.uniform(0, TERM_S), process.kill)
+
+    def _freeze(self, target: str) -> None:
+        member = self._crew.members[target]
+        process = member.popen
+        if process is not None and member.send(signal.SIGSTOP):
+            self._note("SIGSTOP past the lease", target, seconds=PAST_LEASE_S)
+            self._in(PAST_LEASE_S, lambda: process.send_signal(signal.SIGCONT))
+
+    def _replace(self, target: str) -> None:
+        """A trainer sleeps, another one takes over, the first one wakes: it must find itself fenced."""
+        member = self._crew.members[target]
+        process = member.popen
+        if process is not None and member.send(signal.SIGSTOP):
+            self._note("replaced while it slept", target)
+            self._crew.replace(target)
+            self._in(PAST_LEASE_S, lambda: process.send_signal(signal.SIGCONT))
+
+    # -- the server ----------------------------------------------------------
+
+    def _server_kill(self, _: str) -> None:
+        self._note("server SIGKILL", SERVER)
+        self._server.kill()
+        self._start_server()
+
+    def _start_server(self) -> None:
+        self._server.start()
+        self._after_start()
+
+    def _lose_tail(self, _: str) -> None:
+        """The end of the append-only file is gone, as after a power failure without fsync."""
+        self._server.kill()
+        file = max((self._server.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+        size = file.stat().st_size
+        lost = min(size, self._random.randrange(1, 60_000))
+        with file.open("r+b") as aof:
+            aof.truncate(size - lost)
+        self._note("server loses the end of its file", SERVER, loses=True, bytes=lost)
+        self._start_server()
+
+    def _on_server(self, kind: str, *command: str) -> None:
+        with self._server.connect() as client:
+            client.execute_command(*command)
+        self._note(kind, SERVER)
+
+    def _script_flush(self, _: str) -> None:
+        self._on_server("SCRIPT FLUSH", "SCRIPT", "FLUSH", "SYNC")
+
+    def _drop_pubsub(self, _: str) -> None:
+        self._on_server("pub/sub dropped", "CLIENT", "KILL", "TYPE", "pubsub")
+
+    def _rewrite_aof(self, _: str) -> None:
+        try:
+            self._on_server("BGREWRITEAOF", "BGREWRITEAOF")
+        except redis.ResponseError:  # one is under way
+            return
+
+    def _maxmemory(self, _: str) -> None:
+        with self._server.connect() as client:
+            client.config_set("maxmemory", client.info("memory")["used_memory"] + FULL_BYTES)
+        self._note("maxmemory reached", SERVER)
+        self._in(SPELL_S, self._lift_maxmemory)
+
+    def _lift_maxmemory(self) -> None:
+        with self._server.connect() as client:
+            client.config_set("maxmemory", 0)
+
+    # -- the wires -----------------------------------------------------------
+
+    def _after(self, script: str) -> None:
+        self._wiring.anywhere.append(Strike("after", script))
+
+    def _answer(self, place: str) -> None:
+        self._wiring.anywhere.append(Strike("answer", reply=ERRORS[int(place)]))
+
+    def _before(self, target: str) -> None:
+        self._wiring.link(target).arm(Strike("before"))
+
+    def _mid_request(self, target: str) -> None:
+        self._wiring.link(target).arm(Strike("mid_request"))
+
+    def _mid_reply(self, target: str) -> None:
+        self._wiring.link(target).arm(Strike("mid_reply"))
+
+    def _spell(self, kind: str, target: str) -> None:
+        self._wiring.link(target).cast(kind, SPELL_S)
+        self._note(f"wire {kind}", target, seconds=SPELL_S)
+
+    def _delay(self, target: str) -> None:
+        self._spell("delay", target)
+
+    def _throttle(self, target: str) -> None:
+        self._spell("throttle", target)
+
+    def _split(self, target: str) -> None:
+        self._spell("split", target)
+
+    def _half_open(self, target: str) -> None:
+        self._spell("half_open", target)

@@ -1,0 +1,95 @@
+"""What every process of a chaos run agrees on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import orjson
+
+from buffer.limits import RunLimits, TaskLimits
+from buffer.rollout import RolloutState
+
+RUN = "chaos"
+INLINE, BY_RQ = "sums", "judged"
+"""Two tasks: one whose judge runs in the worker, and one whose judge is an rq job."""
+
+ROWS, SAMPLES = 97, 2
+BATCH, SYNC_INTERVAL = 16, 4
+CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 5, 2
+LEASE_MS = 4000
+
+SERVER = "server"
+"""Name of the folder of the server; also of the target of its faults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where things of a chaos run are."""
+
+    root: Path
+
+    @property
+    def history(self) -> Path:
+        return self.root / "history"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def dataset(self) -> Path:
+        return self.root / "problems.jsonl"
+
+    @property
+    def finish(self) -> Path:
+        """Once this file is there, the trainer ends the run."""
+        return self.root / "finish"
+
+    def make(self) -> None:
+        for folder in (self.history, self.logs, self.checkpoints, self.weights):
+            folder.mkdir(parents=True, exist_ok=True)
+        rows = [{"question": f"What is {n} + {n}?", "answer": str(n)} for n in range(ROWS)]
+        self.dataset.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+
+
+def limits() -> RunLimits:
+    """Two tasks, 7 to 1; short leases, so that a run of minutes has many of them."""
+    return RunLimits(
+        lease_ms=LEASE_MS,
+        heartbeat_ms=LEASE_MS // 8,
+        worker_timeout_ms=3 * LEASE_MS,
+        role_timeout_ms=LEASE_MS,
+        max_tries=50,
+        steps=1_000_000,
+        batch_size=BATCH,
+        sync_weights_interval=SYNC_INTERVAL,
+        stale_threshold=2 * SYNC_INTERVAL,
+        tail_batch_trigger_size=0,
+        over_sample_threshold=1.0,
+        tasks={INLINE: TaskLimits(weight=7.0), BY_RQ: TaskLimits(weight=1.0)},
+    )
+
+
+def judge_spec() -> str:
+    return f"{__name__}:by_chance"
+
+
+def by_chance(*, response: str, ground_truth: object, state: RolloutState) -> float:
+    """1 or 0, by the response alone."""
+    return float(crc32(response.encode()) % 2)
+
+
+def mutation() -> str:
+    """Which line of a script is gone, for a build that the checker must reject; "" in a real run."""
+    return os.environ.get("CHAOS_MUTATION", "")
