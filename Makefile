@@ -3,9 +3,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 FUZZ_S ?= 300
+SOAK_ROUNDS ?= 16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-machine bench fuzz images compose lint format type arch check gpu-check chaos clean
+.PHONY: help setup demo test test-unit test-machine bench fuzz images compose lint format type arch check gpu-check chaos soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,8 +17,11 @@ setup: ## make .venv and install everything (CPU or CUDA builds); a second call 
 demo: setup ## train a small model over Redis with two real vLLM workers; about 3 minutes on 2 cores
 	@.venv/bin/rolloutmq run configs/demo.toml
 
-chaos: setup ## the same run while a worker, the trainer and the server are killed
-	@.venv/bin/rolloutmq run configs/demo.toml --chaos
+chaos: setup ## about 260 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N repeats one
+	@$(PY) -m tests.chaos --standard --seconds 360 --faults 220 $(if $(SEED),--seed $(SEED))
+
+soak: setup ## the same for hours: SOAK_ROUNDS of 15 minutes (16)
+	@$(PY) -m tests.chaos --standard --seconds 600 --faults 400 --rounds $(SOAK_ROUNDS) $(if $(SEED),--seed $(SEED))
 
 gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GPU
 	@.venv/bin/rolloutmq gpu-check

@@ -1,36 +1,63 @@
-"""usage: python -m tests.chaos [--seconds 480] [--faults 220] [--seed N] [--fsync always] [--loses] [--folder build/chaos]"""
+"""The command behind `make chaos` and `make soak`."""
 
 from __future__ import annotations
 
 import argparse
 import secrets
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.chaos.harness import ChaosRun, Plan, new_folder
+from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan, new_folder
+from tests.chaos.history import read_history
+from tests.chaos.mutations import MUTATIONS
+from tests.chaos.report import lines, write_report
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> bool:
+    """One run with its report; whether it was clean."""
+    what = "-empty" if kind is EmptyServerRun else "-loses" * plan.loses
+    say(f"seed {plan.seed}, appendfsync {plan.fsync}{what.replace('-', ', ')}")
+    chaos = kind(plan, new_folder(base, f"{plan.fsync}{what}-{plan.seed}"), say)
+    verdict = chaos.run()
+    events = read_history(chaos.folders.history)
+    path = write_report(chaos.folders.root, asdict(plan), verdict, events)
+    for line in lines(verdict):
+        say(line)
+    say(f"{'clean' if verdict.clean else 'NOT CLEAN'}; report: {path}")
+    return verdict.clean
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
-    parser.add_argument("--seconds", type=float, default=480.0)
-    parser.add_argument("--faults", type=int, default=220)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Faults against a whole run.")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000), help="decides which faults, and when")
+    parser.add_argument("--seconds", type=float, default=480.0, help="how long faults are dealt out")
+    parser.add_argument("--faults", type=int, default=260, help="how many")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--fsync", choices=("always", "everysec"), default="always")
-    parser.add_argument("--loses", action="store_true")
-    parser.add_argument("--mutation", default="")
+    parser.add_argument("--loses", action="store_true", help="cut the end of the server's file off, now and then")
+    parser.add_argument("--mutation", choices=("", *MUTATIONS), default="", help="a build that must be caught")
     parser.add_argument("--folder", type=Path, default=Path("build/chaos"))
+    parser.add_argument("--empty", action="store_true", help="the server comes back empty, once; no other faults")
+    parser.add_argument("--standard", action="store_true", help="all three kinds of run, one after the other")
+    parser.add_argument("--rounds", type=int, default=1, help="runs one after the other, each with the next seed")
     asked = parser.parse_args()
-    print(f"seed {asked.seed}", flush=True)
-    plan = Plan(asked.seed, asked.seconds, asked.faults, asked.workers, asked.fsync, asked.loses, asked.mutation)
-    run = ChaosRun(plan, new_folder(asked.folder, f"seed-{asked.seed}"), lambda text: print(text, flush=True))
-    verdict = run.run()
-    for name, value in verdict.figures.items():
-        print(f"{name}: {value}")
-    for kind, texts in verdict.problems.items():
-        for text in texts[:10]:
-            print(f"PROBLEM {kind}: {text}")
-    return 0 if verdict.clean else 1
+    names = ("seed", "seconds", "faults", "workers", "fsync", "loses", "mutation")
+    plan = Plan(**{name: getattr(asked, name) for name in names})
+    kind = EmptyServerRun if asked.empty else ChaosRun
+    clean = []
+    for seed in range(plan.seed, plan.seed + asked.rounds):
+        clean.append(run(replace(plan, seed=seed), asked.folder, kind))
+        if asked.standard:
+            losing = replace(plan, seed=seed, seconds=plan.seconds / 5, faults=plan.faults // 5, fsync="everysec")
+            clean.append(run(replace(losing, loses=True), asked.folder))
+            clean.append(run(replace(losing, seconds=20.0, faults=0), asked.folder, EmptyServerRun))
+    return 0 if all(clean) else 1
 
 
 if __name__ == "__main__":

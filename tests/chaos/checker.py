@@ -1,7 +1,7 @@
 """Decides from a history alone whether anything was lost, doubled, changed, stale, or handed in by a zombie.
 
 It shares no code with the queue: what a script answered is read here a second time. Sure is only what was acknowledged:
-a call without an answer may or may not have happened. After the server was made to lose data on purpose (`losses`), what was
+a call without an answer may or may not have happened. After the server was made to lose data (`losses`), what was
 acknowledged before counts as such, too: it may be gone, and must be done again, but never trained twice.
 """
 
@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from tests.chaos.history import Event
@@ -29,7 +30,7 @@ class Rules:
     """row → the ground truth that its prompt has"""
 
 
-@dataclass
+@dataclass(repr=False)
 class Verdict:
     """`problems` by kind; a run is clean where there is none."""
 
@@ -40,7 +41,7 @@ class Verdict:
     def clean(self) -> bool:
         return not any(self.problems.values())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "; ".join(f"{kind}: {len(texts)}, first {texts[0]}" for kind, texts in self.problems.items() if texts)
 
 
@@ -187,7 +188,7 @@ class Checker:
         return min([version, *(step for t, name, step in self.forks if since < t <= now and name != lineage)])
 
     def _zombies(self) -> Iterator[str]:
-        """What was delivered was handed in by the claim whose token it has, with those bytes, and not refused before."""
+        """What was delivered was handed in by the claim whose token it has, those bytes, and was not refused before."""
         asked: dict[tuple[str, str], set[str]] = defaultdict(set)
         first: dict[tuple[str, str], float] = {}
         refused: dict[tuple[str, str], float] = {}
@@ -228,7 +229,8 @@ class Checker:
             passed = Counter(int(gid[-10:]) for gid in self._draws(task))
             yield from (f"draw {d} of {task} was enqueued {n} times" for d, n in passed.items() if n > 1)
             maybe = self._perhaps(task)
-            yield from (f"draw {d} of {task} was passed over" for d in range(cursor) if not passed[d] and d not in maybe)
+            missing = [draw for draw in range(cursor) if not passed[draw] and draw not in maybe]
+            yield from (f"draw {draw} of {task} was passed over" for draw in missing)
         for event in self._by_op["delivered"]:
             for group in event["groups"]:
                 row = int(group["gid"][-10:]) % self.rules.rows
@@ -267,7 +269,7 @@ class Checker:
         """What the report says; times in seconds."""
         submits = [e for e in self._by_op["submit"] if e["phase"] == "ok"]
         steps = Counter(event["step"] for event in self._by_op["delivered"])
-        progress = [e["t"] for e in self.events if e["op"] in ("delivered", "trained") or e in ()]
+        progress = [e["t"] for e in self.events if e["op"] in ("delivered", "trained")]
         progress += [e["t"] for e in submits if e["reply"][0] == "OK"]
         return {
             "operations": sum(1 for e in self.events if e.get("phase") == "ok"),
@@ -292,4 +294,4 @@ def _content(event: Event) -> tuple[Any, ...]:
 
 
 def _longest_gap(times: Sequence[float]) -> float:
-    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    return max((later - earlier for earlier, later in pairwise(times)), default=0.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.config.sections import JudgingSection
-from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
+from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
 from buffer.json_log import log_json
 from buffer.open_run import INITIAL, can_wait_for_disk, wait_for_run
 from buffer.rollout import PolicyVersion, SampleParams
@@ -38,13 +38,10 @@ from producer_workers.worker import Worker
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal
 from tests.chaos.mutations import scripts_of
-from tests.chaos.plan import BY_RQ, INLINE, RUN, SAMPLES, Folders, by_chance, judge_spec, mutation
+from tests.chaos.plan import BY_RQ, FENCED, INLINE, LOST, RUN, SAMPLES, Folders, by_chance, judge_spec, mutation
 from tests.pipeline.yard import Letters
 
 log = logging.getLogger("rolloutmq.chaos")
-
-FENCED, LOST = 5, 7
-"""Exit codes: another process holds the role now; the server is not the one that this process knew."""
 
 TOKENS = 6
 
@@ -84,7 +81,7 @@ def produce(run: Run, folders: Folders) -> None:
 async def work(run: Run, name: str, url: str) -> None:
     engine = SimulatedEngine(
         SimulatedConfig(
-            first_token_s=Fixed(value=0.01), token_s=Fixed(value=0.002), response_tokens=Fixed(value=1), vocab_size=90
+            first_token_s=Fixed(value=0.1), token_s=Fixed(value=0.08), response_tokens=Fixed(value=1), vocab_size=90
         ),
         PolicyVersion(INITIAL, 0),
     )
@@ -144,9 +141,9 @@ def main(role: str, name: str, url: str, root: str, *flags: str) -> None:
         log.warning("%s", error)
         history.note("ended", why=type(error).__name__, said=str(error))
         sys.exit(FENCED)
-    except LostRun as error:
+    except RunError as error:
         log.warning("%s", error)
-        history.note("ended", why="LostRun", said=str(error))
+        history.note("ended", why=type(error).__name__, said=str(error))
         sys.exit(LOST)
     history.note("ended", why="")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from buffer.server.lifeline import OWNER
 from tests.chaos.faulty_link import Wiring
 from tests.chaos.history import History
-from tests.chaos.plan import Folders
+from tests.chaos.plan import FENCED, LOST, Folders
 
 ROOT = Path(__file__).parents[2]
 RESTART_S = 0.5
@@ -91,7 +91,7 @@ class Crew:
         code = member.popen.returncode
         member.exits.append(code)
         self._history.note("exit", member=member.name, code=code, killed=member.killed)
-        if not member.killed and code not in (0, 5):
+        if not member.killed and code not in (0, FENCED, LOST):
             self.surprises.append(f"{member.name} ended with exit code {code}; see its log")
 
     def resume_all(self) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import redis
 
-LANES, POOLS, ENDS = ("eval", "resume", "fresh"), ("completed", "aborted", "expired"), ("archived", "filtered", "dropped")
+LANES, POOLS = ("eval", "resume", "fresh"), ("completed", "aborted", "expired")
+ENDS = ("archived", "filtered", "dropped")
 
 
 def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.crew import Crew, until
 from tests.chaos.faulty_link import Wiring
 from tests.chaos.final_look import look
-from tests.chaos.history import History, read_history
+from tests.chaos.history import Event, History, parse, read_history
 from tests.chaos.nemesis import Nemesis
-from tests.chaos.plan import BY_RQ, INLINE, ROWS, RUN, SERVER, SYNC_INTERVAL, Folders, limits
+from tests.chaos.plan import BY_RQ, INLINE, LEASE_MS, LOST, ROWS, RUN, SERVER, SYNC_INTERVAL, Folders, limits
 
 log = logging.getLogger("rolloutmq.chaos")
 
@@ -30,11 +30,13 @@ RECOVER_S = 90.0
 """After the last fault: a bound for the run to go on, and then to end."""
 
 LOOK_S = 0.05
+TAIL_BYTES = 40_000
+"""Of a trainer's history: more than one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long, and how hard. `fsync`: of the server; `loses`: its file may lose its end. `mutation`: see mutations.py."""
+    """How long, and how hard. `fsync`: of the server, whose file may lose its end if it `loses`."""
 
     seed: int
     seconds: float
@@ -50,6 +52,7 @@ class ChaosRun:
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
         self._plan, self._say = plan, say
+        self._nonce = new_nonce()
         self.folders = Folders(folder.resolve())
         self.folders.make()
         self.history = History(self.folders.history, "harness")
@@ -85,9 +88,7 @@ class ChaosRun:
     def _start(self) -> None:
         self._server.start()
         self._set_fsync()
-        store = Store(self._server.url)
-        Run.create(store, RUN, new_nonce(), limits(), PolicyVersion(INITIAL, 0), "")
-        store.close()
+        self._create_run()
         self.crew.add("trainer", "trainer")
         for number in range(2):
             self.crew.add(f"producer-{number}", "producer")
@@ -98,14 +99,18 @@ class ChaosRun:
         if not until(lambda: self._has_trained(), RECOVER_S):
             raise RuntimeError(f"the run never began; see {self.folders.logs}")
 
+    def _create_run(self) -> None:
+        store = Store(self._server.url)
+        Run.create(store, RUN, self._nonce, limits(), PolicyVersion(INITIAL, 0), "")
+        store.close()
+
     def _set_fsync(self) -> None:
         with self._server.connect() as client:
             client.config_set("appendfsync", self._plan.fsync)
 
     def _has_trained(self, since: float = 0.0) -> bool:
         """Whether the trainer wrote down a step after `since`."""
-        files = list(self.folders.history.glob("trainer-*.jsonl"))
-        return any(file.stat().st_mtime > since and b'"trained"' in file.read_bytes()[-50_000:] for file in files)
+        return any(event["op"] == "trained" and event["t"] > since for event in self._of_trainer())
 
     def _strike(self) -> None:
         self._say(f"{self._plan.faults} faults in {self._plan.seconds:g} s")
@@ -132,20 +137,52 @@ class ChaosRun:
             self.crew.surprises.append("nothing was trained after the last fault")
         self.folders.finish.touch()
         # while it ends, who is told to stand by or was just restarted must still be tended
-        until(lambda: self._tended(lambda: b'"finished"' in self._of_trainer()), RECOVER_S)
+        until(lambda: self._tended(lambda: self._has_finished()), RECOVER_S)
         late = self.crew.wait_for_end(RECOVER_S)
         self.crew.surprises += [f"{name} did not leave when the run was over" for name in late]
+
+    def _has_finished(self) -> bool:
+        return any(event["op"] == "finished" for event in self._of_trainer())
 
     def _tended(self, condition: Callable[[], bool]) -> bool:
         self.crew.tend()
         return condition()
 
-    def _of_trainer(self) -> bytes:
-        return b"".join(file.read_bytes()[-1000:] for file in self.folders.history.glob("trainer-*.jsonl"))
+    def _of_trainer(self) -> list[Event]:
+        """The last events of all lives of the trainer."""
+        files = self.folders.history.glob("trainer-*.jsonl")
+        return [event for file in files for event in parse(file.read_bytes()[-TAIL_BYTES:].split(b"\n")[1:])]
 
     def _look(self) -> None:
         with self._server.connect() as client:
             self.history.note("final", **look(client, RUN, [INLINE, BY_RQ]))
+
+
+class EmptyServerRun(ChaosRun):
+    """The server comes back empty: nobody goes on as if nothing had happened, until somebody says --regenerate."""
+
+    def _strike(self) -> None:
+        self._work_for(self._plan.seconds / 2)
+        self._say("the server comes back empty")
+        self._server.kill()
+        shutil.rmtree(self._server.folder / "appendonlydir")
+        self.history.note("fault", kind="server comes back empty", target=SERVER, loses=True)
+        empty = time.time()
+        self._server.start()
+        self._set_fsync()
+        self._work_for(2 * LEASE_MS / 1000)
+        if self._has_trained(since=empty + 1):
+            self.crew.surprises.append("something was trained on an empty server")
+        self._create_run()
+        if not until(lambda: self._tended(lambda: LOST in self.crew.members["trainer"].exits), RECOVER_S):
+            self.crew.surprises.append("the trainer did not notice that the server is another one")
+        self.crew.members["trainer"].flags = ("--regenerate",)
+        self._work_for(self._plan.seconds / 2)
+
+    def _work_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._turn()
 
 
 def rules() -> Rules:

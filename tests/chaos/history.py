@@ -106,11 +106,12 @@ class RecordingStore(Store):
 
 def read_history(folder: Path) -> list[Event]:
     """All events of all processes, in order of time. A torn last line is left out."""
-    events = [event for file in folder.glob("*.jsonl") for event in _events(file.read_bytes().split(b"\n"))]
+    events = [event for file in folder.glob("*.jsonl") for event in parse(file.read_bytes().split(b"\n"))]
     return sorted(events, key=lambda event: event["t"])
 
 
-def _events(lines: Iterable[bytes]) -> Iterator[Event]:
+def parse(lines: Iterable[bytes]) -> Iterator[Event]:
+    """The events of whole lines."""
     for line in lines:
         if line.endswith(b"}"):
             yield orjson.loads(line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from buffer.server.embedded import EmbeddedServer
 from tests.chaos.crew import Crew
 from tests.chaos.faulty_link import Strike, Wiring
 from tests.chaos.history import History
-from tests.chaos.plan import LEASE_MS, SERVER
+from tests.chaos.plan import LEASE_MS, RUN, SERVER
 
 ERRORS = (
     "LOADING Redis is loading the dataset in memory",
@@ -38,6 +39,15 @@ ANSWERS_LOST = (
     "control", "silent",
 )  # fmt: skip
 """Scripts that a run calls: of each, a reply is lost after the script was carried out."""
+
+STEP = """
+for _, gid in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do redis.call('ZINCRBY', KEYS[1], ARGV[1], gid) end
+redis.call('HINCRBY', KEYS[2], 'seen_ms', ARGV[1])
+"""
+"""Lua: leases and the clock as scripts saw it last, moved by ARGV[1] ms."""
+
+ROOM_BYTES = 20_000
+"""What still fits on a full disk."""
 
 PAST_LEASE_S = 1.4 * LEASE_MS / 1000
 SPELL_S = 0.6 * LEASE_MS / 1000
@@ -82,7 +92,7 @@ class Nemesis:
         cards = [Card(kind, name) for kind in ("kill", "freeze", "term_kill", "term") for name in names]
         cards += [Card("replace", "trainer")] * 2
         cards += [Card(kind, SERVER) for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2]
-        cards += [Card("rewrite_aof", SERVER)]
+        cards += [Card(kind, SERVER) for kind in ("rewrite_aof", "clock", "clock", "disk_full")]
         cards += [Card("lose_tail", SERVER)] * 3 if self._loses else []
         cards += [Card(f"after:{script}", "anybody") for script in ANSWERS_LOST]
         cards += [Card(kind, self._random.choice(names)) for kind in ("before", "mid_request", "mid_reply") * 3]
@@ -181,9 +191,17 @@ class Nemesis:
         self._start_server()
 
     def _on_server(self, kind: str, *command: str) -> None:
-        with self._server.connect() as client:
-            client.execute_command(*command)
-        self._note(kind, SERVER)
+        if self._ask(*command):
+            self._note(kind, SERVER)
+
+    def _ask(self, *command: str) -> bool:
+        """Whether the server did it: another fault may have it down, or full, just now."""
+        try:
+            with self._server.connect() as client:
+                client.execute_command(*command)
+        except redis.RedisError:
+            return False
+        return True
 
     def _script_flush(self, _: str) -> None:
         self._on_server("SCRIPT FLUSH", "SCRIPT", "FLUSH", "SYNC")
@@ -192,20 +210,38 @@ class Nemesis:
         self._on_server("pub/sub dropped", "CLIENT", "KILL", "TYPE", "pubsub")
 
     def _rewrite_aof(self, _: str) -> None:
-        try:
-            self._on_server("BGREWRITEAOF", "BGREWRITEAOF")
-        except redis.ResponseError:  # one is under way
-            return
+        self._on_server("BGREWRITEAOF", "BGREWRITEAOF")
 
     def _maxmemory(self, _: str) -> None:
-        with self._server.connect() as client:
-            client.config_set("maxmemory", client.info("memory")["used_memory"] + FULL_BYTES)
-        self._note("maxmemory reached", SERVER)
-        self._in(SPELL_S, self._lift_maxmemory)
+        try:
+            with self._server.connect() as client:
+                used = client.info("memory")["used_memory"]
+        except redis.RedisError:  # another fault has it down
+            return
+        self._on_server("maxmemory reached", "CONFIG", "SET", "maxmemory", str(used + FULL_BYTES))
+        self._in(SPELL_S, lambda: self._ask("CONFIG", "SET", "maxmemory", "0"))
 
-    def _lift_maxmemory(self) -> None:
-        with self._server.connect() as client:
-            client.config_set("maxmemory", 0)
+    def _clock(self, _: str) -> None:
+        """The server's clock steps: what scripts remember of it is as far in the past, or in the future."""
+        step_ms = self._random.choice((-1, 1)) * self._random.randrange(LEASE_MS, 3_600_000)
+        start = f"rmq:{{{RUN}}}:"
+        self._on_server("clock step", "EVAL", STEP, "2", f"{start}leases", f"{start}clock", str(step_ms))
+
+    def _disk_full(self, _: str) -> None:
+        """The file may not grow any more. A server with appendfsync always gives up; others say MISCONF."""
+        pid = self._server.pid
+        if pid is None:
+            return
+        size = sum(file.stat().st_size for file in (self._server.folder / "appendonlydir").glob("*.incr.aof"))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + ROOM_BYTES, resource.RLIM_INFINITY))
+        self._note("disk full", SERVER)
+        self._in(SPELL_S, lambda: self._free_disk(pid))
+
+    def _free_disk(self, pid: int) -> None:
+        if self._server.pid == pid:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        else:
+            self._start_server()
 
     # -- the wires -----------------------------------------------------------
 

@@ -17,9 +17,12 @@ INLINE, BY_RQ = "sums", "judged"
 """Two tasks: one whose judge runs in the worker, and one whose judge is an rq job."""
 
 ROWS, SAMPLES = 97, 2
-BATCH, SYNC_INTERVAL = 16, 4
+BATCH, SYNC_INTERVAL = 32, 4
 CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 5, 2
 LEASE_MS = 4000
+
+FENCED, LOST = 5, 7
+"""Exit codes of a client: another process holds its role now; the server is not the one that it knew."""
 
 SERVER = "server"
 """Name of the folder of the server; also of the target of its faults."""

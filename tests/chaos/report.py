@@ -1,0 +1,72 @@
+"""What a chaos run leaves for people: figures as JSON and lines, and a timeline as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tests.chaos.checker import Verdict
+from tests.chaos.history import Event
+
+COLOURS = {"wire": "#4c72b0", "server": "#c44e52", "SIG": "#dd8452", "replaced": "#8172b3"}
+
+
+def write_report(folder: Path, plan: Any, verdict: Verdict, events: Sequence[Event]) -> Path:
+    """`report.json` and `timeline.png` in `folder`; the former's path."""
+    problems = {kind: texts for kind, texts in verdict.problems.items() if texts}
+    report = {"plan": plan, "clean": verdict.clean, "figures": verdict.figures, "problems": problems}
+    path = folder / "report.json"
+    path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+    plot_timeline(folder / "timeline.png", events)
+    return path
+
+
+def lines(verdict: Verdict) -> list[str]:
+    """The figures, and the first ten problems of each kind."""
+    figures = dict(verdict.figures)
+    by_kind = figures.pop("faults_by_kind")
+    told = [f"{name.replace('_', ' '):>24}  {value}" for name, value in figures.items()]
+    told += [f"{count:>24}  {kind}" for kind, count in by_kind.items()]
+    return told + [f"PROBLEM {kind}: {text}" for kind, texts in verdict.problems.items() for text in texts[:10]]
+
+
+def plot_timeline(path: Path, events: Sequence[Event]) -> None:
+    """Groups handed in and delivered in each second; every fault as a mark above them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    start = events[0]["t"]
+    figure, (faults, groups) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(12, 5), height_ratios=(1, 3), layout="constrained"
+    )
+    struck = [event for event in events if event["op"] == "fault"]
+    rows = sorted({_class(event["kind"]) for event in struck})
+    for event in struck:
+        kind = _class(event["kind"])
+        faults.plot(event["t"] - start, rows.index(kind), "|", markersize=12, color=COLOURS[kind])
+    faults.set_yticks(range(len(rows)), rows)
+    faults.set_title(f"{len(struck)} faults")
+    for name, times in _progress(events).items():
+        seconds = [int(t - start) for t in times]
+        groups.plot([seconds.count(second) for second in range(max(seconds, default=0) + 1)], label=name)
+    groups.set(xlabel="seconds", ylabel="groups in a second", ylim=(0, None))
+    groups.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _class(kind: str) -> str:
+    """Where it strikes: a wire, a process, or the server."""
+    return next((name for name in COLOURS if kind.startswith(name)), "server")
+
+
+def _progress(events: Sequence[Event]) -> dict[str, list[float]]:
+    """Times, one for each group."""
+    handed_in = [e["t"] for e in events if e["op"] == "submit" and e["phase"] == "ok" and e["reply"][0] == "OK"]
+    delivered = [e["t"] for e in events if e["op"] == "delivered" for _ in e["groups"]]
+    return {"handed in": handed_in, "delivered to the trainer": delivered}

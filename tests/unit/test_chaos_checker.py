@@ -1,0 +1,226 @@
+"""The checker of `make chaos` must find what is planted into a history, and nothing in a good one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from tests.chaos.checker import Checker, Rules, Verdict
+from tests.chaos.history import Event
+
+BATCH, STEPS, THRESHOLD = 2, 4, 2
+RULES = Rules(threshold=THRESHOLD, rows=3, answer_of=str)
+
+
+class Story:
+    """A good run of 4 steps with 2 groups each, and one group that still waits; the trainer died once, after step 2."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._time = 100.0
+        self.enqueue(0, 9)
+        self.open("l1", 0, "")
+        for step in (1, 2):
+            self.deliver(step, "l1", version=max(0, step - 1))
+        self.note("checkpoint", step=1, chain="c1")
+        self.open("l2", 1, "c1")
+        self.deliver(2, "l2", version=1, again=True)
+        for step in (3, 4):
+            self.deliver(step, "l2", version=step - 1)
+        self.note("calm")
+        self.deliver(4, "l2", version=3, again=True)
+        self.note("finished", step=4, chain="c4")
+        places = {gid(draw): ["archived"] for draw in range(BATCH * STEPS)} | {gid(8): ["waiting"]}
+        self.note("final", places=places, cursors={"t": 9}, ledger={})
+
+    def note(self, op: str, **more: Any) -> Event:
+        self._time += 1.0
+        self.events.append({"t": self._time, "who": "client", "op": op, **more})
+        return self.events[-1]
+
+    def script(self, op: str, reply: list[Any], **args: Any) -> None:
+        for phase, more in (("call", {}), ("ok", {"reply": reply})):
+            self.note(op, phase=phase, pid=1, call=int(self._time), args=args, **more)
+            self.events[-1]["call"] = len([e for e in self.events if e["op"] == op and e["phase"] == "call"])
+
+    def enqueue(self, cursor: int, after: int) -> None:
+        self.script("enqueue", ["OK", after - cursor, str(after)], task="t", cursor=cursor)
+
+    def open(self, lineage: str, step: int, chain: str) -> None:
+        self.note("opened", lineage=lineage, step=step, chain=chain)
+
+    def deliver(self, step: int, lineage: str, *, version: int, again: bool = False) -> None:
+        gids = [gid(draw) for draw in range(BATCH * (step - 1), BATCH * step)]
+        for name in [] if again else gids:
+            token = f"token-{name}"
+            control = ["1", "run", "", "", "", ""]
+            self.note("claim", phase="ok", args={"token": token}, reply=["OK", *control, name, "", "", "", "", ""])
+            self.script("submit", ["OK", "1"], gid=name, token=token, crc="c", status="completed")
+        groups = [facts(name, lineage, version) for name in gids]
+        self.note("delivered", step=step, lineage=lineage, groups=groups)
+        chain = {"before": f"c{step - 1}" if step > 1 else "", "after": f"c{step}"}
+        self.note("trained", step=step, gids=gids, **chain)
+
+    def first(self, op: str, **wanted: Any) -> Event:
+        return next(e for e in self.events if e["op"] == op and all(e.get(k) == v for k, v in wanted.items()))
+
+
+def gid(draw: int) -> str:
+    return f"t-{draw:010d}"
+
+
+def facts(name: str, lineage: str, version: int) -> dict[str, Any]:
+    row = int(name[-10:]) % RULES.rows
+    return {
+        "gid": name, "token": f"token-{name}", "crc": "c", "digest": f"d-{name}",
+        "row": row, "truth": str(row), "made_by": [[lineage, version]],
+    }  # fmt: skip
+
+
+def judge(story: Story) -> Verdict:
+    return Checker(story.events, RULES).check()
+
+
+def test_a_good_history_is_clean() -> None:
+    verdict = judge(Story())
+    assert verdict.clean, verdict
+    assert verdict.figures["groups_trained"] == 8
+    assert verdict.figures["redelivered"] == 2
+
+
+def final(story: Story) -> Event:
+    return story.first("final")
+
+
+def lose(story: Story) -> None:
+    del final(story)["places"][gid(8)]
+
+
+def double_place(story: Story) -> None:
+    final(story)["places"][gid(8)] = ["waiting", "running"]
+
+
+def archive_untrained(story: Story) -> None:
+    final(story)["places"][gid(8)] = ["archived"]
+
+
+def drop(story: Story) -> None:
+    final(story)["places"][gid(8)] = ["dropped"]
+
+
+def train_twice(story: Story) -> None:
+    story.first("trained", step=4)["gids"][0] = gid(0)
+    [e for e in story.events if e["op"] == "trained" and e["step"] == 4][-1]["gids"][0] = gid(0)
+
+
+def skip_a_step(story: Story) -> None:
+    for event in story.events:
+        if event["op"] == "trained" and event["step"] == 4:
+            event["before"] = "c2"
+
+
+def change_a_batch(story: Story) -> None:
+    [e for e in story.events if e["op"] == "delivered" and e["step"] == 2][1]["groups"][0]["digest"] = "other"
+
+
+def hand_out_stale(story: Story) -> None:
+    for event in story.events:
+        if event["op"] == "delivered" and event["step"] == 4:
+            event["groups"][0]["made_by"] = [["l2", 1]]
+
+
+def hand_out_dead_weights(story: Story) -> None:
+    """Version 3 of the lineage that ended at step 1 counts as 1: too old for step 4."""
+    for event in story.events:
+        if event["op"] == "delivered" and event["step"] == 4:
+            event["groups"][0]["made_by"] = [["l1", 3], ["l2", 3]]
+
+
+def deliver_what_was_refused(story: Story) -> None:
+    submit = story.first("submit", phase="ok")
+    submit["reply"] = ["FENCED"]
+
+
+def deliver_other_bytes(story: Story) -> None:
+    story.first("delivered", step=3)["groups"][0]["crc"] = "of somebody else"
+
+
+def accept_after_a_later_claim(story: Story) -> None:
+    claim = deepcopy(story.first("claim"))
+    claim["args"]["token"], claim["t"] = "another", claim["t"] + 0.5
+    story.events.append(claim)
+
+
+def pass_a_draw_over(story: Story) -> None:
+    story.enqueue(10, 11)
+    final(story)["cursors"]["t"] = 11
+    final(story)["places"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
+
+
+def enqueue_twice(story: Story) -> None:
+    story.enqueue(8, 9)
+
+
+def draw_the_wrong_row(story: Story) -> None:
+    story.first("delivered", step=3)["groups"][0]["row"] = 7
+
+
+def never_end(story: Story) -> None:
+    story.events = [e for e in story.events if e["op"] != "finished"]
+
+
+def stand_still_after_the_faults(story: Story) -> None:
+    story.note("calm")
+
+
+PLANTED: dict[Callable[[Story], None], str] = {
+    lose: "lost or doubled",
+    double_place: "lost or doubled",
+    archive_untrained: "lost or doubled",
+    drop: "lost or doubled",
+    train_twice: "trained twice",
+    skip_a_step: "not what was trained",
+    change_a_batch: "batch changed",
+    hand_out_stale: "too old",
+    hand_out_dead_weights: "too old",
+    deliver_what_was_refused: "zombie",
+    deliver_other_bytes: "zombie",
+    accept_after_a_later_claim: "zombie",
+    pass_a_draw_over: "order",
+    enqueue_twice: "order",
+    draw_the_wrong_row: "order",
+    never_end: "stuck",
+    stand_still_after_the_faults: "stuck",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_what_is_planted_is_found(plant: Callable[[Story], None]) -> None:
+    story = Story()
+    plant(story)
+    story.events.sort(key=lambda event: event["t"])
+    assert judge(story).problems[PLANTED[plant]]
+
+
+def test_what_a_server_lost_may_be_gone_but_not_trained_twice() -> None:
+    story = Story()
+    change_a_batch(story)
+    again = [e for e in story.events if e["op"] == "delivered" and e["step"] == 2][1]
+    story.events.insert(story.events.index(again), {"t": again["t"] - 0.5, "op": "fault", "kind": "x", "loses": True})
+    assert judge(story).clean, judge(story)
+    train_twice(story)
+    assert judge(story).problems["trained twice"]
+
+
+def test_an_enqueue_without_an_answer_may_have_happened() -> None:
+    story = Story()
+    story.script("enqueue", ["OK", 1, "11"], task="t", cursor=10)
+    call = deepcopy(story.first("enqueue", phase="call"))
+    call["args"], call["call"] = {"task": "t", "cursor": 9}, 99
+    story.events.append(call)
+    final(story)["cursors"]["t"] = 11
+    final(story)["places"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
+    assert judge(story).clean, judge(story)
