@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from producer_workers.producer import Producer
+
 from buffer.config.sections import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
 from buffer.json_log import log_json
@@ -30,7 +32,6 @@ from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.rq_judge import RqJudge
-from producer_workers.producer import Producer
 from producer_workers.sampler import Sampler
 from producer_workers.strategy import strategies_of
 from producer_workers.task_runner import TaskRunner
