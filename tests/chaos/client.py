@@ -14,8 +14,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from producer_workers.producer import Producer
-
 from buffer.config.sections import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
 from buffer.json_log import log_json
@@ -24,6 +22,7 @@ from buffer.rollout import PolicyVersion, SampleParams
 from buffer.run import Run
 from buffer.server.lifeline import follow_owner
 from buffer.store import Store
+from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.jsonl import JsonlDataset
 from producer_workers.engines.config import SimulatedConfig
@@ -33,6 +32,7 @@ from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.rq_judge import RqJudge
 from producer_workers.sampler import Sampler
+from producer_workers.standby import stand_by
 from producer_workers.strategy import strategies_of
 from producer_workers.task_runner import TaskRunner
 from producer_workers.worker import Worker
@@ -57,7 +57,7 @@ def open_run(url: str, history: History) -> Run:
 
 
 def produce(run: Run, folders: Folders) -> None:
-    """Be the producer, or stand by until the role is free. Fenced: stand by again."""
+    """Be the producer as soon as nobody else is. Raises Fenced."""
     samplers = {
         task: Sampler(
             task,
@@ -71,12 +71,7 @@ def produce(run: Run, folders: Folders) -> None:
     }
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    while not stop.is_set() and run.control.state().mode != "finish":
-        try:
-            Producer(run, samplers, strategies_of(run.limits)).run(stop)
-        except (RoleHeld, Fenced) as error:
-            log.info("standing by: %s", error)
-            stop.wait(run.limits.role_timeout_ms / 4000)
+    stand_by(run, AgentLoopManager(run, samplers, strategies_of(run.limits)), stop)
 
 
 async def work(run: Run, name: str, url: str) -> None:
