@@ -78,7 +78,6 @@ def _check_types(document: dict[str, Any]) -> None:
         raise SchemaVersionError(f"schema {reprlib.repr(document.get('schema'))}; this version reads {SCHEMA}")
     check_schema(document)
     check_nesting(document["shared"])
-    check_nesting([call.get("arguments") for member in document["members"] for call in member.get("tool_calls", ())])
 
 
 def _check_members(members: list[Member], columns: Columns) -> None:
@@ -88,5 +87,7 @@ def _check_members(members: list[Member], columns: Columns) -> None:
         for span in member.get("spans", ()):
             if span[0] + span[1] > tokens:
                 raise WireError(f"at members.{place}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens")
+        if calls := member.get("tool_calls"):
+            check_nesting([call.get("arguments") for call in calls])
         if member.get("routed_experts") is False:
             raise WireError(f"at members.{place}.routed_experts: false", hint="leave it out")

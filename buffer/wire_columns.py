@@ -52,6 +52,9 @@ def _head(name: str, entries: int) -> bytes:
 _HEADS = {name: _head(name, 2) for name in DTYPES}
 """What is written before the bytes of a flat column."""
 
+_LINE_BYTES = 48
+"""No less than the longest of them, and a length."""
+
 
 class Column(TypedDict):
     """One array on the wire; only `routed_experts` has a shape."""
@@ -64,18 +67,20 @@ class Column(TypedDict):
 def read_own_columns(data: memoryview, place: int) -> dict[str, Column] | None:
     """The columns that `wire.encode` wrote from `place` to the end, as views; None where anything looks otherwise."""
     columns: dict[str, Column] = {}
+    data = data.toreadonly()
     count, place = data[place] - _MAP, place + 1
     if not 0 <= count < 16:
         return None
     for _ in range(count):
-        name = bytes(data[place + 1 : place + 1 + (data[place] & 0x1F)]).decode(errors="replace")
+        line = bytes(data[place : place + _LINE_BYTES])
+        name = line[1 : 1 + (line[0] & 0x1F)].decode(errors="replace")
         head = _HEADS.get(name, b"?")
-        place += len(head)
-        if data[place - len(head) : place] != head or (width := _BIN_WIDTHS.get(data[place])) is None:
+        kind = len(head)
+        if not line.startswith(head) or (width := _BIN_WIDTHS.get(line[kind])) is None:
             return None
-        start = place + 1 + width
-        place = start + int.from_bytes(data[place + 1 : start])
-        columns[name] = {"dtype": DTYPES[name], "data": data[start:place].toreadonly()}
+        start = place + kind + 1 + width
+        place = start + int.from_bytes(line[kind + 1 : kind + 1 + width])
+        columns[name] = {"dtype": DTYPES[name], "data": data[start:place]}
     return columns if place == len(data) else None
 
 
@@ -144,12 +149,12 @@ def _shaped(name: str, flat: NDArray[Any], shape: list[int] | None) -> NDArray[A
 
 
 def _check_lengths(columns: Columns, members: int) -> None:
-    lengths = columns["lengths"]
+    lengths = columns["lengths"].tolist()
     if len(lengths) != members:
         raise WireError(f"at columns.lengths: {len(lengths)} values for {members} members")
-    if lengths.min(initial=0) < 0:
+    if min(lengths) < 0:
         raise WireError("at columns.lengths: negative")
-    tokens = int(lengths.sum(dtype=np.int64))
+    tokens = sum(lengths)
     for name in PER_TOKEN:
         if name in columns and len(columns[name]) != tokens:
             raise WireError(f"at columns.{name}: {len(columns[name])} values for {tokens} response tokens")
@@ -158,10 +163,11 @@ def _check_lengths(columns: Columns, members: int) -> None:
 
 
 def _check_values(columns: Columns) -> None:
-    if columns["mask"].max(initial=0) > 1:
+    # as ufuncs: the methods of arrays are the same behind two calls of Python
+    if np.maximum.reduce(columns["mask"], initial=0) > 1:
         raise WireError("at columns.mask: a value that is neither 0 nor 1")
     for name in ("prompt_ids", "response_ids"):
-        if columns[name].min(initial=0) < 0:
+        if np.minimum.reduce(columns[name], initial=0) < 0:
             raise WireError(f"at columns.{name}: a negative token id")
     if not np.isfinite(columns["logprobs"]).all():
         raise WireError("at columns.logprobs: NaN or infinite")

@@ -27,8 +27,9 @@ MAX_NESTING = 32
 """Deeper documents would end other readers' (and our own encoder's) recursion."""
 
 _OWN_ENTRIES = ("schema", "gid", "task", "shared", "members", "columns")
+_FIVE_ENTRIES, _SIX_ENTRIES, _COLUMNS = b"\x85", b"\x86", b"\xa7columns"
 _FIRST_BYTES = 32 * 2**10
-"""What is given to the library at first: all but the columns, where texts are short."""
+"""Where the columns are looked for at first: behind texts, where these are short."""
 
 
 def read_document(data: bytes | memoryview) -> dict[str, Any]:
@@ -66,46 +67,21 @@ def _read_any(data: bytes | memoryview) -> Any:
 
 
 def _read_own(data: memoryview) -> dict[str, Any] | None:
-    """None where the document is not one of `wire.encode`."""
-    reader = _Reader(data)
+    """None where the document is not one of `wire.encode`.
+
+    Containers need no count: there cannot be more of them than bytes, and no more than MAX_CONTAINERS are looked at.
+    """
+    head, columns, _ = bytes(data[:_FIRST_BYTES]).partition(_COLUMNS)
+    if not columns:
+        head, columns, _ = bytes(data[:MAX_CONTAINERS]).partition(_COLUMNS)
+    if not columns or head[:1] != _SIX_ENTRIES:
+        return None
     try:
-        is_own = reader.entries() == len(_OWN_ENTRIES)
-        document: dict[str, Any] = {}
-        for name in _OWN_ENTRIES:
-            if not is_own or reader.next() != name:
-                return None
-            document[name] = read_own_columns(data, reader.place()) if name == "columns" else reader.next()
+        document = msgpack.unpackb(_FIVE_ENTRIES + head[1:], **_LIMITS)
+        document["columns"] = read_own_columns(data, len(head) + len(columns))
     except (ValueError, TypeError, IndexError, msgpack.exceptions.UnpackException, RecursionError, WireError):
         return None
-    return document if document["columns"] is not None else None
-
-
-class _Reader:
-    """Objects of a document one by one; the library copies hardly more than it needs for them.
-
-    It counts no containers: there cannot be more of them than bytes, and it is given no more than MAX_CONTAINERS.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self._rest = data[_FIRST_BYTES:MAX_CONTAINERS]
-        self._unpacker = msgpack.Unpacker(**_LIMITS)
-        self._unpacker.feed(data[:_FIRST_BYTES])
-
-    def entries(self) -> int:
-        entries: int = self._unpacker.read_map_header()
-        return entries
-
-    def next(self) -> Any:
-        try:
-            return self._unpacker.unpack()
-        except msgpack.OutOfData:
-            self._unpacker.feed(self._rest)
-            self._rest = self._rest[:0]
-            return self._unpacker.unpack()
-
-    def place(self) -> int:
-        place: int = self._unpacker.tell()
-        return place
+    return document if tuple(document) == _OWN_ENTRIES and document["columns"] is not None else None
 
 
 def _counting() -> dict[str, Any]:

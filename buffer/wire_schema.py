@@ -20,8 +20,8 @@ Count = Annotated[int, Meta(ge=0)]
 Version = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
-class _Map(Struct, forbid_unknown_fields=True):
-    """A map that holds nothing else."""
+class _Map(Struct, forbid_unknown_fields=True, gc=False):
+    """A map that holds nothing else; made, looked at and thrown away, so the garbage collector need not know it."""
 
 
 class Sample(_Map):
