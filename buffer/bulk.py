@@ -9,18 +9,25 @@ time-outs and errors are the library's; what is not plain values is left to it a
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+import ssl
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import redis
 from redis.exceptions import ResponseError
 
+log = logging.getLogger("rolloutmq.buffer")
+
 Command = Sequence[str | int | float | bytes | memoryview]
 """Its name, a key, and the rest."""
 
 Parts = list[memoryview | bytes | None]
+
+Asked = Callable[[], object]
 
 
 _BYTES = (bytes, bytearray, memoryview)
@@ -30,6 +37,9 @@ _LARGE_BYTES = 4096
 
 _LINE_BYTES = 64
 """Longer than what stands before a value."""
+
+_SOON = struct.pack("@ll", 0, 200_000)
+"""A timeval: 0.2 s, of which a round trip takes a few hundredths at most."""
 
 
 def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
@@ -53,11 +63,14 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     return _without_errors(answers)
 
 
-def receive(client: redis.Redis, names: Sequence[Sequence[str]], size: int) -> list[Parts]:
-    """The values of several keys each, in one round trip of about `size` bytes.
+def receive(
+    client: redis.Redis, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool
+) -> list[Parts]:
+    """The values of several keys each, in one round trip. `sizes`: bytes of all values of each; 0: not known.
 
     Where all of them are there, they are one part, joined; else there is a None for each that is not. Parts are
-    read-only, and share memory that is freed with the last of them.
+    read-only, and share memory that is freed with the last of them. `asked` is called once the server was: from then on
+    the kernel receives what is known to come, and other threads have the interpreter.
     """
     commands = [("GET", name) for keys in names for name in keys]
     pool: Any = client.connection_pool
@@ -65,7 +78,10 @@ def receive(client: redis.Redis, names: Sequence[Sequence[str]], size: int) -> l
     try:
         if _is_real(connection):
             connection.send_packed_command(_packed(commands))
-            inbox = _Inbox(connection._sock, size + _LINE_BYTES * len(commands))
+            inbox = _Inbox(connection._sock, sum(sizes) + _LINE_BYTES * len(commands))
+            asked()
+            if all(sizes):
+                inbox.fill(sum(sizes))
             return [inbox.payload(len(keys)) for keys in names]
     except _NotAValue:
         connection.disconnect()
@@ -141,6 +157,20 @@ class _Inbox:
         self._sock, self._memory = sock, np.empty(size, np.uint8).data
         self._start = self._end = self._base = self._joined = 0
 
+    def fill(self, count: int) -> None:
+        """Receive `count` bytes in one call of the kernel; fewer if they do not come soon."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            return  # it takes no flags
+        timeout = self._sock.gettimeout()
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SOON)
+        self._sock.settimeout(None)
+        try:
+            self._receive(count, socket.MSG_WAITALL)
+        except BlockingIOError:
+            log.debug("fewer than %s bytes came", count)  # a value is missing, or the server is busy: go on bit by bit
+        finally:
+            self._sock.settimeout(timeout)
+
     def payload(self, values: int) -> Parts:
         """The next `values` joined, or None for each that is missing."""
         self._joined, missing = 0, 0
@@ -184,15 +214,20 @@ class _Inbox:
     def _more(self) -> None:
         if self._end == len(self._memory):
             self._grow()
+        if not self._receive(len(self._memory) - self._end):
+            raise redis.ConnectionError("Connection closed by server.")
+
+    def _receive(self, count: int, flags: int = 0) -> int:
         try:
-            count = self._sock.recv_into(self._memory[self._end :])
+            received: int = self._sock.recv_into(self._memory[self._end :], count, flags)
+        except BlockingIOError:
+            raise
         except TimeoutError as error:
             raise redis.TimeoutError("Timeout reading from socket") from error
         except OSError as error:
             raise redis.ConnectionError(f"Error while reading from socket: {error}") from error
-        if not count:
-            raise redis.ConnectionError("Connection closed by server.")
-        self._end += count
+        self._end += received
+        return received
 
     def _grow(self) -> None:
         """More memory than expected: what is not read to its end moves into a larger array."""

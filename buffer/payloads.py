@@ -8,12 +8,14 @@ process may run: it is harmless when repeated, interrupted, or done by two at on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 from typing import NamedTuple, TypeVar
 
 from isal import isal_zlib
 
-from buffer.bulk import Command
+from buffer.bulk import Asked, Command, Parts
 from buffer.chunks import CHUNK_BYTES, cut
 from buffer.compression import Compression, compress
 from buffer.errors import PayloadMissing, WireError
@@ -27,6 +29,9 @@ UNPINNED_S = 3600
 
 ROUND_BYTES = 8 * 2**20
 """At most so much in one round trip: larger ones stall the server for everybody (measured)."""
+
+READ_BYTES = 4 * 2**20
+"""The same for what is read and used while the next is received; below it numpy does not ask for large pages."""
 
 
 class Upload(NamedTuple):
@@ -104,15 +109,38 @@ class PayloadStore:
     def read_each(self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, bytes | memoryview], T]) -> list[T]:
         """What `use` makes of the bytes of each payload, in order, in round trips of bounded size.
 
-        Bytes of one round trip share memory, which is freed with the last of them.
+        Bytes of one round trip share memory, which is freed with the last of them. While `use` works on those of one,
+        the kernel receives those of the next.
         """
+        rounds = list(_rounds(((ref.size or CHUNK_BYTES, ref) for ref in refs), READ_BYTES))
         used: list[T] = []
-        for batch in _rounds((ref.size or CHUNK_BYTES, ref) for ref in refs):
-            names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in batch]
-            size = sum(ref.size or CHUNK_BYTES for ref in batch)
-            found = self._store.read("payload read", names, size)
+        for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
             used += [use(ref, join(ref, parts)) for ref, parts in zip(batch, found, strict=True)]
         return used
+
+    def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Parts]]:
+        if len(rounds) < 2:
+            yield from map(self._read, rounds)
+            return
+        with ThreadPoolExecutor(1, "payload-read") as thread:
+            coming = self._begin(thread, rounds[0])
+            for following in rounds[1:]:
+                found = coming.result()
+                coming = self._begin(thread, following)
+                yield found
+            yield coming.result()
+
+    def _begin(self, thread: Executor, refs: Sequence[PayloadRef]) -> Future[list[Parts]]:
+        """Let the thread ask, and wait until it did: in the middle of a decode it would not get the interpreter."""
+        asked = Event()
+        coming = thread.submit(self._read, refs, asked.set)
+        coming.add_done_callback(lambda _: asked.set())
+        asked.wait()
+        return coming
+
+    def _read(self, refs: Sequence[PayloadRef], asked: Asked = bool) -> list[Parts]:
+        names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
+        return self._store.read("payload read", names, [ref.size for ref in refs], asked)
 
     def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
         """The chunks of many payloads as they are, unchecked; None for one that is gone."""
@@ -164,12 +192,12 @@ def _sets(chunks: Iterable[tuple[str, memoryview | bytes]]) -> list[Command]:
     return [("SET", name, part, "EX", UNPINNED_S, "NX") for name, part in chunks]
 
 
-def _rounds(sized: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
-    """The items, in batches whose sizes add up to at most ROUND_BYTES; a larger one goes alone."""
+def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator[list[T]]:
+    """The items, in batches whose sizes add up to at most `most`; a larger one goes alone."""
     batch: list[T] = []
     total = 0
     for size, item in sized:
-        if batch and total + size > ROUND_BYTES:
+        if batch and total + size > most:
             yield batch
             batch, total = [], 0
         batch.append(item)

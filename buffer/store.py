@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError, TimeoutError
 
-from buffer.bulk import Command, Parts, pipelined, receive, send
+from buffer.bulk import Asked, Command, Parts, pipelined, receive, send
 from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
 from buffer.keys import clock_beside
 from buffer.masking import mask_url
@@ -226,11 +226,11 @@ class Store:
         keys = [str(command[1]) for command in commands]
         return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run), starts_work=starts_work)
 
-    def read(self, what: str, names: Sequence[Sequence[str]], size: int) -> list[Parts]:
-        """The values of several keys of one slot each, about `size` bytes in all; see `buffer.bulk.receive`."""
+    def read(self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool) -> list[Parts]:
+        """The values of several keys of one slot each; see `buffer.bulk.receive`."""
 
         def run(client: Any, here: list[int]) -> list[Parts]:
-            return receive(client, [names[n] for n in here], size)
+            return receive(client, [names[n] for n in here], [sizes[n] for n in here], asked)
 
         return self.retrying(what, lambda: self.servers.at_each("bulk", [keys[0] for keys in names], run))
 
