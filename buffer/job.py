@@ -17,13 +17,14 @@ ReleaseKind = Literal["handback", "aborted", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The right to generate one group, until its lease runs out."""
+    """The right to generate one group, until its lease runs out. `aborts`: how often it was interrupted."""
 
     gid: str
     token: str
     lane: str
     tries: int
     payload: PayloadRef
+    aborts: int = 0
 
     @property
     def task(self) -> str:
@@ -37,9 +38,9 @@ class Job:
     @classmethod
     def parse(cls, row: Sequence[str], token: str) -> Job:
         """One group of a claim's reply."""
-        gid, lane, tries, payload, chunks, size, crc = row
+        gid, lane, tries, payload, chunks, size, crc, aborts = row
         ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
-        return cls(gid, token, lane, int(tries), ref)
+        return cls(gid, token, lane, int(tries), ref, int(aborts or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Claim:
                 return cls(None, [], "UNKNOWN")
             case "PAUSED" | "STALE" | "FULL" as refusal:
                 return cls(ControlState.parse(reply[1:7]), [], refusal)
-        rows = [reply[i : i + 7] for i in range(7, len(reply), 7)]
+        rows = [reply[i : i + 8] for i in range(7, len(reply), 8)]
         return cls(ControlState.parse(reply[1:7]), [Job.parse(row, token) for row in rows])
 
 

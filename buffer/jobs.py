@@ -168,8 +168,8 @@ class JobQueue:
     # -- the worker's side ---------------------------------------------------
 
     def claim(self, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Claim:
-        """Up to `limit` jobs (CLAIM_MOST at most), highest lane first, tasks by weight within a lane. Call again with
-        the same `token` to repeat a claim whose reply was lost."""
+        """Up to `limit` jobs (CLAIM_MOST at most), highest lane first, tasks by weight within a lane. The same `token`
+        repeats a claim whose reply was lost."""
         keys, limits = self._keys, self._limits
         lanes = self._serving_order()
         tail = [key for task, lane in lanes for key in (keys.jobs(task, lane), keys.progress(task))]
@@ -178,12 +178,8 @@ class JobQueue:
             {"control": keys.control, "leases": keys.leases, "worker": keys.worker(worker), "groups": keys.groups}
             | {"holds": keys.holds(worker), "events": keys.events, "bytes": keys.bytes, "ledger": keys.ledger("train")},
             {"worker": worker, "nonce": nonce, "token": token, "weights": str(weights)}
-            | {
-                "lease_ms": limits.lease_ms,
-                "limit": min(limit, CLAIM_MOST),
-                "low": limits.low_bytes,
-                "high": limits.high_bytes,
-            },
+            | {"lease_ms": limits.lease_ms, "limit": min(limit, CLAIM_MOST)}
+            | {"low": limits.low_bytes, "high": limits.high_bytes},
             tail,
             [lane for _, lane in lanes],
         )
@@ -203,11 +199,12 @@ class JobQueue:
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         reply = self._store.call(
             "release",
-            {"leases": keys.leases, "holds": keys.holds(worker), "groups": keys.groups}
-            | {"progress": keys.progress(task), "aborted": keys.pool(task, "aborted"), "lineages": keys.lineages}
-            | {"jobs_resume": keys.jobs(task, "resume"), "jobs_eval": keys.jobs(task, "eval"), "dead": keys.dead}
-            | {"bell_workers": keys.bell("workers"), "bell_producer": keys.bell("producer")}
-            | {"dead_letters": keys.dead_letters, "events": keys.events},
+            {"leases": keys.leases, "holds": keys.holds(worker), "groups": keys.groups, "events": keys.events}
+            | {"progress": keys.progress(task), "lineages": keys.lineages}
+            | {"dead": keys.dead, "dead_letters": keys.dead_letters}
+            | {status: keys.pool(task, status) for status in ("aborted", "expired")}
+            | {f"jobs_{lane}": keys.jobs(task, lane) for lane in ("resume", "eval")}
+            | {f"bell_{who}": keys.bell(who) for who in ("workers", "producer")},
             {
                 "gid": job.gid,
                 "token": job.token,
@@ -215,6 +212,7 @@ class JobQueue:
                 "max_tries": self._limits.max_tries,
                 "reason": letter,
                 "lag": self._limits.token_lag(task),
+                "tail": self._limits.tail_tries(task) or "",
             },
         )
         if reply[0] == "FENCED":

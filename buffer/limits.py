@@ -29,6 +29,8 @@ class TaskLimits(BaseModel):
     eval_of: str | None = None
     tail_batch_trigger_size: int | None = None
     """the task's own; None: the run's"""
+    tail_batch_max_tries: int | None = None
+    """the task's own; None: the run's"""
     over_sample_threshold: float | None = None
     """the task's own; None: the run's"""
     strategy: Literal["async", "sync"] = "async"
@@ -68,6 +70,8 @@ class RunLimits(BaseModel):
     """groups of a train step, over all training tasks"""
     over_sample_threshold: float = 0.0
     tail_batch_trigger_size: int = -1
+    tail_batch_max_tries: int | None = None
+    """interruptions after which a group counts as expired, and is finished once it runs again; None: never"""
     max_consecutive_failures: int | None = None
     """tries that fail or are filtered one after the other before nothing more of a task is started; None: no bound"""
     concurrency: int | None = None
@@ -114,6 +118,11 @@ class RunLimits(BaseModel):
     def tail_batch(self, task: str) -> int:
         own = self.tasks[task].tail_batch_trigger_size
         return self.tail_batch_trigger_size if own is None else own
+
+    def tail_tries(self, task: str) -> int | None:
+        """Interruptions after which a pause waits for a group of a task; evaluations are asked again as a whole."""
+        own = self.tasks[task]
+        return None if own.eval_of is not None else own.tail_batch_max_tries or self.tail_batch_max_tries
 
     def patience(self, task: str) -> int | None:
         """Tries of a task that may fail, or be filtered, one after the other."""

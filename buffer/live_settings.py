@@ -27,6 +27,8 @@ class LiveTaskSettings(Section):
     """groups started beyond the batch, as a share of it"""
     tail_batch_trigger_size: int | None = Field(None, ge=-1)
     """expired groups: -1 drops them, 0 retries them at once, N retries them first once there are N"""
+    tail_batch_max_tries: int | None = Field(None, ge=1)
+    """interruptions after which a group is finished, whatever waits for it"""
     max_in_flight: int | None = Field(None, ge=1)
     """groups that wait, run or are judged at most"""
     max_consecutive_failures: int | None = Field(None, ge=1)
@@ -41,6 +43,8 @@ class LiveSettings(Section):
     over_sample_threshold: float | None = Field(None, ge=0)
     """groups started beyond the batch, as a share of it, of tasks without one of their own"""
     tail_batch_trigger_size: int | None = Field(None, ge=-1)
+    """of tasks without one of their own"""
+    tail_batch_max_tries: int | None = Field(None, ge=1)
     """of tasks without one of their own"""
     max_tries: int | None = Field(None, ge=1)
     """after so many failed or lost tries a group is a dead letter"""
@@ -62,6 +66,7 @@ class LiveSettings(Section):
         own = (
             "over_sample_threshold",
             "tail_batch_trigger_size",
+            "tail_batch_max_tries",
             "max_tries",
             "pause_timeout_s",
             "concurrency",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from buffer.control import ControlState
 from producer_workers.engines.base import Engine, WeightsError
+from producer_workers.engines.capabilities import AbortsSome
 from producer_workers.weight_pull import verify_weights
 
 log = logging.getLogger("rolloutmq.worker")
@@ -56,8 +58,13 @@ class SteeredEngine:
             await self._engine.wake()
             self.asleep = False
 
-    async def abort(self) -> None:
-        """Take back what the engine has; it samples again for whatever comes next."""
+    async def abort(self, spared: Collection[str] = ()) -> None:
+        """Take back what the engine has, but for the groups `spared`; it samples again for whatever comes next."""
+        if spared:
+            await self.thaw()
+            if isinstance(self._engine, AbortsSome):
+                await self._engine.abort_others(spared)
+            return
         await self._engine.pause("abort")
         await self._engine.resume()
         self.paused = False

@@ -46,7 +46,9 @@ class SyncProduceStrategy:
 
     def plan(self, context: ProduceContext) -> ProducePlan:
         target = self.target(context.version) - context.shortfall
-        return ProducePlan(target, is_enough=_is_enough(self.should_continue, context, target))
+        # only what was interrupted too often is among the expired: others are dropped
+        pools = ("expired", "aborted") if self.limits.tail_tries(self.task) else ("aborted",)
+        return ProducePlan(target, tuple((p, 1) for p in pools), _is_enough(self.should_continue, context, target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,11 @@ class AsyncProduceStrategy:
         trigger, ahead = self.limits.tail_batch(self.task), self._ahead(self._last_step(context.version))
         needed = self.target(context.version) - ahead - context.shortfall
         is_tail_batch = 0 < trigger <= context.leftovers.expired
+        # with trigger -1, only what was interrupted too often is there: expired groups are dropped
+        keeps = trigger >= 0 or self.limits.tail_tries(self.task)
         return ProducePlan(
             needed if is_tail_batch else needed + ahead,
-            ((("expired", max(1, trigger)),) if trigger >= 0 else ()) + (("aborted", 1),),
+            ((("expired", max(1, trigger)),) if keeps else ()) + (("aborted", 1),),
             is_enough=_is_enough(self.should_continue, context, needed),
         )
 

@@ -7,7 +7,8 @@ What it may do is decided in Redis: a claim is refused while the run is paused o
     run               loads newer weights, samples, claims                it has those weights
     keep              freezes the engine                                  nothing is sampled
     abort             takes back what the engine has; groups go to the    it holds no group
-                      aborted pool, with their tokens if partial rollout is on
+                      aborted pool, with their tokens if partial rollout is on;
+                      those interrupted too often are finished (protection.py)
     drain, finish     claims nothing, ends what it has                    it holds no group
     abort, drain with no lane open: an engine that sleeps does so before  it holds no group, and no device memory
                       the receipt (colocated runs)
@@ -30,6 +31,8 @@ from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.group_work import GroupWork
 from producer_workers.heard_control import HeardControl
 from producer_workers.heart import Heart
+from producer_workers.pending_groups import PendingGroups
+from producer_workers.protection import Protection
 from producer_workers.said_once import SaidOnce
 from producer_workers.steered_engine import SteeredEngine
 from producer_workers.task_runner import TaskRunner
@@ -67,8 +70,7 @@ class Worker:
         self._concurrency = concurrency
         self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
         self._facts = {"engine": engine.name, "concurrency": str(concurrency), **(facts or {})}
-        # by task, not by gid: a group that failed here may be claimed here again before its first task has ended
-        self._work: dict[asyncio.Task[None], Job] = {}
+        self._work, self._protection = PendingGroups(self._end), Protection(run.limits)
         self._changed = asyncio.Event()
         self._control = HeardControl(self._changed.set)
         self._stopping, self._refusal = False, SaidOnce(log, "claiming nothing")
@@ -147,7 +149,7 @@ class Worker:
             self._rate = (now, made, (made - tokens) / (now - then))
         weights, heard = self._engine.version(), self._control.epoch
         pulse = Pulse(self._control.ack, weights, self._state(), self._rate[2], self._group_work.done, heard)
-        return pulse, list(self._work.values())
+        return pulse, self._work.jobs()
 
     def _state(self) -> str:
         if self._stopping:
@@ -163,11 +165,9 @@ class Worker:
     def _hear(self, beat: Beat, pulse: Pulse) -> None:
         """The answer to a heartbeat that said `pulse`."""
         self._control.receipt = pulse.ack
-        for task, job in list(self._work.items()):
-            # one that is being handed in may be gone because it arrived; its submit says so
-            if job in beat.lost and job not in self._group_work.handing_in and not task.done():
-                log.warning("lease lost", extra={"gid": job.gid})
-                task.cancel()
+        # one that is being handed in may be gone because it arrived; its submit says so
+        for job in self._work.cancel(set(beat.lost) - self._group_work.handing_in):
+            log.warning("lease lost", extra={"gid": job.gid})
         if beat.control:
             self._control.hear_answer(beat.control, pulse.heard)
 
@@ -195,7 +195,7 @@ class Worker:
             return loaded
         if state.mode is Mode.ABORT and self._work:
             # again and again, since a group may only now come from its prompt or its judge to the engine
-            await self._steered.abort()
+            await self._steered.abort(self._protection.spared(state.epoch, self._work.jobs(), time.monotonic()))
             return False
         await self._steered.thaw()
         if self._work:
@@ -240,16 +240,12 @@ class Worker:
         if claim.control:
             self._control.hear_answer(claim.control, asked)
         for job in claim.jobs:
-            task = asyncio.create_task(self._group_work.do(job), name=job.gid)
-            self._work[task] = job
-            task.add_done_callback(self._end)
+            self._work.schedule(job, self._group_work.do(job))
         return bool(claim.jobs)
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        del self._work[task]
+    def _end(self, error: BaseException | None) -> None:
         self._changed.set()
-        if not task.cancelled() and (error := task.exception()):
-            self._failure = error
+        self._failure = error or self._failure
 
     # -- leaving -------------------------------------------------------------
 
@@ -271,27 +267,18 @@ class Worker:
         await self._steered.thaw()
         end = time.monotonic() + self._drain_timeout_s
         while self._work and self._control.mode not in (None, Mode.ABORT) and time.monotonic() < end:
-            await self._await_work(min(IDLE_S, end - time.monotonic()))
+            await self._work.wait(min(IDLE_S, end - time.monotonic()))
         if self._work:
             await self._engine.pause("abort")
-            await self._await_work(HAND_BACK_S)
+            await self._work.wait(HAND_BACK_S)
 
     async def _hand_back(self) -> None:
         """Give back, unharmed, what could not be ended."""
-        left = dict(self._work)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        for task, job in left.items():
-            if task.cancelled():
-                await self._try_to_release(job)
+        for job in await self._work.cancel_all():
+            await self._try_to_release(job)
 
     async def _try_to_release(self, job: Job) -> None:
         try:
             await asyncio.to_thread(self._run.jobs.release, self.id, job, "handback", "the worker left")
         except (Fenced, StoreUnavailable) as error:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
-
-    async def _await_work(self, timeout_s: float) -> None:
-        if self._work:
-            await asyncio.wait(list(self._work), timeout=timeout_s)

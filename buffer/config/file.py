@@ -134,6 +134,7 @@ class ConfigFile(Section):
             over_sample_threshold=self.strategy.over_sample_threshold,
             max_consecutive_failures=self.strategy.max_consecutive_failures,
             tail_batch_trigger_size=self.strategy.tail_batch_trigger_size,
+            tail_batch_max_tries=self.strategy.tail_batch_max_tries,
             order=self.policy.order,
             retain_batches=self.retention.batches,
             retain_until_exported=self.retention.policy == "export",
@@ -154,6 +155,7 @@ class ConfigFile(Section):
             strategy=own.kind,
             # what is only common stays common, so that it can be changed for all at once
             tail_batch_trigger_size=None if task.strategy is None else own.tail_batch_trigger_size,
+            tail_batch_max_tries=None if task.strategy is None else own.tail_batch_max_tries,
             over_sample_threshold=None if task.strategy is None else own.over_sample_threshold,
             max_in_flight=own.max_in_flight,
             max_consecutive_failures=None if task.strategy is None else own.max_consecutive_failures,

@@ -38,6 +38,10 @@ class StrategySection(Section):
     """an interrupted group keeps its tokens and goes on from them"""
     tail_batch_trigger_size: int = Field(-1, ge=-1)
     """expired groups: -1 drops them, 0 retries them at once, N retries them first once there are N"""
+    tail_batch_max_tries: int | None = Field(None, ge=1)
+    """a group that was interrupted so often waits with the expired ones for the tail batch (if it has no tokens), and
+    is finished once it runs again: a pause of kind abort waits for it, half of [lease] pause_timeout_s at most;
+    default: never, it starts again for as long as it is interrupted"""
     is_valid_sample_fn: str | None = None
     """which completed groups are worth training on, the others are filtered and made up for: not_all_equal (rewards
     that differ, as DAPO wants), or your function of a group's rollouts as package.module:function; default: all"""

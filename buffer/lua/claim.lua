@@ -18,7 +18,7 @@
 -- ARGV[7] low      0..            payload bytes of the run from which no fresh group is given out; 0 = no bound
 -- ARGV[8] high     0..            and from which none is
 -- ARGV[9+] lane  eval|resume|fresh xKEYS
--- replies OK 6 x control, then (gid lane tries payload chunks size crc) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
+-- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
 --       | FULL 6 x control held mark (groups wait, but none that may be started)
 -- keeps I2 (the token fences), I10 (checked here, whatever the worker heard), I11 (a try counts now), I12, I13 (token)
 local control, leases, worker, holds, groups, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -31,10 +31,10 @@ local reply = control_state(control)
 table.insert(reply, 1, 'OK')
 
 local function add(gid, new_tries)
-  local record = redis.call('HMGET', groups .. gid, 'lane', 'tries', 'payload', 'chunks', 'size', 'crc')
+  local record = redis.call('HMGET', groups .. gid, 'lane', 'tries', 'payload', 'chunks', 'size', 'crc', 'aborts')
   reply[#reply + 1] = gid
   record[2] = int(num(record[2]) + new_tries)
-  for k = 1, 6 do reply[#reply + 1] = record[k] or '' end
+  for k = 1, 7 do reply[#reply + 1] = record[k] or '' end
 end
 
 if known[2] == token then

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 class _Run:
     """One request: the whole response it will have made when its time is up."""
 
+    request_id: str
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     finish_reason: FinishReason
@@ -107,7 +109,11 @@ class SimulatedEngine:
             self._paused = True
             self._freeze()
             if mode == "abort":
-                self._abort_all()
+                self._abort(self._all())
+
+    async def abort_others(self, spared: Collection[str]) -> None:
+        self.check_health()
+        self._abort([r for r in self._all() if r.request_id.partition("/")[0] not in spared])
 
     async def resume(self) -> None:
         self.check_health()
@@ -153,7 +159,7 @@ class SimulatedEngine:
     async def shutdown(self) -> None:
         if self._state == "up":
             self._freeze()
-            self._abort_all()
+            self._abort(self._all())
         self._state = "shut down"
 
     def _clock(self) -> float:
@@ -200,13 +206,18 @@ class SimulatedEngine:
             self._waiting.remove(run)
         self._admit()
 
-    def _abort_all(self) -> None:
+    def _all(self) -> list[_Run]:
+        return [*self._running, *self._waiting]
+
+    def _abort(self, runs: list[_Run]) -> None:
         clock_s = self._clock()
-        for run in (*self._running, *self._waiting):
+        for run in runs:
             if not run.result.done():
                 run.result.set_result(self._generation(run, run.tokens_at(clock_s), "abort"))
-        self._running.clear()
-        self._waiting.clear()
+        # not by `_drop`, which would start others of these in their places
+        gone = set(runs)
+        self._running -= gone
+        self._waiting = deque(run for run in self._waiting if run not in gone)
 
     def _generation(self, run: _Run, tokens: int, reason: FinishReason) -> Generation:
         return Generation(run.token_ids[:tokens], run.logprobs[:tokens], self._spans(run, tokens), reason)
@@ -234,6 +245,7 @@ class SimulatedEngine:
             token_ids[-1] = self._config.eos_token_id
         tokens, stopped = _first_stop(token_ids, params, stopped)
         return _Run(
+            request_id,
             token_ids[:tokens],
             logprobs[:tokens],
             "stop" if stopped else "length",
@@ -258,7 +270,7 @@ class SimulatedEngine:
 
     def _die(self, error: EngineDeadError) -> None:
         self._state, self._death = "dead", error
-        for run in (*self._running, *self._waiting):
+        for run in self._all():
             if not run.result.done():
                 run.result.set_exception(error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +59,7 @@ class VllmEngine:
         self._api: VllmApi | None = None
         self._llm: Any = None
         self._paused = False
+        self._requests: set[str] = set()
         self._updating: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # pause, resume and updates come one after another
         self._dead: str | None = "not started"
@@ -88,6 +89,7 @@ class VllmEngine:
         submitted = self._version
         sampling = self._api.sampling(**sampling_arguments(params), output_kind=self._api.final_only)
         final = None
+        self._requests.add(request_id)
         try:
             prompt = self._api.wrap_prompt(prompt_ids.tolist())
             async for output in self._llm.generate(prompt, sampling, request_id):
@@ -98,6 +100,8 @@ class VllmEngine:
             raise GenerationError(f"vLLM refused request {request_id}: {error}") from error
         except Exception as error:
             raise GenerationError(f"request {request_id} failed in vLLM: {error!r}") from error
+        finally:
+            self._requests.discard(request_id)
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
         return _generation(final.outputs[0], submitted)
@@ -108,6 +112,11 @@ class VllmEngine:
             self._paused = True
             # The caches stay: they are dropped when weights change, and only then are they wrong.
             await self._control(self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})")
+
+    async def abort_others(self, spared: Collection[str]) -> None:
+        self.check_health()
+        if others := [name for name in self._requests if name.partition("/")[0] not in spared]:
+            await self._control(self._llm.abort(others), "abort of some requests")
 
     async def resume(self) -> None:
         self.check_health()

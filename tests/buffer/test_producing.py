@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from buffer import Mode, Status, group_id, new_nonce
+from buffer import Job, Mode, Status, group_id, new_nonce
 from buffer.errors import Fenced, PayloadMissing, RoleHeld, WireError
 from tests.buffer.scene import FIRST, Scene, prompt
 
@@ -165,3 +167,49 @@ def test_finish_closes_everything(scene: Scene) -> None:
     scene.pause(Mode.FINISH)
     assert scene.enqueue(1).refusal == "CLOSED"
     assert scene.run.control.state().mode is Mode.FINISH
+
+
+def interrupt(scene: Scene) -> Job:
+    """The one group that waits is claimed, and released as a pause does."""
+    (job,) = scene.claim()
+    scene.run.jobs.release("w0", job, "aborted")
+    return job
+
+
+def test_a_group_interrupted_too_often_waits_with_the_expired_ones(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(tail_batch_max_tries=2)
+    scene.enqueue(1)
+    reissue = scene.run.jobs.reissue
+    assert interrupt(scene).aborts == 0
+    assert (len(scene.pool("aborted")), len(scene.pool("expired"))) == (1, 0)
+    reissue(scene.producer, "math", "aborted", 1000)
+    assert interrupt(scene).aborts == 1
+    assert (len(scene.pool("aborted")), len(scene.pool("expired"))) == (0, 1)
+    # it does not age there, counts towards the trigger, and says at its next claim how often it was interrupted
+    scene.run.buffer.refresh_staleness("math")
+    assert reissue(scene.producer, "math", "expired", 1000, at_least=2) == 0
+    assert reissue(scene.producer, "math", "expired", 1000, at_least=1) == 1
+    (job,) = scene.claim()
+    assert (job.aborts, job.tries) == (2, 1)
+    scene.submit(job)
+    assert scene.run.account.totals().clean
+    scene.check()
+
+
+def test_a_group_with_tokens_keeps_them_however_often_it_was_interrupted(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(tail_batch_max_tries=1)
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, status=Status.ABORTED)
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
+    assert interrupt(scene).aborts == 1
+    assert (len(scene.pool("aborted")), len(scene.pool("expired"))) == (1, 0)
+    assert scene.record(job.gid)["payload"] == job.token
+    scene.check()
+
+
+def test_evaluations_know_no_tail_batch(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(tail_batch_max_tries=1)
+    scene.enqueue(1, task="quiz")
+    interrupt(scene)
+    assert len(scene.pool("aborted", "quiz")) == 1

@@ -12,6 +12,7 @@ import pytest
 
 from buffer.rollout import PolicyVersion, SampleParams, VersionSpan
 from producer_workers.engines.base import Engine, Generation, WeightsError
+from producer_workers.engines.capabilities import AbortsSome
 from tests.engines.conftest import FIRST, Folders, Run
 
 PROMPT = np.array([40, 41, 42, 43, 44], dtype=np.int32)
@@ -80,6 +81,26 @@ def test_pause_abort_returns_a_prefix_when_a_request_runs(engine: Engine, run: R
     whole, part = run(scenario())
     made = len(part.token_ids)
     assert part.finish_reason == "abort"
+    assert np.array_equal(part.token_ids, whole.token_ids[:made])
+    assert len(part.logprobs) == made
+    assert part.spans == (VersionSpan(0, made, FIRST.version, FIRST.lineage),)
+
+
+def test_abort_of_others_spares_a_group_and_ends_the_rest(engine: Engine, run: Run[Any]) -> None:
+    if not isinstance(engine, AbortsSome):
+        pytest.skip("this engine aborts all or nothing")
+    params, spared = sampling(LONG, seed=3), "math-0000000001"
+
+    async def scenario() -> tuple[Generation, Generation, Generation]:
+        whole = await generate(engine, params)
+        kept = asyncio.create_task(engine.generate(f"{spared}/0", PROMPT, params))
+        part = await interrupt(engine, params, lambda: engine.abort_others({spared}))
+        return whole, await kept, part
+
+    whole, kept, part = run(scenario())
+    made = len(part.token_ids)
+    assert (part.finish_reason, kept.finish_reason) == ("abort", "length")
+    assert np.array_equal(kept.token_ids, whole.token_ids)
     assert np.array_equal(part.token_ids, whole.token_ids[:made])
     assert len(part.logprobs) == made
     assert part.spans == (VersionSpan(0, made, FIRST.version, FIRST.lineage),)

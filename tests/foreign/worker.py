@@ -23,7 +23,8 @@ LOST = (redis.ConnectionError, redis.TimeoutError)
 KEYS = {  # the slots of a script's header that are not called like their key; {0} is the task
     "worker": "worker:{id}", "holds": "holds:{id}", "groups": "group:", "bell": "bell:receipts",
     "dead_letters": "dead:", "ledger": "ledger:train", "progress": "progress:{0}", "completed": "pool:{0}:completed",
-    "order": "order:{0}:completed", "aborted": "pool:{0}:aborted", "filtered": "ended:{0}:filtered",
+    "order": "order:{0}:completed", "aborted": "pool:{0}:aborted", "expired": "pool:{0}:expired",
+    "filtered": "ended:{0}:filtered",
     "jobs_resume": "jobs:{0}:resume", "jobs_eval": "jobs:{0}:eval", "bell_workers": "bell:workers",
     "bell_producer": "bell:producer", "bell_trainer": "bell:trainer",
 }  # fmt: skip
@@ -127,7 +128,7 @@ class Worker:
             self.submit(gid, token, self.make(gid))
         except (Abort, ValueError, KeyError) as error:
             kind, letter = "aborted" if isinstance(error, Abort) else "failed", json.dumps({"reason": str(error)})
-            self.call("release", task, [gid, token, kind, self.limits["max_tries"], letter, ""])
+            self.call("release", task, [gid, token, kind, self.limits["max_tries"], letter, "", ""])
         finally:
             self.held.pop(gid, None)
         return True

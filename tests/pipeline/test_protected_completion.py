@@ -1,0 +1,92 @@
+"""A group that was interrupted too often is finished: a pause waits for it, for nothing else, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from buffer.control import Mode, new_nonce
+from buffer.rollout import Status
+from tests.pipeline.yard import FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
+
+
+def enqueue_tail(yard: Yard, tokens: tuple[int, int]) -> str:
+    """A group that was interrupted once, which is too often, and waits again."""
+    (gid,) = yard.enqueue(1, tokens)
+    nonce, jobs = new_nonce(), yard.run.jobs
+    yard.run.fleet.register("hand", nonce, {})
+    (job,) = jobs.claim("hand", nonce, new_nonce(), FIRST, 1).jobs
+    jobs.release("hand", job, "aborted")
+    assert jobs.reissue(yard.producer, TASK, "expired", 10_000) == 1
+    yard.run.fleet.deregister("hand", nonce)
+    return gid
+
+
+def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_their_tokens(
+    make_yard: Callable[..., Yard],
+) -> None:
+    yard = make_yard(tail_batch_max_tries=1)
+    protected = enqueue_tail(yard, (150, 150))
+    (other,) = yard.enqueue(1, LONG)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+            await yard.until_generating(engine, 4)
+            await yard.receipts(yard.control(Mode.ABORT))
+            assert yard.leases() == 0
+            assert yard.places() == {"completed": 1, "aborted": 1}
+
+    asyncio.run(scenario())
+    assert yard.group(protected).lengths.tolist() == [150, 150]
+    assert yard.group(other).status is Status.ABORTED
+    assert (yard.group(other).lengths > 0).all()
+    assert (yard.group(other).lengths < 5000).all()
+    yard.check()
+
+
+def test_pause_ends_a_protected_group_that_takes_too_long(make_yard: Callable[..., Yard]) -> None:
+    yard = make_yard(tail_batch_max_tries=1, pause_timeout_s=0.5)
+    gid = enqueue_tail(yard, LONG)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
+            await yard.until_generating(engine, 2)
+            await yard.receipts(yard.control(Mode.ABORT))
+            assert yard.places() == {"expired": 1}
+            assert engine.unfinished() == 0
+
+    asyncio.run(scenario())
+    assert yard.run.record(gid)["aborts"] == "2"
+    yard.check()
+
+
+def test_an_engine_that_cannot_abort_some_goes_on_with_all_until_the_protected_one_is_done(
+    make_yard: Callable[..., Yard],
+) -> None:
+    yard = make_yard(tail_batch_max_tries=1)
+    protected = enqueue_tail(yard, (100, 100))
+    (other,) = yard.enqueue(1, LONG)
+    worker: Any = yard.worker(token_s=SLOW_S, partial_rollout=True)
+    worker._steered._engine = OnlyWhatIsAsked(worker.engine)
+
+    async def scenario() -> None:
+        async with yard.working(worker) as engine:
+            await yard.until_generating(engine, 4)
+            await yard.receipts(yard.control(Mode.ABORT))
+            assert yard.places() == {"completed": 1, "aborted": 1}
+
+    asyncio.run(scenario())
+    assert yard.group(protected).lengths.tolist() == [100, 100]
+    assert (yard.group(other).lengths > 50).all()
+    yard.check()
+
+
+class OnlyWhatIsAsked:
+    """`Engine` and nothing else."""
+
+    def __init__(self, engine: WatchedEngine) -> None:
+        self.name = engine.name
+        self.start, self.generate, self.pause, self.resume = engine.start, engine.generate, engine.pause, engine.resume
+        self.load_weights, self.sleep, self.wake = engine.load_weights, engine.sleep, engine.wake
+        self.version, self.check_health, self.shutdown = engine.version, engine.check_health, engine.shutdown
