@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.config.loader import load_config
+from buffer.dotted_path import load_object
 from buffer.json_log import log_json
 from buffer.server.lifeline import follow_owner
 
@@ -80,11 +81,16 @@ def train(
     follow_owner()
     from buffer.open_run import open_store, server_url
     from consumer.launch.preparation import make_run
-    from consumer.trainer import Trainer
 
     store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True)
     model_dir = settings.policy.model or settings.run.folder / "model"
-    trainer = Trainer(make_run(store, settings, model_dir, regenerate=regenerate), settings, model_dir)
+    run = make_run(store, settings, model_dir, regenerate=regenerate)
+    if settings.trainer.loop:
+        load_object(settings.trainer.loop, kind="loop of a trainer")(run, settings, model_dir, take_over=take_over)
+        return
+    from consumer.trainer import Trainer
+
+    trainer = Trainer(run, settings, model_dir)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: trainer.consumer.stop())
     if not trainer.fit(take_over=take_over, regenerate=regenerate):

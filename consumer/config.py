@@ -21,6 +21,8 @@ from consumer.warm_start_config import WarmStartConfig
 class TrainerSection(Section):
     """[trainer]: the loop around the learner."""
 
+    loop: str | None = None
+    """a trainer of yours in place of the reference one: "module:function" (consumer/examples has two)"""
     flow: Literal["disaggregated", "colocated"] = "disaggregated"
     """disaggregated: workers go on while it trains. colocated: from when a batch is taken until the new weights are
     published they are paused ([policy] pause_mode abort or drain), and may sleep ([worker] sleep_when_paused)"""

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "generation_config.json",
+    "vocab*",
+    "merges*",
+)
+
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
@@ -78,6 +87,14 @@ def save_model(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype | Non
     file = folder / "config.json"
     config = orjson.loads(file.read_bytes()) | {"dtype": str(dtype).removeprefix("torch.")}
     file.write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Put the tokenizer of a model folder into another one; what is there already stays."""
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            if not (folder / file.name).exists():
+                shutil.copy(file, folder / file.name)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

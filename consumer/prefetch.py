@@ -27,14 +27,14 @@ AT_ONCE = 16
 
 
 class Prefetcher:
-    """Holds at most `budget_bytes` of payloads; 0: does nothing at all."""
+    """Holds at most `budget_bytes` of payloads; 0: does nothing at all. Ends with `closed`."""
 
-    def __init__(self, run: Run, budget_bytes: int) -> None:
-        self._run, self._budget = run, budget_bytes
+    def __init__(self, run: Run, budget_bytes: int, closed: threading.Event) -> None:
+        self._run, self._budget, self._closed = run, budget_bytes, closed
         self._held: dict[PayloadRef, RolloutGroup] = {}
         self._lock = threading.Lock()
         self._counts: Mapping[str, int] = {}
-        self._go, self._closed = threading.Event(), threading.Event()
+        self._go = threading.Event()
         self._thread: threading.Thread | None = None
         self.used = self.read = 0
         """groups that a batch found here, and that were read ahead, in all"""

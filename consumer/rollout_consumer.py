@@ -71,8 +71,8 @@ class RolloutConsumer:
         self._reader = BatchReader(run, self.nonce)
         self.lineage = secrets.token_hex(4)
         self.pauses, self.waits, self._takes = PauseTimes(), WaitClock(), TakeTimes()
-        self._prefetcher = Prefetcher(run, prefetch_bytes)
         self._stop, self._closed = threading.Event(), threading.Event()
+        self._prefetcher = Prefetcher(run, prefetch_bytes, self._closed)
         self._lost: RolloutMQError | None = None
         self._heart: threading.Thread | None = None
 
@@ -289,6 +289,7 @@ class RolloutConsumer:
                 log.warning("no heartbeat: %s", error)
             except RolloutMQError as error:  # Fenced, or a server that refuses: told at the next operation
                 self._lost = error
+                self._prefetcher.end()
                 break
 
 

@@ -7,7 +7,6 @@ around a pause. The position lives in the checkpoint; Redis delivers what follow
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.evaluator import Evaluator
 from consumer.learner import Learner
+from consumer.model_folder import copy_tokenizer
 from consumer.overlong import shaped_scores
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from consumer.step_log import StepWriter
@@ -41,14 +41,6 @@ from consumer.weights.shared_folder import SharedFolder
 log = logging.getLogger("rolloutmq.trainer")
 
 OPTIMIZER = "optimizer.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "generation_config.json",
-    "vocab*",
-    "merges*",
-)
 
 
 class Trainer:
@@ -235,10 +227,7 @@ class Trainer:
 
     def _save_model(self, folder: Path, *, to_publish: bool = False) -> None:
         self._learner.save_weights(folder, to_publish=to_publish)
-        for pattern in TOKENIZER_FILES:
-            for file in self._model_dir.glob(pattern):
-                if not (folder / file.name).exists():
-                    shutil.copy(file, folder / file.name)
+        copy_tokenizer(self._model_dir, folder)
 
     def _checkpoint(self) -> None:
         """Write a checkpoint, then commit: in this order, or a crash between the two would lose batches (I6)."""

@@ -126,10 +126,10 @@ def at_work(run: Run, *, deaf: bool = False, stamp: int | None = None, **targets
         crew.stop()
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str, *, tries: int = 2000) -> None:
     """Poll until it holds; a test that waits in vain fails with `what`."""
     pause = threading.Event()
-    for _ in range(2000):
+    for _ in range(tries):
         if condition():
             return
         pause.wait(0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from buffer import Run, new_nonce, wire
 from buffer.keys import group_id
 from consumer.prefetch import Prefetcher
@@ -31,7 +33,7 @@ def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(run:
     with at_work(run, math=6):
         wait_until(lambda: run.buffer.count("math") == 6, "six groups")
     sizes = [entry.payload.size for entry in run.buffer.peek(6, "math")]
-    ahead = Prefetcher(run, sum(sizes[:2]))
+    ahead = Prefetcher(run, sum(sizes[:2]), threading.Event())
     try:
         ahead.begin({"math": 6, "quiz": 0})
         wait_until(lambda: ahead.read == 2, "two groups")
@@ -67,11 +69,11 @@ def test_a_group_that_was_replaced_after_it_was_read_is_read_again(run: Run, tra
 
 
 def test_reading_ahead_ends_with_the_trainer_and_can_be_switched_off(run: Run) -> None:
-    ahead = Prefetcher(run, 0)
+    ahead = Prefetcher(run, 0, threading.Event())
     ahead.begin({"math": 3})
     assert ahead._thread is None
     ahead.close()
-    other = Prefetcher(run, 1000)
+    other = Prefetcher(run, 1000, threading.Event())
     other.begin({new_nonce(): 3})  # no such task: told of by the take
     other.close()
     assert other._thread is not None

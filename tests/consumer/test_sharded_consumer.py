@@ -46,6 +46,7 @@ def check_step(said: list[dict[str, Any]]) -> None:
     assert abs(said[0]["tokens"] - said[1]["tokens"]) <= 20  # a group has at most 4 x 5
 
 
+@pytest.mark.parametrize("server", ["valkey"], indirect=True)
 def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
     server: Server, run: Run, tmp_path: Path
 ) -> None:

@@ -1,0 +1,88 @@
+"""GRPO in a plain torch loop: everything a trainer has to do to lose nothing, in sixty lines.
+
+rolloutmq run configs/demo.toml --set run.name=plain --set trainer.loop=consumer.examples.plain_loop:train
+
+In place of this file, put one of yours: `loop = "my_module:my_function"`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from buffer import PolicyVersion, Run
+from buffer.recovery.position import Position
+from consumer.batch_dataset import BatchDataset, padded_tensors
+from consumer.checkpoint import CheckpointFolder
+from consumer.config import TrainingConfig
+from consumer.evaluator import Evaluator
+from consumer.learner_state import capture, restore
+from consumer.model_folder import copy_tokenizer, load_model, save_model
+from consumer.rollout_consumer import RolloutConsumer
+from consumer.step_log import StepWriter
+from consumer.weights.shared_folder import SharedFolder
+
+
+def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
+    """From the newest checkpoint to the last step of the plan. It may be killed at any line."""
+    folder, last = config.run.folder, config.plan.steps
+    checkpoints, weights = CheckpointFolder(folder / "checkpoints"), SharedFolder(folder / "weights")
+    log, consumer = StepWriter(folder), RolloutConsumer(run)
+    position = checkpoints.read(checkpoints.steps()[-1]) if checkpoints.steps() else Position()
+    consumer.open(position=position, take_over=take_over)  # fences a trainer that came before; a new lineage begins
+
+    model = load_model(model_dir).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate)
+    parameters, device = dict(model.named_parameters()), torch.device("cpu")
+    if position.step:
+        restore(load_file(checkpoints.path(position.step) / "state.safetensors"), parameters, optimizer, device)
+        consumer.commit(position.step, keep=checkpoints.steps()[0])  # it may have died just before
+
+    def save(folder: Path) -> None:
+        save_model(model, folder)
+        copy_tokenizer(model_dir, folder)
+
+    def publish(step: int) -> None:
+        path, checksum = weights.write(PolicyVersion(consumer.lineage, step), save)
+        with consumer.paused(config.policy.pause_mode):
+            consumer.publish_weights(step, path, checksum)
+
+    def save_checkpoint(folder: Path) -> None:
+        save(folder)
+        save_file(capture(parameters, optimizer, position.step, device), folder / "state.safetensors")
+
+    publish(position.step)  # those of this lineage: what the dead trainer published later is not in the checkpoint
+    for batch in BatchDataset(consumer, run.limits.mix().shares, first=position.step + 1, last=last):
+        loss, reward = grpo_loss(model, padded_tensors(batch))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        position.add(batch.manifest)  # AccountError if one of its groups was trained before
+        log.add_step(batch.step, consumer.lineage, batch.manifest.gids, {"rewards/mean": reward, "loss": loss.item()})
+        if batch.step % config.trainer.checkpoint_every_steps == 0 or batch.step == last:
+            position.forget(checkpoints.oldest_with(batch.step, 2))
+            checkpoints.write(position, save_checkpoint)  # whole or not there; only then:
+            consumer.commit(batch.step, keep=checkpoints.prune(2))
+        publish(batch.step)
+    for name in (name for name, task in config.tasks.items() if task.eval_of):
+        log.add_evaluation(last, name, Evaluator().evaluate(consumer.evaluate(name, config.evaluation_size(name))))
+    consumer.finish()
+    consumer.close()
+
+
+def grpo_loss(model: torch.nn.Module, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """The clipped loss against the rollout's own logprobs, mean over tokens; and the mean score."""
+    scores, group = rows["scores"], rows["group"]
+    size = torch.bincount(group).float()
+    mean = torch.zeros(len(size)).index_add(0, group, scores) / size
+    std = (torch.zeros(len(size)).index_add(0, group, (scores - mean[group]).square()) / (size - 1).clamp(min=1)).sqrt()
+    advantage = ((scores - mean[group]) / (std[group] + 1e-6))[:, None]
+    logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, :-1]
+    targets, mask = rows["input_ids"][:, 1:], rows["loss_mask"][:, 1:]
+    logprobs = torch.log_softmax(logits, -1).gather(2, targets[..., None]).squeeze(2)
+    ratio = (logprobs - rows["logprobs"][:, 1:]).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    return -(gain * mask).sum() / mask.sum(), float(scores.mean())

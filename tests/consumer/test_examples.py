@@ -1,0 +1,161 @@
+"""The examples, killed and started again; one of them as a user does it: `rolloutmq train` with a loop of one's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer import Store
+from buffer.config.loader import load_config
+from buffer.open_run import create_run
+from buffer.step_log import StepLog
+from consumer.checkpoint import CheckpointFolder
+from consumer.config import TrainingConfig
+from consumer.evaluations import read_evaluations
+from consumer.examples.plain_loop import train
+from consumer.rollout_consumer import RolloutConsumer
+from tests.consumer.crew import MEMBERS, at_work, wait_until
+from tests.servers import Server
+
+pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
+
+ROOT = Path(__file__).parents[2]
+STEPS, GROUPS = 4, 3
+
+CONFIG = """
+[run]
+name = "{name}"
+dir = "{folder}/run"
+[policy]
+model = "{model}"
+[plan]
+steps = {steps}
+batch_size = {groups}
+[tasks.math]
+judge = "exact_match"
+prompt_repeat_k = {members}
+dataset = {{ kind = "jsonl", path = "problems.jsonl" }}
+[tasks.quiz]
+eval_of = "math"
+[trainer]
+loop = "{loop}"
+checkpoint_every_steps = 2
+[learner]
+learning_rate = 1e-3
+[evaluation]
+groups = 2
+"""
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+CRASHES: list[tuple[type, str, int]] = [
+    (RolloutConsumer, "take_batch", 3),
+    (CheckpointFolder, "write", 1),
+    (RolloutConsumer, "commit", 1),
+    (RolloutConsumer, "publish_weights", 4),
+]
+
+
+class Site:
+    """A run that an example trains; prepared groups come from this process."""
+
+    def __init__(self, server: Server, name: str, folder: Path, model: Path, loop: str) -> None:
+        self.file = folder / "run.toml"
+        facts = {"name": name, "folder": folder, "model": model, "loop": loop}
+        self.file.write_text(CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8")
+        self.config = load_config(TrainingConfig, self.file, [])
+        self.store, self._url = Store(server.url), server.url
+        self.run = create_run(self.store, self.config, model)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "rolloutmq", "train", str(self.file), "--take-over"]
+        env = os.environ | {"REDIS_URL": self._url}
+        with (self.file.parent / "train.log").open("ab") as log:
+            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        return process.wait(timeout=110)
+
+    def said(self) -> str:
+        return (self.file.parent / "train.log").read_text(encoding="utf-8")[-4000:]
+
+    def log(self) -> StepLog:
+        log = StepLog(self.config.run.folder / "steps.jsonl")
+        log.read_new()
+        return log
+
+
+def check(site: Site) -> None:
+    log, run = site.log(), site.run
+    assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
+    assert log.trained_twice() == {}
+    assert len({gid for step in log.steps for gid in step.gids}) == STEPS * GROUPS
+    assert run.ledger.steps()[:2] == (STEPS, STEPS)
+    assert run.control.state().weights.version == STEPS
+    assert run.control.state().mode == "finish"
+    assert run.account.fsck().clean
+
+
+@pytest.fixture
+def site(server: Server, run_name: str, tmp_path: Path, model_dir: Path, request: Any) -> Any:
+    site = Site(server, run_name, tmp_path, model_dir, request.param)
+    yield site
+    site.store.close()
+
+
+@pytest.mark.parametrize("site", ["consumer.examples.plain_loop:train"], indirect=True)
+@pytest.mark.parametrize(("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
+    site: Site, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
+) -> None:
+    calls: list[str] = []
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(method)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    original = getattr(owner, method)
+    arguments = (site.run, site.config, site.config.policy.model)
+    with at_work(site.run, math=STEPS * GROUPS):
+        monkeypatch.setattr(owner, method, dying)
+        with pytest.raises(Killed):
+            train(*arguments)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        train(*arguments, take_over=True)  # type: ignore[arg-type]
+    check(site)
+    assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("site", ["consumer.examples.trl_grpo:train"], indirect=True)
+def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
+    """It is killed after a commit, somewhere in the steps behind it, and started again."""
+    with at_work(site.run, math=STEPS * GROUPS):
+        process = site.start()
+        try:
+            wait_until(lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None, "a commit", tries=8000)
+            assert process.poll() in (None, 0), site.said()
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert site.wait(site.start()) == 0, site.said()
+    check(site)
+    newest = site.config.run.folder / "trl" / f"checkpoint-{STEPS}"
+    state = orjson.loads((newest / "trainer_state.json").read_bytes())
+    assert state["global_step"] == STEPS
+    rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    assert rewards
+    assert all(reward == 0.5 for reward in rewards)  # those of the crew's groups: 0, 1, 0, 1
