@@ -17,6 +17,10 @@ def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) 
         from producer_workers.engines.simulated import SimulatedEngine
 
         return SimulatedEngine(config, version)
+    if config.kind == "http":
+        from producer_workers.engines.http_engine import HttpEngine
+
+        return HttpEngine(config, model_dir, version)
     from producer_workers.engines.vllm_engine import VllmEngine
 
     return VllmEngine(config, model_dir, version)

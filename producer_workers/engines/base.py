@@ -1,7 +1,7 @@
 """What a rollout worker asks of an inference engine: token ids in; token ids, logprobs and versions out.
 
 Invariant: every token of a `Generation` lies in exactly one span, and that span names the weights which
-made the token (design I9). One suite, `tests/engines/test_conformance.py`, holds every engine to it.
+made the token (design I9). One suite, `tests/engines/conformance.py`, holds every engine to it.
 """
 
 from __future__ import annotations

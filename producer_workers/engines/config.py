@@ -52,6 +52,20 @@ class VllmConfig(EngineSettings):
         return value
 
 
+class HttpConfig(EngineSettings):
+    """A server of the OpenAI API that runs elsewhere and gives token ids; one worker to a server."""
+
+    kind: Literal["http"] = "http"
+    url: str = Field(pattern=r"^https?://", description="without /v1")
+    model: str | None = Field(None, description="as the server names it; None: the first that it serves")
+    api_key: str | None = Field(None, repr=False)
+    weights: Literal["update", "static"] = Field(
+        "update", description="static: nobody changes them, so only rollouts of the run's first weights can be made"
+    )
+    control_timeout_s: float = Field(60.0, gt=0, description="pause, resume")
+    load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
+
+
 class SimulatedConfig(EngineSettings):
     """No model at all: random tokens on a clock, for load tests and capacity planning."""
 
@@ -68,4 +82,4 @@ class SimulatedConfig(EngineSettings):
     die_after: int | None = Field(None, ge=0, description="the engine dies at the request after so many")
 
 
-EngineConfig = Annotated[VllmConfig | SimulatedConfig, Field(discriminator="kind")]
+EngineConfig = Annotated[VllmConfig | HttpConfig | SimulatedConfig, Field(discriminator="kind")]

@@ -26,6 +26,9 @@ class WeightLoader:
     reload_weights: Any
     device: Any
 
+    def rolloutmq_ready(self) -> None:
+        """Do nothing: that it can be called says that this class is there."""
+
     def rolloutmq_load_weights(self, path: str) -> None:
         """Load the safetensors in the folder `path` over the running model."""
         model = self.model_runner.get_model()

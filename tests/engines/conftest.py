@@ -1,4 +1,4 @@
-"""One event loop, tiny models and one real vLLM engine for the whole session (it takes 15 s to start)."""
+"""One event loop, tiny models, one vLLM engine and one vLLM server for the whole session (15 s each to start)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 from buffer.rollout import PolicyVersion
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
-from producer_workers.engines.config import SimulatedConfig, VllmConfig
+from producer_workers.engines.config import HttpConfig, SimulatedConfig, VllmConfig
 from producer_workers.engines.distributions import Fixed
 from tests.engines.tiny_model import write_tiny_model
+from tests.engines.vllm_server import vllm_server
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
@@ -88,8 +89,24 @@ def simulated_engine(run: Run[None]) -> Iterator[Engine]:
     run(engine.shutdown())
 
 
-@pytest.fixture(params=["simulated", pytest.param("vllm", marks=pytest.mark.vllm)])
-def engine(request: pytest.FixtureRequest) -> Engine:
-    """Every engine in turn."""
-    engine: Engine = request.getfixturevalue(f"{request.param}_engine")
-    return engine
+@pytest.fixture(scope="session")
+def server_url(folders: Folders) -> Iterator[str]:
+    """A real `vllm serve` on loopback."""
+    with vllm_server(folders.first) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def running_http(run: Run[None], folders: Folders, server_url: str) -> Iterator[Engine]:
+    engine = build_engine(HttpConfig(url=server_url), folders.first, FIRST)
+    run(engine.start())
+    yield engine
+    run(engine.shutdown())
+
+
+@pytest.fixture
+def http_engine(running_http: Engine, run: Run[None], folders: Folders) -> Iterator[Engine]:
+    """The engine over HTTP as it was at its start."""
+    yield running_http
+    run(running_http.resume())
+    run(running_http.load_weights(folders.first, FIRST))

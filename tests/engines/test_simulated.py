@@ -11,13 +11,23 @@ import pytest
 
 from buffer.rollout import SampleParams
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import EngineDeadError, EngineError, Generation, GenerationError
+from producer_workers.engines.base import Engine, EngineDeadError, EngineError, Generation, GenerationError
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.distributions import Bimodal, Distribution, Fixed, LogNormal
+from tests.engines.conformance import EngineContract
 from tests.engines.conftest import FIRST, Run
 
 PROMPT = np.arange(5, dtype=np.int32)
 INSTANT = {"first_token_s": Fixed(value=0), "token_s": Fixed(value=0)}
+
+
+@pytest.fixture
+def engine(simulated_engine: Engine) -> Engine:
+    return simulated_engine
+
+
+class TestSimulated(EngineContract):
+    """The contract."""
 
 
 async def generate_many(config: SimulatedConfig, requests: int, **params: Any) -> list[Any]:

@@ -1,70 +1,38 @@
-"""What only a real model can show: the numbers are right, before and after an update in place."""
+"""What vLLM inside the worker adds to the conformance suite: wrong weights, cancelled updates, older versions."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from buffer.rollout import PolicyVersion, SampleParams
+from buffer.rollout import PolicyVersion
 from producer_workers.engines import vllm_engine as module
-from producer_workers.engines.base import Engine, Generation, GenerationError, WeightsError
+from producer_workers.engines.base import Engine, Generation, WeightsError
+from tests.engines.conformance import (
+    LONG,
+    NEXT,
+    TOLERANCE,
+    ModelContract,
+    generate,
+    interrupt,
+    sampling,
+    worst_difference,
+)
 from tests.engines.conftest import FIRST, Folders, Run
-from tests.engines.test_conformance import LONG, NEXT, PROMPT, generate, interrupt, sampling
-from tests.engines.tiny_model import reference_logprobs
 
 pytestmark = pytest.mark.vllm
-TOLERANCE = 2e-3
 
 
-def worst_difference(folder: Path, made: Generation, temperature: float) -> float:
-    reference = reference_logprobs(folder, PROMPT.tolist(), made.token_ids.tolist(), temperature)
-    return float(np.abs(made.logprobs - np.array(reference)).max())
+@pytest.fixture
+def engine(vllm_engine: Engine) -> Engine:
+    return vllm_engine
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_equal_a_transformers_forward_before_and_after_an_update(
-    vllm_engine: Engine, run: Run[Any], folders: Folders, temperature: float
-) -> None:
-    params = sampling(100, seed=11, temperature=temperature)
-    before = run(generate(vllm_engine, params))
-    run(vllm_engine.load_weights(folders.second, NEXT))
-    after = run(generate(vllm_engine, params))
-    assert worst_difference(folders.first, before, temperature) < TOLERANCE
-    assert worst_difference(folders.second, after, temperature) < TOLERANCE
-    assert worst_difference(folders.first, after, temperature) > 1
-
-
-def test_an_aborted_response_resumed_by_ids_equals_an_uninterrupted_one(vllm_engine: Engine, run: Run[Any]) -> None:
-    greedy = sampling(LONG, temperature=0.0)
-
-    async def scenario() -> tuple[Generation, Generation, Generation]:
-        whole = await generate(vllm_engine, greedy)
-        part = await interrupt(vllm_engine, greedy, lambda: vllm_engine.pause("abort"))
-        await vllm_engine.resume()
-        prompt = np.concatenate([PROMPT, part.token_ids])
-        rest = sampling(LONG - len(part.token_ids), temperature=0.0)
-        return whole, part, await vllm_engine.generate("rest", prompt, rest)
-
-    whole, part, rest = run(scenario())
-    assert np.array_equal(np.concatenate([part.token_ids, rest.token_ids]), whole.token_ids)
-
-
-def test_tokens_after_a_swap_come_from_fresh_caches(vllm_engine: Engine, run: Run[Any], folders: Folders) -> None:
-    greedy = sampling(LONG, temperature=0.0)
-
-    async def scenario() -> tuple[Generation, Generation]:
-        mixed = await interrupt(vllm_engine, greedy, lambda: vllm_engine.load_weights(folders.second, NEXT))
-        cut = mixed.spans[1].start
-        prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
-        return mixed, await vllm_engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
-
-    mixed, fresh = run(scenario())
-    cut = mixed.spans[1].start
-    assert np.array_equal(mixed.token_ids[cut:], fresh.token_ids)
+class TestVllm(ModelContract):
+    """The contract."""
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["by its header", "by vLLM"])
@@ -105,27 +73,6 @@ def test_an_update_is_finished_when_its_caller_is_cancelled(
     made = run(scenario())
     folder = folders.second if vllm_engine.version() == NEXT else folders.first
     assert worst_difference(folder, made, 1.0) < TOLERANCE
-
-
-def test_generate_ends_at_a_stop_string_when_one_is_asked_for(
-    vllm_engine: Engine, run: Run[Any], folders: Folders
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folders.first)
-    whole = run(generate(vllm_engine, sampling(40, temperature=0.0)))
-    pieces = [tokenizer.decode([token]) for token in whole.token_ids[10:]]
-    stop = next(piece for piece in pieces if piece.isascii() and piece.isalnum())
-    made = run(generate(vllm_engine, SampleParams(max_tokens=40, temperature=0.0, stops=[stop])))
-    assert made.finish_reason == "stop"
-    assert stop in tokenizer.decode(made.token_ids)
-    assert np.array_equal(made.token_ids, whole.token_ids[: len(made.token_ids)])
-
-
-def test_generate_refuses_a_prompt_that_is_too_long(vllm_engine: Engine, run: Run[Any]) -> None:
-    with pytest.raises(GenerationError, match="too long"):
-        run(vllm_engine.generate("too long", np.full(5000, 40, dtype=np.int32), sampling(4)))
-    assert len(run(generate(vllm_engine, sampling(4))).token_ids) == 4
 
 
 def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_change(

@@ -19,7 +19,7 @@ from buffer.errors import ConfigError
 from consumer.config import TrainingConfig
 from consumer.learner_config import LossConfig
 from producer_workers.config import ProducingConfig
-from producer_workers.engines.config import SimulatedConfig, VllmConfig
+from producer_workers.engines.config import EngineConfig, VllmConfig
 from producer_workers.judges.load import BUILT_IN, load_judge
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -108,7 +108,8 @@ def _models() -> Iterator[tuple[str, type[BaseModel]]]:
         for name, field in side.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 yield name, field.annotation
-    yield from (("engine", VllmConfig), ("engine", SimulatedConfig), ("learner.loss", LossConfig))
+    yield "learner.loss", LossConfig
+    yield from (("engine", model) for model in get_args(get_args(EngineConfig)[0]))
     yield "tasks.<name>", TaskSection
     yield "tasks.<name>.sample", SampleParamsSection
     yield "tasks.<name>.judging", JudgingSection

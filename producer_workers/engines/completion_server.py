@@ -1,0 +1,184 @@
+"""The HTTP side of a server of the OpenAI API: completions with token ids, and vLLM's endpoints for its weights.
+
+Invariant: what comes back has an id and a logprob for every token; a server that gives text alone is an error, never
+tokenized again. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in its development mode, `entrypoints/rl`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NamedTuple
+
+import aiohttp
+import orjson
+
+from buffer.errors import ModelError
+from producer_workers.engines.base import EngineError, GenerationError
+
+CONNECT_S, HEALTH_S = 10.0, 10.0
+MAX_LINE_BYTES = 32 << 20
+"""One line of a stream; the first carries the ids of the prompt."""
+
+STREAM_INTERVAL = 32
+"""Tokens in one line of the stream, asked for: a line for each would keep both sides busy with JSON."""
+
+IDS_HINT = "the server must answer `return_token_ids` or `return_tokens_as_token_ids`, as vLLM does"
+
+
+class ServerGone(ModelError):
+    """The server cannot be reached, or says that its engine is dead."""
+
+
+class ServerRefusal(ModelError):
+    """The server answered, but not with what was asked for."""
+
+
+class Piece(NamedTuple):
+    """One line of a stream: int ids, float logprobs of the same length, and at the end why it ended."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+
+
+class CompletionServer:
+    """One server at `url`. All methods raise ServerGone where nobody answers."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        self.url, self.model = url.rstrip("/"), model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Find the model that is served. Raises EngineError where there is none."""
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
+            read_bufsize=MAX_LINE_BYTES,
+        )
+        served = [row["id"] for row in (await self._call("GET", "/v1/models", HEALTH_S))["data"]]
+        self.model = self.model or (served[0] if served else None)
+        if self.model not in served:
+            raise EngineError(f"{self.url} serves {', '.join(served) or 'no model'}, not {self.model}")
+
+    async def close(self) -> None:
+        if self._session:
+            await self._session.close()
+
+    async def stream(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> AsyncIterator[Piece]:
+        """Sample one response. Closing the iterator, or cancelling, closes the connection, which aborts the request.
+
+        Raises GenerationError for this request alone. A stream that ends without a reason was aborted.
+        """
+        body = {"model": self.model, "prompt": prompt_ids, "logprobs": 0, **sampling}
+        body |= {"stream": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        body |= {"stream_interval": STREAM_INTERVAL}
+        try:
+            async with self._open_session.post(
+                f"{self.url}/v1/completions", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+            ) as response:
+                if response.status != 200:
+                    raise GenerationError(f"{self.url} refused a request: {await _message(response)}")
+                async for line in response.content:
+                    if line.startswith(b"data: {") and (piece := _piece(orjson.loads(line[6:]))):
+                        yield piece
+        except (aiohttp.ClientError, ConnectionError) as error:
+            # a server that died is another matter than one connection that broke
+            await self.check_health()
+            raise GenerationError(f"the connection to {self.url} broke: {error!r}") from error
+
+    async def top_logprobs(self, prompt_ids: list[int], temperature: float) -> list[float]:
+        """The two largest logprobs of the token after a prompt, as the server reports them at a temperature."""
+        body = {"model": self.model, "prompt": prompt_ids, "max_tokens": 1, "logprobs": 2, "temperature": temperature}
+        body |= {"top_p": 1.0, "return_tokens_as_token_ids": True}
+        answer = await self._call("POST", "/v1/completions", 60.0, body)
+        try:
+            return sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())[-2:]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"{self.url} reports no logprobs", hint=IDS_HINT) from error
+
+    async def check_health(self) -> None:
+        await self._call("GET", "/health", HEALTH_S)
+
+    # -- vLLM's development mode -----------------------------------------------------------------------
+
+    async def weight_label(self) -> str:
+        label: str = (await self._call("GET", "/weight_info", HEALTH_S))["weight_version"]
+        return label
+
+    async def name_weights(self, label: str, timeout_s: float) -> None:
+        await self._call("POST", "/update_weight_version", timeout_s, {"new_version": label})
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        await self._call("POST", f"/pause?mode={mode}&clear_cache=false", timeout_s)
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._call("POST", "/resume", timeout_s)
+
+    async def drop_caches(self, timeout_s: float) -> None:
+        await self._call("POST", "/reset_prefix_cache", timeout_s)
+
+    async def call_workers(self, method: str, *args: str, timeout_s: float) -> None:
+        """A method of `vllm_worker_extension`, in every worker process of the server."""
+        await self._call("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
+
+    async def _call(self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
+        """Raises ServerRefusal where it answers with an error, ServerGone where it does not answer, or with 503."""
+        data = orjson.dumps(body) if body is not None else None
+        headers = {"Content-Type": "application/json"} if data else {}
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._open_session.request(
+                verb, self.url + path, data=data, headers=headers, timeout=limit
+            ) as response:
+                text = await response.read()
+                if response.status == 200:
+                    return orjson.loads(text) if text else None
+                kind = ServerGone if response.status == 503 else ServerRefusal
+                raise kind(f"{self.url}{path} says {response.status}: {text[:300].decode(errors='replace')}")
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise ServerGone(f"{self.url}{path} does not answer: {error!r}", hint="does the server run?") from error
+
+    @property
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            raise ServerGone(f"no connection to {self.url} is open")
+        return self._session
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    text = (await response.read())[:500].decode(errors="replace")
+    return f"{response.status} {text}"
+
+
+def _piece(line: Mapping[str, Any]) -> Piece | None:
+    if "error" in line:
+        raise GenerationError(f"the server failed a request: {line['error']}")
+    if not line["choices"]:
+        return None
+    choice = line["choices"][0]
+    logprobs = choice.get("logprobs") or {}
+    values: list[float] = logprobs.get("token_logprobs") or []
+    token_ids = choice.get("token_ids")
+    if token_ids is None:
+        token_ids = [_id_of(token) for token in logprobs.get("tokens") or []]
+    if len(token_ids) != len(values):
+        raise GenerationError(f"the server gave {len(token_ids)} token ids and {len(values)} logprobs", hint=IDS_HINT)
+    return Piece(token_ids, values, choice.get("finish_reason"))
+
+
+def _id_of(token: str) -> int:
+    """The id in "token_id:17"."""
+    name, _, number = token.partition(":")
+    if name != "token_id" or not number.isdigit():
+        raise GenerationError(f"the server gave the text {token!r} for a token id", hint=IDS_HINT)
+    return int(number)
+
+
+async def gather_quietly(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait until they have ended; what they raise is for those who await them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
