@@ -21,7 +21,7 @@ from producer_workers.engines.http_engine import HttpEngine
 from tests.engines.conformance import LONG, NEXT, ModelContract, generate, interrupt, sampling
 from tests.engines.conftest import FIRST, Folders, Run
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.engines.conformance import (
 )
 from tests.engines.conftest import FIRST, Folders, Run
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
