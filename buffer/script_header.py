@@ -15,7 +15,8 @@ JUDGED below. A slot with `+` takes a tail of units, one value of each of its na
 
 A wrong type of a key is found by asking for its length (0.5 microseconds), before anything is written. Scripts that run
 for every group leave that to Redis where they can: `HASH*` says that the body reads this key before it writes
-anything, or that it only carries a hint and is written last. A test puts a wrong type at every key of every script.
+anything, or that it only carries a hint and is written last. What lies under a prefix a script reads, or asks for its
+length, before it writes. A test puts a wrong type at every key of every script.
 
 `Header.guard` is Lua that refuses what does not fit, before the script reads or writes anything.
 """

@@ -36,6 +36,7 @@ end
 local batch = batches .. int(freed + 1)
 local entries = {}
 if freed < keep then entries = redis.call('LRANGE', batch, 1 + done, done + limit) end
+local header = redis.call('LINDEX', batch, 0)
 local records, prompts, went = {}, {}, 0
 for i, entry in ipairs(entries) do
   local gid = string.match(entry, '^(%S+)')
@@ -66,7 +67,6 @@ end
 count_bytes(bytes, 0, went)
 done = done + #entries
 redis.call('HSET', ledger, 'slice', int(done))
-local header = redis.call('LINDEX', batch, 0)
 if freed < keep and done >= redis.call('LLEN', batch) - 1 then
   if header then redis.call('LSET', batch, 0, header .. ' archived_ms=' .. int(now_ms())) end
   freed = freed + 1

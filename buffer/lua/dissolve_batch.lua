@@ -7,12 +7,15 @@
 -- KEYS[5] pools     prefix of the pools (ZSET)
 -- KEYS[6] progress  prefix of the tasks' accounts (HASH)
 -- KEYS[7] events    STREAM
+-- KEYS[8] lineages  LIST
 -- ARGV[1] nonce  token  of the trainer
 -- ARGV[2] step   1..    T: the last one taken
 -- ARGV[3] lag    ''|0..  steps by which single tokens expire earlier than groups; '' = they do not
 -- replies OK taken | FENCED | GAP taken | ARCHIVED freed (it is, or is about to be)
--- keeps I1 (an order index is filled again by `reorder`), I6, I7, I8 (`rescore` follows), I13 (step)
+-- keeps I1 (an order index is filled again by `reorder`), I6, I7, I8 (every fork since the batch was taken
+-- counts), I13 (step)
 local control, ledger, batch, groups, pools, progress, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
+local lineages = KEYS[8]
 local nonce, step, lag = ARGV[1], num(ARGV[2]), ARGV[3]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -22,14 +25,35 @@ if step > taken then return {'OK', int(taken)} end
 if step < taken then return {'GAP', int(taken)} end
 if step <= freed then return {'ARCHIVED', int(freed)} end
 
-local entries = redis.call('LRANGE', batch, 1, -1)
-for _, entry in ipairs(entries) do
-  local gid = string.match(entry, '^(%S+)')
+-- a record's version is clamped on its way to a pool, and `rescore` clamps what is in one: forks since then count here
+local forks, after, lowest = redis.call('LRANGE', lineages, -1000, -1), {}, math.huge
+for i = #forks, 1, -1 do
+  local name, fork = string.match(forks[i], '^(.*):(%d+)$')
+  after[name] = after[name] or lowest
+  lowest = math.min(lowest, tonumber(fork))
+end
+local function living(lineage, version)
+  if not version or version == '' then return '' end
+  return int(math.min(tonumber(version), after[lineage] or lowest))
+end
+
+local entries = {}
+for i, line in ipairs(redis.call('LRANGE', batch, 1, -1)) do
+  local gid = string.match(line, '^(%S+)')
   local task, record = string.match(gid, '^(.*)%-%d+$'), groups .. gid
-  local held = redis.call('HMGET', record, 'arrival', 'version', 'last')
+  local held = redis.call('HMGET', record, 'arrival', 'version', 'lineage', 'last', 'last_lineage')
+  entries[i] = {task = task, record = record, member = held[1] .. ':' .. gid, version = living(held[3], held[2]),
+    last = living(held[5], held[4])}
+  -- of a wrong type, it stops the script before it writes
+  redis.call('ZCARD', pools .. task .. ':completed')
+  redis.call('HLEN', progress .. task)
+end
+for _, entry in ipairs(entries) do
+  local task, record, version, last = entry.task, entry.record, entry.version, entry.last
   redis.call('HDEL', record, 'batch')
-  redis.call('HSET', record, 'stage', 'pool', 'status', 'completed')
-  redis.call('ZADD', pools .. task .. ':completed', pool_score(held[2], held[3], lag), held[1] .. ':' .. gid)
+  redis.call('HSET', record, 'stage', 'pool', 'status', 'completed', 'version', version)
+  if last ~= '' then redis.call('HSET', record, 'last', last) end
+  redis.call('ZADD', pools .. task .. ':completed', pool_score(version, last, lag), entry.member)
   redis.call('HINCRBY', progress .. task, 'taken', -1)
   redis.call('HINCRBY', progress .. task, 'consumed', -1)
 end

@@ -41,6 +41,7 @@ end
 local runs = held.stage == 'running' or held.stage == 'judging'
 if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end
 if held.stage == 'taken' then return {'TAKEN', held.batch} end
+if runs then redis.call('SCARD', holders .. held.owner) end
 
 local before = leave({progress = progress, jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh},
   completed = completed, aborted = aborted, expired = expired, order = order, leases = leases, holders = holders,

@@ -23,13 +23,19 @@ local dead, dead_letters, bell_workers, bell_producer, events = KEYS[6], KEYS[7]
 local jobs, progress = KEYS[11], KEYS[12]
 local id, max_tries, limit = ARGV[1], num(ARGV[2]), num(ARGV[3])
 
-local waiting, buried = 0, 0
-for _, gid in ipairs(redis.call('SRANDMEMBER', holds, limit)) do
+-- all that may be written under a prefix is read first: of a wrong type, it stops the script before it writes
+local held, found, tasks = redis.call('SRANDMEMBER', holds, limit), {}, {}
+for i, gid in ipairs(held) do
   local task = redis.call('HGET', groups .. gid, 'task')
+  if task then tasks[task] = tasks[task] or retry_keys(task, groups, jobs, progress, dead, dead_letters) end
+  found[i] = tasks[task]
+end
+local waiting, buried = 0, 0
+for i, gid in ipairs(held) do
+  local keys = found[i]
   redis.call('ZREM', leases, gid)
   redis.call('SREM', holds, gid)
-  if task then
-    local keys = retry_keys(task, groups, jobs, progress, dead, dead_letters)
+  if keys then
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
     local place = retry_or_bury(keys, gid, max_tries, '{"reason":"worker fenced","worker":"' .. id .. '"}')

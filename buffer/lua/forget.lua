@@ -22,6 +22,8 @@ local forgotten, before, went = num(steps[2]), num(steps[2]), 0
 exported = math.max(exported, num(steps[3]))
 local last = num(steps[1]) - retain
 if wait then last = math.min(last, exported) end
+-- all that it may come to: of a wrong type, it stops the script before it writes
+for step = forgotten + 1, math.min(last, forgotten + limit) do redis.call('LLEN', batches .. int(step)) end
 
 while forgotten < last and limit > 0 do
   local batch = batches .. int(forgotten + 1)

@@ -27,17 +27,19 @@ local known = redis.call('HGET', worker, 'nonce')
 if not known then return {'UNKNOWN'} end
 if known ~= nonce then return {'REPLACED'} end
 
-local reply, now = control_state(control), now_ms()
-tick(clock, now, lease_ms)
+local reply, now, renewed = control_state(control), now_ms(), {}
 table.insert(reply, 1, 'OK')
 for i = 9, #ARGV - 1, 2 do
   local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')
   if record[1] == ARGV[i + 1] and (record[2] == 'running' or record[2] == 'judging') then
-    redis.call('ZADD', leases, int(now + lease_ms), ARGV[i])
+    renewed[#renewed + 1] = int(now + lease_ms)
+    renewed[#renewed + 1] = ARGV[i]
   else
     reply[#reply + 1] = (i - 7) / 2
   end
 end
+tick(clock, now, lease_ms)
+if #renewed > 0 then redis.call('ZADD', leases, unpack(renewed)) end
 redis.call('ZADD', workers, int(now), id)
 redis.call('HSET', worker, 'weights', ARGV[5], 'state', ARGV[6], 'tokens_per_s', ARGV[7], 'done', ARGV[8],
   'seen_ms', int(now))

@@ -156,10 +156,14 @@ local function to_waiting(jobs, record, gid, lane, payload)
   redis.call('HSET', record, 'stage', 'waiting', 'lane', lane, 'token', '', 'owner', '', 'entry', entry)
 end
 
--- What retry_or_bury needs of a task that the script learns from a record: streams and account lie under prefixes.
+-- What retry_or_bury needs of a task that the script learns from a record: streams and account lie under prefixes. All
+-- are touched: one of a wrong type stops the script here, before it writes anything.
 local function retry_keys(task, groups, jobs, progress, dead, dead_letters)
-  return {groups = groups, jobs_resume = jobs .. task .. ':resume', jobs_eval = jobs .. task .. ':eval',
+  local keys = {groups = groups, jobs_resume = jobs .. task .. ':resume', jobs_eval = jobs .. task .. ':eval',
     progress = progress .. task, dead = dead, dead_letters = dead_letters}
+  for _, stream in ipairs({keys.jobs_resume, keys.jobs_eval}) do redis.call('XLEN', stream) end
+  redis.call('HLEN', keys.progress)
+  return keys
 end
 
 -- A try was used up: the group waits again, or is a dead letter after max_tries (I11).
@@ -216,13 +220,22 @@ local function leave_by_hand(keys, gid, stage, status, arrival)
   return status
 end
 
--- The keys of a task that a script learns from a gid: all of them lie under prefixes that were passed as keys.
+-- The keys of a task that a script learns from a gid: all of them lie under prefixes that were passed as keys. They are
+-- touched, as in retry_keys.
 local function task_keys(under, task)
   local keys = {groups = under.groups, leases = under.leases, holders = under.holders, dead = under.dead,
     dead_letters = under.dead_letters, jobs = {}, order = under.orders .. task .. ':completed',
     progress = under.progress .. task}
-  for _, lane in ipairs({'eval', 'resume', 'fresh'}) do keys.jobs[lane] = under.jobs .. task .. ':' .. lane end
-  for _, status in ipairs({'completed', 'aborted', 'expired'}) do keys[status] = under.pools .. task .. ':' .. status end
+  for _, lane in ipairs({'eval', 'resume', 'fresh'}) do
+    keys.jobs[lane] = under.jobs .. task .. ':' .. lane
+    redis.call('XLEN', keys.jobs[lane])
+  end
+  for _, status in ipairs({'completed', 'aborted', 'expired'}) do
+    keys[status] = under.pools .. task .. ':' .. status
+    redis.call('ZCARD', keys[status])
+  end
+  redis.call('ZCARD', keys.order)
+  redis.call('HLEN', keys.progress)
   return keys
 end
 

@@ -53,6 +53,7 @@ local threshold, retryable, mark = num(ARGV[10]), ARGV[11] == '1', num(ARGV[19])
 local samples, tokens, size, crc, reward, turn = ARGV[12], ARGV[13], num(ARGV[14]), ARGV[15], ARGV[16], ARGV[17]
 
 local done = redis.call('HMGET', progress, operation, 'cursor', 'put', 'imported')
+redis.call('HLEN', groups .. gid)
 local last, was = string.match(done[1] or '', '^(%d+) (%a+)$')
 if num(last) >= place then return {'OK', was} end
 if num(done[2]) >= first then return {'NO_DRAWS', done[2]} end

@@ -44,16 +44,19 @@ end
 local cut = string.match(header, ' cut=(%S+)')
 local policy = string.match(header, ' order=(%S+)') or 'staleness'
 local found, problem = next_ready(policy, completed, order, progress, cut, 1)
-local member, task = found[1], redis.call('HGET', groups .. gid, 'task')
+local member, held = found[1], redis.call('HMGET', groups .. gid, 'task', 'owner', 'batch')
+local task, owner = held[1], held[2] or ''
 if problem == 'blocked' then return {'BLOCKED', task} end
 if problem == 'unordered' then return {'UNORDERED', task} end
+-- of a wrong type, it stops the script before it writes
+local is_known = redis.call('HLEN', worker_records .. owner) > 0
 
 local substitute = '-'
 if member then
   substitute = string.match(member, ':(.*)$')
   redis.call('LSET', batch, place, manifest_line(groups, substitute))
   take_out(completed, order, progress, {member})
-  redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', redis.call('HGET', groups .. gid, 'batch'))
+  redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else
   redis.call('LREM', batch, 1, lines[place + 1])
   redis.call('HINCRBY', progress, 'taken', -1)
@@ -66,16 +69,13 @@ else
 end
 redis.call('LSET', batch, 0, header)
 
-local owner = redis.call('HGET', groups .. gid, 'owner') or ''
 redis.call('HDEL', groups .. gid, 'batch')
 redis.call('HSET', groups .. gid, 'stage', 'dead', 'status', 'failed', 'token', '')
 redis.call('ZADD', dead, int(now_ms()), gid)
 redis.call('SET', dead_letters .. gid, '{"reason":' .. reason .. ',"worker":"' .. owner .. '","step":' .. int(step) .. '}')
 redis.call('HINCRBY', progress, 'dead', 1)
 redis.call('HINCRBY', progress, 'quarantined', 1)
-if redis.call('EXISTS', worker_records .. owner) == 1 then
-  redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1)
-end
+if is_known then redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1) end
 ring(bell, 1)
 log_event(events, 'quarantined', 'gid', gid, 'step', int(step), 'substitute', substitute, 'worker', owner)
 return {'OK', revision + 1, substitute}

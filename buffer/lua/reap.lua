@@ -24,7 +24,20 @@ local dead, dead_letters, bell_workers, bell_producer, events = KEYS[7], KEYS[8]
 local jobs, progress = KEYS[12], KEYS[13]
 local lease_ms, limit, max_tries, worker_timeout_ms = num(ARGV[1]), num(ARGV[2]), num(ARGV[3]), num(ARGV[4])
 
-local now = now_ms()
+local now, lost, tasks = now_ms(), {}, {}
+-- all that may be written under a prefix is read first: of a wrong type, it stops the script before it writes
+for i, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)) do
+  local record = redis.call('HMGET', groups .. gid, 'task', 'owner')
+  local task, owner = record[1], record[2]
+  if task then
+    redis.call('SCARD', holders .. owner)
+    tasks[task] = tasks[task] or retry_keys(task, groups, jobs, progress, dead, dead_letters)
+  end
+  lost[i] = {gid = gid, owner = owner, keys = tasks[task]}
+end
+local silent = redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeout_ms), 'LIMIT', 0, 10)
+for _, id in ipairs(silent) do redis.call('SCARD', holders .. id) end
+
 local grace = tick(clock, now, lease_ms)
 -- deadlines further away than one lease were given before the clock stepped back
 for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. int(now + lease_ms), '+inf', 'LIMIT', 0, limit)) do
@@ -33,22 +46,21 @@ end
 if now < grace then return {'GRACE', int(grace - now)} end
 
 local reaped, buried, forgotten = 0, 0, 0
-for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)) do
-  local record = redis.call('HMGET', groups .. gid, 'task', 'owner')
+for _, held in ipairs(lost) do
+  local gid, owner, keys = held.gid, held.owner, held.keys
   redis.call('ZREM', leases, gid)
   -- one without a record is lost (fsck says so): left here, it would stand in the way of all others
-  if record[1] then
-    local keys = retry_keys(record[1], groups, jobs, progress, dead, dead_letters)
-    redis.call('SREM', holders .. record[2], gid)
+  if keys then
+    redis.call('SREM', holders .. owner, gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
-    local reason = '{"reason":"lease ran out","worker":"' .. record[2] .. '"}'
+    local reason = '{"reason":"lease ran out","worker":"' .. owner .. '"}'
     local place = retry_or_bury(keys, gid, max_tries, reason)
-    log_event(events, 'reaped', 'gid', gid, 'worker', record[2], 'place', place)
+    log_event(events, 'reaped', 'gid', gid, 'worker', owner, 'place', place)
     if place == 'dead' then buried = buried + 1 else reaped = reaped + 1 end
   end
 end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeout_ms), 'LIMIT', 0, 10)) do
+for _, id in ipairs(silent) do
   -- one that still holds something is forgotten once its leases have run out
   if redis.call('SCARD', holders .. id) == 0 then
     redis.call('ZREM', workers, id)

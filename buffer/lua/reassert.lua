@@ -33,7 +33,10 @@ if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local keys = task_keys({groups = groups, jobs = jobs, pools = pools, orders = orders, progress = progress,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, task)
 local account, bitmaps = keys.progress, {}
-for _, place in ipairs({'archived', 'filtered', 'dropped'}) do bitmaps[place] = ended .. task .. ':' .. place end
+for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
+  bitmaps[place] = ended .. task .. ':' .. place
+  redis.call('STRLEN', bitmaps[place])
+end
 local counts = redis.call('HMGET', account, 'put', 'imported', 'cursor', 'ahead', 'reach', 'lost_to')
 local outside, cursor = first + num(counts[1]) + num(counts[2]), num(counts[3])
 local ahead, reach = num(counts[4]), math.max(cursor, num(counts[5]))
@@ -44,6 +47,7 @@ for i = 6, #ARGV - 1, 2 do
   local gid = string.format('%s-%010d', task, draw)
   local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
   if held and held.stage == 'taken' then return {'TAKEN', gid} end
+  if held and held.owner then redis.call('SCARD', holders .. held.owner) end
   if not held and not now and draw >= first then
     if draw ~= outside then return {'DRAW', int(outside)} end
     outside = outside + 1

@@ -19,17 +19,20 @@ step = int(math.min(tonumber(step), tonumber(undone or step)))
 
 -- scores are lower than versions by `lag` at most; a group whose tokens do not age by themselves may count as that much
 -- older after a fork: the safe side
-local top, moved = int(tonumber(step) - lag), 0
+local top, moved, found = int(tonumber(step) - lag), 0, {}
 for i = 3, #KEYS do
   if moved >= limit then break end
   -- '(+inf' leaves out groups without a version
   local members = redis.call('ZRANGEBYSCORE', KEYS[i], '(' .. top, '(+inf', 'LIMIT', 0, limit - moved)
-  for _, member in ipairs(members) do
-    local record = groups .. string.match(member, ':(.*)$')
-    redis.call('ZADD', KEYS[i], top, member)
-    if num(redis.call('HGET', record, 'version')) > tonumber(step) then redis.call('HSET', record, 'version', step) end
-  end
+  local gids, records = records_of(groups, members, 'version')
+  found[i] = {members = members, gids = gids, records = records}
   moved = moved + #members
+end
+for i, pooled in pairs(found) do
+  for k, member in ipairs(pooled.members) do
+    redis.call('ZADD', KEYS[i], top, member)
+    if num(pooled.records[k][1]) > tonumber(step) then redis.call('HSET', groups .. pooled.gids[k], 'version', step) end
+  end
 end
 if moved < limit then redis.call('HDEL', control, 'recovering') end
 return {'OK', moved, moved < limit and 1 or 0}

@@ -17,6 +17,7 @@ if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local steps = redis.call('HMGET', ledger, 'taken', 'freed', 'forgotten', 'exported')
 local taken, freed = num(steps[1]), num(steps[2])
 if taken ~= freed then return {'LIVE', int(taken)} end
+for i = 4, #ARGV - 1, 2 do redis.call('HLEN', progress .. ARGV[i]) end
 
 redis.call('HSET', ledger, 'taken', int(step), 'freed', int(step), 'keep', int(step), 'committed', int(committed),
   'slice', 0, 'forgotten', int(math.min(step, num(steps[3]))), 'exported', int(math.min(step, num(steps[4]))))

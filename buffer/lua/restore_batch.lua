@@ -31,13 +31,16 @@ if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local taken = num(redis.call('HGET', ledger, 'taken'))
 if step == taken and redis.call('EXISTS', batch) == 1 then return {'OK', int(taken)} end
 if step ~= taken + 1 then return {'GAP', int(taken)} end
-local entries, under = {}, {groups = groups, jobs = jobs, pools = pools, orders = orders, progress = progress,
+local entries, tasks, under = {}, {}, {groups = groups, jobs = jobs, pools = pools, orders = orders, progress = progress,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}
 for i = 4, #ARGV do
   local gid, token, chunks, size, crc, samples, version = string.match(ARGV[i], '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
   local held = held_fields(groups .. gid)
   if not held or held.stage == 'taken' then return {'GONE', gid} end
-  entries[#entries + 1] = {line = ARGV[i], gid = gid, token = token, size = num(size), held = held, keys = task_keys(under, string.match(gid, '^(.*)%-%d+$')),
+  if held.owner then redis.call('SCARD', holders .. held.owner) end
+  local task = string.match(gid, '^(.*)%-%d+$')
+  tasks[task] = tasks[task] or task_keys(under, task)
+  entries[#entries + 1] = {line = ARGV[i], gid = gid, token = token, size = num(size), held = held, keys = tasks[task],
     fields = {'payload', token, 'chunks', chunks, 'size', size, 'crc', crc, 'samples', samples, 'version', version}}
 end
 
@@ -46,11 +49,13 @@ local name, lines, groups_of = string.match(batch, ':batch:(.*)$'), {header}, {}
 for _, entry in ipairs(entries) do
   local gid, keys, held, record = entry.gid, entry.keys, entry.held, groups .. entry.gid
   leave(keys, gid, held)
+  for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end
   if held.payload ~= entry.token then
+    -- whose tokens these are stands in no manifest: every fork will count, and all tokens as the oldest (I8)
+    redis.call('HSET', record, 'lineage', '', 'last', entry.fields[12], 'last_lineage', '')
     if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
     count_bytes(bytes, entry.size, held.payload ~= 'init' and num(held.size) or 0)
   end
-  for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end
   local arrival = held.arrival
   if not arrival then arrival = string.format('%010d', redis.call('HINCRBY', keys.progress, 'arrivals', 1)) end
   redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')

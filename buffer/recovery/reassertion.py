@@ -121,9 +121,12 @@ class Reassertion:
         self._done.restored += 1
 
     def _dissolve_one(self, step: int) -> None:
-        keys = self._batch_keys(step) | {"groups": self._keys.groups, "pools": self._keys.pools}
+        keys = self._keys
         reply = self._store.call(
-            "dissolve_batch", keys, {"nonce": self._nonce, "step": step, "lag": self._limits.lag}, durable=True
+            "dissolve_batch",
+            self._batch_keys(step) | {"groups": keys.groups, "pools": keys.pools, "lineages": keys.lineages},
+            {"nonce": self._nonce, "step": step, "lag": self._limits.lag},
+            durable=True,
         )
         expect_ok("dissolve_batch", reply)
         self._done.dissolved += 1

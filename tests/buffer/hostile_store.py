@@ -59,9 +59,6 @@ NEW |= {("claim", "token"), ("put", "token"), ("update", "token")}
 
 HINTS = ("bell", "events")
 
-STOPS_AT_A_BAD_RECORD = {"reap", "fence_worker", "rescore", "heartbeat", "quarantine", "reassert", "dissolve_batch"}
-"""Scripts that have gone some way when they meet a record that is no hash: each group is whole, but not all moved."""
-
 
 def fits(kind: str, value: bytes) -> bool:
     """Whether a value is of a type of the headers."""
@@ -208,11 +205,14 @@ class HostileStore(Store):
     def _try_wrong_records(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
         """Every second key under a prefix is of a wrong type, so that good and bad ones meet in one call."""
         moment = remember(self.raw, self.run)
-        for place, name, _ in _places(entry, "KEYS", len(keys)):
-            records = sorted(key for key in moment if key.startswith(keys[place]))
-            for odd in (0, 1) if name == "groups" and entry.name not in STOPS_AT_A_BAD_RECORD else ():
+        for place, name, kind in _places(entry, "KEYS", len(keys)):
+            if kind != "prefix":
+                continue
+            named = {keys[place] + arg.decode() for arg in args if name == "groups" and fits("gid", arg)}
+            records = sorted({key for key in moment if key.startswith(keys[place])} | named)
+            for odd in (0, 1):
                 for record in records[odd::2]:
-                    self._spoil(record)
+                    self._spoil(record, is_list=name == "batches")
                 before = self._state()
                 if self._fails(entry, keys, args):
                     self._unchanged(entry, f"{name} of a wrong type", before)

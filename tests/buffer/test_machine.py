@@ -30,6 +30,7 @@ def moves(name: str, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[t
 
 
 task, worker, pick = st.sampled_from(TASKS), st.sampled_from(WORKERS), st.integers(0, 63)
+slot, lives = st.integers(0, 1), st.sampled_from([0, 0, 1, 2, 3, 5])
 few, some = st.integers(0, 3), st.integers(1, 4)
 outcome = st.sampled_from(["completed", "aborted", "aborted", "filtered"])
 kind = st.sampled_from(["handback", "aborted", "failed"])
@@ -87,8 +88,9 @@ RARE = [
     moves("trainer_dies_while_it_opens", back=few, slices=few, again=few),
     moves("delete", task=task, staleness=few),
     moves("server_forgets_its_scripts"),
-    moves("remember"),
-    moves("lose", lives=st.sampled_from([0, 0, 1, 2, 3, 5])),
+    moves("remember", slot=slot),
+    moves("lose", slot=slot, lives=lives),
+    moves("lose_a_change", steps=st.integers(0, 2), which=pick, keep=few, lives=lives),
 ]
 orders = st.sampled_from(["staleness", "fifo", "fifo", "freshest"])
 token_thresholds = st.sampled_from([None, None, 1])

@@ -150,6 +150,13 @@ BATCHES = [
     ),
     Mutation(
         "I8",
+        "dissolve_batch",
+        "math.min(tonumber(version), after[lineage] or lowest)",
+        batches.a_fork_counts_for_groups_in_a_batch,
+        new="tonumber(version)",
+    ),
+    Mutation(
+        "I8",
         "trainer_open",
         "  redis.call('HSET', control, 'recovering', int(math.min(step, tonumber(undone or step))))\n",
         batches.a_new_trainer_takes_nothing_before_the_pools_are_clamped,

@@ -10,6 +10,7 @@ import pytest
 from buffer import Mode, PolicyVersion, Status, new_nonce
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
 from buffer.halts import Halt
+from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import Scene, extend
 
 RETAINED = {"retain_batches": 9}
@@ -199,3 +200,28 @@ def the_oldest_of_several_lineages_counts(scene: Scene) -> None:
     scene.run.buffer.submit("w0", job, group, 8)
     assert scene.pool("completed") == [(job.gid, 0.0)]
     assert (scene.record(job.gid)["version"], scene.record(job.gid)["lineage"]) == ("0", "l0")
+
+
+def a_fork_counts_for_groups_in_a_batch(scene: Scene) -> None:
+    """No fork can move a group meanwhile, and of several forks only the newest would be clamped afterwards."""
+    scene.open_producer()
+    trainer = Trainer(scene)
+    bad, other = scene.ready(3, 3, lineage=scene.trainer[:8])
+    scene.take(1)
+    trainer.open()
+    swap_out_and_forget_it(scene, trainer)
+    # the weights that made it were forked away at step 0; the trainer that is there now opened at step 1
+    assert scene.pool("completed") == [(bad, -(scene.run.limits.lag or 0))]
+    assert scene.record(bad)["version"] == "0"
+    assert scene.take(1).gids == [other]
+    scene.check()
+
+
+def swap_out_and_forget_it(scene: Scene, trainer: Trainer) -> None:
+    """The first group of batch 1 is found bad and step 1 is trained without it; the server only knows it with it."""
+    moment = trainer.now()
+    bad = scene.take(1).entries[0]
+    trainer.position.add(scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad"))
+    trainer.save(keep=0)
+    trainer.lose_all_since(moment)
+    assert trainer.open().recovery.dissolved == 1

@@ -31,7 +31,8 @@ class FolderMoves(ServerMoves, SettingsMoves):
     def move_to(self, run: Run) -> None:
         scene = self.scene
         scene.run, scene.name, scene.keys = run, run.name, run.keys
-        self.store.run, self.moment = run.name, None
+        self.store.run = run.name
+        self.moments.clear()
         # who worked is not saved
         scene.nonces.clear()
 

@@ -31,9 +31,12 @@ class JanitorMoves(WorkerMoves):
     def clock_steps(self, ms: int) -> None:
         """The server's clock is `ms` further at once, or back: nobody loses a lease who beats in the next one."""
         now, keys = self.scene.now_ms(), self.scene.keys
+        renewed = {job.gid for jobs in self.jobs.values() for job in jobs if self.owns(job)}
         for key in (keys.leases, keys.workers):
             for member in self.scene.raw.zrange(key, 0, -1):
-                self.scene.raw.zincrby(key, -ms, member)
+                # a lease that nobody renews would be the next one to be reaped, which is another story
+                if key == keys.workers or member.decode() in renewed:
+                    self.scene.raw.zincrby(key, -ms, member)
         self.scene.raw.hset(keys.clock, mapping={"seen_ms": now - ms, "grace_until_ms": 0})
         lease_ms = self.scene.run.limits.lease_ms
         reaped = self.scene.run.jobs.reap()

@@ -34,8 +34,18 @@ class Group:
     result_bytes: int = 0
     kept_in: int = 0
     """the archived batch that still has its bytes"""
+    unstamped: tuple[str, int | None] = ("", None)
+    """a result whose weights no record tells, and its version: it came back after a loss, and every fork counts"""
     is_in_front: bool = False
     """came back from a batch: it stands in front of the order index, if there is one"""
+
+    @property
+    def stamps(self) -> list[PolicyVersion]:
+        """What its age is counted from."""
+        token, version = self.unstamped
+        if self.result != token:
+            return self.made_by
+        return [] if version is None else [PolicyVersion("nobody-knows", version)]
 
     @property
     def task(self) -> str:
@@ -100,14 +110,14 @@ class Model:
 
     def version(self, group: Group) -> float:
         """M as it counts: no later than any fork after the lineage that made the tokens."""
-        return min((self.living(made) for made in group.made_by), default=TIMELESS)
+        return min((self.living(made) for made in group.stamps), default=TIMELESS)
 
     def score(self, group: Group) -> float:
         """The version that decides when it expires: its own, or that of its last tokens, if these expire earlier."""
-        if self.tokens is None or not group.made_by:
+        if self.tokens is None or not group.stamps:
             return self.version(group)
-        lineage = group.made_by[-1].lineage
-        last = max(self.living(made) for made in group.made_by if made.lineage == lineage)
+        lineage = group.stamps[-1].lineage
+        last = max(self.living(made) for made in group.stamps if made.lineage == lineage)
         return min(self.version(group), last - (self.threshold - self.tokens))
 
     def mask(self, group: Group, step: int) -> list[int]:

@@ -29,7 +29,8 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.position, self.trained = Position(), dict[int, Manifest]()
         self.made: dict[tuple[str, str], list[PolicyVersion]] = {}
-        self.moment: tuple[Moment, dict[str, Any]] | None = None
+        self.thresholds_of_trained: dict[int, int] = {}
+        self.moments: dict[int, tuple[str, Moment, dict[str, Any]]] = {}
         super().__init__(*args, **options)
 
     def commit(self, behind: int, keep: int, dies_before: tuple[str, int] = ("nothing", 0)) -> None:
@@ -43,6 +44,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
 
     def write_checkpoint(self, batches: dict[int, Manifest], step: int) -> None:
         self.trained = {number: batches[number] for number in range(1, step + 1)}
+        self.thresholds_of_trained |= self.thresholds
         position = Position(cursors={task: self.tasks[task].cursor for task in TASKS})
         for manifest in self.trained.values():
             position.add(manifest)
@@ -51,16 +53,25 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         position.forget(self.keep)
         self.position = Position.model_validate_json(position.model_dump_json())
 
-    def remember(self) -> None:
+    def remember(self, slot: int) -> None:
         model = {name: deepcopy(getattr(self, name)) for name in LOST}
-        self.moment = remember(self.scene.raw, self.scene.name), model
+        self.moments[slot] = self.scene.name, remember(self.scene.raw, self.scene.name), model
 
-    def lose(self, lives: int) -> None:
+    def lose_a_change(self, steps: int, which: int, keep: int, lives: int) -> None:
+        """A group was found bad and its batch was trained without it; the server only knows the batch as it was."""
+        for _ in range(steps):
+            self.take(2, 1, strict=False)
+        self.remember(0)
+        self.quarantine(which)
+        self.commit(0, keep)
+        self.lose(0, lives)
+
+    def lose(self, slot: int, lives: int) -> None:
         """The server is as it was then; workers go on with what they have, a trainer opens the newest checkpoint.
         The first one that tries dies behind so many calls (0: none does)."""
-        if self.moment is None:
+        name, keys, model = self.moments.get(slot, ("", {}, {}))
+        if name != self.scene.name:  # another run by now
             return
-        keys, model = self.moment
         put_back(self.scene.raw, self.scene.name, keys)
         for name, value in model.items():
             setattr(self, name, deepcopy(value))
@@ -152,12 +163,15 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
     def restore(self, manifest: Manifest) -> None:
         for entry in manifest.entries:
             group, token = self.groups[entry.gid], entry.payload.token
+            if group.result != token:
+                group.unstamped = token, entry.version
             group.place, group.token, group.result = "taken", "", token
             group.made_by, group.result_bytes = list(self.made[entry.gid, token]), entry.payload.size
             if not group.arrival:
                 self.arrive(group)
             self.tasks[group.task].consumed += 1
         self.taken, self.batches[manifest.step] = manifest.step, manifest
+        self.thresholds[manifest.step] = self.thresholds_of_trained[manifest.step]
         self.masks[manifest.step] = self.masks_of(manifest)
 
     def count(self, task: str, step: int) -> int:

@@ -89,11 +89,13 @@ class TrainerMoves(World):
         """A group of a taken batch is no good: where it may not be taken out, it stays."""
         if not self.batches:
             return
-        step = sorted(self.batches)[which % len(self.batches)]
+        open_steps = [step for step in sorted(self.batches) if step > self.committed]
+        steps = open_steps if open_steps and which % 4 else sorted(self.batches)
+        step = steps[which // 4 % len(steps)]
         manifest = self.batches[step]
         if not manifest.entries:
             return
-        entry = manifest.entries[which // 8 % len(manifest.entries)]
+        entry = manifest.entries[which // 16 % len(manifest.entries)]
         ledger, nonce = self.scene.run.ledger, self.scene.trainer
         if step <= self.committed:
             with pytest.raises(LedgerError):
