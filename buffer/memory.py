@@ -78,14 +78,14 @@ class Memory:
         """Whether the count is what the records say. Works on a live run, where it is a range: what was held all the
         time is seen once, what came or went meanwhile once or never. O(living groups)."""
         before = self.count()
-        weighed = self._weigh()
+        weighed = self.weigh()
         after = self.count()
         least, most = before.came - after.went, after.came - before.went
         if least <= weighed <= most:
             return []
         return [f"{before.held} payload bytes are counted, {weighed} are in the records ({least} to {most} may be)"]
 
-    def _weigh(self) -> int:
+    def weigh(self) -> int:
         """Bytes of all records, then those of archived batches that are retained: a group that was archived in
         between is not counted again."""
         walk, total, seen = RecordWalk(self._store, self._keys), 0, set()

@@ -42,9 +42,7 @@ class StepFailed(RolloutMQError):
     """A rank could not do its part of a step. The step is not committed, and will be delivered again."""
 
 
-TOLD: Mapping[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CheckpointNow, Fenced, Stopped, TimeoutError)
-}
+TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (CheckpointNow, Fenced, Stopped, TimeoutError)}
 """What rank 0 meets and the others can act upon: raised there as it is."""
 
 PATIENCE = timedelta(hours=12)

@@ -16,6 +16,7 @@ import pytest
 from buffer import RunLimits, Store
 from buffer.errors import RolloutMQError
 from tests.buffer.invariants.batch_mutations import BATCHES
+from tests.buffer.invariants.byte_count_mutations import BYTE_COUNT
 from tests.buffer.invariants.mutation import Mutation, Story
 from tests.buffer.invariants.one_place_mutations import ONE_PLACE
 from tests.buffer.invariants.running_mutations import RUNNING
@@ -24,7 +25,7 @@ from tests.servers import start_server
 from tests.unit.test_scripts import reads_of_payloads
 
 _numbers = count(1)
-MUTATIONS = [*ONE_PLACE, *BATCHES, *RUNNING]
+MUTATIONS = [*ONE_PLACE, *BATCHES, *RUNNING, *BYTE_COUNT]
 ORIGINALS = {(mutation.story, str(mutation.limits)): mutation for mutation in MUTATIONS}
 
 

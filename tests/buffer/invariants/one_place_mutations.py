@@ -42,9 +42,7 @@ ONE_PLACE = [
         one_place.an_old_token_changes_nothing,
     ),
     Mutation("I2", "heartbeat", "record[1] == ARGV[i + 1] and ", one_place.a_lease_is_renewed_by_its_owner_only),
-    Mutation(
-        "I2", "reap", "    redis.call('SREM', holders .. record[2], gid)\n", one_place.an_old_token_changes_nothing
-    ),
+    Mutation("I2", "reap", "    redis.call('SREM', holders .. owner, gid)\n", one_place.an_old_token_changes_nothing),
     Mutation("I2", "claim", "if known[1] ~= nonce then return {'UNKNOWN'} end\n", running.a_stranger_claims_nothing),
     Mutation(
         "I3",

@@ -119,7 +119,7 @@ RUNNING = [
     Mutation(
         "I11",
         "quarantine",
-        "  redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1)\n",
+        "if is_known then redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1) end\n",
         running.poison_counts_against_its_worker,
     ),
     Mutation(

@@ -106,6 +106,9 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
             with self.store.dying("", lives):
                 self.open_with_position()
         opening = self.open_with_position()
+        # whoever comes by frees what a trainer that died did not
+        self.scene.run.ledger.archive.forget()
+        self.forget()
         for manifest in sorted(kept, key=lambda manifest: manifest.step):
             self.restore(manifest)
         if not lives:

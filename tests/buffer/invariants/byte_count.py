@@ -1,0 +1,76 @@
+"""I12: payload bytes are counted where groups move, so that the count is what the records say."""
+
+from __future__ import annotations
+
+from buffer import PolicyVersion, Status
+from tests.buffer.checkpointing import Trainer
+from tests.buffer.scene import FIRST, Scene, rollout
+
+RETRIED = {"tail_batch_trigger_size": 0}
+
+
+def bytes_follow_the_groups_of_workers(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(5)
+    scene.check()
+    part, other, *more = scene.claim(5)
+    scene.submit(part, status=Status.ABORTED)
+    scene.check()
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
+    scene.submit(scene.claim()[0])
+    scene.submit(other, filtered=True)
+    for job in more:
+        scene.submit(job)
+    scene.check()
+    scene.run.jobs.requeue(more[0].gid)
+    scene.check()
+    scene.run.jobs.drop(more[1].gid)
+    scene.check()
+    scene.take(1)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.check()
+
+
+def bytes_follow_what_expires(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0, 0, 1)
+    for step in (1, 2):
+        scene.take(step)
+    scene.run.buffer.refresh_staleness("math")
+    scene.check()
+
+
+def bytes_follow_groups_from_outside(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    fresh, old = rollout(Status.COMPLETED, PolicyVersion("l0", 9)), rollout(Status.EXPIRED, FIRST)
+    gid, expired = scene.run.buffer.put("math", [[fresh], [old]])
+    scene.check()
+    for group in (gid, expired):
+        scene.run.buffer.update(
+            group, [rollout(Status.COMPLETED, PolicyVersion("l0", 9), response="longer than before")]
+        )
+        scene.check()
+
+
+def bytes_follow_what_comes_back_after_a_loss(scene: Scene) -> None:
+    scene.open_producer()
+    trainer = Trainer(scene)
+    kept, lost = scene.ready(0, 0)
+    moment = trainer.now()
+    trainer.train(1, math=2)
+    trainer.save()
+    trainer.lose_all_since(moment)
+    # its bytes were freed: the batch cannot come back, and both are archived
+    assert trainer.open().recovery.changed == 2
+    assert [scene.bit("archived", draw) for draw in (0, 1)] == [1, 1], (kept, lost)
+    scene.check()
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    moment = trainer.now()
+    scene.submit(job)
+    payload = {key: value for key, value in trainer.now().items() if job.token in key}
+    trainer.train(2)
+    trainer.save(keep=1)
+    trainer.lose_all_since(moment | payload)
+    assert trainer.open().recovery.restored == 1
+    scene.check()
