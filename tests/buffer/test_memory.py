@@ -86,7 +86,7 @@ def test_fsck_of_the_bytes_holds_while_groups_move(scene: Scene, monkeypatch: py
     """What moves between the two looks may be seen or not; it is no fault either way."""
     scene.open_trainer()
     scene.ready(0, 0, 0)
-    weigh = Memory._weigh
+    weigh = Memory.weigh
     moves: list[Callable[[], object]] = [
         lambda: scene.ready(0),
         lambda: scene.take(1),
@@ -98,7 +98,7 @@ def test_fsck_of_the_bytes_holds_while_groups_move(scene: Scene, monkeypatch: py
         moves.pop(0)()
         return weighed
 
-    monkeypatch.setattr(Memory, "_weigh", moving)
+    monkeypatch.setattr(Memory, "weigh", moving)
     while moves:
         assert scene.run.memory.faults() == []
 
