@@ -128,13 +128,13 @@ def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryv
         for argument in command:
             data = argument if isinstance(argument, _BYTES) else str(argument).encode()
             if len(data) < _LARGE_BYTES:
-                small += b"$%d\r\n%b\r\n" % (len(data), bytes(data))
+                small += b"$%d\r\n%b\r\n" % (len(data), data)
             else:
                 small += b"$%d\r\n" % len(data)
                 yield small
                 yield data
                 small = bytearray(b"\r\n")
-        if len(small) >= _LARGE_BYTES // 4:
+        if len(small) >= 2 * _LARGE_BYTES:
             # the server may begin with it while the next command is made
             yield small
             small = bytearray()

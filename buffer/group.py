@@ -102,9 +102,9 @@ class RolloutGroup:
     def oldest_by_lineage(self) -> dict[str, int]:
         """The oldest policy version of each lineage of weights in the group: only the server knows which still live."""
         oldest: dict[str, int] = {}
-        for span in (VersionSpan(*s) for m in self.members for s in m.get("spans", ())):
-            if span.length:
-                oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
+        for _, length, version, lineage in (span for member in self.members for span in member.get("spans", ())):
+            if length:
+                oldest[lineage] = min(version, oldest.get(lineage, version))
         return oldest
 
     def made_by(self, by_token: bool) -> list[str | int]:

@@ -238,7 +238,7 @@ def group_status(statuses: Iterable[Status | str]) -> Status:
     else fits: here it is INIT as long as one member still is (it waits or is being made, and is never submitted),
     and a group without members is an error. Neither can ever be trained.
     """
-    held = {Status(status) for status in statuses}
+    held = {Status(status) for status in set(statuses)}
     if not held:
         raise WireError("a group has no rollouts", hint="every group holds prompt_repeat_k of them")
     return next((status for status in PRECEDENCE if status in held), Status.COMPLETED)

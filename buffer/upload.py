@@ -1,7 +1,8 @@
 """Payloads and the script calls that speak of them, in one round trip.
 
 A payload must be stored before the script that pins it runs: on one connection it is. While the server takes one in,
-the next is encoded, so a batch costs little more than its bytes.
+the next is encoded, so a batch costs little more than its bytes. What is small comes behind all that is large: a server
+that writes to disk before it answers would do that for each of them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class ScriptCall(NamedTuple):
     tail_args: Sequence[Arg]
 
 
+_LARGE_BYTES = 32 * 2**10
+"""A server takes such a value in by itself, and what is smaller together with what comes next."""
+
 Upload = tuple[Sequence[Command], ScriptCall]
 """The commands that store a payload, and the call for it."""
 
@@ -36,7 +40,7 @@ class UploadTrip:
 
     def __init__(self, store: Store, script: Script, key: str, make: Callable[[], Iterable[Upload]]) -> None:
         self._store, self._script, self._key, self._make = store, script, key, make
-        self._places: list[int] = []  # of the script's replies among all answers
+        self._places = range(0)  # of the script's replies among all answers
         self._keys: list[str] = []
 
     def replies(self) -> list[list[Any]]:
@@ -59,12 +63,21 @@ class UploadTrip:
             return send(client, self._commands())
 
     def _commands(self) -> Iterator[Command]:
-        self._places, count = [], 0
+        calls: list[ScriptCall] = []
+        small: list[Command] = []
+        sent = 0
         for commands, call in self._make():
-            yield from commands
+            for command in commands:
+                if any(isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command):
+                    sent += 1
+                    yield command
+                else:
+                    small.append(command)
+            calls.append(call)
+        yield from small
+        self._places = range(sent + len(small), sent + len(small) + len(calls))
+        for call in calls:
             self._keys, args = self._script.arrange(*call)
             yield ("EVALSHA", self._script.sha, len(self._keys), *self._keys, *args)
-            self._places.append(count + len(commands))
-            count += len(commands) + 1
         if self._store.must_wait:
             yield from self._store.waits("EVALSHA", self._key)

@@ -27,9 +27,8 @@ MAX_NESTING = 32
 """Deeper documents would end other readers' (and our own encoder's) recursion."""
 
 _OWN_ENTRIES = ("schema", "gid", "task", "shared", "members", "columns")
-_FIVE_ENTRIES, _SIX_ENTRIES, _COLUMNS = b"\x85", b"\x86", b"\xa7columns"
 _FIRST_BYTES = 32 * 2**10
-"""Where the columns are looked for at first: behind texts, where these are short."""
+"""What is given to the library at first: all but the columns, where texts are short."""
 
 
 def read_document(data: bytes | memoryview) -> dict[str, Any]:
@@ -67,21 +66,29 @@ def _read_any(data: bytes | memoryview) -> Any:
 
 
 def _read_own(data: memoryview) -> dict[str, Any] | None:
-    """None where the document is not one of `wire.encode`.
-
-    Containers need no count: there cannot be more of them than bytes, and no more than MAX_CONTAINERS are looked at.
-    """
-    head, columns, _ = bytes(data[:_FIRST_BYTES]).partition(_COLUMNS)
-    if not columns:
-        head, columns, _ = bytes(data[:MAX_CONTAINERS]).partition(_COLUMNS)
-    if not columns or head[:1] != _SIX_ENTRIES:
-        return None
+    """None where the document is not one of `wire.encode`."""
     try:
-        document = msgpack.unpackb(_FIVE_ENTRIES + head[1:], **_LIMITS)
-        document["columns"] = read_own_columns(data, len(head) + len(columns))
+        try:
+            document, place = _read_head(data[:_FIRST_BYTES])
+        except msgpack.OutOfData:
+            document, place = _read_head(data[:MAX_CONTAINERS])
+        document["columns"] = read_own_columns(data, place)
     except (ValueError, TypeError, IndexError, msgpack.exceptions.UnpackException, RecursionError, WireError):
         return None
     return document if tuple(document) == _OWN_ENTRIES and document["columns"] is not None else None
+
+
+def _read_head(data: memoryview) -> tuple[dict[str, Any], int]:
+    """All entries but the last one, the name of that, and where its value begins.
+
+    Containers need no count: there cannot be more of them than bytes, and it is given no more than MAX_CONTAINERS.
+    """
+    unpacker = msgpack.Unpacker(read_size=len(data), **_LIMITS)
+    unpacker.feed(data)
+    if unpacker.read_map_header() != len(_OWN_ENTRIES):
+        raise ValueError
+    read = unpacker.unpack
+    return {read(): read() for _ in _OWN_ENTRIES[1:]} | {read(): None}, unpacker.tell()
 
 
 def _counting() -> dict[str, Any]:
