@@ -128,7 +128,7 @@ def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryv
         for argument in command:
             data = argument if isinstance(argument, _BYTES) else str(argument).encode()
             if len(data) < _LARGE_BYTES:
-                small += b"$%d\r\n%b\r\n" % (len(data), data)
+                small += b"$%d\r\n%b\r\n" % (len(data), bytes(data))
             else:
                 small += b"$%d\r\n" % len(data)
                 yield small
