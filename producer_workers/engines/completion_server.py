@@ -54,7 +54,8 @@ class CompletionServer:
         """Find the model that is served. Raises EngineError where there is none."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            # one kept open may be closed by the server just as it is used again, which looks like a dead server
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
             read_bufsize=MAX_LINE_BYTES,
         )
