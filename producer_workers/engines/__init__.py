@@ -21,6 +21,10 @@ def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) 
         from producer_workers.engines.http_engine import HttpEngine
 
         return HttpEngine(config, model_dir, version)
+    if config.kind == "transformers":
+        from producer_workers.engines.transformers_engine import TransformersEngine
+
+        return TransformersEngine(config, model_dir, version)
     from producer_workers.engines.vllm_engine import VllmEngine
 
     return VllmEngine(config, model_dir, version)

@@ -66,6 +66,15 @@ class HttpConfig(EngineSettings):
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
 
 
+class TransformersConfig(EngineSettings):
+    """A small model in the worker's own process, by transformers: where vLLM does not run, or to compare with it."""
+
+    kind: Literal["transformers"] = "transformers"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_num_seqs: int = Field(16, ge=1, description="requests that get a token in each round; more wait in line")
+
+
 class SimulatedConfig(EngineSettings):
     """No model at all: random tokens on a clock, for load tests and capacity planning."""
 
@@ -82,4 +91,4 @@ class SimulatedConfig(EngineSettings):
     die_after: int | None = Field(None, ge=0, description="the engine dies at the request after so many")
 
 
-EngineConfig = Annotated[VllmConfig | HttpConfig | SimulatedConfig, Field(discriminator="kind")]
+EngineConfig = Annotated[VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig, Field(discriminator="kind")]

@@ -190,7 +190,7 @@ class HttpEngine:
     async def _read(self, request: HttpRequest) -> None:
         try:
             async for piece in self._server.stream(request.prompt(), request.sampling()):
-                request.add(piece)
+                request.hear(piece)
         except ServerGone as error:
             raise await self._declare_dead(str(error)) from error
 

@@ -215,11 +215,11 @@ class EngineContract:
 
     def test_many_requests_finish_when_they_come_at_once(self, engine: Engine, run: Run[Any]) -> None:
         async def scenario() -> list[Generation]:
-            return await asyncio.gather(*(engine.generate(f"request {n}", PROMPT, sampling(10)) for n in range(200)))
+            return await asyncio.gather(*(engine.generate(f"request {n}", PROMPT, sampling(10)) for n in range(100)))
 
         made = run(scenario())
         assert {len(one.token_ids) for one in made} == {10}
-        assert len({one.token_ids.tobytes() for one in made}) > 150
+        assert len({one.token_ids.tobytes() for one in made}) > 75
 
 
 class ModelContract(EngineContract):

@@ -1,0 +1,45 @@
+"""A response while it grows: its columns, and which weights made which of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from buffer.rollout import PolicyVersion, VersionSpan
+from producer_workers.engines.base import FinishReason, Generation
+
+
+class GrowingResponse:
+    """What one request has so far. `finish_reason` is None while there is more to come."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[VersionSpan] = []
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, token_ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        self.token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+
+    def stamp(self, version: PolicyVersion) -> None:
+        """Say that the tokens since the last stamp were made by `version`; neighbours of one version are one span."""
+        start = self._spans[-1].start + self._spans[-1].length if self._spans else 0
+        length = len(self.token_ids) - start
+        if not length:
+            return
+        if self._spans and (self._spans[-1].lineage, self._spans[-1].version) == version:
+            last = self._spans.pop()
+            start, length = last.start, last.length + length
+        self._spans.append(VersionSpan(start, length, version.version, version.lineage))
+
+    def finish(self, reason: FinishReason) -> None:
+        """End it here, unless it has ended."""
+        self.finish_reason = self.finish_reason or reason
+
+    def generation(self) -> Generation:
+        """The whole. It must have ended."""
+        assert self.finish_reason is not None
+        token_ids, logprobs = np.asarray(self.token_ids, dtype="<i4"), np.asarray(self._logprobs, dtype="<f4")
+        return Generation(token_ids, logprobs, tuple(self._spans), self.finish_reason)
