@@ -28,13 +28,14 @@ from buffer.commands import (
     status,
     tail,
     top,
+    web,
     workers,
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
-    looking = (status, runs, top, ls, show, batch, dead, requeue, drop, tail, workers, metrics)
+    looking = (status, runs, top, ls, show, batch, dead, requeue, drop, tail, workers, web, metrics)
     steering = (pause, drain, settings, fence, save, resume, curate)
     for command in (*looking, *steering, janitor, fsck, doctor, server, scripts):
         command.register(app)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from buffer.access import read_token
 from buffer.commands.screen import console, emit
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
-from buffer.errors import ConfigError
 
 if TYPE_CHECKING:
     from buffer.watch.collector import RunCollector
@@ -59,7 +59,7 @@ def metrics(
     with open_server(redis_url, run_dir) as (store, _):
         collector = RunCollector(store, choose_run(store, run) if run else None)
         if serve:
-            _serve(collector, host, port, _token(token_file))
+            _serve(collector, host, port, read_token(token_file) if token_file else "")
         elif as_json:
             collector.look()
             emit({"workers_wanted": collector.workers_wanted()})
@@ -79,15 +79,3 @@ def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
         signal.signal(number, lambda *_: stop.set())
     stop.wait()
     endpoint.close()
-
-
-def _token(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token in {path} cannot be read: {error}") from error
-    if not token:
-        raise ConfigError(f"{path} holds no token", hint="for example: openssl rand -hex 16 > token")
-    return token

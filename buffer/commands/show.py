@@ -5,7 +5,7 @@ Which weights made which tokens is drawn as a bar per member, one colour per pol
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 import typer
@@ -20,6 +20,7 @@ from buffer.keys import ENDS, IMPORTED_FROM, split_group_id
 from buffer.payloads import PayloadRef
 from buffer.rollout import RolloutState
 from buffer.run import Run
+from buffer.watch.group_json import group_json
 
 EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
 
@@ -58,7 +59,7 @@ def show(
     states = group.states if member is None else [_member(group, member)]
     if as_json:
         emit(
-            {"gid": gid, "places": places, "record": record, "dead_letter": letter} | _group_json(group, states, tokens)
+            {"gid": gid, "places": places, "record": record, "dead_letter": letter} | group_json(group, states, tokens)
         )
         return
     screen = console()
@@ -109,36 +110,6 @@ def _member(group: RolloutGroup, index: int) -> RolloutState:
         if rollout.index == index:
             return rollout
     raise ConfigError(f"{group.gid} has no member {index}", hint=f"it has {len(group)}, counted from 0")
-
-
-# JSON -----------------------------------------------------------------------------------------------------------
-
-
-def _group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) -> dict[str, Any]:
-    shared = dict(group.shared)
-    if tokens:
-        shared["prompt_ids"] = group.prompt_ids.tolist()
-    return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}
-
-
-def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
-    facts_ = {
-        "index": rollout.index,
-        "status": rollout.status,
-        "response": rollout.response,
-        "tokens": len(rollout.response_ids),
-        "reward": rollout.reward,
-        "finish_reason": rollout.finish_reason,
-        "error": rollout.error,
-        "session_id": rollout.session_id,
-        "tool_calls": [call.model_dump() for call in rollout.tool_calls],
-        "spans": [span._asdict() for span in rollout.spans],
-        "sample_params": rollout.sample_params.model_dump(),
-    }
-    if tokens:
-        facts_ |= {"response_ids": rollout.response_ids.tolist(), "logprobs": rollout.logprobs.tolist()}
-        facts_["response_mask"] = None if rollout.response_mask is None else rollout.response_mask.tolist()
-    return facts_
 
 
 # for people -----------------------------------------------------------------------------------------------------

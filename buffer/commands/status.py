@@ -12,6 +12,7 @@ from buffer.commands.screen import age, bar, console, count, emit, facts, plural
 from buffer.commands.target import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from buffer.run import Run
 from buffer.watch.snapshot import RoleView, Snapshot, TaskView, take_snapshot
+from buffer.watch.snapshot_json import describe
 
 EPILOG = "Example: rolloutmq status --json | python -m json.tool"
 
@@ -38,75 +39,6 @@ def status(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = No
         emit({"runs": [_brief(snap) for snap in snapshots]})
     else:
         _list_runs(address, snapshots)
-
-
-def describe(snap: Snapshot) -> dict[str, Any]:
-    """A snapshot as JSON."""
-    return {
-        "run": snap.run,
-        "nonce": snap.meta.get("nonce"),
-        "created_ms": int(snap.meta.get("created_ms", 0)),
-        "mode": snap.mode,
-        "paused_by": snap.paused_by,
-        "mode_age_ms": snap.paused_ms,
-        "epoch": int(snap.control.get("epoch", 0)),
-        "acknowledged": snap.acknowledged,
-        "open_lanes": snap.control.get("lanes", "").split(),
-        "weights": snap.weights._asdict() | {"path": snap.control.get("weights_path", "")},
-        "steps": {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed},
-        "trainer": _role_json(snap.trainer),
-        "producer": _role_json(snap.producer),
-        "stale_threshold": snap.stale_threshold,
-        "tasks": {task.account.task: _task_json(task) for task in snap.tasks},
-        "workers": [_worker_json(worker) for worker in snap.workers],
-        "tokens_per_s": snap.tokens_per_s,
-        "leases": snap.leases,
-        "overdue_leases": snap.overdue,
-        "dead_letters": snap.dead,
-        "garbage": snap.garbage,
-        "memory": {"held_bytes": snap.memory.held, "low_bytes": snap.memory.low, "high_bytes": snap.memory.high},
-        "adds_up": not snap.faults,
-        "faults": list(snap.faults),
-    }
-
-
-def _task_json(task: TaskView) -> dict[str, Any]:
-    return {
-        "places": task.account.places,
-        "enqueued": task.account.enqueued,
-        "put": task.account.put,
-        "imported": task.account.imported,
-        "cursor": task.account.cursor,
-        "target": task.account.target,
-        "consumed": task.account.consumed,
-        "started": task.started,
-        "may_start": task.may_start,
-        "backlog": task.backlog,
-        "ready": task.ready,
-        "too_old": task.too_old,
-        "staleness": task.staleness,
-        "produced_samples": int(task.number("produced_samples")),
-        "produced_tokens": int(task.number("produced_tokens")),
-        "mean_reward": task.mean_reward,
-        "leases_lost": int(task.number("leases_lost")),
-        "failed": int(task.number("failed")),
-        "expirations": int(task.number("expirations")),
-        "reasserted": int(task.number("reasserted")),
-        "regenerated": int(task.number("regenerated")),
-    }
-
-
-def _role_json(role: RoleView) -> dict[str, Any]:
-    return {"state": role.word, "silent_ms": role.silent_ms}
-
-
-def _worker_json(worker: dict[str, str]) -> dict[str, Any]:
-    return {name: worker.get(name, "") for name in ("id", "engine", "state", "weights")} | {
-        "silent_ms": int(worker["silent_ms"]),
-        "holds": int(worker["holds"]),
-        "tokens_per_s": float(worker.get("tokens_per_s", 0)),
-        "done": int(worker.get("done", 0)),
-    }
 
 
 def _brief(snap: Snapshot) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from buffer.commands.live_view import LiveView
 from buffer.commands.screen import console, emit_line
-from buffer.commands.status import describe
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import StoreUnavailable
 from buffer.run import Run
 from buffer.watch.history import History
 from buffer.watch.snapshot import Snapshot
+from buffer.watch.snapshot_json import describe
 
 EPILOG = "Example: rolloutmq top --run-dir runs/demo"
 

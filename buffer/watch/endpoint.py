@@ -5,8 +5,6 @@ It listens on loopback unless told otherwise, and wants a token when it is not: 
 
 from __future__ import annotations
 
-import ipaddress
-import secrets
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -16,6 +14,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import orjson
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from buffer.access import carries, is_loopback
 from buffer.errors import ConfigError
 from buffer.watch.collector import RunCollector
 
@@ -35,7 +34,7 @@ class MetricsEndpoint:
     """Serves until `close`. `port` 0 takes a free one; `url` says which."""
 
     def __init__(self, collector: RunCollector, *, host: str = "127.0.0.1", port: int = 0, token: str = "") -> None:
-        if not token and not _is_loopback(host):
+        if not token and not is_loopback(host):
             raise ConfigError(
                 f"metrics on {host} could be read by everybody who reaches it",
                 hint="name a file with a token (--token-file), or listen on 127.0.0.1",
@@ -58,8 +57,7 @@ class MetricsEndpoint:
         self._thread.join()
 
     def _answer(self, request: dict[str, Any], start: Answer) -> Iterable[bytes]:
-        given = request.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
-        if self._token and not secrets.compare_digest(given.encode(), self._token.encode()):
+        if self._token and not carries(self._token, request.get("HTTP_AUTHORIZATION", "")):
             return _say(start, "401 Unauthorized", b"a token is wanted: Authorization: Bearer TOKEN\n")
         if request["PATH_INFO"] == "/metrics":
             answer: Iterable[bytes] = self._metrics(request, start)
@@ -73,10 +71,3 @@ class MetricsEndpoint:
 def _say(start: Answer, status: str, body: bytes, kind: str = "text/plain; charset=utf-8") -> list[bytes]:
     start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
     return [body]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

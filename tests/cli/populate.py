@@ -78,6 +78,13 @@ class Scene:
             state.reward = {"score": float(place), "length": 3.0}
         self.run.buffer.submit(worker, job, RolloutGroup(job.gid, job.task, group.states), 6, filtered=filtered)
 
+    def write_as(self, worker: str, job: Job, states: list[RolloutState]) -> None:
+        """Hand in what a worker made, whatever it is."""
+        for state in states:
+            state.append(np.array([5], "<i4"), np.array([-0.1], "<f4"), [VersionSpan(0, 1, 0, "l0")])
+            state.status, state.finish_reason = Status.COMPLETED, "stop"
+        self.run.buffer.submit(worker, job, RolloutGroup(job.gid, job.task, states), 2)
+
     def open_trainer(self) -> None:
         self.run.trainers.open(self.trainer, step=0, lineage="l1")
 

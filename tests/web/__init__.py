@@ -1,0 +1,1 @@
+"""The browser view, in a real browser."""
