@@ -28,7 +28,7 @@ def go(chromium: Chrome, address: str, view: str) -> None:
     chromium.get("about:blank")
     chromium.get(address)
     until(chromium, "every group is accounted for", "#account")
-    chromium.execute_script(f"location.hash = '#/{view}'")  # type: ignore[no-untyped-call]
+    chromium.execute_script(f"location.hash = '#/{view}'")
 
 
 def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, shots: Path) -> None:
@@ -89,7 +89,7 @@ def test_acting_wants_the_token(chromium: Chrome, address: str, scene: Scene) ->
     chromium.find_element(By.CSS_SELECTOR, "[data-act='pause?mode=drain']").click()
     until(chromium, "paused by the operator", "#headline")
     assert scene.run.control.state().mode == "drain"
-    chromium.execute_script("sessionStorage.clear()")  # type: ignore[no-untyped-call]
+    chromium.execute_script("sessionStorage.clear()")
     go(chromium, address.partition("#")[0], "dead")
     assert not chromium.find_element(By.ID, "acts").is_displayed()
     assert chromium.find_elements(By.XPATH, "//button[text()='Requeue']") == []
@@ -117,9 +117,9 @@ def test_a_phone_shows_all_without_scrolling_sideways(
         go(chromium, address, view)
         until(chromium, words)
         width = "return [document.documentElement.scrollWidth, innerWidth]"
-        wide, shown = chromium.execute_script(width)  # type: ignore[no-untyped-call]
+        wide, shown = chromium.execute_script(width)
         assert wide <= shown, view
         chromium.save_screenshot(str(shots / f"phone-{scheme}-{view}.png"))
     back = "return getComputedStyle(document.documentElement).backgroundColor"
-    assert chromium.execute_script(back) == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 17, 21)"}[scheme]  # type: ignore[no-untyped-call]
+    assert chromium.execute_script(back) == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 17, 21)"}[scheme]
     chromium.set_window_size(*DESK)
