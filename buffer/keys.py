@@ -17,6 +17,7 @@
                                               neither staleness nor freshest (buffer/order.py)
     rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
     rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over its nodes
+    rmq:{run:gid}:sync               STRING   expires at once: written behind payloads whose replicas are waited for
     rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted payloads that nobody
                                               has kept from expiring yet (buffer/pins.py)
     rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
@@ -71,6 +72,11 @@ def run_of_meta(key: str) -> str:
 def clock_beside(key: str) -> str:
     """The `clock` of the run that a key belongs to."""
     return key.partition("}:")[0] + "}:clock"
+
+
+def sync_beside(key: str) -> str:
+    """The `sync` in the slot of a payload."""
+    return key.partition("}:")[0] + "}:sync"
 
 
 def valid_name(kind: str, name: str) -> str:

@@ -1,9 +1,10 @@
 """In a cluster, bytes lie in other slots than the script that accepts them: it believes its caller, and lists them.
 
 They were written with an expiry. Whoever called the script keeps them from expiring right after it; where that process
-died first, any janitor does, long before they expire. Each step is harmless when it is repeated (I13). No
-replica is waited for: bytes that are lost with their node are missed by who reads them (PayloadMissing), never
-silently, and made again.
+died first, any janitor does, long before they expire. Each step is harmless when it is repeated (I13). Where
+`wait_replicas` is set, those of every node are waited for before the script is called, and before the list forgets what
+was pinned. Else bytes may be lost with their node: who reads them misses them (PayloadMissing), never silently, and
+they are made again.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ def pin_listed(store: Store, keys: Keys) -> int:
     for gid, token, chunks in parts:
         commands += [("PERSIST", name) for name in keys.payload_chunks(gid, token, int(chunks))]
     _name_prompts(store, keys, [(gid, token) for gid, token, _ in parts if token.endswith(PROMPT)])
-    store.each("pin", commands)
+    store.each("pin", commands, on_payloads=True)
     store.each("pin", [("SREM", keys.unpinned, *found)])
     return len(found)
 
 
 def _name_prompts(store: Store, keys: Keys, prompts: list[tuple[str, str]]) -> None:
     """Give prompts the name under which their groups look for them, as the script does where it may."""
-    store.each("pin", [("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts])
+    copies = [("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts]
+    store.each("pin", copies, on_payloads=True)
     found = store.each("pin", [("EXISTS", keys.group(gid)) for gid, _ in prompts])
     # of a group that has ended meanwhile, the copy expires as what it was made from does
     living = [gid for (gid, _), is_there in zip(prompts, found, strict=True) if is_there]
-    store.each("pin", [("PERSIST", keys.payload(gid, "init")) for gid in living])
+    store.each("pin", [("PERSIST", keys.payload(gid, "init")) for gid in living], on_payloads=True)
     store.each("pin", [("UNLINK", keys.payload(gid, token)) for gid, token in prompts])

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError, TimeoutError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
 
 from buffer.bulk import Asked, Command, Parts, pipelined, receive, send
+from buffer.durability import Durability
 from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
-from buffer.keys import clock_beside
 from buffer.masking import mask_url
 from buffer.passing import is_passing
 from buffer.scripts import Arg, Script, library
@@ -30,9 +30,6 @@ from buffer.upload import Upload, UploadTrip
 
 log = logging.getLogger("rolloutmq.store")
 T = TypeVar("T")
-
-WAIT_MS = 5_000
-"""How long disk and replicas are waited for at a time; well below the socket's own time-out."""
 
 
 class Store:
@@ -105,7 +102,7 @@ class Store:
         """
         entry = self.scripts[script]
         all_keys, all_args = entry.arrange(keys, args, tail_keys, tail_args)
-        wait = durable and self.must_wait
+        wait = durable and self.durability.must_wait
 
         def run() -> list[Any]:
             try:
@@ -164,31 +161,15 @@ class Store:
         call = (verb, script.text(verb), len(keys), *keys, *args)
         if not wait:
             return list(client.execute_command(*call))
-        reply, *waited = pipelined(client, [call, *self.waits(verb, keys[0])])
-        self.check_waited(waited)
+        waits = self.durability.behind_script(verb, self.scripts["sync"].text(verb), keys[0])
+        reply, *waited = pipelined(client, [call, *waits])
+        self.durability.check(waited)
         return list(reply)
 
     @property
-    def must_wait(self) -> bool:
-        """Whether the answer to a durable call says nothing yet."""
-        return self.waits_for_disk or self.wait_replicas > 0
-
-    def waits(self, verb: str, key: str) -> list[Command]:
-        """Behind the writes of a connection: answered once they are where a durable call must be."""
-        # What is waited for are the writes of this connection. A repeated call may have made none, and the ones it
-        # repeats may be of another connection, so a write of its own follows.
-        sync = (verb, self.scripts["sync"].text(verb), 1, clock_beside(key))
-        # WAIT and not WAITAOF for replicas: they tell of their disks once a second only (measured: 0.5 s a call)
-        disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.waits_for_disk else []
-        return [sync, ("WAIT", self.wait_replicas, WAIT_MS), *disk]
-
-    def check_waited(self, answers: Sequence[Any]) -> None:
-        """Raise TimeoutError where the answers to `waits` say that something is missing."""
-        _, replicas, *disks = answers
-        if [on_disk for on_disk, _ in disks] == [0]:
-            raise TimeoutError(f"not on the server's disk after {WAIT_MS} ms")
-        if replicas < self.wait_replicas:
-            raise TimeoutError(f"only {replicas} of {self.wait_replicas} replicas have it after {WAIT_MS} ms")
+    def durability(self) -> Durability:
+        """What a durable call waits for."""
+        return Durability(self.wait_replicas, self.waits_for_disk)
 
     def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
         """Upload a payload and call a script for each of what `make` makes, in one round trip; the scripts' replies, as
@@ -209,22 +190,41 @@ class Store:
         self.write("payload write", [command for commands, _ in uploads for command in commands])
         return lambda: [([], call) for _, call in uploads]
 
-    def each(self, what: str, commands: Sequence[Command], role: Role = "bulk") -> list[Any]:
-        """Run commands, every one where its key lies: one pipeline per server. The answers, in order."""
+    def each(
+        self, what: str, commands: Sequence[Command], role: Role = "bulk", *, on_payloads: bool = False
+    ) -> list[Any]:
+        """Run commands, every one where its key lies: one pipeline per server. The answers, in order.
+
+        `on_payloads`: they are writes, and waited for as in `write`.
+        """
 
         def run(client: Any, here: list[int]) -> list[Any]:
-            return pipelined(client, [commands[place] for place in here])
+            mine = [commands[place] for place in here]
+            return self._replicated(pipelined, client, mine) if on_payloads else pipelined(client, mine)
 
         return self.retrying(what, lambda: self.servers.at_each(role, [str(command[1]) for command in commands], run))
 
     def write(self, what: str, commands: Sequence[Command], *, starts_work: bool = False) -> list[Any]:
-        """`each` for large values, which are sent from where they are. `starts_work`: see `call`."""
+        """`each` for large values, which are sent from where they are. `starts_work`: see `call`.
+
+        In a cluster, payloads lie on other nodes than the script that accepts them, and `wait_replicas` are waited for
+        here: those that the script waits for say nothing of these.
+        """
 
         def run(client: Any, here: list[int]) -> list[Any]:
-            return send(client, [commands[place] for place in here])
+            return self._replicated(send, client, [commands[place] for place in here])
 
         keys = [str(command[1]) for command in commands]
         return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run), starts_work=starts_work)
+
+    def _replicated(
+        self, run: Callable[[Any, list[Command]], list[Any]], client: Any, commands: list[Command]
+    ) -> list[Any]:
+        if not (self.wait_replicas and self.in_cluster):
+            return run(client, commands)
+        answers = run(client, [*commands, *self.durability.behind_payloads(str(commands[0][1]))])
+        self.durability.check(answers[len(commands) :])
+        return answers[: len(commands)]
 
     def read(self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool) -> list[Parts]:
         """The values of several keys of one slot each; see `buffer.bulk.receive`."""

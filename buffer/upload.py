@@ -50,8 +50,8 @@ class UploadTrip:
             answers = self._answers(client)
         except ResponseError as error:
             raise self._store.explain(self._script, self._keys, error) from error
-        if self._store.must_wait:
-            self._store.check_waited(answers[self._places[-1] + 1 :])
+        if self._store.durability.must_wait:
+            self._store.durability.check(answers[self._places[-1] + 1 :])
         return [answers[place] for place in self._places]
 
     def _answers(self, client: Any) -> list[Any]:
@@ -79,5 +79,6 @@ class UploadTrip:
         for call in calls:
             self._keys, args = self._script.arrange(*call)
             yield ("EVALSHA", self._script.sha, len(self._keys), *self._keys, *args)
-        if self._store.must_wait:
-            yield from self._store.waits("EVALSHA", self._key)
+        if self._store.durability.must_wait:
+            sync = self._store.scripts["sync"].sha
+            yield from self._store.durability.behind_script("EVALSHA", sync, self._key)

@@ -18,7 +18,7 @@ from buffer.errors import ConfigError, StoreUnavailable
 from buffer.server.embedded import valkey_binary
 from buffer.server.url import open_client
 from tests.buffer.scene import LIMITS, Scene
-from tests.cluster import Cluster, Node, start_cluster, until
+from tests.cluster import MASTERS, Cluster, Node, start_cluster, until
 from tests.sentinels import Watched, start_watched
 from tests.servers import SAFE, _find_redis
 
@@ -84,6 +84,9 @@ def test_a_cluster_promotes_a_replica_and_nothing_answered_is_lost(cluster: Clus
     store = Store(cluster.url, deadline_s=PATIENT_S)
     master = cluster.master_of("rmq:{demo}:meta")
     replica = cluster.add_replica(master)
+    for other in [node for node in cluster.nodes[:MASTERS] if node is not master]:
+        # payloads lie there, too; these only hold what is waited for
+        cluster.add_replica(other).ask("CONFIG SET", "cluster-replica-no-failover", "yes")
     with redis.RedisCluster.from_url(cluster.url) as raw:
         scene = Scene(store, raw, "demo", SAFELY)
         scene.open_trainer()
@@ -107,7 +110,7 @@ def come_back(cluster: Cluster, dead: Node, promoted: Node) -> None:
 def test_a_durable_call_is_not_answered_while_no_replica_has_it(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.store.WAIT_MS", 300)
+    monkeypatch.setattr("buffer.durability.WAIT_MS", 300)
     store = Store(watched.url, deadline_s=PATIENT_S)
     raw: Any = patient(watched.url)
     scene = Scene(store, raw, "demo", SAFELY)
