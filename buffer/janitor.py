@@ -76,10 +76,11 @@ class Janitor:
         self._jobs, self._ledgers, self._payloads = jobs, ledgers, payloads
         self._media = MediaSweep(store, keys, media, ledgers) if media else None
 
-    def sweep(self, *, files: bool = True) -> Swept:
+    def sweep(self, *, files: bool = True, archive: bool = True) -> Swept:
         """Do what there is to do, up to a bound for each kind; see `Swept.has_more`.
 
-        Without `files`, no disk is touched. Raises LostRun where another run has the name: it must not
+        Without `files`, no disk is touched; without `archive`, no batch, which a worker may not (buffer/server/acl.py).
+        Raises LostRun where another run has the name: it must not
         be swept by the limits of this one.
         """
         if not self._is_there():
@@ -90,7 +91,7 @@ class Janitor:
             for task in self._limits.training_tasks
             for status in ("completed", "aborted")
         ]
-        forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers]
+        forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers if archive]
         freed = self._free()
         media, goes_on = self._media.sweep() if self._media and files else (0, False)
         return Swept(

@@ -85,7 +85,7 @@ class Heart:
                 # leases of dead workers must run out, and memory be freed, even when the producer is down
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
                     # a disk that hangs must not stop the heart
-                    self._run.janitor.sweep(files=False)
+                    self._run.janitor.sweep(files=False, archive=False)
                     swept = time.monotonic()
             except StoreUnavailable as error:
                 log.warning("no heartbeat: %s", error)

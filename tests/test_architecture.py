@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import sysconfig
@@ -54,6 +55,22 @@ def test_packages_come_from_this_repository(package: str) -> None:
 def test_no_file_has_the_name_of_a_stdlib_module() -> None:
     files = [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]
     assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib"}
+    calls = {"eval", "exec", "compile", "__import__"}
+    files = [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]
+    found = []
+    for path in [*files, ROOT / "rolloutmq.py"]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if forbidden & {name.partition(".")[0] for name in names}:
+                found.append(f"{path}: imports {names}")
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in calls:
+                found.append(f"{path}:{node.lineno} calls {ast.unparse(node.func)}")
+    assert found == []
 
 
 def test_docker_is_no_package() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from buffer.commands import (
+    acl,
     batch,
     curate,
     dead,
@@ -37,5 +38,5 @@ def register(app: typer.Typer) -> None:
     """Add the sub-commands, in the order in which `--help` lists them."""
     looking = (status, runs, top, ls, show, batch, dead, requeue, drop, tail, workers, web, metrics)
     steering = (pause, drain, settings, fence, save, resume, curate)
-    for command in (*looking, *steering, janitor, fsck, doctor, server, scripts):
+    for command in (*looking, *steering, janitor, fsck, doctor, server, scripts, acl):
         command.register(app)

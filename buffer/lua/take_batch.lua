@@ -84,14 +84,15 @@ for i = 10, #KEYS, 3 do
     lines[#lines + 1], taken[#taken + 1] = manifest_line(groups, gid), groups .. gid
   end
 end
+-- these first: who may not write them (ACL) is stopped before a group has moved
+redis.call('RPUSH', batch, unpack(lines))
+redis.call('HSET', ledger, 'taken', int(step))
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
 for i = 10, #KEYS, 3 do
   take_out(KEYS[i], KEYS[i + 1], KEYS[i + 2], chosen[i])
   redis.call('HINCRBY', KEYS[i + 2], 'consumed', #chosen[i])
   redis.call('HINCRBY', KEYS[i + 2], 'taken', #chosen[i])
 end
-redis.call('RPUSH', batch, unpack(lines))
-redis.call('HSET', ledger, 'taken', int(step))
 ring(bell, 1)
 log_event(events, 'taken', 'step', int(step), 'groups', int(ready_in_all))
 return {'OK', unpack(lines)}
