@@ -8,9 +8,9 @@
     viewer    nothing                                                                    status, top, ls, show, fsck
     operator  everything of the run; reads the server's settings                         all of the command
 
-A script may only do what its caller may do: the server checks each command inside of it. So a rule has three parts: what may
-be read; a selector for what may be written; and one that lets scripts be called with any key of the run, which by
-itself permits nothing. Every role sees all of its run, and nothing of another one but its name.
+A script may only do what its caller may do: the server checks each command inside of it. So a user has three parts:
+what may be read; a selector for what may be written; and one that lets scripts be called with any key of the run, which
+by itself permits nothing. Every role but judge sees all of its run; of other runs, none sees more than the names.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Role:
 
 
 _RQ = "(~rq:* +@read +@write +@transaction -@dangerous)"
+_RQ_WORKER = ("(~rq:* +eval +evalsha)", "&rq:*", "+@pubsub", "+@transaction", "+client|list")
 
 ROLES = {
     "producer": Role((*_GROUPS, "control", "ledger:*", "batch:*", "ended:*"), (_SETTINGS,)),
     "worker": Role(_GROUPS, (_SETTINGS, _RQ)),
     # what a model wrote runs there: it sees nothing of the run
-    "judge": Role((), (_SETTINGS, _RQ, "(~rq:* +eval +evalsha)", "&rq:*", "+@pubsub", "+@transaction", "+client|list"), sees=False),
+    "judge": Role((), (_SETTINGS, _RQ, *_RQ_WORKER), sees=False),
     "trainer": Role(("*",), (_SETTINGS, "+publish")),
     "viewer": Role(),
     "operator": Role(("*",), (_SETTINGS, "+publish", "+@transaction", "+memory|usage")),
