@@ -197,13 +197,12 @@ class ReplayBuffer(Pools):
         The step is the server's, one behind the last that was taken: no caller can expire groups for a step that is far
         away. Nothing depends on it being called (I8).
         """
-        return {
-            task: sum(
-                expire_all(self._store, self._keys, self._limits, task, status, limit)
-                for status in ("completed", "aborted")
-            )
-            for task in tasks or self._limits.training_tasks
-        }
+        sizes = self.count_statuses(*(tasks or self._limits.training_tasks))
+        return {task: self._expire(task, limit) if size.stale else 0 for task, size in sizes.items()}
+
+    def _expire(self, task: str, limit: int) -> int:
+        store, keys, limits = self._store, self._keys, self._limits
+        return sum(expire_all(store, keys, limits, task, status, limit) for status in ("completed", "aborted"))
 
     def delete(self, which: str | Mapping[str, Any]) -> int:
         """End a group by its gid, or all groups in pools that fit a question (`buffer.query`); how many have ended now.

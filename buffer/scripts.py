@@ -8,6 +8,7 @@ script reads or writes. A slot with `+` takes many values, which the caller pass
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,10 @@ from buffer.script_header import Header
 Arg = str | int | float | bytes
 
 _SHARED = ("prelude", "types")
-"""Lua that is in front of every script."""
+"""Lua whose functions, a paragraph each, are put in front of the scripts that use them."""
+
+_DECLARED = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,20 @@ def _assemble(name: str, shared: Sequence[str], body: str) -> Script:
     """The script's name comes first, so that SLOWLOG can be read; then what is shared, the guard, the body."""
     shebang, _, rest = body.partition("\n")
     header = Header.parse(body)
-    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *shared, header.guard(), rest]
+    own = [header.guard(), rest]
+    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *_used(shared, "\n".join(own)), *own]
     return Script(name, "\n".join(parts), header)
+
+
+def _used(shared: Sequence[str], own: str) -> list[str]:
+    """The functions of what is shared that a script uses: in every call of it, Lua makes all that are there anew."""
+    used: list[str] = []
+    words = set(_WORD.findall(own))
+    for function in reversed([part for text in shared for part in text.split("\n\n")]):  # each uses what is above it
+        if words & {name for line in _DECLARED.findall(function) for name in line.split(", ")}:
+            used.insert(0, function)
+            words |= set(_WORD.findall(function))
+    return used
 
 
 def sources() -> dict[str, str]:
