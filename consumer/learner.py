@@ -1,6 +1,8 @@
-"""The learner: a model, its optimizer and the steps that turn rollouts into new weights, on one device.
+"""The learner: a model, its optimizer and the steps that turn rollouts into new weights, on one device or on several.
 
-Parameters and optimizer state are float32; with `bf16` the forward pass runs in bfloat16 (autocast).
+Parameters and optimizer state are float32; with `bf16` the forward pass runs in bfloat16 (autocast). With several ranks
+they are sharded (FSDP2): each rank has its own rollouts, and the loss divides by the counts of all, so that the
+gradient is that of one rank with the whole batch.
 
 Invariant: a learner that loads the state of another one continues exactly as that one would have, bit for bit
 (same machine, same number of threads). What decides a step is in the state, the config or the arguments.
@@ -10,13 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from buffer.errors import ModelError
 from consumer.importance import Samples
@@ -25,17 +27,11 @@ from consumer.learner_state import capture, restore
 from consumer.losses import TokenColumns, policy_loss, token_weights
 from consumer.model_folder import load_model, save_model
 from consumer.packing import GroupColumns, MicroBatch, Packer
+from consumer.ranks import ALONE, Ranks
+from consumer.sharding import shard, whole, write_weights
+from consumer.target_logits import TargetLogits
 from consumer.token_logprobs import token_logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The rollouts of one optimizer step, with what the loss divides by."""
-
-    batches: list[MicroBatch]
-    old_logprobs: list[Tensor]
-    tokens: float
-    samples: int
+from consumer.train_batch import TrainBatch, Update
 
 
 class Learner:
@@ -44,14 +40,19 @@ class Learner:
     Raises ModelError where the folder is unusable.
     """
 
-    def __init__(self, model_dir: Path, config: LearnerConfig, *, device: str = "cpu", seed: int = 0) -> None:
-        self.config, self.device, self.step = config, torch.device(device), 0
+    def __init__(
+        self, model_dir: Path, config: LearnerConfig, *, device: str = "cpu", seed: int = 0, ranks: Ranks = ALONE
+    ) -> None:
+        self.config, self.device, self.step, self.ranks = config, torch.device(device), 0, ranks
         torch.manual_seed(seed)
         self.model = load_model(model_dir).to(self.device).train()
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._policy = self._module(self.model)
         self.parameters = dict(self.model.named_parameters())
         # The reference is the model of the folder for good, also after a resume: KL is measured to the start.
         with_reference = config.loss.kl_coef > 0
-        self.reference = load_model(model_dir).to(self.device).eval() if with_reference else None
+        self.reference = self._module(load_model(model_dir).to(self.device).eval()) if with_reference else None
         self._packer = Packer(config.token_budget)
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -66,15 +67,49 @@ class Learner:
 
         Returns metrics: means over the trained tokens; `optim/*`, `loss/policy`: means over optimizer steps.
         """
+        batch = self.pack(groups, keep=self.keep(advantages))
+        batch.set_advantages(advantages)
+        # With one update, the weights before the batch are those of its forward pass: no pass of their own.
+        if self.config.old_policy == "current" and self.config.updates_per_batch > 1:
+            self.compute_old_logprobs(batch)
+        return self.train(batch)
+
+    def pack(self, groups: Sequence[GroupColumns], *, keep: NDArray[np.bool_] | None = None) -> TrainBatch:
+        """This rank's groups as micro-batches, cut into optimizer steps; the same number of both on all ranks."""
         ends = np.cumsum([0, *(len(group.lengths) for group in groups)])
         cuts = np.array_split(np.arange(len(groups)), self.config.updates_per_batch)
-        # Every part is prepared before the first update: all are clipped against the same old policy.
-        parts = [
-            self._prepare(groups[cut[0] : cut[-1] + 1], advantages[ends[cut[0]] : ends[cut[-1] + 1]])
-            for cut in cuts
-            if len(cut)
-        ]
-        return _mean([self._update(part) for part in parts])
+        wanted = np.ones(ends[-1], np.bool_) if keep is None else keep
+        updates = []
+        for cut in cuts:
+            if len(cut) or self.ranks.size > 1:
+                first, last = (int(cut[0]), int(cut[-1]) + 1) if len(cut) else (0, 0)
+                start, end = int(ends[first]), int(ends[last])
+                updates.append(self._pack_update(groups[first:last], wanted[start:end], start))
+        return TrainBatch(groups, updates)
+
+    @torch.no_grad()
+    def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Of the weights before this batch: what `old_policy = "current"` clips all of its updates against."""
+        for update in batch.updates:
+            update.old_logprobs = [self.logprobs(part) for part in update.batches]
+        return batch
+
+    @torch.no_grad()
+    def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Of the model that training started from; nothing where no KL term asks for it."""
+        for update in batch.updates if self.reference else []:
+            update.ref_logprobs = [self._of_reference(part) for part in update.batches]
+        return batch
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """The optimizer steps of a batch that has its advantages; metrics as of `train_step`."""
+        return _mean([self._update(update) for update in batch.updates])
+
+    def keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:
+        """Which rollouts are worth a forward pass: one without advantage has no policy gradient. It still counts in the
+        divisors, so that leaving it out changes nothing but the time."""
+        loss = self.config.loss
+        return None if loss.kl_coef or loss.entropy_coef else advantages != 0
 
     def learning_rate(self) -> float:
         """The rate of the next optimizer step: a function of `step` alone, so no schedule is saved."""
@@ -86,7 +121,7 @@ class Learner:
         return rate * (config.final_rate + (1.0 - config.final_rate) * left)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a resume needs, on the CPU; names in `consumer.learner_state`."""
+        """Everything a resume needs of this rank, on the CPU; names in `consumer.learner_state`."""
         return capture(self.parameters, self._optimizer, self.step, self.device)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
@@ -97,9 +132,15 @@ class Learner:
         """Write config.json and safetensors weights into `folder`, as Hugging Face and vLLM read them.
 
         `to_publish`: in the numbers that the forward pass uses. With `bf16` that halves the bytes; an engine in
-        bfloat16 would round them to the same.
+        bfloat16 would round them to the same. With several ranks each writes its share: all must call it.
         """
-        save_model(self.model, folder, dtype=torch.bfloat16 if to_publish and self.config.bf16 else None)
+        dtype = torch.bfloat16 if to_publish and self.config.bf16 else None
+        if self.ranks.size == 1:
+            save_model(self.model, folder, dtype=dtype)
+            return
+        write_weights(self.parameters, folder, self.ranks, dtype=dtype)
+        if self.ranks.rank == 0:
+            self.model.config.save_pretrained(folder)
 
     def peak_memory_bytes(self) -> int | None:
         """The most this process has allocated on its GPU so far; None on a CPU."""
@@ -108,40 +149,42 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probabilities of the batch's targets under the present weights, float32[N]."""
-        return token_logprobs(self.model, batch, temperature=self.config.temperature, bf16=self.config.bf16).logprobs
+        return self._score(self._policy, batch)
 
-    def _prepare(self, groups: Sequence[GroupColumns], advantages: NDArray[np.float32]) -> _Part:
-        packed = self._packer.pack(groups, advantages, keep=self._keep(advantages))
-        batches = [batch.to(self.device) for batch in packed]
-        # With one update, the weights before the batch are those of its forward pass: no pass of their own.
-        current = self.config.old_policy == "current" and self.config.updates_per_batch > 1
-        return _Part(
-            batches=batches,
-            old_logprobs=[self.logprobs(b) for b in batches] if current else [],
-            tokens=float(sum(int(group.mask.sum()) for group in groups)),
-            samples=len(advantages),
-        )
+    def _score(self, policy: TargetLogits, batch: MicroBatch) -> Tensor:
+        return token_logprobs(policy, batch, temperature=self.config.temperature, bf16=self.config.bf16).logprobs
 
-    def _keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:
-        # A rollout without advantage has no policy gradient. It still counts in the divisors, so leaving out
-        # its forward pass changes nothing but the time.
-        loss = self.config.loss
-        return None if loss.kl_coef or loss.entropy_coef else advantages != 0
+    @torch.no_grad()
+    def _of_reference(self, batch: MicroBatch) -> Tensor:
+        assert self.reference
+        return self._score(self.reference, batch)
 
-    def _update(self, part: _Part) -> dict[str, float]:
+    def _module(self, model: PreTrainedModel) -> TargetLogits:
+        policy = TargetLogits(model)
+        return shard(policy, self.device) if self.ranks.size > 1 else policy
+
+    def _pack_update(self, groups: Sequence[GroupColumns], keep: NDArray[np.bool_], first: int) -> Update:
+        """`first`: the number of the first rollout in the batch."""
+        batches = self._packer.pack_pad_dispatch(groups, keep=keep)
+        batches = self._packer.pad(batches, self.ranks.max(len(batches)))
+        tokens, samples = self.ranks.sum([sum(int(group.mask.sum()) for group in groups), len(keep)])
+        return Update([batch.numbered_from(first).to(self.device) for batch in batches], tokens, int(samples))
+
+    def _update(self, update: Update) -> dict[str, float]:
         sums: Counter[str] = Counter()
         self._optimizer.zero_grad(set_to_none=True)
-        for number, batch in enumerate(part.batches):
-            sums.update(self._backward(part, batch, number))
+        for number, batch in enumerate(update.batches):
+            sums.update(self._backward(update, batch, number))
+        sums = Counter(dict(zip(sums, self.ranks.sum(list(sums.values())), strict=True)))
         metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
         computed = max(1.0, sums.pop("tokens", 0.0))
         metrics |= {name: value / computed for name, value in sums.items()}
-        return metrics | {"batch/trained_share": computed / max(1.0, part.tokens)} | self._optimize(part)
+        return metrics | {"batch/trained_share": computed / max(1.0, update.tokens)} | self._optimize(update)
 
-    def _backward(self, part: _Part, batch: MicroBatch, number: int) -> dict[str, float]:
+    def _backward(self, update: Update, batch: MicroBatch, number: int) -> dict[str, float]:
         config = self.config
         now = token_logprobs(
-            self.model,
+            self._policy,
             batch,
             temperature=config.temperature,
             bf16=config.bf16,
@@ -150,38 +193,36 @@ class Learner:
         samples = Samples(batch.mask, batch.sample, batch.trained_tokens)
         columns = TokenColumns(
             logprobs=now.logprobs,
-            old_logprobs=self._old_logprobs(part, batch, number, now.logprobs),
+            old_logprobs=self._old_logprobs(update, batch, number, now.logprobs),
             rollout_logprobs=batch.rollout_logprobs,
-            advantages=batch.advantages[batch.sample],
+            advantages=update.advantages[number],
             samples=samples,
             entropy=now.entropy,
-            ref_logprobs=self._reference_logprobs(batch),
+            ref_logprobs=self._ref_logprobs(update, batch, number),
         )
-        weights = token_weights(samples, config.loss, batch_tokens=part.tokens, batch_samples=part.samples)
+        weights = token_weights(samples, config.loss, batch_tokens=update.tokens, batch_samples=update.samples)
         loss, metrics = policy_loss(columns, weights, config.loss)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss * self.ranks.size)  # FSDP takes the mean over ranks; the loss is a sum over them
         values = torch.stack([loss.detach(), batch.mask.sum(), *metrics.values()]).tolist()
         return dict(zip(["loss/policy", "tokens", *metrics], values, strict=True))
 
-    def _old_logprobs(self, part: _Part, batch: MicroBatch, number: int, now: Tensor) -> Tensor:
+    def _old_logprobs(self, update: Update, batch: MicroBatch, number: int, now: Tensor) -> Tensor:
         if self.config.old_policy == "rollout":
             return batch.rollout_logprobs
-        return part.old_logprobs[number] if part.old_logprobs else now.detach()
+        return update.old_logprobs[number] if update.old_logprobs else now.detach()
 
-    @torch.no_grad()
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+    def _ref_logprobs(self, update: Update, batch: MicroBatch, number: int) -> Tensor | None:
         if self.reference is None:
             return None
-        config = self.config
-        return token_logprobs(self.reference, batch, temperature=config.temperature, bf16=config.bf16).logprobs
+        return update.ref_logprobs[number] if update.ref_logprobs else self._of_reference(batch)
 
-    def _optimize(self, part: _Part) -> dict[str, float]:
+    def _optimize(self, update: Update) -> dict[str, float]:
         rate = self.learning_rate()
         self.step += 1
-        if not part.batches:  # nothing to learn from: no step, or decaying moments would move the weights
+        if not update.batches:  # nothing to learn from: no step, or decaying moments would move the weights
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
         self._optimizer.param_groups[0]["lr"] = rate
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm))
         if not torch.isfinite(norm):
             raise ModelError(
                 f"the gradient of optimizer step {self.step} is not finite; the weights were not changed",

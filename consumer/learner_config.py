@@ -81,4 +81,6 @@ class LearnerConfig(Section):
     """what the ratio is clipped against: the rollout's own logprobs, or the weights before this batch"""
     bf16: bool = False
     """forward pass, and published weights, in bfloat16; parameters and optimizer stay float32"""
+    gradient_checkpointing: bool = False
+    """compute activations again in the backward pass, in place of keeping them: less memory, a third more time"""
     loss: LossConfig = LossConfig()

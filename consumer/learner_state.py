@@ -5,6 +5,8 @@
     rng/cpu, rng/cuda            torch's generators, uint8
     step                         int64, optimizer steps done
 
+Of sharded weights, a rank's state is its shards: only as many ranks can go on from them.
+
 Invariant: `restore` of what `capture` gave leaves a learner that continues bit for bit.
 """
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from buffer.errors import ModelError
+from consumer.sharding import local, sharded_as
 
 SLOTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -44,10 +47,12 @@ def restore(
     """Put `state` in place and return its step. ModelError, and nothing changed, if it is another model's."""
     _check(state, parameters)
     for name, parameter in parameters.items():
-        parameter.copy_(state[f"model/{name}"])
+        local(parameter).copy_(state[f"model/{name}"])
         saved = {slot: state.get(f"optimizer/{slot}/{name}") for slot in SLOTS}
         optimizer.state[parameter] = {
-            slot: tensor.to(device, copy=True) for slot, tensor in saved.items() if tensor is not None
+            slot: _like(parameter, slot, tensor.to(device, copy=True))
+            for slot, tensor in saved.items()
+            if tensor is not None
         }
     torch.set_rng_state(state["rng/cpu"])
     if device.type == "cuda" and "rng/cuda" in state:
@@ -56,17 +61,22 @@ def restore(
 
 
 def _check(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    wanted = {f"model/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
+    wanted = {f"model/{name}": tuple(local(parameter).shape) for name, parameter in parameters.items()}
     found = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith("model/")}
     if found != wanted:
         different = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
         raise ModelError(
             f"the learner's state is of another model: {len(different)} tensors differ, first {different[0]}",
-            hint="resume with the model and the config that the checkpoint was made with",
+            hint="resume with the model, the config and as many ranks as the checkpoint was made with",
         )
     if missing := {"step", "rng/cpu"} - state.keys():
         raise ModelError(f"the learner's state is incomplete: it lacks {sorted(missing)}")
 
 
+def _like(parameter: Tensor, slot: str, tensor: Tensor) -> Tensor:
+    """A moment is sharded as its parameter is; the step is a number."""
+    return tensor if slot == "step" else sharded_as(parameter, tensor)
+
+
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return local(tensor.detach()).to("cpu", copy=True).contiguous()

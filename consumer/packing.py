@@ -17,7 +17,7 @@ advantage of its own rollout. All work on tokens is numpy on whole columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +25,10 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
+from consumer.shares import balanced_shares
 
 Ints = NDArray[np.int64]
+INT, FLOAT = torch.int64, torch.float32
 
 
 class GroupColumns(Protocol):
@@ -62,12 +64,17 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # float32[N]
     mask: torch.Tensor  # float32[N]; 1 = trained
     sample: torch.Tensor  # int64[N]; index into the two below
+    rollout: torch.Tensor  # int64[S]; which one of the batch, in the order of groups and rollouts
     advantages: torch.Tensor  # float32[S]
     trained_tokens: torch.Tensor  # float32[S]; sum of the sample's mask
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
         return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def numbered_from(self, first: int) -> MicroBatch:
+        """The same, of rollouts whose numbers begin there."""
+        return replace(self, rollout=self.rollout + first)
 
 
 class Packer:
@@ -94,10 +101,34 @@ class Packer:
         wanted = samples.lengths > 0
         if keep is not None:
             wanted &= keep
-        chosen = np.flatnonzero(wanted)
-        # Stable, so that the same batch gives the same micro-batches on every machine.
-        order = chosen[np.argsort(-samples.totals[chosen], kind="stable")]
+        order = _longest_first(samples.totals, np.flatnonzero(wanted))
         return [self._build(samples, *placed) for placed in self._place(samples.totals, order)]
+
+    def pack_pad_dispatch(
+        self,
+        groups: Sequence[GroupColumns],
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        keep: NDArray[np.bool_] | None = None,
+    ) -> list[MicroBatch]:
+        """The micro-batches of one rank, of a batch that all ranks hold; without advantages, which are not known yet.
+
+        Rollouts are dealt out by their tokens (`balanced_shares`), and every rank gets as many micro-batches, at the
+        end empty ones: with sharded weights, all take part in every forward pass. `rollout` numbers those of the batch.
+        """
+        columns = _Samples.gather(groups, np.zeros(sum(len(group.lengths) for group in groups), np.float32))
+        wanted = (columns.lengths > 0) & (True if keep is None else keep)
+        chosen = np.flatnonzero(wanted)
+        shares = [chosen[share] for share in balanced_shares(columns.totals[chosen].tolist(), ranks)]
+        plans = [list(self._place(columns.totals, _longest_first(columns.totals, share))) for share in shares]
+        own = [self._build(columns, *placed) for placed in plans[rank]]
+        return self.pad(own, max(len(plan) for plan in plans))
+
+    @staticmethod
+    def pad(batches: list[MicroBatch], count: int) -> list[MicroBatch]:
+        """With so many empty micro-batches behind them that there are `count`."""
+        return batches + [_nothing() for _ in range(count - len(batches))]
 
     def _place(self, totals: Ints, order: Ints) -> Iterator[tuple[Ints, Ints, int, int]]:
         """Yields (samples, first slot of each, rows, width), first fit decreasing."""
@@ -132,6 +163,7 @@ class Packer:
             "rollout_logprobs": samples.logprobs[source].astype(np.float32),
             "mask": mask,
             "sample": owner,
+            "rollout": chosen.astype(np.int64),
             "advantages": samples.advantages[chosen].astype(np.float32),
             "trained_tokens": np.bincount(owner, mask, len(chosen)).astype(np.float32),
         }
@@ -177,6 +209,18 @@ class _Samples:
             starts=_starts(lengths),
             lengths=lengths,
         )
+
+
+def _longest_first(totals: Ints, chosen: Ints) -> Ints:
+    # Stable, so that the same batch gives the same micro-batches on every machine.
+    order: Ints = chosen[np.argsort(-totals[chosen], kind="stable")]
+    return order
+
+
+def _nothing() -> MicroBatch:
+    """One slot that nothing is computed of: N = S = 0."""
+    slot, index, column = (torch.zeros(shape, dtype=kind) for shape, kind in (((1, 1), INT), (0, INT), (0, FLOAT)))
+    return MicroBatch(slot, slot, index, index, column, column, index, index, column, column)
 
 
 def _check(group: GroupColumns) -> None:

@@ -22,8 +22,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import orjson
-import torch
 import torch.distributed as dist
 
 from buffer.errors import CheckpointNow, Fenced, PayloadMissing, RolloutMQError, WireError
@@ -34,6 +32,7 @@ from buffer.recovery.position import Position
 from buffer.run import Run
 from consumer.batch import Batch, Stopped
 from consumer.batch_reader import MAX_QUARANTINED
+from consumer.ranks import Ranks
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.shares import balanced_shares
 
@@ -57,9 +56,8 @@ class ShardedConsumer:
 
     def __init__(self, run: Run, group: dist.ProcessGroup | None = None) -> None:
         self._run = run
-        self._group = group or dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self.leader = RolloutConsumer(run, prefetch_bytes=0) if self.rank == 0 else None
+        self.ranks = Ranks(group or dist.new_group(backend="gloo", timeout=PATIENCE))
+        self.leader = RolloutConsumer(run, prefetch_bytes=0) if self.ranks.rank == 0 else None
         """on rank 0: the trainer of the run, for what one rank does (pause, publish_weights, evaluate)"""
 
     def open(self, *, position: Position | None = None, take_over: bool = False, regenerate: bool = False) -> None:
@@ -93,7 +91,7 @@ class ShardedConsumer:
         lines, tokens, waited_s = self._on_leader(take)
         for _ in range(MAX_QUARANTINED + 1):
             manifest = Manifest.parse(step, lines)
-            groups, problems = self._read_share(manifest, balanced_shares(tokens, self.ranks)[self.rank])
+            groups, problems = self._read_share(manifest, balanced_shares(tokens, self.ranks.size)[self.ranks.rank])
             bad = self._agree(manifest, problems)
             if not bad:
                 return Batch(step, groups, manifest, waited_s)
@@ -105,7 +103,7 @@ class ShardedConsumer:
 
         A rank that failed or died fails it on all: StepFailed, or the error of the broken connection.
         """
-        said = self._gather({"step": step})
+        said = self.ranks.say({"step": step})
         if any(answer["step"] != step for answer in said):
             raise StepFailed(f"the ranks are at different steps: {said}", hint="restart from the last checkpoint")
 
@@ -155,7 +153,7 @@ class ShardedConsumer:
     def _agree(self, manifest: Manifest, problems: dict[str, str]) -> dict[str, str]:
         """The bad groups of all ranks, by gid, with why. StepFailed where something else is wrong."""
         content = checksum("\n".join(manifest.lines).encode())
-        said = self._gather({"content": content, "problems": problems})
+        said = self.ranks.say({"content": content, "problems": problems})
         if len({answer["content"] for answer in said}) > 1:
             raise StepFailed(f"step {manifest.step}: the ranks hold different manifests: {said}")
         all_problems = {gid: why for answer in said for gid, why in answer["problems"].items()}
@@ -172,21 +170,9 @@ class ShardedConsumer:
                 answer = {"value": act()}
             except Exception as raised:
                 error, answer = raised, {"error": type(raised).__name__, "why": str(raised)}
-        answer = self._gather(answer)[0]
+        answer = self.ranks.say(answer)[0]
         if error:
             raise error
         if "error" in answer:
             raise TOLD.get(answer["error"], StepFailed)(f"rank 0: {answer['error']}: {answer['why']}")
         return answer["value"]
-
-    def _gather(self, part: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank says, as JSON, in order of rank."""
-        data = torch.frombuffer(bytearray(orjson.dumps(part)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        largest = max(int(size) for size in sizes)
-        padded = torch.zeros(largest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        parts = [torch.zeros_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(parts, padded, group=self._group)
-        return [orjson.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]

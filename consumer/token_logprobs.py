@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from consumer.packing import MicroBatch
+from consumer.target_logits import TargetLogits
 
 
 class TokenLogprobs(NamedTuple):
@@ -19,7 +19,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    model: PreTrainedModel,
+    target_logits: TargetLogits,
     batch: MicroBatch,
     *,
     temperature: float = 1.0,
@@ -28,16 +28,10 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each of the N targets, and the entropy (nats) of what it was drawn from.
 
-    The output head is applied to the N positions that predict a response token, not to all R * W slots:
-    prompts cost no logits, which for a large vocabulary is most of the memory. Without `entropy_gradient` the entropy
-    keeps none of its tensors, each as large as the logits, for a backward pass.
+    Without `entropy_gradient` the entropy keeps none of its tensors, each as large as the logits, for a backward pass.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
-        # No attention mask on purpose: only then does transformers read the borders from the positions.
-        hidden = model.base_model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        ).last_hidden_state
-        logits = model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, batch.logit_index))
+        logits = target_logits(batch.input_ids, batch.position_ids, batch.logit_index)
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = distribution.gather(1, batch.targets[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

@@ -14,6 +14,7 @@ from buffer.errors import ConfigError, WireError
 from buffer.group import RolloutGroup
 from consumer.model_folder import load_model
 from consumer.packing import MicroBatch, Packer
+from consumer.target_logits import TargetLogits
 from consumer.token_logprobs import token_logprobs
 from tests.unit.tiny import build_model, make_group
 
@@ -101,8 +102,8 @@ def test_samples_of_one_row_do_not_see_each_other(tmp_path: Path) -> None:
     assert packed.input_ids.shape[0] < len(advantages), "no row holds two samples: this would test nothing"
     alone = {}
     for batch in Packer(1).pack(groups, advantages):
-        alone[float(batch.advantages[0])] = token_logprobs(model, batch).logprobs
-    together = token_logprobs(model, packed).logprobs
+        alone[float(batch.advantages[0])] = token_logprobs(TargetLogits(model), batch).logprobs
+    together = token_logprobs(TargetLogits(model), packed).logprobs
     for sample, number in enumerate(packed.advantages.tolist()):
         torch.testing.assert_close(together[packed.sample == sample], alone[number], atol=2e-5, rtol=1e-4)
 
@@ -112,9 +113,9 @@ def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> 
     group = make_group(0, prompt=6, lengths=[5, 4])
     (batch,) = Packer(1000).pack([group], number_samples([group]))
     assert batch.input_ids.shape == (2, 11)
-    before = token_logprobs(model, batch).logprobs
+    before = token_logprobs(TargetLogits(model), batch).logprobs
     batch.input_ids[1, -1] = 77
-    assert torch.equal(before, token_logprobs(model, batch).logprobs)
+    assert torch.equal(before, token_logprobs(TargetLogits(model), batch).logprobs)
 
 
 def test_pack_refuses_a_group_without_prompt_ids() -> None:

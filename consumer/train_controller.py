@@ -1,0 +1,155 @@
+"""A train step in one call, or in the steps it consists of (XTuner's `TrainController`).
+
+    controller.fit(groups)                                    # the same as
+    batch = controller.pack_pad_dispatch(groups)
+    batch = controller.compute_old_logprobs(batch)
+    batch = controller.compute_ref_logprobs(batch)
+    batch = controller.compute_values(batch)
+    batch = controller.compute_advantages(batch)
+    metrics = controller.train(batch)
+
+A step that the config does not ask for (a reference without a KL term, values without a critic) leaves the batch as it
+is. What is between two of them is yours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from buffer.group import RolloutGroup
+from buffer.rollout import PolicyVersion
+from consumer.advantages import AdvantageEstimator, estimate_advantages
+from consumer.critic import Critic, packed_gae
+from consumer.learner import Learner
+from consumer.model_folder import copy_tokenizer
+from consumer.overlong import shaped_scores
+from consumer.rollout_consumer import PauseMode, RolloutConsumer
+from consumer.train_batch import TrainBatch
+from consumer.weights.shared_folder import SharedFolder
+
+
+class TrainController:
+    """Trains a `Learner` on groups; with a critic, advantages are generalized ones, token by token."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        advantages: AdvantageEstimator = "grpo",
+        overlong_buffer_tokens: int | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        self.learner, self.critic = learner, critic
+        self._estimator, self._overlong = advantages, overlong_buffer_tokens
+
+    def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Train on one batch; metrics as of `Learner.train_step`."""
+        if self.critic is None:
+            return self.learner.train_step(groups, self.outcome_advantages(groups))
+        batch = self.pack_pad_dispatch(groups)
+        if self.learner.config.old_policy == "current":
+            batch = self.compute_old_logprobs(batch)
+        batch = self.compute_values(self.compute_ref_logprobs(batch))
+        return self.train(self.compute_advantages(batch))
+
+    def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
+        """Micro-batches by token budget, cut into optimizer steps. Rollouts that teach nothing are left out."""
+        keep = None if self.critic else self.learner.keep(self.outcome_advantages(groups))
+        return self.learner.pack(groups, keep=keep)
+
+    def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Of the present weights; read where `learner.old_policy` is current."""
+        return self.learner.compute_old_logprobs(batch)
+
+    def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        return self.learner.compute_ref_logprobs(batch)
+
+    def compute_values(self, batch: TrainBatch) -> TrainBatch:
+        for update in batch.updates if self.critic else []:
+            assert self.critic
+            update.values = [self.critic.values(part) for part in update.batches]
+        return batch
+
+    def compute_advantages(self, batch: TrainBatch) -> TrainBatch:
+        """By the estimator; with values, by GAE, then scaled to mean 0 and deviation 1 over the batch's tokens."""
+        groups: Sequence[RolloutGroup] = batch.groups  # type: ignore[assignment]
+        if self.critic is None:
+            batch.set_advantages(self.outcome_advantages(groups))
+            return batch
+        scores = torch.from_numpy(np.concatenate([self._scores(group) for group in groups]))
+        config = self.critic.config
+        for update in batch.updates:
+            pairs = [
+                packed_gae(scores[part.rollout].to(values), values, part, gamma=config.gamma, lam=config.lam)
+                for part, values in zip(update.batches, update.values, strict=True)
+            ]
+            update.advantages, update.returns = [a for a, _ in pairs], [r for _, r in pairs]
+        _standardize(batch)
+        return batch
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """The optimizer steps of policy and critic."""
+        metrics = self.learner.train(batch)
+        if self.critic is None:
+            return metrics
+        told = [self.critic.update(u.batches, u.values, u.returns) for u in batch.updates]
+        return metrics | {name: sum(t[name] for t in told) / len(told) for name in told[0]}
+
+    def sync_weights(
+        self, consumer: RolloutConsumer, folder: SharedFolder, step: int, *, mode: PauseMode, tokenizer: Path
+    ) -> float:
+        """Publish the weights after train step `step` around a pause; returns its seconds. `tokenizer`: the model
+        folder that has it."""
+
+        def save(path: Path) -> None:
+            self.learner.save_weights(path, to_publish=True)
+            copy_tokenizer(tokenizer, path)
+
+        path, checksum = folder.write(PolicyVersion(consumer.lineage, step), save)
+        with consumer.paused(mode) as seconds:
+            consumer.publish_weights(step, path, checksum)
+        folder.prune()
+        return seconds
+
+    def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
+        """One per rollout of this rank, float32[sum k]. Estimators that look at the whole batch see all ranks'."""
+        said = self.learner.ranks.say([[self._scores(g).tolist(), g.lengths.tolist()] for g in groups])
+        everywhere = [group for rank in said for group in rank]
+        scores = [np.array(group[0], np.float32) for group in everywhere]
+        lengths = [np.array(group[1], np.int32) for group in everywhere]
+        first = sum(len(group[0]) for rank in said[: self.learner.ranks.rank] for group in rank)
+        advantages = estimate_advantages(self._estimator, scores, lengths)
+        return advantages[first : first + sum(len(group) for group in groups)]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything a resume needs, of learner and critic."""
+        critic = self.critic.state_tensors() if self.critic else {}
+        return self.learner.state_tensors() | {f"critic/{name}": tensor for name, tensor in critic.items()}
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        prefix = "critic/"
+        if self.critic:
+            own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+            self.critic.load_state_tensors(own)
+        # last: it is the one whose random state counts
+        self.learner.load_state_tensors({name: t for name, t in state.items() if not name.startswith(prefix)})
+
+    def _scores(self, group: RolloutGroup) -> NDArray[np.float32]:
+        return shaped_scores(group, self._overlong)
+
+
+def _standardize(batch: TrainBatch) -> None:
+    """Over all trained tokens of the batch."""
+    parts = [(a, b.mask > 0) for u in batch.updates for a, b in zip(u.advantages, u.batches, strict=True)]
+    column = torch.cat([advantages[trained] for advantages, trained in parts]) if parts else torch.zeros(0)
+    if len(column) < 2:
+        return
+    mean, std = column.mean(), column.std()
+    for update in batch.updates:
+        update.advantages = [(advantages - mean) / (std + 1e-8) for advantages in update.advantages]
