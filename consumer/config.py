@@ -1,5 +1,5 @@
-"""The config file as the training side reads it: the shared sections, and [trainer], [learner], [tiny_model],
-[warm_start], [evaluation]."""
+"""The config file as the training side reads it: the shared sections, and [trainer], [learner], [critic],
+[tiny_model], [warm_start], [evaluation]."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from buffer.config.file import ConfigFile
 from buffer.config.loader import Section
 from buffer.errors import ConfigError
 from consumer.advantages import AdvantageEstimator
+from consumer.critic_config import CriticConfig
 from consumer.learner_config import LearnerConfig
 from consumer.tiny_model_config import TinyModelConfig
 from consumer.warm_start_config import WarmStartConfig
@@ -26,9 +27,9 @@ class TrainerSection(Section):
     flow: Literal["disaggregated", "colocated"] = "disaggregated"
     """disaggregated: workers go on while it trains. colocated: from when a batch is taken until the new weights are
     published they are paused ([policy] pause_mode abort or drain), and may sleep ([worker] sleep_when_paused)"""
-    advantages: AdvantageEstimator = "grpo"
+    advantages: AdvantageEstimator | Literal["gae"] = "grpo"
     """what a reward says compared with the other rollouts of its prompt: grpo, dr_grpo, rloo, opo, pass_at_k; or
-    with the batch: reinforce_pp, reinforce_pp_baseline"""
+    with the batch: reinforce_pp, reinforce_pp_baseline; or with what a critic expected: gae ([critic])"""
     overlong_buffer_tokens: int | None = Field(None, ge=1)
     """scores fall linearly, by up to 1, over so many tokens before a response's max_tokens (DAPO); None: they do not"""
     checkpoint_every_steps: int = Field(5, ge=1)
@@ -41,6 +42,11 @@ class TrainerSection(Section):
     """how long a batch is awaited while no producer lives, before the trainer ends and says so; None: for ever"""
     device: str = "auto"
     """auto, cpu or cuda"""
+
+    @property
+    def is_gae(self) -> bool:
+        """Whether there is a critic."""
+        return self.advantages == "gae"
 
 
 class EvaluationSection(Section):
@@ -55,6 +61,7 @@ class TrainingConfig(ConfigFile):
 
     trainer: TrainerSection = TrainerSection()
     learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.errors import ConfigError
 from buffer.group import RolloutGroup
 from buffer.rollout import PolicyVersion
 from consumer.advantages import AdvantageEstimator, estimate_advantages
@@ -40,18 +42,23 @@ class TrainController:
     def __init__(
         self,
         learner: Learner,
+        advantages: AdvantageEstimator | Literal["gae"] = "grpo",
         *,
-        advantages: AdvantageEstimator = "grpo",
         overlong_buffer_tokens: int | None = None,
         critic: Critic | None = None,
     ) -> None:
+        if (advantages == "gae") != (critic is not None):
+            raise ConfigError("advantages = gae needs a critic, and only it has one", hint="see [critic] of the config")
         self.learner, self.critic = learner, critic
         self._estimator, self._overlong = advantages, overlong_buffer_tokens
+        self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
+        """of the newest batch: one per rollout; with a critic one per token, before they are scaled"""
 
     def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Train on one batch; metrics as of `Learner.train_step`."""
         if self.critic is None:
-            return self.learner.train_step(groups, self.outcome_advantages(groups))
+            self.advantages = self.outcome_advantages(groups)
+            return self.learner.train_step(groups, self.advantages)
         batch = self.pack_pad_dispatch(groups)
         if self.learner.config.old_policy == "current":
             batch = self.compute_old_logprobs(batch)
@@ -80,7 +87,8 @@ class TrainController:
         """By the estimator; with values, by GAE, then scaled to mean 0 and deviation 1 over the batch's tokens."""
         groups: Sequence[RolloutGroup] = batch.groups  # type: ignore[assignment]
         if self.critic is None:
-            batch.set_advantages(self.outcome_advantages(groups))
+            self.advantages = self.outcome_advantages(groups)
+            batch.set_advantages(self.advantages)
             return batch
         scores = torch.from_numpy(np.concatenate([self._scores(group) for group in groups]))
         config = self.critic.config
@@ -90,7 +98,7 @@ class TrainController:
                 for part, values in zip(update.batches, update.values, strict=True)
             ]
             update.advantages, update.returns = [a for a, _ in pairs], [r for _, r in pairs]
-        _standardize(batch)
+        self.advantages = _standardize(batch)
         return batch
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
@@ -124,7 +132,8 @@ class TrainController:
         scores = [np.array(group[0], np.float32) for group in everywhere]
         lengths = [np.array(group[1], np.int32) for group in everywhere]
         first = sum(len(group[0]) for rank in said[: self.learner.ranks.rank] for group in rank)
-        advantages = estimate_advantages(self._estimator, scores, lengths)
+        estimator = "grpo" if self._estimator == "gae" else self._estimator
+        advantages = estimate_advantages(estimator, scores, lengths)
         return advantages[first : first + sum(len(group) for group in groups)]
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -144,12 +153,12 @@ class TrainController:
         return shaped_scores(group, self._overlong)
 
 
-def _standardize(batch: TrainBatch) -> None:
-    """Over all trained tokens of the batch."""
+def _standardize(batch: TrainBatch) -> NDArray[np.float32]:
+    """Scale to mean 0 and deviation 1 over all trained tokens of the batch; what they were before."""
     parts = [(a, b.mask > 0) for u in batch.updates for a, b in zip(u.advantages, u.batches, strict=True)]
     column = torch.cat([advantages[trained] for advantages, trained in parts]) if parts else torch.zeros(0)
-    if len(column) < 2:
-        return
-    mean, std = column.mean(), column.std()
-    for update in batch.updates:
-        update.advantages = [(advantages - mean) / (std + 1e-8) for advantages in update.advantages]
+    if len(column) > 1:
+        mean, std = column.mean(), column.std()
+        for update in batch.updates:
+            update.advantages = [(advantages - mean) / (std + 1e-8) for advantages in update.advantages]
+    return column.cpu().numpy()

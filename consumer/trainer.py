@@ -8,34 +8,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from buffer.batch_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, LostRun, ModelError
-from buffer.group import RolloutGroup
 from buffer.manifest import NotReady
 from buffer.recovery.position import Position
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from consumer.advantages import estimate_advantages
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
+from consumer.critic import Critic
 from consumer.evaluator import Evaluator
 from consumer.learner import Learner
 from consumer.model_folder import copy_tokenizer
-from consumer.overlong import shaped_scores
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from consumer.step_log import StepWriter
 from consumer.step_metrics import Throughput, Timing, batch_metrics, production_metrics
+from consumer.train_controller import TrainController
 from consumer.weights.shared_folder import SharedFolder
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -88,6 +85,7 @@ class Trainer:
         self._checkpoints.clear(after=position.step)
         self._weights.clear()
         self._learner = self._load_learner()
+        self._controller = self._make_controller()
         if position.step:  # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
@@ -114,6 +112,16 @@ class Trainer:
             learner.load_state_tensors(self._read_state(self._checkpoints.path(step) / OPTIMIZER))
         return learner
 
+    def _make_controller(self) -> TrainController:
+        config, section, step = self._config, self._config.trainer, self._position.step
+        device = _device(section.device)
+        critic = Critic(self._model_dir, config.critic, device=device, seed=config.run.seed) if section.is_gae else None
+        overlong = section.overlong_buffer_tokens
+        controller = TrainController(self._learner, section.advantages, overlong_buffer_tokens=overlong, critic=critic)
+        if critic and step:
+            controller.load_state_tensors(self._read_state(self._checkpoints.path(step) / OPTIMIZER))
+        return controller
+
     @staticmethod
     def _read_state(file: Path) -> dict[str, Tensor]:
         try:
@@ -135,15 +143,14 @@ class Trainer:
         self._run.refresh_limits()
         batch = self._take(step, timing)
         self._position.add(batch.manifest)
-        advantages = self._advantages(batch.groups)
         with self._devices(timing):
             clock = time.monotonic()
-            metrics = self._learner.train_step(batch.groups, advantages)
+            metrics = self._controller.fit(batch.groups)
             timing.train = time.monotonic() - clock
             if self._is_sync_due(batch):
                 self._publish(timing, is_paused=self._is_colocated)
         timing.step = time.monotonic() - started
-        metrics |= batch_metrics(batch, advantages) | self._produced(batch, timing) | timing.metrics()
+        metrics |= batch_metrics(batch, self._controller.advantages) | self._produced(batch, timing) | timing.metrics()
         metrics |= self.consumer.pauses.metrics()
         if peak := self._learner.peak_memory_bytes():
             metrics["memory/peak_bytes"] = float(peak)
@@ -198,11 +205,6 @@ class Trainer:
         tokens = int(sum(group.lengths.sum() for group in batch.groups))
         return produced | self._throughput.metrics(samples, tokens, timing, produced)
 
-    def _advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
-        section = self._config.trainer
-        scores = [shaped_scores(group, section.overlong_buffer_tokens) for group in groups]
-        return estimate_advantages(section.advantages, scores, [group.lengths for group in groups])
-
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
         """Write the weights first, so that workers stand still only for the switch.
 
@@ -256,7 +258,7 @@ class Trainer:
     def _save_parts(self, folder: Path) -> None:
         (folder / "model").mkdir()
         self._save_model(folder / "model")
-        save_file(self._learner.state_tensors(), folder / OPTIMIZER)
+        save_file(self._controller.state_tensors(), folder / OPTIMIZER)
 
     # -- evaluation ----------------------------------------------------------
 

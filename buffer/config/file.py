@@ -71,6 +71,7 @@ class ConfigFile(Section):
     judges: Any = Field(default_factory=dict)
     trainer: Any = Field(default_factory=dict)
     learner: Any = Field(default_factory=dict)
+    critic: Any = Field(default_factory=dict)
     tiny_model: Any = Field(default_factory=dict)
     warm_start: Any = Field(default_factory=dict)
     evaluation: Any = Field(default_factory=dict)

@@ -100,7 +100,7 @@ def replay(config: TrainingConfig, batches: Path) -> dict[str, float]:
         count = len(list(batches.glob(f"{step}-*.group")))
         groups = [wire.decode((batches / f"{step}-{place}.group").read_bytes()) for place in range(count)]
         scores, lengths = [g.scores for g in groups], [g.lengths for g in groups]
-        learner.train_step(groups, estimate_advantages(config.trainer.advantages, scores, lengths))
+        learner.train_step(groups, estimate_advantages("grpo", scores, lengths))
     folder = config.run.folder / "checkpoints" / f"step-{config.plan.steps:06d}"
     last, wanted = load_file(folder / OPTIMIZER), learner.state_tensors()
     assert last.keys() == wanted.keys()

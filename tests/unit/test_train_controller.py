@@ -31,7 +31,9 @@ def make_controller(model_dir: Path, *, critic: bool = False, **options: Any) ->
     loss = LossConfig(**options.pop("loss", {}))
     learner = Learner(model_dir, LearnerConfig(learning_rate=1e-3, token_budget=40, loss=loss, **options), seed=7)
     config = CriticConfig(learning_rate=1e-2, lam=0.9, gamma=0.99)
-    return TrainController(learner, critic=Critic(model_dir, config, seed=3) if critic else None)
+    if critic:
+        return TrainController(learner, "gae", critic=Critic(model_dir, config, seed=3))
+    return TrainController(learner)
 
 
 def make_batch(step: int = 0) -> list[Any]:
