@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -22,8 +23,9 @@ from producer_workers.config import ProducingConfig
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
-from producer_workers.judges.judge import Judge
-from producer_workers.judges.load import load_judge
+from producer_workers.judges.http_judge import HttpJudge
+from producer_workers.judges.judge import AnyJudge, GroupJudge
+from producer_workers.judges.load import load_judge, put_together
 from producer_workers.sample_filters import load_sample_filter
 from producer_workers.sampler import Sampler
 from producer_workers.should_continue import load_should_continue
@@ -100,31 +102,38 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
 
 def _make_runner(config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer, eos_ids: set[int]) -> TaskRunner:
     task, strategy = config.tasks[name], config.strategy_of(name)
-    partial = strategy.enable_partial_rollout
+    is_partial = strategy.enable_partial_rollout
     loop = load_agent_loop(
         task.agent_loop or config.worker.agent_loop,
         judge=_make_judge(config, run, name),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
-        partial_rollout=partial,
+        partial_rollout=is_partial,
         options=task.agent_loop_options,
     )
     # an evaluation counts every problem, the useless ones too
     is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
-    return TaskRunner(loop, partial, is_valid, strategy.group_time_limit_s)
+    return TaskRunner(loop, is_partial, is_valid, strategy.group_time_limit_s)
 
 
-def _make_judge(config: ProducingConfig, run: Run, name: str) -> Judge:
+def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge:
     task = config.tasks[name]
-    judge = load_judge(task.judge)  # checked here too, where the mistake is told at the start
     if task.judging.kind == "inline":
-        return judge
-    from producer_workers.judges.rq_judge import RqJudge
+        return put_together(task.judge, partial(load_judge, judging=task.judging))
+    from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
     from producer_workers.judges.rq_queue import judge_url
 
     url = judge_url(config.judges.redis_url, run.store.servers)
     store = Store(url, name="rolloutmq-judge", deadline_s=config.redis.deadline_s)
-    return RqJudge(task.judge, store, config.run.name, task.judging)
+
+    def ask(judge: str) -> AnyJudge:
+        here = load_judge(judge, task.judging)  # a mistake is told at the start; a service is asked from here
+        if isinstance(here, HttpJudge):
+            return here
+        kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
+        return kind(judge, store, config.run.name, task.judging)
+
+    return put_together(task.judge, ask)
 
 
 def _eos_ids(folder: Path) -> set[int]:

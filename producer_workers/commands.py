@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from buffer.config.loader import load_config
+from buffer.config.sections import is_url
 from buffer.errors import ConfigError
 from buffer.json_log import log_json
 from buffer.server.lifeline import follow_owner
@@ -112,7 +113,8 @@ def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers:
     from producer_workers.judges.rq_queue import judge_url
     from producer_workers.judges.rq_worker import JudgePool
 
-    judges = {task.judge for task in settings.tasks.values() if task.judging.kind == "rq"}
+    tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
+    judges = {name for task in tasks for name in task.judges if not is_url(name)}
     if not judges:
         raise ConfigError("no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"')
     if not (url := settings.judges.redis_url):

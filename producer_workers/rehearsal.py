@@ -30,8 +30,7 @@ from producer_workers.engines.base import Engine
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.distributions import Fixed
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.judges.load import load_judge
+from producer_workers.judges.load import judge_of, load_judge
 from producer_workers.sampler import Sampler
 from producer_workers.strategy import strategies_of
 from producer_workers.task_runner import TaskRunner
@@ -94,7 +93,7 @@ def _random_characters() -> SimulatedEngine:
 
 
 def _make_loop(agent_loop: str | AgentLoopFactory, judge: str | Callable[..., Any], tokenizer: Tokenizer) -> AgentLoop:
-    scores = load_judge(judge) if isinstance(judge, str) else FunctionJudge(getattr(judge, "__name__", "judge"), judge)
+    scores = load_judge(judge) if isinstance(judge, str) else judge_of(getattr(judge, "__name__", "judge"), judge)
     if isinstance(agent_loop, str):
         return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={0})
     return agent_loop(judge=scores, tokenizer=tokenizer, eos_ids={0}, partial_rollout=False)

@@ -35,8 +35,19 @@ def check_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(check_name)]
 
-JUDGES = ("reasoning_gym", "exact_match", "gsm8k")
+JUDGES = ("reasoning_gym", "exact_match", "gsm8k", "math_verify", "python_tests")
 """Judges that are told by name; `producer_workers.judges.load` has their functions."""
+
+UNSAFE_JUDGES = frozenset({"math_verify", "python_tests"})
+"""Those that may take for ever, or that run what a model wrote: only in processes of their own."""
+
+JudgeSpec = str | dict[str, str | dict[str, float]]
+"""A judge; or judges by pattern of the data source, each one judge or several with weights."""
+
+
+def is_url(judge: str) -> bool:
+    return judge.startswith(("http://", "https://"))
+
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task asks for."""
@@ -195,7 +206,8 @@ class SampleParamsSection(Section):
 
 
 class JudgingSection(Section):
-    """[tasks.<name>.judging]: where the judge runs. The limits are those of rq jobs; an inline judge has none."""
+    """[tasks.<name>.judging]: where the judge runs. The limits are those of rq jobs, timeout_s and retries of judges at
+    a URL, too; any other inline judge has none."""
 
     kind: Literal["inline", "rq"] = "inline"
     """inline: in the rollout worker; rq: in a forked process of `rolloutmq judge`, for slow or unsafe judges"""
@@ -205,6 +217,13 @@ class JudgingSection(Section):
     """address space of the process that judges; beyond it Python raises MemoryError"""
     retries: int = Field(2, ge=0)
     """how often a judge that failed, was killed or lost is asked again before the rollout fails"""
+
+
+def judge_names(spec: JudgeSpec) -> list[str]:
+    """Every judge that a task names."""
+    if isinstance(spec, str):
+        return [spec]
+    return [name for judges in spec.values() for name in ([judges] if isinstance(judges, str) else judges)]
 
 
 class TaskSection(Section):
@@ -218,8 +237,9 @@ class TaskSection(Section):
     """how responses are sampled"""
     dataset: DatasetSection
     """where prompts come from"""
-    judge: str
-    """what scores a response: reasoning_gym, exact_match, gsm8k, or your own function as package.module:function"""
+    judge: JudgeSpec
+    """what scores a response: reasoning_gym, exact_match, gsm8k, math_verify, python_tests, your own function as
+    package.module:function, a URL; or judges by data source, each one or several with weights"""
     judging: JudgingSection = JudgingSection()
     """where it runs, and what it may take"""
     eval_of: str | None = None
@@ -235,10 +255,22 @@ class TaskSection(Section):
 
     @field_validator("judge")
     @classmethod
-    def _check_judge(cls, judge: str) -> str:
-        if judge not in JUDGES and not is_dotted_path(judge):
-            raise ValueError(f"expected {', '.join(JUDGES)} or package.module:function")
+    def _check_judge(cls, judge: JudgeSpec) -> JudgeSpec:
+        for name in judge_names(judge):
+            if name not in JUDGES and not is_dotted_path(name) and not is_url(name):
+                raise ValueError(f"expected {', '.join(JUDGES)}, package.module:function or a URL, not {name!r}")
         return judge
+
+    @model_validator(mode="after")
+    def _check_judging(self) -> TaskSection:
+        if self.judging.kind == "inline" and (unsafe := UNSAFE_JUDGES & set(self.judges)):
+            raise ValueError(f'judge {", ".join(unsafe)} needs a process of its own: judging = {{ kind = "rq" }}')
+        return self
+
+    @property
+    def judges(self) -> list[str]:
+        """The names of all judges of the task."""
+        return judge_names(self.judge)
 
     @property
     def lane(self) -> Literal["fresh", "eval"]:

@@ -10,7 +10,7 @@ from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
 from buffer.rollout import RolloutState
 from producer_workers.engines.base import Engine
-from producer_workers.judges.judge import Judge
+from producer_workers.judges.judge import AnyJudge
 from producer_workers.tokenizer import Tokenizer
 
 
@@ -31,7 +31,7 @@ class AgentLoopFactory(Protocol):
     `agent_loop_options` come on top, as keyword arguments."""
 
     def __call__(
-        self, *, judge: Judge | None, tokenizer: Tokenizer, eos_ids: Collection[int], partial_rollout: bool
+        self, *, judge: AnyJudge | None, tokenizer: Tokenizer, eos_ids: Collection[int], partial_rollout: bool
     ) -> AgentLoop: ...
 
 
@@ -46,7 +46,7 @@ BUILT_IN = {
 def load_agent_loop(
     spec: str,
     *,
-    judge: Judge | None,
+    judge: AnyJudge | None,
     tokenizer: Tokenizer,
     eos_ids: Collection[int],
     partial_rollout: bool = False,

@@ -26,7 +26,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tool_parsers import PARSERS
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine
-from producer_workers.judges.judge import Judge
+from producer_workers.judges.judge import AnyJudge
 from producer_workers.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
     def __init__(
         self,
         *,
-        judge: Judge | None,
+        judge: AnyJudge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,

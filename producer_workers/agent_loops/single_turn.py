@@ -20,7 +20,7 @@ import numpy as np
 from buffer.errors import JudgeError, WireError
 from buffer.rollout import RolloutState, SampleParams, Status
 from producer_workers.engines.base import Engine
-from producer_workers.judges.judge import Judge
+from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.tokenizer import Tokenizer
 
 
@@ -34,7 +34,7 @@ class SingleTurnAgentLoop:
     def __init__(
         self,
         *,
-        judge: Judge | None,
+        judge: AnyJudge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,
@@ -47,8 +47,29 @@ class SingleTurnAgentLoop:
 
     async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """See `AgentLoop`. An error of one rollout cancels the others of the group, then is raised."""
-        await run_all(self._run(s, engine, gid) for s in states if s.status is not Status.COMPLETED)
+        open_ones = [state for state in states if state.status is not Status.COMPLETED]
+        await run_all(self._run(s, engine, gid) for s in open_ones)
+        if isinstance(self._judge, GroupJudge):
+            await self._judge_together(self._judge, states, open_ones)
         return states
+
+    async def _judge_together(
+        self, judge: GroupJudge, states: list[RolloutState], open_ones: list[RolloutState]
+    ) -> None:
+        """Once all have ended: where one was interrupted, the others wait for it."""
+        ended = [state for state in open_ones if state.status is Status.INIT]
+        if any(state.status in (Status.ABORTED, Status.FAILED) for state in states):
+            for state in ended:
+                self._abort(state)
+            return
+        try:
+            rewards = dict(zip(map(id, states), await judge.judge_group(states), strict=True))
+        except JudgeError as error:
+            for state in ended:
+                state.status, state.error = Status.FAILED, str(error)
+            return
+        for state in ended:
+            state.status, state.reward = Status.COMPLETED, (state.reward or {}) | rewards[id(state)]
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
         keeps_tokens = self._partial_rollout and state.status in (Status.ABORTED, Status.INIT)
@@ -79,9 +100,11 @@ class SingleTurnAgentLoop:
         return generation.finish_reason
 
     def _abort(self, state: RolloutState) -> None:
+        """Keeps why an ended one has ended: it only waits for the others."""
         if not self._partial_rollout:
             state.reset_response()
-        state.status, state.finish_reason = Status.ABORTED, "abort"
+        ended = state.finish_reason in ("stop", "length")
+        state.status, state.finish_reason = Status.ABORTED, state.finish_reason if ended else "abort"
 
     async def _complete(self, state: RolloutState, reason: str) -> None:
         state.finish_reason = reason
@@ -89,6 +112,9 @@ class SingleTurnAgentLoop:
             state.status, state.error = Status.FAILED, f"the engine finished ({reason}) without a token"
             return
         state.response = self._text(state)
+        if isinstance(self._judge, GroupJudge):
+            state.status = Status.INIT  # until all have ended
+            return
         try:
             state.reward = await self._judge.judge(state) if self._judge else None
         except JudgeError as error:

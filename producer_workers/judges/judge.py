@@ -6,10 +6,11 @@ one reward would reach every weight of the model.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from buffer.errors import JudgeError
 from buffer.rollout import RolloutState
@@ -23,6 +24,27 @@ class Judge(Protocol):
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """The reward of `state`, with "score" in it. Raises JudgeError and nothing else."""
         ...
+
+
+@runtime_checkable
+class GroupJudge(Protocol):
+    """Scores the rollouts of a group together, once all of them have ended."""
+
+    name: str
+
+    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        """The reward of each, in their order. Raises JudgeError and nothing else."""
+        ...
+
+
+AnyJudge = Judge | GroupJudge
+
+
+async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+    """What a judge of either kind says of some rollouts of a group. Raises JudgeError."""
+    if isinstance(judge, GroupJudge):
+        return await judge.judge_group(states)
+    return list(await asyncio.gather(*(judge.judge(state) for state in states)))
 
 
 def check_reward(name: str, result: Any) -> dict[str, float]:

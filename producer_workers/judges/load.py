@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+from buffer.config.sections import JudgeSpec, JudgingSection, is_url
 from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
+from producer_workers.judges.composed_judge import compose
 from producer_workers.judges.exact_match import exact_match
 from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.group_function_judge import GroupFunctionJudge
 from producer_workers.judges.gsm8k import gsm8k
-from producer_workers.judges.judge import Judge
+from producer_workers.judges.http_judge import HttpJudge
+from producer_workers.judges.judge import AnyJudge
+from producer_workers.judges.math_verify_judge import math_verify
+from producer_workers.judges.python_tests import python_tests
 from producer_workers.judges.reasoning_gym_judge import reasoning_gym_score
 
 BUILT_IN: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym_score,
     "exact_match": exact_match,
     "gsm8k": gsm8k,
+    "math_verify": math_verify,
+    "python_tests": python_tests,
 }
 
 
-def load_judge(spec: str) -> Judge:
-    """A built-in judge by name, or the function at "module:function". Raises ConfigError."""
+def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
+    """A built-in judge by name, the service at a URL, or the function at "module:function". Raises ConfigError.
+
+    A function with a parameter `states` sees whole groups.
+    """
+    if is_url(spec):
+        return HttpJudge(spec, judging or JudgingSection())
     function = BUILT_IN.get(spec) or load_object(spec, kind="judge", built_in=BUILT_IN)
     if not callable(function):
         raise ConfigError(f"judge {spec!r} is not a function", hint='give "module:function"')
-    return FunctionJudge(spec, function)
+    return judge_of(spec, function)
+
+
+def judge_of(name: str, function: Callable[..., Any]) -> AnyJudge:
+    """The judge that a function is."""
+    try:
+        sees_group = "states" in inspect.signature(function).parameters
+    except ValueError:  # of C, without a signature
+        sees_group = False
+    return GroupFunctionJudge(name, function) if sees_group else FunctionJudge(name, function)
+
+
+def put_together(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
+    """What a task names as its judge; `load` makes a judge of each name in it. Raises ConfigError."""
+    if isinstance(spec, str):
+        return load(spec)
+    weighted = {source: {judges: 1.0} if isinstance(judges, str) else judges for source, judges in spec.items()}
+    return compose({s: [(load(name), weight) for name, weight in judges.items()] for s, judges in weighted.items()})

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any
 
 from buffer.rollout import RolloutState
+from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
 
 FUNCTION = "producer_workers.judges.rq_job.score"
@@ -18,22 +19,11 @@ FUNCTION = "producer_workers.judges.rq_job.score"
 _CPU_GRACE_S = 1
 
 
-def rollout_fields(state: RolloutState) -> dict[str, Any]:
-    """What a judge in another process is told of a rollout: its texts, not its token columns."""
-    return {
-        "response": state.response,
-        "ground_truth": state.ground_truth,
-        "data_source": state.data_source,
-        "messages": state.messages,
-        "extra": state.extra,
-    }
-
-
-def score(judge: str, fields: dict[str, Any], timeout_s: float, memory_mb: int) -> dict[str, float]:
-    """The reward that `judge` gives, in a process that may be spoilt. Raises JudgeError."""
+def score(judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int) -> list[dict[str, float]]:
+    """The rewards that `judge` gives one rollout, or a group, in a process that may be spoilt. Raises JudgeError."""
     chosen = load_judge(judge)
     _limit(timeout_s, memory_mb)
-    return asyncio.run(chosen.judge(RolloutState(**fields)))
+    return asyncio.run(judge_all(chosen, [RolloutState(**fields) for fields in rollouts]))
 
 
 def _limit(timeout_s: float, memory_mb: int) -> None:

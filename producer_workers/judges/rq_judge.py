@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
 from typing import Any, TypeVar
@@ -26,8 +26,9 @@ from buffer.config.sections import JudgingSection
 from buffer.errors import JudgeError, StoreError
 from buffer.rollout import RolloutState
 from buffer.store import Store
-from producer_workers.judges.judge import check_reward
-from producer_workers.judges.rq_job import FUNCTION, rollout_fields
+from producer_workers.judges.group_function_judge import check_rewards
+from producer_workers.judges.rollout_fields import rollout_fields
+from producer_workers.judges.rq_job import FUNCTION
 from producer_workers.judges.rq_queue import open_queue
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ _THREADS = 256
 """Most rollouts that one task of one worker waits for; more wait for a thread before they are queued."""
 
 
-class RqJudge:
+class RqAsking:
     """Asks the function at `name` through the judge queue of `run`. `store` is a server of its own, not a cluster."""
 
     def __init__(self, name: str, store: Store, run: str, judging: JudgingSection) -> None:
@@ -59,18 +60,16 @@ class RqJudge:
         self._queue = open_queue(store.bulk, run)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
-        """The checked reward. Raises JudgeError after the last try. Cancelling it takes a job that waits back."""
-        stop, began = threading.Event(), time.monotonic()
-        waiting = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, rollout_fields(state), stop)
+    async def _rewards(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        """The checked rewards. Raises JudgeError after the last try. Cancelling it takes a job that waits back."""
+        stop, fields = threading.Event(), [rollout_fields(state) for state in states]
+        waiting = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, fields, stop)
         try:
-            reward = check_reward(self.name, await waiting)
+            return check_rewards(self.name, await waiting, len(states))
         finally:
             stop.set()
-        log.debug("judged by %s", self.name, extra={"judge": self.name, "judge_s": time.monotonic() - began})
-        return reward
 
-    def _ask(self, fields: dict[str, Any], stop: threading.Event) -> Any:
+    def _ask(self, fields: list[dict[str, Any]], stop: threading.Event) -> Any:
         for tries_left in reversed(range(self._judging.retries + 1)):
             try:
                 return self._try(fields, stop)
@@ -80,7 +79,7 @@ class RqJudge:
                 log.warning("%s; asking again, %d tries left", error.message, tries_left)
         raise AssertionError("unreachable")
 
-    def _try(self, fields: dict[str, Any], stop: threading.Event) -> Any:
+    def _try(self, fields: list[dict[str, Any]], stop: threading.Event) -> Any:
         """One job from its start to its end. Raises JudgeError."""
         try:
             return self._await(self._enqueue(fields), stop)
@@ -88,7 +87,7 @@ class RqJudge:
             # TypeError, ValueError: the rollout holds what JSON cannot
             raise JudgeError(f"judge {self.name!r} could not be asked: {error}") from error
 
-    def _enqueue(self, fields: dict[str, Any]) -> Job:
+    def _enqueue(self, fields: list[dict[str, Any]]) -> Job:
         limits = self._judging
         job = self._queue.create_job(
             FUNCTION,
@@ -131,3 +130,19 @@ class RqJudge:
 
     def _retrying(self, operation: Callable[[], T]) -> T:
         return self._store.retrying("judge", operation)
+
+
+class RqJudge(RqAsking):
+    """A judge of single rollouts: one job for each."""
+
+    async def judge(self, state: RolloutState) -> dict[str, float]:
+        """See `Judge`."""
+        return (await self._rewards([state]))[0]
+
+
+class RqGroupJudge(RqAsking):
+    """A judge of groups: one job for each group, which holds the limits of one rollout."""
+
+    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        """See `GroupJudge`."""
+        return await self._rewards(states)

@@ -13,6 +13,12 @@ def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
     return {"score": float(len(response)), "told": float(len(state.messages))}
 
 
+def ranks(*, states: list[Any]) -> list[float]:
+    """The place of each response among all of its group, by length."""
+    lengths = [len(state.response) for state in states]
+    return [float(sorted(lengths).index(length)) for length in lengths]
+
+
 def hangs_once(*, response: str, ground_truth: str, state: Any) -> float:
     """Writes its process id and waits to be killed; the second call answers."""
     calls = Path(ground_truth) / "pid"

@@ -13,6 +13,7 @@ import time
 import zlib
 from base64 import b64decode
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from buffer.rollout import RolloutState
 from buffer.server.nodes import Servers
 from buffer.store import Store
 from producer_workers.judges import rq_judge
+from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.rq_job import FUNCTION
-from producer_workers.judges.rq_judge import RqJudge
+from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
 from producer_workers.judges.rq_queue import judge_url, open_queue
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import Yard
@@ -35,7 +37,7 @@ from tests.servers import Server
 
 RUN = f"judged-{os.getpid()}"
 MINE = "tests.pipeline.rq_judges:"
-NAMES = ("length", "hangs_once", "spins", "sleeps", "eats")
+NAMES = ("length", "ranks", "hangs_once", "spins", "sleeps", "eats")
 TASK = """
 [tasks.{name}]
 judge = "{mine}{name}"
@@ -49,6 +51,7 @@ def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """`rolloutmq judge` with two workers; at the end it leaves on SIGTERM."""
     config = tmp_path_factory.mktemp("judges") / "run.toml"
     tasks = "".join(TASK.format(name=name, mine=MINE) for name in NAMES)
+    tasks += TASK.format(name="python_tests", mine="")
     config.write_text(f'[run]\nname = "{RUN}"\n{tasks}', encoding="utf-8")
     command = [sys.executable, "-m", "rolloutmq", "judge", str(config), "--workers", "2", "--redis-url", server.url]
     process = subprocess.Popen(command, cwd=ROOT)
@@ -113,12 +116,24 @@ def test_reward_is_that_of_the_same_function_inline_and_no_pickle_is_stored(
     make_judge: Callable[..., RqJudge], pool: Server
 ) -> None:
     state = RolloutState(response="four", messages=[{"role": "user", "content": "2 + 2"}], extra={"level": [1]})
-    inline = asyncio.run(load_judge(MINE + "length").judge(state))
+    inline = asyncio.run(judge_all(load_judge(MINE + "length"), [state]))[0]
     assert asyncio.run(make_judge("length").judge(state)) == inline == {"score": 4.0, "told": 1.0}
     values = list(stored(pool.connect()))
     assert any(b'"four"' in value for value in values)
-    assert any(value == b'{"score": 4.0, "told": 1.0}' for value in values)
+    assert any(value == b'[{"score": 4.0, "told": 1.0}]' for value in values)
     assert not any(is_pickle(value) for value in values)
+
+
+def test_groups_and_programs_are_judged_in_work_horses(pool: Server) -> None:
+    only_once(pool)
+    with closing(Store(pool.url, name="judging")) as store:
+        judging = JudgingSection(kind="rq", retries=0)
+        group = [RolloutState(response=text) for text in ("ccc", "a", "bb")]
+        ranks = RqGroupJudge(MINE + "ranks", store, RUN, judging)
+        assert asyncio.run(judge_all(ranks, group)) == [{"score": 2.0}, {"score": 0.0}, {"score": 1.0}]
+        programs = RqJudge("python_tests", store, RUN, judging)
+        state = RolloutState(response="```python\nx = 5\n```", ground_truth=["assert x == 5", "assert x == 6"])
+        assert asyncio.run(programs.judge(state)) == {"score": 0.5, "passed_all": 0.0}
 
 
 def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Path) -> None:

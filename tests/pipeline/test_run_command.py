@@ -25,10 +25,12 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 @pytest.mark.timeout(400)
 def test_run_goes_on_after_ctrl_c_and_after_a_kill(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=20)
-    first = site.start("run")
-    site.until_step(4)
+    # with judges in processes of their own, which it starts and ends like all others
+    first = site.start("run", "--set", "tasks.sums.judging.kind=rq", "--set", "launch.judge_workers=2")
+    site.until_step(3)
     children = children_of(first)
-    assert len(children) == 3
+    assert len(children) == 4
+    assert "2 judge workers" in (site.run_dir / "logs" / "judge.log").read_text(encoding="utf-8")
     assert first.end(signal.SIGINT) == 130, first.said()
     assert "the same command goes on from here" in first.said()
     assert all_gone(children)

@@ -20,7 +20,7 @@ from consumer.config import TrainingConfig
 from consumer.learner_config import LossConfig
 from producer_workers.config import ProducingConfig
 from producer_workers.engines.config import EngineConfig, VllmConfig
-from producer_workers.judges.load import BUILT_IN, load_judge
+from producer_workers.judges.load import BUILT_IN, load_judge, put_together
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
@@ -40,7 +40,7 @@ def test_example_loads_on_both_sides(path: Path) -> None:
     producing, training = both(path)
     assert producing.limits() == training.limits()
     for task in producing.tasks.values():
-        load_judge(task.judge)
+        put_together(task.judge, load_judge)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

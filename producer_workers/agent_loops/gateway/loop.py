@@ -25,7 +25,7 @@ from producer_workers.agent_loops.gateway.session import Session
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tool_parsers import PARSERS
 from producer_workers.engines.base import Engine
-from producer_workers.judges.judge import Judge
+from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 from producer_workers.tokenizer import Tokenizer
 
 Rollouts = list[tuple[RolloutState, Segment | None]]
@@ -42,7 +42,7 @@ class GatewayAgentLoop:
     def __init__(
         self,
         *,
-        judge: Judge | None,
+        judge: AnyJudge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,
@@ -76,7 +76,10 @@ class GatewayAgentLoop:
             await run_all(run(state) for state in states if state.status is not Status.COMPLETED)
         if endpoint.failure:
             raise endpoint.failure
-        return _as_group([rollout for index in sorted(made) for rollout in made[index]])
+        sessions = [made[index] for index in sorted(made)]
+        if isinstance(self._judge, GroupJudge):
+            sessions = await self._judge_together(sessions)
+        return _as_group([rollout for session in sessions for rollout in session])
 
     async def _session(self, state: RolloutState, engine: Engine, endpoint: Endpoint, gid: str) -> Rollouts:
         state.reset_response()
@@ -121,19 +124,40 @@ class GatewayAgentLoop:
     async def _finish(
         self, state: RolloutState, segments: Sequence[Segment], earned: dict[str, float] | None
     ) -> Rollouts:
-        """The segments as rollouts with one reward: the agent's own, and the judge's of the last turn."""
-        rollouts = [(state.model_copy(), segment) for segment in segments]
+        """The segments as rollouts; with their reward, unless all sessions have to end first."""
+        rollouts = [(state.model_copy(update={"reward": earned}), segment) for segment in segments]
         for rollout, segment in rollouts:
             segment.fill(rollout, 0)
-        last = rollouts[-1][0]
-        try:
-            judged = await self._judge.judge(last) if self._judge else None
-        except JudgeError as error:
-            return [(_failed(state, str(error)), None)]
-        for rollout, _ in rollouts:
-            rollout.status = Status.COMPLETED
-            rollout.reward = (earned or {}) | (judged or {}) or None
+        if not isinstance(self._judge, GroupJudge):
+            await self._reward([rollouts])
         return list(rollouts)
+
+    async def _reward(self, sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
+        """What the agents gave themselves, and what the judge says of the last turn of each session."""
+        lasts = [session[-1][0] for session in sessions]
+        try:
+            rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
+        except JudgeError as error:
+            for session in sessions:
+                for rollout, _ in session:
+                    rollout.status, rollout.error = Status.FAILED, str(error)
+            return
+        for session, reward in zip(sessions, rewards, strict=True):
+            for rollout, _ in session:
+                rollout.status, rollout.reward = Status.COMPLETED, (rollout.reward or {}) | reward or None
+
+    async def _judge_together(self, sessions: list[Rollouts]) -> list[Rollouts]:
+        """For a judge that sees the group; where a session was interrupted, the others start anew with it."""
+        ended = [[(state, segment) for state, segment in session if segment is not None] for session in sessions]
+        if all(ended):
+            await self._reward(ended)
+            return sessions
+        again = [session[0][0] for session in ended if session]
+        for state in again:
+            state.reset_response()
+            state.status = Status.ABORTED
+        open_ones: list[Rollouts] = [session for session, end in zip(sessions, ended, strict=True) if not end]
+        return [[(state, None) for state in again], *open_ones]
 
 
 def _function(agent: Any) -> AgentRunner:

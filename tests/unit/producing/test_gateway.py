@@ -35,7 +35,8 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 class Recorder(LetterEngine):
     """Says the turns of a script, or random bytes that no tokenizer would give back; notes all it read and said.
 
-    Every token has a logprob of its own, every request weights of its own. `stop_at` aborts from that request on.
+    Every token has a logprob of its own, every request weights of its own. `cut`: sessions that are aborted when they
+    ask for the second time.
     """
 
     def __init__(self, tokenizer: Any, script: list[str] | None = None) -> None:
@@ -44,7 +45,7 @@ class Recorder(LetterEngine):
         self.lines = script
         self.read: list[NDArray[np.int32]] = []
         self.said: list[Generation] = []
-        self.stop_at: int | None = None
+        self.cut: set[int] = set()
         self.dead = False
 
     async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
@@ -52,7 +53,8 @@ class Recorder(LetterEngine):
         await asyncio.sleep(0.001)
         if self.dead:
             raise EngineDeadError("gone")
-        if self.stop_at is not None and len(self.requests) > self.stop_at:
+        _, session, request = request_id.split("/")
+        if int(session) in self.cut and int(request) > 0:
             return Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "abort")
         number = len(self.said)
         if self.lines is None:
@@ -181,10 +183,10 @@ def _mask(state: RolloutState) -> NDArray[np.uint8]:
 
 def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat: Any) -> None:
     first, second = Recorder(chat), Recorder(chat)
-    first.stop_at = 24
+    first.cut = {1, 4, 5}
     states = run(loop_of(chat, partial_rollout=True), first, questions(*"abcdefgh", max_tokens=10_000))
-    statuses = [state.status for state in states]
-    assert {Status.ABORTED, Status.COMPLETED} == set(statuses)
+    assert {state.index for state in states if state.status is Status.ABORTED} == first.cut
+    assert {state.index for state in states if state.status is Status.COMPLETED} == set(range(8)) - first.cut
     assert all(not len(s.response_ids) and s.reward is None for s in states if s.status is Status.ABORTED)
     kept = {state.index: _texts(states, state.index) for state in states if state.status is Status.COMPLETED}
     states = run(loop_of(chat, partial_rollout=True), second, states)

@@ -18,6 +18,7 @@ from producer_workers.judges.answer_text import answer_text
 from producer_workers.judges.exact_match import exact_match
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.gsm8k import gsm8k
+from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.reasoning_gym_judge import UNSAFE_TASKS, score_entry, task_datasets
 
@@ -165,13 +166,13 @@ def chain_sum_state(response: str) -> RolloutState:
     ("response", "score"), [("12", 1.0), (" 12 <|im_end|>", 1.0), ("+12.0", 1.0), ("13", 0.0), ("", 0.0)]
 )
 def test_reasoning_gym_judge_scores_as_the_package_does(response: str, score: float) -> None:
-    reward = asyncio.run(load_judge("reasoning_gym").judge(chain_sum_state(response)))
+    reward = asyncio.run(judge_all(load_judge("reasoning_gym"), [chain_sum_state(response)]))[0]
     assert reward == {"score": score}
 
 
 def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewhere_in_it() -> None:
     """The package's own rule, and the reason why accuracy counts scores of 1.0 only."""
-    reward = asyncio.run(load_judge("reasoning_gym").judge(chain_sum_state("it is 12")))
+    reward = asyncio.run(judge_all(load_judge("reasoning_gym"), [chain_sum_state("it is 12")]))[0]
     assert 0.0 < reward["score"] < 1.0
 
 
@@ -179,7 +180,7 @@ def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewher
 def test_reasoning_gym_judge_refuses_other_sources(source: str | None, message: str) -> None:
     state = chain_sum_state("12").model_copy(update={"data_source": source})
     with pytest.raises(JudgeError, match=message):
-        asyncio.run(load_judge("reasoning_gym").judge(state))
+        asyncio.run(judge_all(load_judge("reasoning_gym"), [state]))[0]
 
 
 def test_reasoning_gym_judge_uses_the_config_of_the_problem() -> None:
@@ -229,7 +230,7 @@ def test_load_judge_finds_a_function_beside_the_config(tmp_path: Path, monkeypat
     monkeypatch.setattr("sys.path", ["/"])
     judge = load_judge("judge_of_a_user:length")
     assert judge.name == "judge_of_a_user:length"
-    assert asyncio.run(judge.judge(RolloutState(response="abc"))) == {"score": 3.0}
+    assert asyncio.run(judge_all(judge, [RolloutState(response="abc")])) == [{"score": 3.0}]
     with pytest.raises(ConfigError, match="is not a function"):
         load_judge("judge_of_a_user:LIMIT")
 
@@ -237,7 +238,7 @@ def test_load_judge_finds_a_function_beside_the_config(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("exact", "there is no judge 'exact' .*exact_match, gsm8k, reasoning_gym"),
+        ("exact", "there is no judge 'exact' .*exact_match, gsm8k, math_verify, python_tests, reasoning_gym"),
         ("no_such_module:f", "cannot be imported"),
         ("math:no_such_function", "module 'math' has no 'no_such_function'"),
         (":f", "there is no judge"),
