@@ -81,7 +81,11 @@ def rehearse(
         producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer))
         worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=0.0)
-        return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
+        try:
+            return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
+        finally:  # whoever rehearses often, and fails at it, leaves nothing in memory
+            for key in list(store.control.scan_iter(run.keys.pattern)):
+                store.control.unlink(key)
 
 
 def _random_characters() -> SimulatedEngine:
@@ -132,5 +136,4 @@ async def _first_batch(
         await asyncio.sleep(0.01)
     groups = [run.buffer.read(entry.payload) for entry in batch.entries]
     run.ledger.commit(trainer, 1, 1)
-    run.janitor.sweep()  # whoever rehearses often leaves nothing in memory
     return sorted(groups, key=lambda group: group.gid)
