@@ -122,13 +122,14 @@ class AgentLoopManager:
     # -- rounds --------------------------------------------------------------
 
     def _round_or_wait(self, state: ControlState) -> None:
-        """A round; where nothing was to do, wait until something may be. Rung at every result: what falls due by the
-        clock can wait for the next second."""
+        """A round; where nothing was to do, draw ahead, then wait until something may be. Rung at every result: what
+        falls due by the clock can wait for the next second, and until what was asked for now is started."""
         round_s = min(ROUND_S, self._run.limits.lease_ms / 4000)
-        is_due = time.monotonic() >= self._sweep_at
-        if is_due:
+        started = self.round(state, sweep=False)
+        if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + round_s
-        if not self.round(state, sweep=is_due):
+            self._run.janitor.sweep()
+        if not started and not any([sampler.prepare() for sampler in self._samplers.values()]):
             self._run.store.wait_bell(self._run.keys.bell("producer"), round_s)
 
     def round(self, state: ControlState, *, sweep: bool = True) -> int:
@@ -136,6 +137,8 @@ class AgentLoopManager:
         self._run.refresh_limits()
         if sweep:
             self._run.janitor.sweep()
+        if not state.lanes:
+            return 0
         self._look_at_memory()
         seen = contexts(self._run.limits, state, self._run.read_progress(self._samplers))
         try:

@@ -7,20 +7,25 @@ places, in scripts that count the room for themselves (I3, I12).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from itertools import islice
 
 from buffer import wire
 from buffer.control import new_nonce
-from buffer.errors import PayloadMissing
+from buffer.errors import ConfigError, PayloadMissing
 from buffer.group import RolloutGroup
 from buffer.memory import MemoryUse
 from buffer.progress import Leftovers
-from buffer.rollout import RolloutState
 from buffer.run import Run
 from producer_workers.produce_context import ProducePlan
 from producer_workers.sampler import Sampler, TooLong
 
 log = logging.getLogger("rolloutmq.producer")
+
+Prompt = tuple[str, int, bytes]
+"""gid, rollouts, INIT payload"""
+
+PREPARED = 16
+"""Prompts that are drawn ahead at a time, between two looks at the control state."""
 
 
 class SamplerWithReplayBuffer:
@@ -29,6 +34,8 @@ class SamplerWithReplayBuffer:
     def __init__(self, run: Run, sampler: Sampler, *, slice_size: int = 64) -> None:
         self._run, self._sampler, self._slice_size = run, sampler, slice_size
         self.task = sampler.task
+        self._cursor: int | None = None
+        self._ahead: dict[int, Prompt] = {}
 
     def start(self, nonce: str, plan: ProducePlan, leftovers: Leftovers, memory: MemoryUse) -> int:
         """Start what there is room for under the plan's target; how many groups. `nonce` is the producer's.
@@ -49,23 +56,41 @@ class SamplerWithReplayBuffer:
             # the script decides; but prompts that it will refuse need not be drawn and stored
             room = 1
         cursor = self._run.jobs.next_draw(nonce, self.task)
-        groups = [self._sampler.draw(cursor + i) for i in range(room)]
-        self._store_prompts(cursor, groups)
-        samples = [0 if isinstance(states, TooLong) else len(states) for states in groups]
+        prompts = [self._prompt(cursor + i) for i in range(room)]
+        if payloads := {gid: data for gid, _, data in prompts if data}:
+            self._run.payloads.write_prompts(payloads)
+        samples = [count for _, count, _ in prompts]
         try:
             done = self._run.jobs.enqueue(nonce, new_nonce(), self.task, cursor, samples, target)
         except PayloadMissing as error:
             log.warning("prompts expired before they were enqueued; drawing them again: %s", error)
             return 0
+        self._cursor = done.cursor
+        self._ahead = {draw: prompt for draw, prompt in self._ahead.items() if draw >= done.cursor}
         if skipped := sum(1 for count in samples[: done.cursor - cursor] if not count):
             log.warning("%d prompts are too long and were passed over", skipped, extra={"task": self.task})
         return done.count
 
-    def _store_prompts(self, cursor: int, groups: Sequence[list[RolloutState] | TooLong]) -> None:
-        payloads = {}
-        for place, states in enumerate(groups):
-            if not isinstance(states, TooLong):
-                gid = self._sampler.gid(cursor + place)
-                payloads[gid] = wire.encode(RolloutGroup(gid, self.task, states))
-        if payloads:
-            self._run.payloads.write_prompts(payloads)
+    def _prompt(self, draw: int) -> Prompt:
+        """A prompt that is ready to be stored; one that is too long has no rollouts, and nothing to store."""
+        if draw not in self._ahead:
+            gid, states = self._sampler.gid(draw), self._sampler.draw(draw)
+            too_long = isinstance(states, TooLong)
+            data = b"" if isinstance(states, TooLong) else wire.encode(RolloutGroup(gid, self.task, states))
+            self._ahead[draw] = (gid, 0 if too_long else len(states), data)
+        return self._ahead[draw]
+
+    def prepare(self) -> bool:
+        """Draw some of what comes next, as long as nothing may be started: with new weights that must go fast, and a
+        draw is a function of its number alone. Whether there is more to prepare."""
+        if self._cursor is None or len(self._ahead) >= self._slice_size:
+            return False
+        missing = (n for n in range(self._cursor, self._cursor + self._slice_size) if n not in self._ahead)
+        try:
+            for draw in islice(missing, PREPARED):
+                self._prompt(draw)
+        except ConfigError as error:
+            # told when its turn comes, if it does
+            log.debug("not drawn ahead: %s", error)
+            return False
+        return len(self._ahead) < self._slice_size
