@@ -112,10 +112,10 @@ class RunControl:
 
         `orphan`: the operator's RUN also ends the pause of a trainer that has left or fallen silent.
         """
-        keys, bells = self._keys, self._bells()
+        keys = self._keys
         reply = self._store.call(
             "control",
-            {"control": keys.control, "events": keys.events, **bells},
+            {"control": keys.control, "events": keys.events, "bell_producer": keys.bell("producer")},
             {
                 "operation": new_nonce(),
                 "who": who,
@@ -134,7 +134,7 @@ class RunControl:
         keys = self._keys
         reply = self._store.call(
             "publish_weights",
-            {"control": keys.control, "events": keys.events, **self._bells()},
+            {"control": keys.control, "events": keys.events, "bell_producer": keys.bell("producer")},
             {"nonce": nonce, "weights": str(weights), "path": path, "checksum": checksum},
         )
         return ControlState.parse(unfenced(reply, "trainer")[1:])
@@ -207,9 +207,6 @@ class RunControl:
         return RunNotFound(
             f"there is no run {self._keys.run!r} on this server", hint="its data was lost, or never there"
         )
-
-    def _bells(self) -> dict[str, str]:
-        return {"bell_workers": self._keys.bell("workers"), "bell_producer": self._keys.bell("producer")}
 
 
 def unfenced(reply: list[str], role: str) -> list[str]:

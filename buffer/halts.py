@@ -25,6 +25,8 @@ class Halt:
     kind: HaltKind = ""
     step: int = 0
     reason: str = ""
+    failures: int = 0
+    """tries that failed or were filtered one after the other, when it was read"""
 
     def is_enough_for(self, step: int) -> bool:
         return self.kind == "enough" and step <= self.step
@@ -38,10 +40,12 @@ class Halts:
 
     def of(self, task: str) -> Halt:
         (fields,) = self._store.each(
-            "halt", [("HMGET", self._keys.progress(task), "halt", "halt_step", "halt_reason")], "control"
+            "halt",
+            [("HMGET", self._keys.progress(task), "halt", "halt_step", "halt_reason", "failures_in_row")],
+            "control",
         )
-        kind, step, reason = (field.decode() if field else "" for field in fields)
-        return Halt(cast(HaltKind, kind), int(step or 0), reason)
+        kind, step, reason, failures = (field.decode() if field else "" for field in fields)
+        return Halt(cast(HaltKind, kind), int(step or 0), reason, int(failures or 0))
 
     def say(self, nonce: str, task: str, halt: Halt) -> None:
         """Say it for the producer `nonce`; `Halt()` takes it back. Raises Fenced."""

@@ -8,6 +8,7 @@ Bytes that are not handed in yet, and those that wait in `garbage` to be freed, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,12 +19,20 @@ from buffer.limits import RunLimits
 from buffer.snapshot.record_walk import RecordWalk
 from buffer.store import Store
 
+FIELDS = ("came", "went")
+
 
 class ByteCount(NamedTuple):
     """Cumulative payload bytes."""
 
     came: int
     went: int
+
+    @classmethod
+    def parse(cls, values: Sequence[bytes | None]) -> ByteCount:
+        """From FIELDS of `bytes`."""
+        came, went = (int(value or 0) for value in values)
+        return cls(came, went)
 
     @property
     def held(self) -> int:
@@ -66,13 +75,12 @@ class Memory:
         self._store, self._keys, self._limits = store, keys, limits
 
     def count(self) -> ByteCount:
-        values = self._store.retrying("bytes", lambda: self._store.control.hmget(self._keys.bytes, "came", "went"))
-        came, went = (int(value or 0) for value in values)
-        return ByteCount(came, went)
+        bytes_key = self._keys.bytes
+        return ByteCount.parse(self._store.retrying("bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS)))
 
-    def use(self) -> MemoryUse:
-        """Where the run stands now."""
-        return MemoryUse(self.count().held, self._limits.low_bytes, self._limits.high_bytes)
+    def use(self, count: ByteCount | None = None) -> MemoryUse:
+        """Where the run stands now, or stood at that count."""
+        return MemoryUse((count or self.count()).held, self._limits.low_bytes, self._limits.high_bytes)
 
     def faults(self) -> list[str]:
         """Whether the count is what the records say. Works on a live run, where it is a range: what was held all the

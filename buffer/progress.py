@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from buffer.keys import POOLS, Keys
+from buffer.keys import LANES, POOLS, Keys
 from buffer.store import Store
+
+NO_SUMS = ("target", "running", "judging", "cursor", "ahead", "failures_in_row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,14 @@ class TaskProgress:
     dropped: int = 0
     expirations: int = 0
     dead: int = 0
+    running: int = 0
+    """at this moment, as is what follows"""
+    judging: int = 0
+    cursor: int = 0
+    """the next draw"""
+    ahead: int = 0
+    """groups that came in although the cursor has not passed them (after a loss)"""
+    failures_in_row: int = 0
 
     @classmethod
     def parse(cls, counters: Mapping[str, str]) -> TaskProgress:
@@ -44,18 +54,19 @@ class TaskProgress:
         return cls(**{**counts, "raw_rewards_sum": float(counters.get("raw_rewards_sum") or 0)})
 
     def since(self, earlier: TaskProgress) -> TaskProgress:
-        """What was added. `target` stays as it is: it is no sum."""
+        """What was added. What is no sum stays as it is: the target, and all that is of a moment."""
         added: dict[str, Any] = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        return TaskProgress(**{**added, "target": self.target})
+        return TaskProgress(**{**added, **{name: getattr(self, name) for name in NO_SUMS}})
 
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """Groups of one task that are in a pool at this moment."""
+    """Groups of one task that are in a pool, or wait for a worker, at this moment."""
 
     completed: int
     aborted: int
     expired: int
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +102,16 @@ def read_progress(store: Store, keys: Keys, tasks: list[str], ledger: str = "tra
         pipe.hgetall(keys.progress(task))
         for status in POOLS:
             pipe.zcard(keys.pool(task, status))
+        for lane in LANES:
+            pipe.xlen(keys.jobs(task, lane))
     # last: of a batch that is taken meanwhile the step is seen, rather than what it used: nobody starts too much
     pipe.hget(keys.ledger(ledger), "taken")
     *rows, taken = store.retrying("progress", pipe.execute)
-    width = 1 + len(POOLS)
+    width, pooled = 1 + len(POOLS) + len(LANES), 1 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
     counters = {task: {k.decode(): v.decode() for k, v in part[0].items()} for task, part in parts.items()}
     return ProduceProgress(
         next_consumer_step=int(taken or 0) + 1,
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},
-        leftovers={task: Leftovers(*part[1:]) for task, part in parts.items()},
+        leftovers={task: Leftovers(*part[1:pooled], sum(part[pooled:])) for task, part in parts.items()},
     )

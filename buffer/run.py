@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from buffer import memory
 from buffer.account import Account
 from buffer.control import RunControl, new_nonce
 from buffer.curation.group_export import Exported, GroupExport
@@ -28,7 +29,6 @@ from buffer.ledger import BatchLedger
 from buffer.limits import LOADING, REMOVING, SCHEMA, RunLimits
 from buffer.live_settings import LiveSettings, differences
 from buffer.media import MediaFolder
-from buffer.memory import Memory
 from buffer.payloads import PayloadStore
 from buffer.progress import ProduceProgress, read_progress
 from buffer.query.language import TRUE, AllOf, parse
@@ -66,7 +66,7 @@ class Run:
         self.fleet = Fleet(store, self.keys, limits)
         self.events = EventLog(store, self.keys)
         self.account = Account(store, self.keys, limits)
-        self.memory = Memory(store, self.keys, limits)
+        self.memory = memory.Memory(store, self.keys, limits)
         ledgers = (self.ledger, self.evaluations)
         self.janitor = Janitor(store, self.keys, nonce, limits, self.jobs, ledgers, self.payloads, self.media)
         self.groups = GroupScan(store, self.keys, limits, ledgers)
@@ -200,15 +200,22 @@ class Run:
 
     def refresh_limits(self) -> bool:
         """Take over what was set since the last look; whether there was anything. One short read."""
-        names = ("limits_version", "limits_op")
-        stamp: Any = self.store.retrying("limits", lambda: self.store.control.hmget(self.keys.meta, names))
-        if _stamp(*stamp) == self._limits_stamp:
-            return False
+        return self.look()[0]
+
+    def look(self) -> tuple[bool, memory.MemoryUse]:
+        """`refresh_limits`, and how many payload bytes the run holds, in one round trip."""
+        limits = ("HMGET", self.keys.meta, "limits_version", "limits_op")
+        stamp, held = self.store.each("limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control")
+        changed = _stamp(*stamp) != self._limits_stamp
+        if changed:
+            self._adopt_limits()
+        return changed, self.memory.use(memory.ByteCount.parse(held))
+
+    def _adopt_limits(self) -> None:
         raw: Any = self.store.retrying("limits", lambda: self.store.control.hgetall(self.keys.meta))
         meta = {k.decode(): v.decode() for k, v in raw.items()}
         self.limits.adopt(RunLimits.from_meta(meta))
         self._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
-        return True
 
     def set(self, settings: LiveSettings) -> dict[str, tuple[Any, Any]]:
         """Change limits while the run goes on; what changed, by name: (before, after). Raises ConfigError."""

@@ -34,7 +34,7 @@ from buffer.staleness import staleness
 log = logging.getLogger("rolloutmq.consumer")
 
 LOOK_S = 0.5
-"""Between two looks; a trainer is woken for every group that comes in."""
+"""Before the first look, and between two: a trainer is woken for every group that comes in."""
 
 BEATS = 3
 """A producer beats once a round: between the first look and the last of so many beats there was a whole round."""
@@ -56,7 +56,7 @@ class BatchOutlook:
         self._run, self._step, self._trains = run, step, trains
         self._timeout_s = producer_timeout_s
         self._began_s = time.monotonic()
-        self._look_at_s = 0.0
+        self._look_at_s = self._began_s + LOOK_S
         self._standing: list[TaskAccount] = []
         self._beats: set[int] = set()
         self._has_warned = False

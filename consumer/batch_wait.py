@@ -68,11 +68,13 @@ class BatchWait:
         for task, (ready, _) in answer.missing.items():
             if ready >= counts[task]:
                 continue
-            halt, (failures, stopped) = self._run.halts.of(task), self._run.jobs.failures(task)
+            halt = self._run.halts.of(task)
+            stopped = self._run.limits.is_too_many_failures(task, halt.failures)
             if halt.is_enough_for(step):
                 wanted[task] = ready
             if stopped or halt.kind == "broken" or not any(wanted.values()):
-                reason = f"{failures} tries failed or were filtered one after the other" if stopped else halt.reason
+                many = f"{halt.failures} tries failed or were filtered one after the other"
+                reason = many if stopped else halt.reason
                 raise TaskStopped(
                     f"task {task} is stopped: {reason}, and the batch needs {counts[task]} groups of it "
                     f"({ready} are ready)",

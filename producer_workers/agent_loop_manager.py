@@ -126,7 +126,8 @@ class AgentLoopManager:
         falls due by the clock can wait for the next second, and until what was asked for now is started."""
         round_s = min(ROUND_S, self._run.limits.lease_ms / 4000)
         started = self.round(state, sweep=False)
-        if time.monotonic() >= self._sweep_at:
+        # a pause for new weights is short, and what comes behind it must go fast
+        if time.monotonic() >= self._sweep_at + (0.0 if state.lanes else round_s):
             self._sweep_at = time.monotonic() + round_s
             self._run.janitor.sweep()
         if not started and not any([sampler.prepare() for sampler in self._samplers.values()]):
@@ -134,12 +135,11 @@ class AgentLoopManager:
 
     def round(self, state: ControlState, *, sweep: bool = True) -> int:
         """One look at everything; returns how many groups were started."""
-        self._run.refresh_limits()
         if sweep:
             self._run.janitor.sweep()
         if not state.lanes:
             return 0
-        self._look_at_memory()
+        self._look_at_limits()
         seen = contexts(self._run.limits, state, self._run.read_progress(self._samplers))
         try:
             started = sum(self._produce(context) for context in seen.values())
@@ -150,8 +150,9 @@ class AgentLoopManager:
         self._refusal.say("")
         return started
 
-    def _look_at_memory(self) -> None:
-        before, self._memory = self._memory, self._run.memory.use()
+    def _look_at_limits(self) -> None:
+        _, use = self._run.look()
+        before, self._memory = self._memory, use
         if self._memory.refuses_fresh != before.refuses_fresh:
             word = "no new prompts for now" if self._memory.refuses_fresh else "new prompts again"
             log.warning("%s: the run holds %s", word, self._memory)
@@ -159,22 +160,23 @@ class AgentLoopManager:
     def _produce(self, context: ProduceContext) -> int:
         """Start what the strategy of a task wants. A task that cannot go on stops alone, with its reason (I11)."""
         task = context.task
-        if self._run.limits.tasks[task].lane not in context.state.lanes or self._is_stopped(task):
+        if self._run.limits.tasks[task].lane not in context.state.lanes or self._is_stopped(context):
             return 0
         try:
             plan = self._strategies[task].plan(context)
             self._say(task, Halt("enough", context.train_step, "should_continue_fn") if plan.is_enough else Halt())
             if plan.is_enough:
                 return 0
-            return self._samplers[task].start(self.nonce, plan, context.leftovers, self._memory)
+            return self._samplers[task].start(self.nonce, plan, context, self._memory)
         except ConfigError as error:
             self._say(task, Halt("broken", 0, str(error)))
             log.error("task %s is stopped: %s; %s", task, error, _mend(task))
             return 0
 
-    def _is_stopped(self, task: str) -> bool:
+    def _is_stopped(self, context: ProduceContext) -> bool:
         """The scripts refuse anyway; this says so, once."""
-        failures, stopped = self._run.jobs.failures(task)
+        task, failures = context.task, context.progress.failures_in_row
+        stopped = self._run.limits.is_too_many_failures(task, failures)
         if stopped and task not in self._stopped:
             log.error("task %s is stopped: %d tries failed or were filtered in a row; %s", task, failures, _mend(task))
         (self._stopped.add if stopped else self._stopped.discard)(task)

@@ -36,6 +36,12 @@ class ProduceContext:
         lower it, so nothing is made twice."""
         return self.progress.consumed + self.leftovers.completed
 
+    def room(self, target: int | None) -> int:
+        """About how many groups may be started under a target (None: the one that the trainer set). The scripts decide
+        for themselves; this only says how many prompts to draw."""
+        in_work = self.leftovers.waiting + self.progress.running + self.progress.judging
+        return (self.progress.target if target is None else target) - self.available - in_work
+
     @property
     def shortfall(self) -> int:
         """By how many groups the batches so far were smaller than planned (negative: larger); not made up for."""

@@ -14,9 +14,9 @@ from buffer.control import new_nonce
 from buffer.errors import ConfigError, PayloadMissing
 from buffer.group import RolloutGroup
 from buffer.memory import MemoryUse
-from buffer.progress import Leftovers
+from buffer.progress import TaskProgress
 from buffer.run import Run
-from producer_workers.produce_context import ProducePlan
+from producer_workers.produce_context import ProduceContext, ProducePlan
 from producer_workers.sampler import Sampler, TooLong
 
 log = logging.getLogger("rolloutmq.producer")
@@ -37,25 +37,26 @@ class SamplerWithReplayBuffer:
         self._cursor: int | None = None
         self._ahead: dict[int, Prompt] = {}
 
-    def start(self, nonce: str, plan: ProducePlan, leftovers: Leftovers, memory: MemoryUse) -> int:
+    def start(self, nonce: str, plan: ProducePlan, context: ProduceContext, memory: MemoryUse) -> int:
         """Start what there is room for under the plan's target; how many groups. `nonce` is the producer's.
 
         Raises Fenced, StoreFull, and DatasetError for a row that cannot be used.
         """
         started = 0
         for status, at_least in plan.pools:
-            if getattr(leftovers, status) >= at_least:
+            if getattr(context.leftovers, status) >= at_least:
                 started += self._run.jobs.reissue(nonce, self.task, status, plan.target, at_least=at_least)
-        return started + self._draw(nonce, plan.target, memory)
+        room = context.room(plan.target) - started
+        return started + self._draw(nonce, plan.target, room, context.progress, memory)
 
-    def _draw(self, nonce: str, target: int | None, memory: MemoryUse) -> int:
-        room = min(self._run.jobs.room(self.task, target), self._slice_size)
+    def _draw(self, nonce: str, target: int | None, room: int, progress: TaskProgress, memory: MemoryUse) -> int:
+        room = min(room, self._slice_size)
         if room <= 0:
             return 0
         if memory.refuses(self._run.limits.tasks[self.task].lane):
             # the script decides; but prompts that it will refuse need not be drawn and stored
             room = 1
-        cursor = self._run.jobs.next_draw(nonce, self.task)
+        cursor = self._run.jobs.next_draw(nonce, self.task) if progress.ahead else progress.cursor
         prompts = [self._prompt(cursor + i) for i in range(room)]
         if payloads := {gid: data for gid, _, data in prompts if data}:
             self._run.payloads.write_prompts(payloads)

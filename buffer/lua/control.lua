@@ -4,8 +4,7 @@
 -- lanes that both leave open.
 -- KEYS[1] control   HASH     and the channel that carries the hint
 -- KEYS[2] events    STREAM
--- KEYS[3] bell_workers   LIST
--- KEYS[4] bell_producer  LIST
+-- KEYS[3] bell_producer  LIST
 -- ARGV[1] operation token                        nonce of this change
 -- ARGV[2] who       trainer|operator
 -- ARGV[3] mode      run|drain|abort|keep|finish
@@ -15,7 +14,7 @@
 --                   or was silent for so long; '' = leaves it
 -- replies OK 6 x control | FENCED | NO_RUN
 -- keeps I7, I10 (the epoch decides; the message only hurries), I13 (operation)
-local control, events, bell_workers, bell_producer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local control, events, bell_producer = KEYS[1], KEYS[2], KEYS[3]
 local operation, who, mode, lanes, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local orphan_ms = tonumber(ARGV[6])
 
@@ -30,8 +29,7 @@ if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then
   redis.call('HSET', control, 'trainer_mode', 'run', 'trainer_lanes', lanes)
 end
 local epoch, effective = settle_mode(control)
--- where nothing may be claimed, nobody need look
-if redis.call('HGET', control, 'lanes') ~= '' then ring(bell_workers, 64) end
+-- workers hear the hint; 64 rings more would be 64 claims more, just when the producer is to start what they wait for
 ring(bell_producer, 1)
 log_event(events, 'control', 'epoch', epoch, 'mode', effective, 'by', who)
 return {'OK', unpack(control_state(control))}
