@@ -6,6 +6,7 @@ Only a check: a trainer keeps the maps that it was given. pydantic would say the
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Annotated, Any, Literal
 
@@ -132,3 +133,9 @@ def _told(error: msgspec.ValidationError) -> str:
     what, place = found.groups() if found else (str(error), "")
     dotted = re.sub(r"\[(\d+)\]", r".\1", place or "the top").replace("[...]", "")
     return f"at {dotted[:200]}: {what[:200]}"
+
+
+# msgspec works these types out at their first use, and two threads that do so at once crash it (0.22): while a module
+# is imported, there is only one
+with contextlib.suppress(WireError):
+    check_schema({})

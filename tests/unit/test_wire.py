@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,6 +21,8 @@ from hypothesis import strategies as st
 from buffer import MediaRef, RolloutGroup, RolloutState, SampleParams, Status, ToolCall, VersionSpan, wire, wire_reader
 from buffer.errors import SchemaVersionError, WireError
 from tests.fuzz.promise import keep, plain
+
+ROOT = Path(__file__).parents[2]
 
 GOLDEN = Path(__file__).parent.parent / "buffer" / "golden" / "group_v1.msgpack"
 GOLDEN_FULL = GOLDEN.with_name("group_v1_full.msgpack")
@@ -591,3 +595,10 @@ def test_what_msgpack_cannot_hold_is_a_wire_error(thing: object) -> None:
     states[0].ground_truth = thing
     with pytest.raises(WireError, match="sums-0000000007"):
         wire.encode(RolloutGroup("sums-0000000007", "sums", states))
+
+
+def test_threads_may_decode_their_first_group_at_the_same_moment() -> None:
+    """A worker's threads do. msgspec dereferenced a null pointer there, which no thread can catch."""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-m", "tests.unit.decode_at_once"], cwd=ROOT, check=False)
+        assert done.returncode == 0
