@@ -76,9 +76,10 @@ class SamplerWithReplayBuffer:
         """A prompt that is ready to be stored; one that is too long has no rollouts, and nothing to store."""
         if draw not in self._ahead:
             gid, states = self._sampler.gid(draw), self._sampler.draw(draw)
-            too_long = isinstance(states, TooLong)
-            data = b"" if isinstance(states, TooLong) else wire.encode(RolloutGroup(gid, self.task, states))
-            self._ahead[draw] = (gid, 0 if too_long else len(states), data)
+            if isinstance(states, TooLong):
+                self._ahead[draw] = (gid, 0, b"")
+            else:
+                self._ahead[draw] = (gid, len(states), wire.encode(RolloutGroup(gid, self.task, states)))
         return self._ahead[draw]
 
     def prepare(self) -> bool:
