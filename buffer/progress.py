@@ -113,5 +113,8 @@ def read_progress(store: Store, keys: Keys, tasks: list[str], ledger: str = "tra
     return ProduceProgress(
         next_consumer_step=int(taken or 0) + 1,
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},
-        leftovers={task: Leftovers(*part[1:pooled], waiting=sum(part[pooled:])) for task, part in parts.items()},
+        leftovers={
+            task: Leftovers(**dict(zip(POOLS, part[1:pooled], strict=True)), waiting=sum(part[pooled:]))
+            for task, part in parts.items()
+        },
     )
