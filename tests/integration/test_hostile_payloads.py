@@ -28,7 +28,7 @@ def changed(data: bytes, **fields: object) -> bytes:
     return bytes(msgpack.packb(document | fields))
 
 
-def with_column(data: bytes, name: str, values: np.ndarray) -> bytes:  # type: ignore[type-arg]
+def with_column(data: bytes, name: str, values: np.ndarray) -> bytes:
     columns = msgpack.unpackb(data)["columns"]
     columns[name] = {"dtype": columns[name]["dtype"], "data": values.tobytes()}
     return changed(data, columns=columns)
@@ -46,7 +46,7 @@ def nested(depth: int) -> bytes:
 
 def doubled_key(data: bytes) -> bytes:
     count, rest = data[0], data[1:]
-    return bytes([count + 1]) + rest + msgpack.packb("schema") + msgpack.packb(99)
+    return bytes([count + 1]) + rest + bytes(msgpack.packb("schema")) + bytes(msgpack.packb(99))
 
 
 SPOILED: dict[str, Callable[[bytes], bytes]] = {
