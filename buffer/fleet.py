@@ -16,7 +16,8 @@ from buffer.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a worker says of itself with a heartbeat. `heard`, the control epoch that it knew then, it keeps."""
+    """What a worker says of itself with a heartbeat. `heard`, the control epoch that it knew then, it keeps.
+    `concurrency`: groups that it would have in work at once; 0 = it does not say."""
 
     ack: int
     weights: PolicyVersion
@@ -24,6 +25,7 @@ class Pulse:
     tokens_per_s: float
     done: int
     heard: int = 0
+    concurrency: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Fleet:
                 "state": pulse.state,
                 "rate": f"{pulse.tokens_per_s:.1f}",
                 "done": pulse.done,
+                "concurrency": pulse.concurrency,
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )

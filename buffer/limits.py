@@ -20,6 +20,10 @@ REMOVING = "removing"
 """Stands in place of the schema while a run is filled from a snapshot: nobody can open it."""
 
 
+Concurrency = int | Literal["auto"]
+"""Groups that a worker has in work at once; "auto": as many as keep its engine full."""
+
+
 class TaskLimits(BaseModel):
     """One task as the queue sees it."""
 
@@ -74,7 +78,7 @@ class RunLimits(BaseModel):
     """interruptions after which a group counts as expired, and is finished once it runs again; None: never"""
     max_consecutive_failures: int | None = None
     """tries that fail or are filtered one after the other before nothing more of a task is started; None: no bound"""
-    concurrency: int | None = None
+    concurrency: Concurrency | None = None
     """groups in work at once in each worker; None: as its config says"""
     reweighted: list[Reweighting] = []
     """task weights that were changed while the run went on"""

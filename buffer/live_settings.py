@@ -6,7 +6,7 @@ every process at its next heartbeat, round or batch. It lasts until the run is s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -50,8 +50,8 @@ class LiveSettings(Section):
     """after so many failed or lost tries a group is a dead letter"""
     pause_timeout_s: float | None = Field(None, gt=0)
     """a worker that does not confirm a pause in this time is fenced"""
-    concurrency: int | None = Field(None, ge=1, le=1024)
-    """groups in work at once in each worker, whatever its config says"""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = None
+    """groups in work at once in each worker, whatever its config says; auto: as many as keep its engine full"""
     low_bytes: ByteSize | None = None
     """payload bytes from which no new prompt is started: a number, or text like 8GiB"""
     high_bytes: ByteSize | None = None

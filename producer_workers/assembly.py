@@ -23,6 +23,8 @@ from producer_workers.config import ProducingConfig
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
+from producer_workers.engines.capabilities import TellsLoad
+from producer_workers.engines.config import VllmConfig
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.load import load_judge, put_together
@@ -71,7 +73,10 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     """The engine of this worker, with the run's first weights loaded; the worker loads newer ones."""
-    engine = build_engine(config.engine, model_dir(config), PolicyVersion(INITIAL, 0))
+    section = config.engine
+    if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
+        section = section.model_copy(update={"report_load": True})
+    engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
     try:
         await asyncio.wait_for(engine.start(), config.worker.start_timeout_s)
     except TimeoutError as error:
@@ -85,6 +90,9 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
 
     Raises ConfigError for a loop, a judge or a filter that cannot be loaded.
     """
+    if config.worker.concurrency == "auto" and not isinstance(engine, TellsLoad):
+        hint = "give [worker] concurrency a number"
+        raise ConfigError(f"the engine {engine.name} does not say how full it is", hint=hint)
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from buffer.config.file import ConfigFile
@@ -12,8 +14,9 @@ from producer_workers.engines.config import EngineConfig, VllmConfig
 class WorkerSection(Section):
     """[worker]: one rollout worker."""
 
-    concurrency: int = Field(8, ge=1, le=1024)
-    """groups in work at once; 0 tokens are wasted on more, the engine's own queue takes them"""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 8
+    """groups in work at once; more wait in the engine's own queue, where no other worker can take them. auto: as many
+    as keep the engine full, found by looking at that queue and at its KV cache"""
     agent_loop: str = "single_turn"
     """how a group is generated: single_turn, multi_turn, tools, gateway, or your own class as package.module:Class"""
     drain_timeout_s: float = Field(60.0, ge=0)

@@ -26,8 +26,11 @@ from buffer.control import ControlState, Mode, new_nonce
 from buffer.errors import Fenced, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.job import Job
+from buffer.limits import Concurrency
 from buffer.run import Run
+from producer_workers.adaptive_concurrency import START, AdaptiveConcurrency
 from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.engines.capabilities import TellsLoad
 from producer_workers.group_work import GroupWork
 from producer_workers.heard_control import HeardControl
 from producer_workers.heart import Heart
@@ -50,7 +53,7 @@ HAND_BACK_S = 5.0
 
 
 class Worker:
-    """One worker of a run. `runners` holds one for every task; `concurrency` groups in work at once."""
+    """One worker of a run. `runners` holds one for every task; `concurrency` groups in work at once, or "auto"."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Worker:
         runners: Mapping[str, TaskRunner],
         *,
         worker_id: str,
-        concurrency: int = 8,
+        concurrency: Concurrency = 8,
         drain_timeout_s: float = 60.0,
         sleeps: bool = False,
         facts: Mapping[str, str] | None = None,
@@ -68,8 +71,9 @@ class Worker:
         self.id, self._nonce = worker_id, new_nonce()
         self._group_work = GroupWork(run, engine, runners, worker_id)
         self._concurrency = concurrency
+        self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
         self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
-        self._facts = {"engine": engine.name, "concurrency": str(concurrency), **(facts or {})}
+        self._facts = {"engine": engine.name, **(facts or {})}
         self._work, self._protection = PendingGroups(self._end), Protection(run.limits)
         self._changed = asyncio.Event()
         self._control = HeardControl(self._changed.set)
@@ -148,8 +152,8 @@ class Worker:
         if now - then > 1.0:
             self._rate = (now, made, (made - tokens) / (now - then))
         weights, heard = self._engine.version(), self._control.epoch
-        pulse = Pulse(self._control.ack, weights, self._state(), self._rate[2], self._group_work.done, heard)
-        return pulse, self._work.jobs()
+        ack, done, room = self._control.ack, self._group_work.done, self._room()
+        return Pulse(ack, weights, self._state(), self._rate[2], done, heard, room), self._work.jobs()
 
     def _state(self) -> str:
         if self._stopping:
@@ -170,6 +174,14 @@ class Worker:
             log.warning("lease lost", extra={"gid": job.gid})
         if beat.control:
             self._control.hear_answer(beat.control, pulse.heard)
+        self._adapt()
+
+    def _adapt(self) -> None:
+        """Look at how full the engine is, while it works as it does all the time."""
+        if isinstance(self._engine, TellsLoad) and self._control.mode is Mode.RUN and not self._steered.paused:
+            before, load = self._adaptive.limit, self._engine.load()
+            if load and self._adaptive.look(load, len(self._work)) > before:
+                self._changed.set()
 
     async def _follow_control(self, heart: Heart) -> None:
         """Bring engine and groups to where the control state wants them; acknowledge once they are there."""
@@ -220,7 +232,8 @@ class Worker:
 
     def _room(self) -> int:
         """Groups in work at once."""
-        return self._run.limits.concurrency or self._concurrency
+        wanted = self._run.limits.concurrency or self._concurrency
+        return self._adaptive.limit if wanted == "auto" else wanted
 
     async def _claim(self) -> bool:
         """Claim as much as there is room for, but leave some for others; whether anything came."""

@@ -11,7 +11,7 @@ from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_targe
 
 EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
-_NUMBERS = ("silent_ms", "holds", "ack", "done", "quarantined", "joined_ms", "seen_ms")
+_NUMBERS = ("silent_ms", "holds", "concurrency", "ack", "done", "quarantined", "joined_ms", "seen_ms")
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +21,8 @@ def register(app: typer.Typer) -> None:
 def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
     """List the workers of a run.
 
-    With engine, state, weights, time since the last heartbeat, groups held, tokens per second, groups done.
+    With engine, state, weights, time since the last heartbeat, groups held and how many it would
+    hold, tokens per second, groups done.
     """
     with open_target(redis_url, run_dir, run) as target:
         rows = target.run.fleet.workers()
@@ -47,12 +48,18 @@ def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Tab
             state("silent" if is_silent else row.get("state", "")),
             Text(plain(weights) or "-", style="" if weights == newest else "yellow"),
             Text(age(silent_ms), style="red" if is_silent else ""),
-            row["holds"],
+            _holds(row),
             count(float(row.get("tokens_per_s", 0))),
             row.get("done", "0"),
             Text(row.get("quarantined", "0"), style="red" if row.get("quarantined") else "dim"),
         )
     return grid
+
+
+def _holds(row: dict[str, str]) -> str:
+    """Groups in work, of how many there may be."""
+    most = row.get("concurrency", "0")
+    return row["holds"] if most == "0" else f"{row['holds']}/{most}"
 
 
 def _as_json(row: dict[str, str], lease_ms: int) -> dict[str, object]:

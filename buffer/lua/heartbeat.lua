@@ -16,7 +16,8 @@
 -- ARGV[6] state    name            for people: idle, working, paused, draining
 -- ARGV[7] rate     number          tokens per second, for people
 -- ARGV[8] done     0..             groups finished since it started
--- ARGV[9+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
+-- ARGV[9] concurrency 0..          groups that it would have in work at once; 0 = it does not say
+-- ARGV[10+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
@@ -29,20 +30,20 @@ if known ~= nonce then return {'REPLACED'} end
 
 local reply, now, renewed = control_state(control), now_ms(), {}
 table.insert(reply, 1, 'OK')
-for i = 9, #ARGV - 1, 2 do
+for i = 10, #ARGV - 1, 2 do
   local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')
   if record[1] == ARGV[i + 1] and (record[2] == 'running' or record[2] == 'judging') then
     renewed[#renewed + 1] = int(now + lease_ms)
     renewed[#renewed + 1] = ARGV[i]
   else
-    reply[#reply + 1] = (i - 7) / 2
+    reply[#reply + 1] = (i - 8) / 2
   end
 end
 tick(clock, now, lease_ms)
 if #renewed > 0 then redis.call('ZADD', leases, unpack(renewed)) end
 redis.call('ZADD', workers, int(now), id)
 redis.call('HSET', worker, 'weights', ARGV[5], 'state', ARGV[6], 'tokens_per_s', ARGV[7], 'done', ARGV[8],
-  'seen_ms', int(now))
+  'concurrency', ARGV[9], 'seen_ms', int(now))
 local must_be_empty = reply[3] == 'abort' or reply[3] == 'drain' or reply[3] == 'finish'
 if ack == num(reply[2]) and not (must_be_empty and redis.call('SCARD', holds) > 0) then
   if num(redis.call('HGET', worker, 'ack')) < ack then ring(bell, 1) end

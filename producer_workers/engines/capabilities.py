@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 
@@ -13,3 +14,20 @@ class AbortsSome(Protocol):
     async def abort_others(self, spared: Collection[str]) -> None:
         """Requests of all groups but `spared` return what they have, with finish_reason "abort". The group of a request
         is what stands before the first "/" of its id. May be called again and again; the engine is not paused by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Requests that are sampled, requests that wait for a place, and the share of the KV cache that is in use."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+@runtime_checkable
+class TellsLoad(Protocol):
+    """It knows how full it is, which `concurrency = "auto"` needs."""
+
+    def load(self) -> EngineLoad | None:
+        """As of its last step; None where nobody told it to look, or before the first."""

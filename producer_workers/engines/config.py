@@ -40,6 +40,7 @@ class VllmConfig(EngineSettings):
     enforce_eager: bool | None = None
     enable_sleep_mode: bool = Field(False, description="can give its GPU memory back while paused; CUDA only")
     omp_threads: int | None = Field(None, ge=1, description="CPU threads; 1 where engines share a machine")
+    report_load: bool = Field(False, description="look at how full it is; [worker] concurrency = 'auto' sets it")
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume, abort")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
     extra_args: dict[str, Any] = Field(default_factory=dict, description="more AsyncEngineArgs, as they are")

@@ -28,6 +28,7 @@ from producer_workers.engines.base import (
     PauseMode,
     WeightsError,
 )
+from producer_workers.engines.capabilities import EngineLoad
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.model_folder import read_shapes
 
@@ -155,6 +156,10 @@ class SimulatedEngine:
     def unfinished(self) -> int:
         """How many requests run or wait."""
         return len(self._running) + len(self._waiting)
+
+    def load(self) -> EngineLoad:
+        """It has places, and no cache that could run short."""
+        return EngineLoad(len(self._running), len(self._waiting), 0.0)
 
     async def shutdown(self) -> None:
         if self._state == "up":

@@ -26,6 +26,7 @@ from producer_workers.engines.base import (
     PauseMode,
     WeightsError,
 )
+from producer_workers.engines.capabilities import EngineLoad
 from producer_workers.engines.config import TransformersConfig
 from producer_workers.engines.model_folder import (
     Shapes,
@@ -150,6 +151,11 @@ class TransformersEngine:
     def check_health(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(f"the transformers engine is gone: {self._dead}", hint="restart the worker")
+
+    def load(self) -> EngineLoad:
+        """Those of the batch, and those that wait for a place in it; the cache grows with them."""
+        running = min(len(self._requests), self._config.max_num_seqs)
+        return EngineLoad(running, len(self._requests) - running, 0.0)
 
     def unfinished(self) -> int:
         """How many requests run or wait."""

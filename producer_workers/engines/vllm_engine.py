@@ -26,6 +26,7 @@ from producer_workers.engines.base import (
     PauseMode,
     WeightsError,
 )
+from producer_workers.engines.capabilities import EngineLoad
 from producer_workers.engines.config import VllmConfig
 from producer_workers.engines.environment import is_cpu_build, prepare_environment
 from producer_workers.engines.model_folder import (
@@ -36,6 +37,7 @@ from producer_workers.engines.model_folder import (
     read_shapes,
 )
 from producer_workers.engines.vllm_api import VllmApi, engine_arguments, import_vllm, sampling_arguments
+from producer_workers.engines.vllm_statistics import VllmStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class VllmEngine:
         self._llm: Any = None
         self._paused = False
         self._requests: set[str] = set()
+        self._statistics = VllmStatistics()
         self._updating: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # pause, resume and updates come one after another
         self._dead: str | None = "not started"
@@ -158,6 +161,9 @@ class VllmEngine:
         """How many requests run or wait inside vLLM."""
         return 0 if self._llm is None else int(self._llm.output_processor.get_num_unfinished_requests())
 
+    def load(self) -> EngineLoad | None:
+        return self._statistics.load
+
     async def shutdown(self) -> None:
         llm, self._llm = self._llm, None
         if llm is None:
@@ -187,7 +193,8 @@ class VllmEngine:
     def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
         api = import_vllm()
         arguments = api.arguments(**engine_arguments(self._config, self._model_dir, on_cpu=on_cpu))
-        return api, api.engine.from_engine_args(arguments)
+        loggers = [self._statistics.of_engine] if self._config.report_load else None
+        return api, api.engine.from_engine_args(arguments, stat_loggers=loggers)
 
     async def _update(self, path: Path, version: PolicyVersion) -> None:
         async with self._lock:

@@ -12,7 +12,7 @@ import pytest
 
 from buffer.rollout import PolicyVersion, SampleParams, VersionSpan
 from producer_workers.engines.base import Engine, Generation, GenerationError, WeightsError
-from producer_workers.engines.capabilities import AbortsSome
+from producer_workers.engines.capabilities import AbortsSome, EngineLoad, TellsLoad
 from tests.engines.conftest import FIRST, Folders, Run
 from tests.engines.tiny_model import reference_logprobs
 
@@ -110,6 +110,25 @@ class EngineContract:
         assert np.array_equal(part.token_ids, whole.token_ids[:made])
         assert len(part.logprobs) == made
         assert part.spans == (VersionSpan(0, made, FIRST.version, FIRST.lineage),)
+
+    def test_load_tells_what_is_sampled_and_what_waits_for_a_place(self, engine: Engine, run: Run[Any]) -> None:
+        """40 requests: more than any of the engines here has places for."""
+        if not isinstance(engine, TellsLoad):
+            pytest.skip("this engine does not say how full it is")
+
+        async def scenario() -> list[EngineLoad]:
+            calls = [asyncio.create_task(engine.generate(f"r-{n}/0", PROMPT, sampling(100))) for n in range(40)]
+            seen = []
+            while not all(call.done() for call in calls):
+                await asyncio.sleep(0.01)
+                seen += [load] if (load := engine.load()) else []
+            return seen
+
+        seen = run(scenario())
+        width = max(load.running for load in seen)
+        assert width in (16, 32)
+        assert max(load.waiting for load in seen) in range(1, 41 - width)
+        assert all(0 <= load.kv_usage <= 1 for load in seen)
 
     def test_pause_keep_loses_no_token_when_a_request_runs(self, engine: Engine, run: Run[Any]) -> None:
         params = sampling(LONG, seed=3)

@@ -69,7 +69,7 @@ class Worker:
         """Signs of life, on a thread of their own: leases go on while the engine works. `wake` brings one early."""
         while not self.stopping:
             held = list(self.held.items())
-            about = [self.limits["lease_ms"], self.ack, self.weights, "working" if held else "idle", 0, self.done]
+            about = [self.limits["lease_ms"], self.ack, self.weights, "working" if held else "idle", 0, self.done, 1]
             pairs = [part for pair in held for part in pair]
             reply = self.call("heartbeat", "", [self.id, self.nonce, *about, *pairs])
             if reply[0] == "OK":

@@ -107,9 +107,7 @@ def test_keys_alone_are_enough(chromium: Chrome, address: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_without_scrolling_sideways(
-    chromium: Chrome, address: str, shots: Path, scheme: str
-) -> None:
+def test_a_phone_shows_all_without_scrolling_sideways(chromium: Chrome, address: str, shots: Path, scheme: str) -> None:
     features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
     chromium.set_window_size(*PHONE)
