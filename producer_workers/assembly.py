@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 
+from buffer.config.sections import NO_JUDGE
 from buffer.errors import ConfigError, ModelError
 from buffer.open_run import INITIAL
 from buffer.order import load_order
@@ -64,7 +65,7 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
             seed=config.run.seed,
             shuffle=task.shuffle,
             max_prompt_tokens=config.producer.max_prompt_tokens,
-            tools=tool_schemas(task.agent_loop_options.get("tools", ())),
+            tools=tool_schemas(*(task.agent_loop_options.get(name, ()) for name in ("tools", "mcp"))),
         )
     return AgentLoopManager(
         run, samplers, strategies_of(run.limits, should_continue), slice_size=config.producer.slice_size
@@ -124,8 +125,11 @@ def _make_runner(config: ProducingConfig, run: Run, name: str, tokenizer: Tokeni
     return TaskRunner(loop, is_partial, is_valid, strategy.group_time_limit_s)
 
 
-def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge:
+def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None:
+    """None where environment or agent give the reward."""
     task = config.tasks[name]
+    if task.judge == NO_JUDGE:
+        return None
     if task.judging.kind == "inline":
         return put_together(task.judge, partial(load_judge, judging=task.judging))
     from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge

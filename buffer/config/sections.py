@@ -38,6 +38,9 @@ Name = Annotated[str, AfterValidator(check_name)]
 JUDGES = ("reasoning_gym", "exact_match", "gsm8k", "math_verify", "python_tests")
 """Judges that are told by name; `producer_workers.judges.load` has their functions."""
 
+NO_JUDGE = "environment"
+"""Stands for none: the environment of a loop, or the agent of a gateway, gives the reward."""
+
 UNSAFE_JUDGES = frozenset({"math_verify", "python_tests"})
 """Those that may take for ever, or that run what a model wrote: only in processes of their own."""
 
@@ -257,8 +260,9 @@ class TaskSection(Section):
     @classmethod
     def _check_judge(cls, judge: JudgeSpec) -> JudgeSpec:
         for name in judge_names(judge):
-            if name not in JUDGES and not is_dotted_path(name) and not is_url(name):
-                raise ValueError(f"expected {', '.join(JUDGES)}, package.module:function or a URL, not {name!r}")
+            if name not in JUDGES and not is_dotted_path(name) and not is_url(name) and judge != NO_JUDGE:
+                known = ", ".join((*JUDGES, NO_JUDGE))
+                raise ValueError(f"expected {known}, package.module:function or a URL, not {name!r}")
         return judge
 
     @model_validator(mode="after")
@@ -270,7 +274,7 @@ class TaskSection(Section):
     @property
     def judges(self) -> list[str]:
         """The names of all judges of the task."""
-        return judge_names(self.judge)
+        return [] if self.judge == NO_JUDGE else judge_names(self.judge)
 
     @property
     def lane(self) -> Literal["fresh", "eval"]:

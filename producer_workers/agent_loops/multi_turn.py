@@ -114,12 +114,14 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
 
 class ToolAgentLoop(MultiTurnAgentLoop):
-    """Several turns with tools: `tools` are functions, or "module:function" each; `parser`: see tool_parsers.py."""
+    """Several turns with tools: `tools` are functions, or "module:function" each; `mcp` are servers of more (see
+    mcp_server.py); `parser`: see tool_parsers.py."""
 
     def __init__(
         self,
         *,
-        tools: Sequence[Any],
+        tools: Sequence[Any] = (),
+        mcp: Sequence[Any] = (),
         parser: str = "hermes",
         call_timeout_s: float = 30.0,
         max_turns: int = 8,
@@ -127,7 +129,7 @@ class ToolAgentLoop(MultiTurnAgentLoop):
     ) -> None:
         if parser not in PARSERS:
             raise ConfigError(f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}")
-        environment = ToolEnvironment(Toolbox(tools, call_timeout_s=call_timeout_s), PARSERS[parser])
+        environment = ToolEnvironment(Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s), PARSERS[parser])
         super().__init__(environment=environment, max_turns=max_turns, **common)
 
 

@@ -116,7 +116,7 @@ class SingleTurnAgentLoop:
             state.status = Status.INIT  # until all have ended
             return
         try:
-            state.reward = await self._judge.judge(state) if self._judge else None
+            state.reward = await self._judge.judge(state) if self._judge else state.reward
         except JudgeError as error:
             state.status, state.error = Status.FAILED, str(error)
         else:

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
 from buffer.rollout import ToolCall
+from producer_workers.agent_loops.mcp_server import McpServer
 
 _THREADS = 16
 LONGEST_RESULT = 8192
@@ -26,15 +27,23 @@ LONGEST_RESULT = 8192
 
 
 Tool = str | Callable[..., Any]
-"""A plain or coroutine function with annotated arguments, whose docstring says what it does; or "module:function"."""
+"""A plain or coroutine function with annotated arguments, whose docstring says what it does; or "module:function", or
+the name of one of BUILT_IN."""
+
+BUILT_IN = {"python": "producer_workers.agent_loops.python_tool:python"}
+
+McpCommand = str | Sequence[str]
+"""A program with its arguments that is an MCP server, or the URL of one."""
 
 
 class Toolbox:
-    """The functions by name. Raises ConfigError where one cannot be loaded."""
+    """The functions by name, and what is left to the MCP servers. Raises ConfigError where one cannot be loaded."""
 
-    def __init__(self, tools: Sequence[Tool], *, call_timeout_s: float = 30.0) -> None:
+    def __init__(self, tools: Sequence[Tool], *, mcp: Sequence[McpCommand] = (), call_timeout_s: float = 30.0) -> None:
         self._functions = _load(tools)
         self._checked = {name: validate_call(function) for name, function in self._functions.items()}
+        self._servers = {s["function"]["name"]: server for server in map(McpServer, mcp) for s in server.schemas()}
+        _refuse_twice([*self._functions, *self._servers])
         self._timeout_s = call_timeout_s
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
 
@@ -42,11 +51,16 @@ class Toolbox:
         """The results in the order of the calls, which run at the same time."""
         return await asyncio.gather(*(self._call(call) for call in calls))
 
+    async def close(self) -> None:
+        """End the connections to MCP servers, and those that were started here."""
+        for server in set(self._servers.values()):
+            await server.close()
+
     async def _call(self, call: ToolCall) -> str:
         if call.arguments is None:
             return f"error: this call cannot be read: {call.raw_arguments[:200]}"
-        if call.name not in self._functions:
-            return f"error: there is no tool {call.name!r}; known: {', '.join(self._functions)}"
+        if call.name not in self._functions and call.name not in self._servers:
+            return f"error: there is no tool {call.name!r}; known: {', '.join([*self._functions, *self._servers])}"
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await self._run(call.name, call.arguments)
@@ -61,26 +75,35 @@ class Toolbox:
         return text[:LONGEST_RESULT]
 
     async def _run(self, name: str, arguments: dict[str, Any]) -> Any:
+        if name in self._servers:
+            return await self._servers[name].call(name, arguments)
         function = self._checked[name]
         if inspect.iscoroutinefunction(self._functions[name]):
             return await function(**arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, **arguments))
 
 
-def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[dict[str, Any]]:
     """What the chat template is given: one JSON schema per function, in OpenAI's form."""
-    return [{"type": "function", "function": _schema(function)} for function in _load(tools).values()]
+    own = [{"type": "function", "function": _schema(function)} for function in _load(tools).values()]
+    return own + [schema for server in map(McpServer, mcp) for schema in server.schemas()]
 
 
 def _load(tools: Sequence[Tool]) -> dict[str, Callable[..., Any]]:
-    functions = [load_object(tool, kind="tool") if isinstance(tool, str) else tool for tool in tools]
+    functions = [
+        load_object(BUILT_IN.get(tool, tool), kind="tool", built_in=BUILT_IN) if isinstance(tool, str) else tool
+        for tool in tools
+    ]
     for tool, function in zip(tools, functions, strict=True):
         if not inspect.isroutine(function):
             raise ConfigError(f"tool {tool!r} is not a function", hint='give "module:function"')
-    by_name = {function.__name__: function for function in functions}
-    if len(by_name) != len(functions):
-        raise ConfigError(f"two tools have the same name: {[function.__name__ for function in functions]}")
-    return by_name
+    _refuse_twice([function.__name__ for function in functions])
+    return {function.__name__: function for function in functions}
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise ConfigError(f"two tools have the same name: {list(names)}")
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:

@@ -1,0 +1,14 @@
+"""A Python interpreter as a tool: tools = ["python"]. Each call is a program of its own in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+
+from producer_workers.sandbox import Limits, run_python
+
+LIMITS = Limits(time_s=10.0, memory_mb=1024)
+
+
+async def python(code: str) -> str:
+    """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
+    return (await asyncio.to_thread(run_python, code, "", LIMITS)).describe()
