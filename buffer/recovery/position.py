@@ -36,6 +36,11 @@ class Position(BaseModel):
         """`keep` is the oldest checkpoint that is kept: batches up to it are never delivered again."""
         self.batches = {step: lines for step, lines in self.batches.items() if step > keep}
 
+    @property
+    def kept(self) -> set[str]:
+        """The groups of the steps since the oldest checkpoint kept."""
+        return {line.partition(" ")[0] for _, *lines in self.batches.values() for line in lines}
+
     def manifest(self, step: int) -> Manifest | None:
         """What was trained in a step since the oldest checkpoint kept."""
         lines = self.batches.get(step)

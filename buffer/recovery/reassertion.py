@@ -90,9 +90,12 @@ class Reassertion:
         if found is None:
             return False
         if known is not None:
-            return found.gids == known.gids
+            return [entry.payload for entry in found.entries] == [entry.payload for entry in known.entries]
         trained = [gid in self._position.trained for gid in found.gids]
-        return all(trained) if step <= self._position.step else not any(trained)
+        if step > self._position.step:
+            return not any(trained)
+        # its manifest is not known any more, since no checkpoint asks for it; what a later step trained was not in it
+        return all(trained) and self._position.kept.isdisjoint(found.gids)
 
     def _restorable(self, taken: int) -> list[Manifest]:
         """The batches behind the last one that the server knows of which, and of all after them, all is there."""

@@ -33,6 +33,8 @@ class EchoStore(Store):
         self.raw, self.run, self.repeats = raw, run, repeats
         # shared with the copies of this store for other nodes
         self.echoes = Counter[str]()
+        self.replies = Counter[str]()
+        """`script STATUS` of those that may change something"""
         self.has_died = False
         self._dies_in, self._lives = "nothing", 0
 
@@ -49,6 +51,7 @@ class EchoStore(Store):
         if script == self._dies_in or not self._dies_in:
             args = self._come_nearer_to_death(args)
         reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+        self._note(script, reply)
         if script in self.repeats and not has_more(script, args, reply):
             with self._nothing_changes(script):
                 again = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
@@ -58,6 +61,8 @@ class EchoStore(Store):
 
     def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
         replies = super().upload_and_call(script, key, make)
+        for reply in replies:
+            self._note(script, reply)
         if script in self.repeats:
             with self._nothing_changes(script):
                 again = super().upload_and_call(script, key, make)
@@ -77,6 +82,10 @@ class EchoStore(Store):
         with suppress(Died):
             yield
         self._dies_in = "nothing"
+
+    def _note(self, script: str, reply: Sequence[Any]) -> None:
+        if script in MUTATING:
+            self.replies[f"{script} {reply[0]}"] += 1
 
     def _come_nearer_to_death(self, args: Mapping[str, Arg]) -> Mapping[str, Arg]:
         if self._lives == 0:

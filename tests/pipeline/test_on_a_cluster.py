@@ -42,6 +42,7 @@ def test_a_cluster_serves_a_whole_run(
     try:
         play(yard, trainer)
     finally:
+        consumer.close()
         producer.kill()
         producer.wait()
     assert len(set(trained)) == len(trained) == STEPS * SHARE

@@ -8,6 +8,7 @@ from typing import Any
 
 from buffer import Manifest, PolicyVersion, group_id, split_group_id
 from buffer.keys import IMPORTED_FROM
+from buffer.payloads import PayloadRef
 from buffer.recovery.opening import Opening
 from buffer.recovery.position import Position
 from tests.buffer.machine.control_moves import ControlMoves
@@ -142,10 +143,12 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         return len(steps)
 
     def is_history(self, step: int, trained: set[str]) -> bool:
-        gids = self.batches[step].gids
+        gids = set(self.batches[step].gids)
         if step in self.position.batches:
-            return gids == self.trained[step].gids
-        return set(gids) <= trained if step <= self.position.step else not set(gids) & trained
+            return payloads(self.batches[step]) == payloads(self.trained[step])
+        if step > self.position.step:
+            return not gids & trained
+        return gids <= trained and not any(gids & set(self.trained[other].gids) for other in self.position.batches)
 
     def restorable(self) -> set[int]:
         steps = set[int]()
@@ -190,3 +193,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
             self.outside[task] = max(self.outside[task], draw - IMPORTED_FROM + 1)
             group = self.groups.setdefault(gid, Group(gid))
             group.place, group.token = "archived", ""
+
+
+def payloads(manifest: Manifest) -> list[PayloadRef]:
+    return [entry.payload for entry in manifest.entries]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,13 +38,17 @@ class World(Model):
             tasks={task: TaskLimits() for task in TASKS},
         )
         self.store, store.run = store, name
+        self.moved = Counter[str]()
+        """moves that found something to do"""
         self.scene = Scene(store, raw, name, limits)
         self.scene.open_producer()
 
     def make(self, move: str, arguments: dict[str, Any], replies_are_lost: bool) -> None:
         """One move. Where replies get lost, all that it calls is called again, and must change nothing (I13)."""
         self.store.repeats = MUTATING if replies_are_lost else ()
+        calls = self.store.replies.total()
         getattr(self, move)(**arguments)
+        self.moved[move] += self.store.replies.total() > calls
         self.store.repeats = ()
         self.check_totals()
         self.check_places()
