@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import hiredis
 import numpy as np
 import redis
 from redis.exceptions import ResponseError
@@ -124,14 +125,18 @@ def _answer(connection: Any) -> Any:
 def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryview]:
     small = bytearray()
     for command in commands:
-        small += b"*%d\r\n" % len(command)
-        for argument in command:
-            data = argument if isinstance(argument, _BYTES) else str(argument).encode()
-            if len(data) < _LARGE_BYTES:
-                small += b"$%d\r\n%b\r\n" % (len(data), bytes(data))
-            else:
-                small += b"$%d\r\n" % len(data)
-                yield small
+        if not any(isinstance(part, _BYTES) and len(part) >= _LARGE_BYTES for part in command):
+            # in C: a script has some forty arguments
+            plain: Any = tuple(bytes(part) if isinstance(part, _BYTES) else part for part in command)
+            small += hiredis.pack_command(plain)
+        else:
+            small += b"*%d\r\n" % len(command)
+            for part in command:
+                data = part if isinstance(part, _BYTES) else str(part).encode()
+                if len(data) < _LARGE_BYTES:
+                    small += b"$%d\r\n%b\r\n" % (len(data), bytes(data))
+                    continue
+                yield small + b"$%d\r\n" % len(data)
                 yield data
                 small = bytearray(b"\r\n")
         if len(small) >= 2 * _LARGE_BYTES:
