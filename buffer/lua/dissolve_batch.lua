@@ -37,13 +37,16 @@ local function living(lineage, version)
   return int(math.min(tonumber(version), after[lineage] or lowest))
 end
 
-local entries = {}
+local entries, groups_of = {}, {}
 for i, line in ipairs(redis.call('LRANGE', batch, 1, -1)) do
   local gid = string.match(line, '^(%S+)')
   local task, record = string.match(gid, '^(.*)%-%d+$'), groups .. gid
   local held = redis.call('HMGET', record, 'arrival', 'version', 'lineage', 'last', 'last_lineage')
   entries[i] = {task = task, record = record, member = held[1] .. ':' .. gid, version = living(held[3], held[2]),
     last = living(held[5], held[4])}
+  groups_of[task] = (groups_of[task] or 0) + 1
+end
+for task in pairs(groups_of) do
   -- of a wrong type, it stops the script before it writes
   redis.call('ZCARD', pools .. task .. ':completed')
   redis.call('HLEN', progress .. task)
@@ -54,8 +57,9 @@ for _, entry in ipairs(entries) do
   redis.call('HSET', record, 'stage', 'pool', 'status', 'completed', 'version', version)
   if last ~= '' then redis.call('HSET', record, 'last', last) end
   redis.call('ZADD', pools .. task .. ':completed', pool_score(version, last, lag), entry.member)
-  redis.call('HINCRBY', progress .. task, 'taken', -1)
-  redis.call('HINCRBY', progress .. task, 'consumed', -1)
+end
+for task, number in pairs(groups_of) do
+  for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress .. task, counter, -number) end
 end
 redis.call('UNLINK', batch)
 redis.call('HSET', ledger, 'taken', int(step - 1))
