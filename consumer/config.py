@@ -50,7 +50,15 @@ class TrainerSection(Section):
 
 
 class EvaluationSection(Section):
-    """[evaluation]: of the first and the last weights, on every held-out task."""
+    """[evaluation]: of the first and the last weights, and of those between, on every held-out task."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """also the weights after every so many train steps, a multiple of [policy] sync_weights_interval; None: only the
+    first and the last"""
+    flow: Literal["foreground", "exclusive", "background"] = "foreground"
+    """foreground: the trainer waits for it, ahead of the workers' training work. exclusive: training work is paused
+    meanwhile, after new weights and before the run continues ([policy] pause_mode abort or drain). background: the
+    trainer goes on"""
 
     groups: int | None = Field(None, ge=1)
     """problems per evaluation; default: all held-out ones, which alone asks the same ones each time"""
@@ -74,6 +82,19 @@ class TrainingConfig(ConfigFile):
     def _pause_frees_the_device(self) -> TrainingConfig:
         if self.trainer.flow == "colocated" and self.policy.pause_mode == "keep":
             raise ValueError("[trainer] flow = colocated needs [policy] pause_mode abort or drain: keep frees nothing")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> TrainingConfig:
+        section, interval = self.evaluation, self.policy.sync_weights_interval
+        if section.every_steps is not None and section.every_steps % interval:
+            raise ValueError(
+                f"[evaluation] every_steps: not a multiple of [policy] sync_weights_interval = {interval}"
+            )
+        if section.flow == "exclusive" and self.policy.pause_mode == "keep":
+            raise ValueError(
+                "[evaluation] flow = exclusive needs [policy] pause_mode abort or drain: keep freezes all"
+            )
         return self
 
     def evaluation_size(self, task: str) -> int:

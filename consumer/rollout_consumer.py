@@ -25,14 +25,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 from buffer.control import Mode, new_nonce
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.event_log import START, Event
 from buffer.group import RolloutGroup
-from buffer.keys import split_group_id
 from buffer.manifest import Manifest
 from buffer.recovery.opening import Opening
 from buffer.recovery.position import Position
@@ -43,6 +41,7 @@ from consumer.batch import Batch, Stopped
 from consumer.batch_outlook import status_of_taken
 from consumer.batch_reader import BatchReader
 from consumer.batch_wait import BatchWait, Checkpoint, Waiting
+from consumer.evaluation_round import EvaluationRound
 from consumer.pause_times import PauseTimes
 from consumer.prefetch import Prefetcher
 from consumer.receipts import await_receipts
@@ -211,10 +210,13 @@ class RolloutConsumer:
         finally:
             self.continue_()
 
-    def pause(self, mode: PauseMode) -> float:
-        """Pause the run; returns the seconds until the last receipt. Who is silent for `pause_timeout_s` is fenced."""
+    def pause(self, mode: PauseMode, *, lanes: str = "") -> float:
+        """Pause the run; returns the seconds until the last receipt. Who is silent for `pause_timeout_s` is fenced.
+
+        `lanes` that stay open: "eval" lets evaluations run meanwhile (not in keep mode, which freezes engines).
+        """
         started = time.monotonic()
-        self._run.control.set_mode("trainer", Mode(mode), nonce=self.nonce)
+        self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
         await_receipts(self._run, self._check)
         seconds = time.monotonic() - started
         self.pauses.add(seconds)
@@ -249,20 +251,18 @@ class RolloutConsumer:
         They have a ledger of their own and touch no training counter. What an interrupted evaluation left is used if
         it is of these weights; else it is put away. `waiting` and `checkpoint` as in `take_batch`.
         """
-        newest = self._run.control.state().weights.version
-        ledger = self._run.evaluations
         wait = self._wait(waiting=waiting, checkpoint=checkpoint, trains=False)
-        while True:
-            taken, committed, _ = ledger.steps()
-            step = committed + 1
-            if taken < step:  # absolute, from what was used so far: asking again asks for no more
-                used = int(self._run.progress(task).get("consumed", 0))
-                ledger.set_target(self.nonce, task, used + count)
-            manifest = wait.until_taken(step, {task: count}, partial(ledger.take, self.nonce, step))
-            manifest, groups = self._reader.read(ledger, manifest)
-            ledger.commit(self.nonce, step, step)
-            if _answers(manifest, task, count, newest):
-                return groups
+        return self.begin_evaluation(task, count).wait(wait)
+
+    def begin_evaluation(self, task: str, count: int) -> EvaluationRound:
+        """The same in the background: `poll` it between your steps, and end it before the next one of that task."""
+        return EvaluationRound(self._run, self.nonce, self._reader, task, count)
+
+    def finish_evaluation(
+        self, pending: EvaluationRound, *, waiting: Waiting | None = None, checkpoint: Checkpoint | None = None
+    ) -> list[RolloutGroup]:
+        """Wait for an evaluation in the background; `waiting` and `checkpoint` as in `take_batch`."""
+        return pending.join(self._wait(waiting=waiting, checkpoint=checkpoint, trains=False))
 
     # -- what happens --------------------------------------------------------
 
@@ -291,10 +291,3 @@ class RolloutConsumer:
                 self._lost = error
                 self._prefetcher.end()
                 break
-
-
-def _answers(manifest: Manifest, task: str, count: int, version: int) -> bool:
-    """Whether a batch is an evaluation of `task` by weights of `version`; groups without tokens have none."""
-    entries = manifest.entries
-    same_task = all(split_group_id(entry.gid)[0] == task for entry in entries)
-    return same_task and len(entries) == count and all(entry.version in (version, None) for entry in entries)

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from buffer.batch_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, LostRun, ModelError
-from buffer.manifest import NotReady
 from buffer.recovery.position import Position
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.critic import Critic
-from consumer.evaluator import Evaluator
+from consumer.evaluation_plan import EvaluationPlan, say_why
 from consumer.learner import Learner
 from consumer.model_folder import copy_tokenizer
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
@@ -49,7 +48,6 @@ class Trainer:
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
         self._weights = SharedFolder(config.policy.weights_folder(config.run), keep=config.trainer.keep_weights)
         self._log = StepWriter(folder)
-        self._evaluator = Evaluator()
         self.consumer = RolloutConsumer(run)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         launch = config.launch
@@ -62,15 +60,17 @@ class Trainer:
         RoleHeld, LostRun, Fenced, and what the learner raises.
         """
         self._position = self._newest_position(regenerate)
+        start = self._position.step
+        self._evaluations = EvaluationPlan(self._config, self.consumer, self._log, start, self._make_room)
         self.consumer.open(position=self._position, take_over=take_over, regenerate=regenerate)
         self._run.refresh_limits()
         self._seen = self._run.read_progress()
         try:
             self._go_on()
             self._publish(Timing())
-            self._evaluate_once()
+            self._evaluate()
             self._train_on()
-            self._evaluate_once()
+            self._evaluations.finish()
             self.consumer.finish()
         except Stopped:
             self._checkpoint()
@@ -160,13 +160,16 @@ class Trainer:
         log.info("step", extra={"step": step, "reward": metrics["rewards/mean"]})
         if step % self._config.trainer.checkpoint_every_steps == 0 or step == self._run.limits.steps:
             self._checkpoint()
+        self._evaluations.poll()
+        if self._is_sync_due(batch):
+            self._evaluate()
 
     def _take(self, step: int, timing: Timing) -> Batch:
         """The batch of a step. Where the weights are too old to make it, newer ones go first, and it is asked again."""
         counts = self._run.limits.mix().shares(step)
         while True:
             try:
-                batch = self.consumer.take_batch(step, counts, waiting=_say_why, checkpoint=self._make_room)
+                batch = self.consumer.take_batch(step, counts, waiting=say_why, checkpoint=self._make_room)
             except ExpiredBatch as error:
                 log.warning("publishing ahead of time: %s", error)
                 self._publish(timing)
@@ -214,18 +217,25 @@ class Trainer:
         weights = PolicyVersion(self.consumer.lineage, self._position.step)
         path, checksum = self._weights.write(weights, partial(self._save_model, to_publish=True))
         timing.publish = time.monotonic() - clock
-        if is_paused:
-            self.consumer.publish_weights(weights.version, path, checksum)
-            self._weights.prune()
-            return
+        mode = self._config.policy.pause_mode
         try:
-            timing.pause = self.consumer.pause(self._config.policy.pause_mode)
+            timing.pause = timing.pause if is_paused else self.consumer.pause(mode)
         except Stopped:
             self.consumer.continue_()
             return
         self.consumer.publish_weights(weights.version, path, checksum)
-        self.consumer.continue_()
         self._weights.prune()
+        try:
+            if self._evaluations.is_exclusive and self._evaluations.tasks(weights.version, self._run.limits.steps):
+                self.consumer.pause(mode, lanes="eval")
+                self._evaluate()
+        finally:
+            if not is_paused:
+                self.consumer.continue_()
+
+    def _evaluate(self) -> None:
+        """The newest weights, where that is due and was not done in the pause before."""
+        self._evaluations.measure(self._position.step, self._run.limits.steps)
 
     def _save_model(self, folder: Path, *, to_publish: bool = False) -> None:
         self._learner.save_weights(folder, to_publish=to_publish)
@@ -259,26 +269,6 @@ class Trainer:
         (folder / "model").mkdir()
         self._save_model(folder / "model")
         save_file(self._controller.state_tensors(), folder / OPTIMIZER)
-
-    # -- evaluation ----------------------------------------------------------
-
-    def _evaluate_once(self) -> None:
-        """Evaluate the weights of this step on all held-out tasks, unless a run before did."""
-        if self._position.step not in (0, self._run.limits.steps):
-            return
-        for name, task in self._config.tasks.items():
-            if task.eval_of is None or (name, self._position.step) in self._log.evaluations():
-                continue
-            groups = self.consumer.evaluate(
-                name, self._config.evaluation_size(name), waiting=_say_why, checkpoint=self._make_room
-            )
-            metrics = self._evaluator.evaluate(groups)
-            self._log.add_evaluation(self._position.step, name, metrics)
-            log.info("evaluated", extra={"task": name, "step": self._position.step, **metrics})
-
-
-def _say_why(reason: NotReady) -> None:
-    log.debug("%s", reason)
 
 
 def _device(name: str) -> str:

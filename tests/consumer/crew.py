@@ -64,6 +64,7 @@ class Crew:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self.epochs: list[tuple[int, Mode]] = []
+        self.claimed: list[tuple[str, Mode]] = []
 
     def start(self) -> None:
         self._run.control.open_producer(self._producer, take_over=True)
@@ -88,8 +89,9 @@ class Crew:
         self._run.janitor.sweep()
         for task in self._run.limits.tasks:
             self._produce(task)
-        if state.mode is Mode.RUN:
+        if state.lanes:
             for job in self._claim(state):
+                self.claimed.append((job.lane, state.mode))
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
         if not self.deaf:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from buffer import Run
 from buffer.config.loader import parse_settings
+from buffer.control import Mode
 from buffer.errors import Fenced, LostRun, ModelError
 from buffer.live_settings import LiveSettings
 from buffer.step_log import StepLog
@@ -212,6 +213,32 @@ def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
     log = history(config)
     assert [step.gids for step in log.steps] == undisturbed["gids"]
     assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+
+
+@pytest.mark.parametrize("flow", ["foreground", "exclusive", "background"])
+def test_weights_are_evaluated_every_so_many_steps_and_training_is_the_same(
+    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], flow: str
+) -> None:
+    changes: dict[str, Any] = {"evaluation": {"groups": 3, "every_steps": 2, "flow": flow}}
+    config = TrainingConfig.model_validate(config.model_dump() | changes | {"policy": {"pause_mode": "abort"}})
+    with at_work(run, stamp=0, math=DRAWS) as crew:
+        assert train(run, config, model_dir)
+    found = read_evaluations(config.run.folder)
+    assert set(found) == {("quiz", step) for step in (0, 2, 4, 5)}
+    for (_, step), metrics in found.items():
+        assert metrics["eval/groups"] == 3
+        # weights of its step made them; in the background, those that were begun late may be of the next
+        assert metrics["eval/newest_version"] == step or (
+            flow == "background" and metrics["eval/newest_version"] > step
+        )
+    modes = {mode for lane, mode in crew.claimed if lane == "eval"}
+    assert modes == ({Mode.ABORT} if flow == "exclusive" else {Mode.RUN})
+    log = history(config)
+    assert [step.gids for step in log.steps] == undisturbed.setdefault("gids", [step.gids for step in log.steps])
+    assert not any(gid.startswith("quiz") for step in log.steps for gid in step.gids)
+    assert int(run.progress("math")["consumed"]) == STEPS * GROUPS
+    assert run.evaluations.steps()[:2] == (4, 4)
+    assert run.account.fsck().clean
 
 
 def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_further_step(
