@@ -32,6 +32,9 @@
     rmq:{run}:dead:<gid>             STRING   why, as JSON
     rmq:{run}:workers                ZSET     worker by last heartbeat (ms of the server's clock)
     rmq:{run}:worker:<id>            HASH     engine, weights, state, acknowledged epoch, counters
+    rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest first ([policy]
+                                              weights_transport = "redis")
+    rmq:{run}:weights:<lineage>:<version> STRING  manifest of one; its files in chunks: …:<version>:1, :2 …
     rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
     rmq:{run}:events                 STREAM   one short entry per transition, capped
 """
@@ -126,6 +129,7 @@ class Keys:
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.events = self.prefix + "events"
+        self.weights = self.prefix + "weights"
         self.manifests = self.prefix + "batch:"
         self.groups = self.prefix + "group:"
         self.waiting_lines = self.prefix + "jobs:"
@@ -195,6 +199,10 @@ class Keys:
 
     def worker(self, worker: str) -> str:
         return self.worker_records + worker
+
+    def weights_part(self, label: str, chunk: int = 0) -> str:
+        """The manifest of a version of weights, or one of its chunks, counted from 1."""
+        return f"{self.weights}:{label}:{chunk}" if chunk else f"{self.weights}:{label}"
 
     def holds(self, worker: str) -> str:
         return self.holders + worker

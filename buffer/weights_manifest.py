@@ -22,17 +22,27 @@ def write(folder: Path, label: str) -> str:
     files = {f.name: {"bytes": f.stat().st_size, "blake2b": _digest(f)} for f in sorted(folder.iterdir())}
     data = orjson.dumps({"weights": label, "files": files}, option=orjson.OPT_INDENT_2)
     (folder / NAME).write_bytes(data)
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return digest(data)
 
 
 def verify(folder: Path, checksum: str) -> None:
     """Raises WireError (or OSError) unless the folder is whole and the very one that `checksum` speaks of."""
     data = (folder / NAME).read_bytes()
-    if (found := hashlib.blake2b(data, digest_size=16).hexdigest()) != checksum:
-        raise WireError(f"the manifest has checksum {found}, {checksum} was published")
+    check(data, checksum)
     for name, facts in orjson.loads(data)["files"].items():
         if _digest(folder / name) != facts["blake2b"]:
             raise WireError(f"{name} is not what the manifest says")
+
+
+def digest(manifest: bytes) -> str:
+    """The checksum of a manifest: BLAKE2b, 16 bytes in hex."""
+    return hashlib.blake2b(manifest, digest_size=16).hexdigest()
+
+
+def check(manifest: bytes, checksum: str) -> None:
+    """Raises WireError unless `checksum` is that of the manifest."""
+    if (found := digest(manifest)) != checksum:
+        raise WireError(f"the manifest has checksum {found}, {checksum} was published")
 
 
 def _digest(file: Path) -> str:

@@ -32,7 +32,7 @@ from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from consumer.step_log import StepWriter
 from consumer.step_metrics import Throughput, Timing, batch_metrics, production_metrics
 from consumer.train_controller import TrainController
-from consumer.weights.shared_folder import SharedFolder
+from consumer.weights import open_transport
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -46,7 +46,7 @@ class Trainer:
         self._run, self._config, self._model_dir = run, config, model_dir
         folder = config.run.folder
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
-        self._weights = SharedFolder(config.policy.weights_folder(config.run), keep=config.trainer.keep_weights)
+        self._weights = open_transport(config, run)
         self._log = StepWriter(folder)
         self.consumer = RolloutConsumer(run)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s

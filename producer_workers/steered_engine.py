@@ -10,12 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 from buffer.control import ControlState
 from producer_workers.engines.base import Engine, WeightsError
 from producer_workers.engines.capabilities import AbortsSome
-from producer_workers.weight_pull import verify_weights
+from producer_workers.weight_pull import WeightPull
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -26,8 +25,8 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
 class SteeredEngine:
     """`engine` with the little that must be remembered between two control states."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, pull: WeightPull) -> None:
+        self._engine, self._pull = engine, pull
         self.paused = self.asleep = False
         self._refused = ""
         self._retry_at = 0.0
@@ -76,16 +75,20 @@ class SteeredEngine:
         if self._refused == str(state.weights) and time.monotonic() < self._retry_at:
             return False
         started = time.monotonic()
-        path = Path(state.weights_path)
         try:
-            await asyncio.to_thread(verify_weights, path, state.weights_checksum)
+            path = await asyncio.to_thread(self._pull.fetch, state)
             await self._engine.load_weights(path, state.weights)
         except WeightsError as error:
             self._refuse(state, error)
             return False
         self._refused = ""
+        await asyncio.to_thread(self._pull.keep_only, path)
         log.info("weights loaded", extra={"weights": str(state.weights), "seconds": time.monotonic() - started})
         return True
+
+    def close(self) -> None:
+        """No more weights will be loaded."""
+        self._pull.close()
 
     def _refuse(self, state: ControlState, error: WeightsError) -> None:
         """Say so, once for every version, and plan the next try."""

@@ -1,22 +1,60 @@
-"""Weights on their way in: a torn or foreign folder is refused before the engine sees it (I9).
+"""Weights on their way in: what is torn, foreign or gone is refused before the engine sees it (I9).
 
-The publisher writes a manifest beside the files; control carries the manifest's checksum.
+The publisher writes a manifest beside the files; control carries the manifest's checksum, and where the files are.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from buffer.errors import WireError
+from buffer.control import ControlState
+from buffer.errors import StoreUnavailable, WireError
+from buffer.run import Run
+from buffer.weights_chunks import ADDRESS, WeightsChunks
 from buffer.weights_manifest import verify
 from producer_workers.engines.base import WeightsError
 
 
-def verify_weights(folder: Path, checksum: str) -> None:
-    """Raises WeightsError unless `folder` holds what its manifest, and `checksum` of it, say. '' checks nothing."""
-    if not checksum:
-        return
-    try:
-        verify(folder, checksum)
-    except (OSError, WireError) as error:
-        raise WeightsError(f"weights in {folder} are not whole: {error}") from error
+class WeightPull:
+    """Finds the weights that a control state names, in a shared folder or on the run's server.
+
+    What came from the server lies in a folder of this process. The last one that an engine has loaded stays, as the
+    way back from an update that fails.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._chunks = WeightsChunks(run.store, run.keys)
+        self._scratch: TemporaryDirectory[str] | None = None
+
+    def fetch(self, state: ControlState) -> Path:
+        """The folder with these weights, verified. Raises WeightsError; a missing checksum verifies nothing."""
+        path = Path(state.weights_path)
+        try:
+            if state.weights_path.startswith(ADDRESS):
+                return self._download(state.weights_path.removeprefix(ADDRESS), state.weights_checksum)
+            if state.weights_checksum:
+                verify(path, state.weights_checksum)
+        except (OSError, WireError, StoreUnavailable) as error:
+            raise WeightsError(f"weights in {state.weights_path} are not whole: {error}") from error
+        return path
+
+    def keep_only(self, path: Path) -> None:
+        """An engine runs these: what was downloaded before them is deleted."""
+        for other in Path(self._scratch.name).iterdir() if self._scratch else ():
+            if other != path:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def close(self) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _download(self, label: str, checksum: str) -> Path:
+        if self._scratch is None:
+            self._scratch = TemporaryDirectory(prefix="rolloutmq-weights-")
+        folder = Path(self._scratch.name) / label.replace(":", "-")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self._chunks.read(label, checksum, folder)
+        return folder

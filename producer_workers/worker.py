@@ -39,6 +39,7 @@ from producer_workers.protection import Protection
 from producer_workers.said_once import SaidOnce
 from producer_workers.steered_engine import SteeredEngine
 from producer_workers.task_runner import TaskRunner
+from producer_workers.weight_pull import WeightPull
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -67,7 +68,7 @@ class Worker:
         sleeps: bool = False,
         facts: Mapping[str, str] | None = None,
     ) -> None:
-        self._run, self._engine, self._steered = run, engine, SteeredEngine(engine)
+        self._run, self._engine, self._steered = run, engine, SteeredEngine(engine, WeightPull(run))
         self.id, self._nonce = worker_id, new_nonce()
         self._group_work = GroupWork(run, engine, runners, worker_id)
         self._concurrency = concurrency
@@ -273,6 +274,7 @@ class Worker:
         finally:
             await self._hand_back()
             await asyncio.to_thread(heart.stop)
+            self._steered.close()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
             log.warning("left with groups in hand; their leases will run out")
 

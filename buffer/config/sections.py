@@ -132,6 +132,9 @@ class PolicySection(Section):
     """Hugging Face model folder to start from; default: the run makes a small one"""
     weights_dir: Path | None = None
     """folder in which each run has one to share its weights through; default: <run folder>/weights"""
+    weights_transport: Literal["folder", "redis"] = "folder"
+    """how weights reach workers: through that folder, or in chunks through Redis (small models; memory on top of
+    [memory])"""
     sync_weights_interval: int = Field(1, ge=1)
     """train steps between two publications of weights"""
     max_staleness: int = Field(0, ge=0)

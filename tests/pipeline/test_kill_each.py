@@ -18,7 +18,10 @@ from tests.pipeline.train_and_die import KILLED, POINTS
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_nothing_is_lost_or_trained_twice_when_each_kind_of_process_is_killed(make_site: Callable[..., Site]) -> None:
+    """Its weights come through Redis; in all other tests they lie in a folder."""
     site = make_site(steps=24)
+    text = site.config.read_text(encoding="utf-8").replace("[policy]", '[policy]\nweights_transport = "redis"')
+    site.config.write_text(text, encoding="utf-8")
     site.server.start()
     trainer, producer = site.start("train"), site.start("producer")
     workers = [site.start("worker", "--id", name) for name in ("w0", "w1")]
@@ -40,6 +43,7 @@ def test_nothing_is_lost_or_trained_twice_when_each_kind_of_process_is_killed(ma
     assert trainer.wait() == 0, trainer.said()
     for process in site.processes[-1:] + workers:
         assert process.wait() == 0, process.said()
+    assert not (site.run_dir / "weights").exists()
     site.check()
 
 

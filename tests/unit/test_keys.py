@@ -33,6 +33,8 @@ def every_key(keys: Keys) -> dict[str, str]:
         "garbage": keys.garbage,
         "bytes": keys.bytes,
         "hold": keys.hold,
+        "weights": keys.weights,
+        "weights:<lineage>:<version>": keys.weights_part("ab:3"),
         "ledger:<name>": keys.ledger("train"),
         "batch:<name>:<step>": keys.batch("train", 3),
         "progress:<task>": keys.progress("math"),

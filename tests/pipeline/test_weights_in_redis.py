@@ -1,0 +1,126 @@
+"""Weights that come in chunks through the run's own server: whole or not at all, and the old ones go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import orjson
+import pytest
+from safetensors.numpy import load_file
+
+from buffer import weights_manifest
+from buffer.chunks import CHUNK_BYTES
+from buffer.errors import WireError
+from buffer.rollout import PolicyVersion
+from buffer.weights_chunks import ADDRESS, WeightsChunks
+from consumer.weights.redis_chunks import RedisChunks
+from producer_workers import steered_engine
+from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
+from tests.servers import KINDS
+
+on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
+LABEL = "ab12cd34:4"
+SIZES = {"a": 0, "b": 1, "c": CHUNK_BYTES, "d": CHUNK_BYTES + 1, "e": 9 * CHUNK_BYTES + 5}
+"""No chunk, one, a full one, two, and more than one round trip carries."""
+
+
+def chunks_of(yard: Yard) -> WeightsChunks:
+    return WeightsChunks(yard.run.store, yard.run.keys)
+
+
+def keys_of(yard: Yard) -> set[str]:
+    return {key.decode() for key in yard.store.control.scan_iter(f"{yard.run.keys.weights}*", count=1000)}
+
+
+def save(folder: Path) -> None:
+    for seed, (name, size) in enumerate(SIZES.items()):
+        (folder / name).write_bytes(bytes((seed + place) % 251 for place in range(7)) * (size // 7) + b"x" * (size % 7))
+
+
+@on_both
+def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None:
+    address, checksum = RedisChunks(yard.run).write(PolicyVersion("ab12cd34", 4), save)
+    assert address == ADDRESS + LABEL
+    (came := tmp_path / "came").mkdir()
+    chunks_of(yard).read(LABEL, checksum, came)
+    (wanted := tmp_path / "wanted").mkdir()
+    save(wanted)
+    assert all((came / name).read_bytes() == (wanted / name).read_bytes() for name in SIZES)
+    assert sorted(file.name for file in came.iterdir()) == sorted([*SIZES, weights_manifest.NAME])
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed", "unfinished", "other", "name"])
+def test_a_version_is_refused_that_is_not_what_was_published(yard: Yard, tmp_path: Path, damage: str) -> None:
+    _, checksum = RedisChunks(yard.run).write(PolicyVersion("ab12cd34", 4), save)
+    raw, part = yard.store.control, yard.run.keys.weights_part
+    if damage == "gone":
+        raw.delete(part(LABEL, 7))
+    elif damage == "changed":
+        raw.setrange(part(LABEL, 7), 1000, b"other")
+    elif damage == "unfinished":
+        raw.delete(part(LABEL))
+    elif damage == "other":
+        checksum = "0" * 32
+    else:
+        (evil := tmp_path / "evil").mkdir()
+        (evil / weights_manifest.NAME).write_bytes(orjson.dumps({"files": {"../out": {"bytes": 1, "blake2b": ""}}}))
+        raw.set(part(LABEL), (evil / weights_manifest.NAME).read_bytes())
+        checksum = weights_manifest.digest((evil / weights_manifest.NAME).read_bytes())
+    (came := tmp_path / "came").mkdir()
+    with pytest.raises(WireError):
+        chunks_of(yard).read(LABEL, checksum, came)
+    assert not (tmp_path / "out").exists()
+
+
+@on_both
+def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> None:
+    transport = RedisChunks(yard.run, keep=2)
+    for version in range(4):
+        transport.write(PolicyVersion(LINEAGE, version), save)
+        transport.prune()
+    assert chunks_of(yard).labels() == [f"{LINEAGE}:2", f"{LINEAGE}:3"]
+    yard.store.control.delete(yard.run.keys.weights_part(f"{LINEAGE}:2"))  # as a trainer leaves it that dies here
+    RedisChunks(yard.run).clear()
+    chunks = 1 + 1 + 2 + 10
+    newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
+    assert keys_of(yard) == newest | {yard.run.keys.weights}
+
+
+@on_both
+def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
+    yard: Yard, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steered_engine, "FIRST_RETRY_S", 0.05)
+    loaded: list[Path] = []
+
+    async def watch(self: WatchedEngine, path: Path, version: PolicyVersion) -> None:
+        assert load_file(path / "model.safetensors")["w"][0] == version.version
+        loaded.append(path)
+        await load(self, path, version)
+
+    load = WatchedEngine.load_weights
+    monkeypatch.setattr(WatchedEngine, "load_weights", watch)
+
+    def publish(version: int, *, torn: bool = False) -> PolicyVersion:
+        folder, checksum = yard.write_weights(version)
+        weights = PolicyVersion(LINEAGE, version)
+        address = chunks_of(yard).write(str(weights), folder)
+        if torn:
+            yard.store.control.setrange(yard.run.keys.weights_part(str(weights), 1), 50, b"torn")
+        yard.run.control.publish_weights(yard.trainer, weights, address, checksum)
+        return weights
+
+    async def scenario() -> None:
+        publish(1)
+        second = publish(2)
+        async with yard.working(yard.worker()) as engine:
+            await yard.until(lambda: engine.version() == second)
+            await asyncio.to_thread(publish, 3, torn=True)
+            await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
+            assert engine.version() == second
+            fourth = await asyncio.to_thread(publish, 4)
+            await yard.until(lambda: engine.version() == fourth)
+
+    asyncio.run(scenario())
+    assert not any(path.exists() for path in loaded)
