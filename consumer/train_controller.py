@@ -33,7 +33,7 @@ from consumer.model_folder import copy_tokenizer
 from consumer.overlong import shaped_scores
 from consumer.rollout_consumer import PauseMode, RolloutConsumer
 from consumer.train_batch import TrainBatch
-from consumer.weights.shared_folder import SharedFolder
+from consumer.weights import WeightsTransport
 
 
 class TrainController:
@@ -110,7 +110,7 @@ class TrainController:
         return metrics | {name: sum(t[name] for t in told) / len(told) for name in told[0]}
 
     def sync_weights(
-        self, consumer: RolloutConsumer, folder: SharedFolder, step: int, *, mode: PauseMode, tokenizer: Path
+        self, consumer: RolloutConsumer, transport: WeightsTransport, step: int, *, mode: PauseMode, tokenizer: Path
     ) -> float:
         """Publish the weights after train step `step` around a pause; returns its seconds. `tokenizer`: the model
         folder that has it."""
@@ -119,10 +119,10 @@ class TrainController:
             self.learner.save_weights(path, to_publish=True)
             copy_tokenizer(tokenizer, path)
 
-        path, checksum = folder.write(PolicyVersion(consumer.lineage, step), save)
+        path, checksum = transport.write(PolicyVersion(consumer.lineage, step), save)
         with consumer.paused(mode) as seconds:
             consumer.publish_weights(step, path, checksum)
-        folder.prune()
+        transport.prune()
         return seconds
 
     def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
