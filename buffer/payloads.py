@@ -7,8 +7,10 @@ process may run: it is harmless when repeated, interrupted, or done by two at on
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
 from typing import NamedTuple, TypeVar
@@ -114,8 +116,9 @@ class PayloadStore:
         """
         rounds = list(_rounds(((ref.size or CHUNK_BYTES, ref) for ref in refs), READ_BYTES))
         used: list[T] = []
-        for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
-            used += [use(ref, join(ref, parts)) for ref, parts in zip(batch, found, strict=True)]
+        with _no_collection():
+            for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
+                used += [use(ref, join(ref, parts)) for ref, parts in zip(batch, found, strict=True)]
         return used
 
     def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Parts]]:
@@ -204,6 +207,21 @@ def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator
         total += size
     if batch:
         yield batch
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The garbage collector rests: it would look through thousands of new maps again and again, and none is garbage.
+
+    That is an eighth of the time of a take (measured), and what msgpack's documentation advises.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes | memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,6 +56,15 @@ def test_receive_tells_which_values_are_missing(scene: Scene, key: str) -> None:
     missing, there = scene.store.read("test", [names(key, 3), names(key, 1)], [300, 4])
     assert missing.count(None) == 2
     assert [bytes(part or b"") for part in there] == [b"here"]
+
+
+def test_the_garbage_collector_rests_while_groups_are_read_and_goes_on_behind(scene: Scene) -> None:
+    refs = [scene.run.payloads.write(f"math-{i:010d}", "t", payload(2_500_000)) for i in range(4)]
+    assert scene.run.payloads.read_each(refs, lambda _, part: gc.isenabled()) == [False] * 4
+    with pytest.raises(ZeroDivisionError):
+        scene.run.payloads.read_each(refs, lambda _, part: 1 // 0)
+    assert gc.isenabled()
+    assert [len(part) for part in scene.run.payloads.read_each(refs, lambda _, part: part)] == [2_500_000] * 4
 
 
 def test_missing_chunk_is_named_and_the_next_read_works(scene: Scene) -> None:
