@@ -106,6 +106,8 @@ class RunLimits(BaseModel):
 
     def mix(self) -> TaskMix:
         """How batches are shared among the training tasks."""
+        if self.reweighted and self.reweighted[0].before:
+            return TaskMix(self.batch_size, self.reweighted)
         first = Reweighting(from_step=1, weights={name: self.tasks[name].weight for name in self.training_tasks})
         return TaskMix(self.batch_size, [first, *self.reweighted])
 

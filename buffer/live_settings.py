@@ -14,14 +14,14 @@ from buffer.config.byte_size import ByteSize
 from buffer.config.loader import Section
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
-from buffer.mix import Reweighting
+from buffer.mix import Reweighting, newest_parts
 from buffer.staleness import stale_threshold
 
 
 class LiveTaskSettings(Section):
     """tasks.<name>: of one training task."""
 
-    weight: float | None = Field(None, ge=0)
+    weight: float | None = Field(None, ge=0, allow_inf_nan=False)
     """its share of a batch, from the first step on for which nothing was started"""
     over_sample_threshold: float | None = Field(None, ge=0)
     """groups started beyond the batch, as a share of it"""
@@ -108,6 +108,7 @@ class LiveSettings(Section):
             raise ConfigError("no training task would have a weight above 0")
         earlier = [part for part in limits.reweighted if part.from_step < from_step]
         limits.reweighted = [*earlier, Reweighting(from_step=from_step, weights=now)]
+        limits.reweighted = newest_parts(limits.reweighted, limits.mix())
 
 
 def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:

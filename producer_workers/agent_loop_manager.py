@@ -26,6 +26,7 @@ from buffer.halts import Halt
 from buffer.memory import MemoryUse
 from buffer.progress import Leftovers, TaskProgress
 from buffer.run import Run
+from producer_workers.curriculum import Curriculum
 from producer_workers.produce_context import ProduceContext, contexts
 from producer_workers.said_once import SaidOnce
 from producer_workers.sampler import Sampler
@@ -59,8 +60,9 @@ class AgentLoopManager:
         strategies: Mapping[str, ProduceStrategy],
         *,
         slice_size: int = 64,
+        curriculum: Curriculum | None = None,
     ) -> None:
-        self._run, self._strategies = run, strategies
+        self._run, self._strategies, self._curriculum = run, strategies, curriculum
         self._samplers = {
             task: SamplerWithReplayBuffer(run, sampler, slice_size=slice_size) for task, sampler in samplers.items()
         }
@@ -140,7 +142,10 @@ class AgentLoopManager:
         if not state.lanes:
             return 0
         self._look_at_limits()
-        seen = contexts(self._run.limits, state, self._run.read_progress(self._samplers))
+        progress = self._run.read_progress(self._samplers)
+        if self._curriculum:
+            self._curriculum.follow(progress)
+        seen = contexts(self._run.limits, state, progress)
         try:
             started = sum(self._produce(context) for context in seen.values())
         except StoreFull as error:

@@ -21,6 +21,7 @@ from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config import ProducingConfig
+from producer_workers.curriculum import Curriculum, load_weight_function
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
@@ -67,9 +68,10 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
             max_prompt_tokens=config.producer.max_prompt_tokens,
             tools=tool_schemas(*(task.agent_loop_options.get(name, ()) for name in ("tools", "mcp"))),
         )
-    return AgentLoopManager(
-        run, samplers, strategies_of(run.limits, should_continue), slice_size=config.producer.slice_size
-    )
+    weights, slice_size = load_weight_function(config.plan.curriculum), config.producer.slice_size
+    curriculum = Curriculum(run, weights) if weights else None
+    strategies = strategies_of(run.limits, should_continue)
+    return AgentLoopManager(run, samplers, strategies, slice_size=slice_size, curriculum=curriculum)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:

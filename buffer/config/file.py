@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from buffer.config.loader import Section
 from buffer.config.memory import MemoryNeed, MemorySection, estimate_group_bytes
@@ -22,6 +22,7 @@ from buffer.config.sections import (
     Tasks,
 )
 from buffer.config.strategy import StrategySection
+from buffer.dotted_path import is_dotted_path
 from buffer.limits import RunLimits, TaskLimits
 
 
@@ -32,6 +33,16 @@ class PlanSection(Section):
     """train steps in all"""
     batch_size: int = Field(16, ge=1, le=1024)
     """groups per train step, over all training tasks"""
+    curriculum: str | None = None
+    """your function as package.module:function of what was counted so far, asked for task weights after each train
+    step; default: the weights stay as the tasks say"""
+
+    @field_validator("curriculum")
+    @classmethod
+    def _check_curriculum(cls, name: str | None) -> str | None:
+        if name is not None and not is_dotted_path(name):
+            raise ValueError("expected package.module:function")
+        return name
 
 
 class LaunchSection(Section):

@@ -53,8 +53,8 @@ def gids(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def scored(*command: str, key: str = "gid") -> Callable[[Answer, Told], bool]:
-    return lambda answer, told: sorted(member.split(":")[-1] for member in answer[::2]) == sorted(
-        row[key] for row in told(*command)
+    return lambda answer, told: (
+        sorted(member.split(":")[-1] for member in answer[::2]) == sorted(row[key] for row in told(*command))
     )
 
 
@@ -70,8 +70,9 @@ CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     "what happened?": lambda answer, told: len([line for line in answer if re.fullmatch(r"\d+-\d+", line)]) == 10,
     "what failed, and why?": scored("dead"),
     "what do judges of kind rq do?": lambda answer, told: answer == ["0"],
-    "which runs are there? remove one": lambda answer, told: answer == ["rmq:{demo}:meta"]
-    and [run["run"] for run in told("runs")] == ["demo"],
+    "which runs are there? remove one": lambda answer, told: (
+        answer == ["rmq:{demo}:meta"] and [run["run"] for run in told("runs")] == ["demo"]
+    ),
 }
 
 

@@ -11,9 +11,10 @@ import redis
 
 from buffer import Mode, PolicyVersion, ProduceBatchStatus, RunLimits, SampleParams, Store, TaskLimits, new_nonce
 from buffer.errors import RoleHeld, TaskStopped
-from buffer.progress import TaskProgress
+from buffer.progress import ProduceProgress, TaskProgress
 from consumer.rollout_consumer import Batch, RolloutConsumer
 from producer_workers.agent_loop_manager import AgentLoopManager
+from producer_workers.curriculum import Curriculum, WeightFunction
 from producer_workers.datasets.dataset import Problem
 from producer_workers.sampler import Sampler
 from producer_workers.strategy import strategies_of
@@ -42,13 +43,15 @@ class Rows:
 class Site:
     """A run with a manager of its own; `work` is what workers would do."""
 
-    def __init__(self, scene: Scene, **should_continue: Any) -> None:
+    def __init__(self, scene: Scene, curriculum: WeightFunction | None = None, **should_continue: Any) -> None:
         self.scene, self.run = scene, scene.run
         self.rows = {task: Rows() for task in self.run.limits.tasks}
         samplers = {
             task: Sampler(task, rows, Letters(), SampleParams(), prompt_repeat_k=2) for task, rows in self.rows.items()
         }
-        self.manager = AgentLoopManager(self.run, samplers, strategies_of(self.run.limits, should_continue))
+        strategies = strategies_of(self.run.limits, should_continue)
+        follows = Curriculum(self.run, curriculum) if curriculum else None
+        self.manager = AgentLoopManager(self.run, samplers, strategies, curriculum=follows)
         self.consumer = RolloutConsumer(self.run)
         self.consumer.open()
 
@@ -232,3 +235,59 @@ def test_enough_of_nothing_is_an_error_and_no_empty_batch(make_site: Callable[..
         site.rounds()
         with pytest.raises(TaskStopped, match="should_continue_fn"):
             site.take(1)
+
+
+def test_curriculum_is_asked_once_a_step_and_its_weights_hold_from_a_later_one(make_site: Callable[..., Site]) -> None:
+    """Math gives way to idle once step 2 was taken: versioned, told in the events, and every batch adds up."""
+    asked: list[int] = []
+
+    def weights(progress: ProduceProgress) -> dict[str, float] | None:
+        asked.append(progress.tasks["math"].consumed)
+        return {"math": 1, "idle": 1} if progress.next_consumer_step > 2 else None
+
+    site, taken = make_site(curriculum=weights), list[dict[str, int]]()
+    with site.manager.opened():
+        for step in range(1, 7):
+            site.rounds(2)
+            batch = site.take(step)
+            tasks = [group.task for group in batch.groups]
+            taken.append({task: tasks.count(task) for task in TASKS})
+            site.consumer.publish_weights(step, "/w", "")
+        site.rounds(2)
+    assert taken[0] == {"math": 5, "code": 2, "idle": 0}
+    assert taken[-1] == {"math": 3, "code": 2, "idle": 2}
+    assert [sum(batch.values()) for batch in taken] == [7] * 6
+    assert len(asked) == 6
+    assert site.scene.raw.hget(site.run.keys.meta, "limits_version") == b"1"
+    assert [e for e in site.scene.raw.xrange(site.run.keys.events) if e[1][b"event"] == b"set"]
+    site.scene.check()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (RuntimeError("no data"), "RuntimeError: no data"),
+        ({"math": -1.0}, "greater than or equal to 0"),
+        ({"math": float("nan")}, "finite"),
+        ({"history": 1.0}, "no training task 'history'"),
+        ({"math": 0.0, "code": 0.0}, "no training task would have a weight above 0"),
+    ],
+    ids=str,
+)
+def test_curriculum_that_is_wrong_changes_nothing_and_says_so_once_a_step(
+    make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture, answer: Any, said: str
+) -> None:
+    def weights(progress: ProduceProgress) -> dict[str, float]:
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    site = make_site(curriculum=weights)
+    with site.manager.opened():
+        site.rounds(2)
+        site.take(1)
+        site.consumer.publish_weights(1, "/w", "")
+        site.rounds(3)
+        assert len(site.take(2).groups) == 7
+    assert caplog.text.count(said) == 1
+    assert site.run.limits.newest_weights() == {"math": 2, "code": 1, "idle": 0}

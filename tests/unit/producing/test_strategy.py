@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from buffer.config.loader import load_config
 from buffer.control import ControlState, Mode
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits, TaskLimits
-from buffer.mix import Reweighting, TaskMix, allocate
+from buffer.mix import Reweighting, TaskMix, allocate, newest_parts
 from buffer.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.rollout import PolicyVersion, RolloutState
 from producer_workers.config import ProducingConfig
@@ -158,6 +160,25 @@ def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() 
         assert mix.groups_until("math", step) == sum(mix.shares(t)["math"] for t in range(1, step + 1))
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12),
+    st.integers(1, 5),
+)
+def test_changes_long_past_may_be_forgotten_but_for_their_sum(changes: list[tuple[int, int, int]], most: int) -> None:
+    """As a curriculum makes them: some steps apart, each added to what is still remembered."""
+    first = Reweighting(from_step=1, weights={"math": 1, "code": 1})
+    whole, kept, step = [first], [first], 1
+    for gap, math, code in changes:
+        step += gap
+        part = Reweighting(from_step=step, weights={"math": math, "code": code})
+        whole, kept = [*whole, part], newest_parts([*kept, part], TaskMix(7, [*kept, part]), most)
+    assert len(kept) <= most
+    for at in range(kept[0].from_step, step + 4):
+        assert TaskMix(7, kept).shares(at) == TaskMix(7, whole).shares(at)
+        for task in ("math", "code"):
+            assert TaskMix(7, kept).groups_until(task, at) == TaskMix(7, whole).groups_until(task, at)
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -165,6 +186,7 @@ def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() 
         ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
         ("tasks.code.strategy.tail_batch_candidate_step=1", "it is now tail_batch_trigger_size"),
         ("strategy.staleness_threshold=1.0", "it is now over_sample_threshold"),
+        ("plan.curriculum=easy_first", "expected package.module:function"),
         ("strategy.should_continue_fn=half", "expected package.module:function"),
     ],
 )
