@@ -12,6 +12,9 @@ import pytest
 
 from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
+from tests.buffer.scene import Scene
+from tests.pipeline.mixture import LIMITS as MIXED
+from tests.pipeline.mixture import Mixture
 from tests.pipeline.site import Site
 from tests.pipeline.yard import LIMITS, Yard
 from tests.servers import Server, start_server
@@ -37,6 +40,26 @@ def make_yard(
 @pytest.fixture
 def yard(make_yard: Callable[..., Yard]) -> Yard:
     return make_yard()
+
+
+@pytest.fixture
+def make_mixture(
+    request: pytest.FixtureRequest, server_of: Callable[[str], Server], run_name: str
+) -> Iterator[Callable[..., Mixture]]:
+    """A run of several tasks: `make_mixture({"batch_size": 3}, curriculum=f)`. Its parameter is the kind of server."""
+    server, made = server_of(getattr(request, "param", "valkey")), list[Mixture]()
+    store = Store(server.url, deadline_s=20.0)
+    with server.connect() as raw:
+
+        def make(changes: dict[str, Any] | None = None, **functions: Any) -> Mixture:
+            limits = MIXED.model_copy(update=changes or {})
+            made.append(Mixture(Scene(store, raw, f"{run_name}-{len(made)}", limits), **functions))
+            return made[-1]
+
+        yield make
+        for mixture in made:
+            mixture.consumer.close()
+    store.close()
 
 
 @pytest.fixture

@@ -3,99 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import redis
 
-from buffer import Mode, PolicyVersion, ProduceBatchStatus, RunLimits, SampleParams, Store, TaskLimits, new_nonce
+from buffer import Mode, PolicyVersion, ProduceBatchStatus
 from buffer.errors import RoleHeld, TaskStopped
 from buffer.progress import ProduceProgress, TaskProgress
-from consumer.rollout_consumer import Batch, RolloutConsumer
 from producer_workers.agent_loop_manager import AgentLoopManager
-from producer_workers.curriculum import Curriculum, WeightFunction
-from producer_workers.datasets.dataset import Problem
-from producer_workers.sampler import Sampler
-from producer_workers.strategy import strategies_of
-from tests.buffer.scene import Scene
-from tests.pipeline.yard import Letters
-from tests.servers import Server
+from tests.pipeline.mixture import TASKS, Mixture
 
 STATUS = ProduceBatchStatus
-TASKS = {"math": TaskLimits(weight=2), "code": TaskLimits(weight=1), "idle": TaskLimits(weight=0)}
 
 
-class Rows:
-    """A data set of 1,000 rows that breaks where a test says so."""
-
-    broken: Exception | None = None
-
-    def __len__(self) -> int:
-        return 1000
-
-    def row(self, row: int, epoch: int = 0) -> Problem:
-        if self.broken:
-            raise self.broken
-        return Problem(messages=[{"role": "user", "content": f"{epoch} {row}"}])
-
-
-class Site:
-    """A run with a manager of its own; `work` is what workers would do."""
-
-    def __init__(self, scene: Scene, curriculum: WeightFunction | None = None, **should_continue: Any) -> None:
-        self.scene, self.run = scene, scene.run
-        self.rows = {task: Rows() for task in self.run.limits.tasks}
-        samplers = {
-            task: Sampler(task, rows, Letters(), SampleParams(), prompt_repeat_k=2) for task, rows in self.rows.items()
-        }
-        strategies = strategies_of(self.run.limits, should_continue)
-        follows = Curriculum(self.run, curriculum) if curriculum else None
-        self.manager = AgentLoopManager(self.run, samplers, strategies, curriculum=follows)
-        self.consumer = RolloutConsumer(self.run)
-        self.consumer.open()
-
-    def work(self, **most: int) -> None:
-        """Complete what waits; where `most` is given, only so many groups of each task, and give the others back."""
-        weights = self.run.control.state().weights
-        # newer ones may be published meanwhile, or a pause begin: then there is nothing to do
-        for job in self.run.jobs.claim("w0", self.scene.worker(), new_nonce(), weights, 100).jobs:
-            if not most or most.get(job.task, 0) > 0:
-                most |= {job.task: most[job.task] - 1} if most else {}
-                self.scene.submit(job, weights)
-            else:
-                self.run.jobs.release("w0", job, "handback")
-
-    def rounds(self, count: int = 3, **work: int) -> None:
-        for _ in range(count):
-            self.manager.round(self.run.control.state())
-            self.work(**work)
-
-    def take(self, step: int) -> Batch:
-        return self.consumer.take_batch(step, self.run.limits.mix().shares(step), deadline_s=0.2)
-
-    def ready(self) -> dict[str, int]:
-        return {task: size.completed for task, size in self.run.buffer.count_statuses().items()}
-
-
-@pytest.fixture
-def make_site(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[Callable[..., Site]]:
-    store, sites = Store(server.url, deadline_s=20.0), list[Site]()
-
-    def make(**should_continue: Any) -> Site:
-        limits = RunLimits(tasks=TASKS, batch_size=7, steps=50)
-        sites.append(Site(Scene(store, redis_client, run_name, limits), **should_continue))
-        return sites[-1]
-
-    yield make
-    for site in sites:
-        site.consumer.close()
-    store.close()
-
-
-def test_a_users_own_loop_calls_the_parts_one_by_one(make_site: Callable[..., Site]) -> None:
+def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[..., Mixture]) -> None:
     """Weights 2:1:0 of 7, three steps: exactly what the batches need, counted in each call by itself."""
-    site = make_site()
+    site = make_mixture()
     working = threading.Event()
 
     def work() -> None:
@@ -122,7 +46,7 @@ def test_a_users_own_loop_calls_the_parts_one_by_one(make_site: Callable[..., Si
                 assert len(site.take(step).groups) == 7
                 too_old = site.manager.produce_batch(step + 1)
                 assert (too_old.status, too_old.seconds < 60.0) == (STATUS.EXPIRED_BATCH, True)
-                site.consumer.publish_weights(step, "/w", "")
+                site.publish(step)
             site.run.control.set_mode("operator", Mode.KEEP)
             assert site.manager.produce_batch(4).status is STATUS.UPDATE_WEIGHT_AND_ABORT
             site.run.control.set_mode("operator", Mode.FINISH)
@@ -133,8 +57,8 @@ def test_a_users_own_loop_calls_the_parts_one_by_one(make_site: Callable[..., Si
     site.scene.check()
 
 
-def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(make_site: Callable[..., Site]) -> None:
-    site = make_site()
+def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(make_mixture: Callable[..., Mixture]) -> None:
+    site = make_mixture()
     with site.manager.opened():
         with pytest.raises(RoleHeld):
             AgentLoopManager(site.run, {}, {}).opened().__enter__()
@@ -142,8 +66,8 @@ def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(make_site:
             site.manager.produce_batch(1, deadline_s=0.0)
 
 
-def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(make_site: Callable[..., Site]) -> None:
-    site = make_site()
+def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(make_mixture: Callable[..., Mixture]) -> None:
+    site = make_mixture()
     site.rows["math"].broken = ZeroDivisionError("row of a user")
     with site.manager.opened():
         site.rounds()
@@ -155,7 +79,7 @@ def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(make_site: Cal
             site.manager.produce_batch(1)
         # the others are not held up, unless a batch of all is asked for
         assert len(site.consumer.take_batch(1, {"code": 2}).groups) == 2
-        site.consumer.publish_weights(1, "/w", "")
+        site.publish(1)
         site.rows["math"].broken = None
         site.rounds()
         assert site.ready()["math"] == 0
@@ -166,62 +90,58 @@ def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(make_site: Cal
     site.scene.check()
 
 
-def test_a_producer_that_starts_anew_tries_a_broken_task_again(make_site: Callable[..., Site]) -> None:
-    first = make_site()
+def test_a_producer_that_starts_anew_tries_a_broken_task_again(make_mixture: Callable[..., Mixture]) -> None:
+    first = make_mixture()
     first.rows["math"].broken = OSError("disk")
     with first.manager.opened():
         first.rounds(1)
     assert first.run.halts.of("math").kind == "broken"
     first.rows["math"].broken = None
-    second = AgentLoopManager(
-        first.run,
-        {"math": Sampler("math", Rows(), Letters(), SampleParams(), prompt_repeat_k=2)},
-        strategies_of(first.run.limits),
-    )
+    second = first.new_manager()
     with second.opened():
         assert second.round(first.run.control.state()) == 5
     assert not first.run.halts.of("math").kind
 
 
-def test_a_slow_task_holds_up_no_other(make_site: Callable[..., Site]) -> None:
+def test_a_slow_task_holds_up_no_other(make_mixture: Callable[..., Mixture]) -> None:
     """Nothing of math is ever handed in: code goes on, step after step, as far as its weights allow."""
-    site = make_site()
+    site = make_mixture()
     with site.manager.opened():
         for step in (1, 2, 3):
             site.rounds(code=9)
             assert site.ready() == {"math": 0, "code": 2, "idle": 0}
             batch = site.consumer.take_batch(step, {"math": 5, "code": 2}, strict=False, deadline_s=60.0)
             assert [group.task for group in batch.groups] == ["code", "code"]
-            site.consumer.publish_weights(step, "/w", "")
+            site.publish(step)
     site.scene.check()
 
 
-def test_enough_is_a_batch_of_what_there_is_and_is_not_made_up_for(make_site: Callable[..., Site]) -> None:
+def test_enough_is_a_batch_of_what_there_is_and_is_not_made_up_for(make_mixture: Callable[..., Mixture]) -> None:
     def three(completed: int, wanted: int, *, progress: TaskProgress) -> bool:
         return completed < 3
 
-    site = make_site(math=three)
+    site = make_mixture(should_continue={"math": three})
     with site.manager.opened():
         for step in (1, 2):
-            site.manager.round(site.run.control.state())
+            site.round()
             site.work(code=2, math=3)
             assert site.ready() == {"math": 3, "code": 2, "idle": 0}
             left = site.run.account.totals()
             assert site.manager.produce_batch(step, deadline_s=60.0).status is STATUS.NORMAL
             assert site.run.account.totals() == left
             assert len(site.take(step).groups) == 5
-            site.consumer.publish_weights(step, "/w", "")
+            site.publish(step)
             for job in site.scene.claim(9, weights=PolicyVersion(site.consumer.lineage, step)):
                 site.run.jobs.release("w0", job, "aborted")
     assert site.run.read_progress().tasks["math"].consumed == 6
     site.scene.check()
 
 
-def test_should_continue_that_raises_stops_its_task_with_its_words(make_site: Callable[..., Site]) -> None:
+def test_should_continue_that_raises_stops_its_task_with_its_words(make_mixture: Callable[..., Mixture]) -> None:
     def broken(*_: int, **__: object) -> bool:
         raise KeyError("difficulty")
 
-    site = make_site(math=broken)
+    site = make_mixture(should_continue={"math": broken})
     with site.manager.opened():
         site.rounds()
         assert site.ready() == {"math": 0, "code": 2, "idle": 0}
@@ -229,15 +149,17 @@ def test_should_continue_that_raises_stops_its_task_with_its_words(make_site: Ca
             site.take(1)
 
 
-def test_enough_of_nothing_is_an_error_and_no_empty_batch(make_site: Callable[..., Site]) -> None:
-    site = make_site(math=lambda *_, **__: False, code=lambda *_, **__: False)
+def test_enough_of_nothing_is_an_error_and_no_empty_batch(make_mixture: Callable[..., Mixture]) -> None:
+    site = make_mixture(should_continue=dict.fromkeys(("math", "code"), lambda *_, **__: False))
     with site.manager.opened():
         site.rounds()
         with pytest.raises(TaskStopped, match="should_continue_fn"):
             site.take(1)
 
 
-def test_curriculum_is_asked_once_a_step_and_its_weights_hold_from_a_later_one(make_site: Callable[..., Site]) -> None:
+def test_curriculum_is_asked_once_a_step_and_its_weights_hold_later(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     """Math gives way to idle once step 2 was taken: versioned, told in the events, and every batch adds up."""
     asked: list[int] = []
 
@@ -245,14 +167,14 @@ def test_curriculum_is_asked_once_a_step_and_its_weights_hold_from_a_later_one(m
         asked.append(progress.tasks["math"].consumed)
         return {"math": 1, "idle": 1} if progress.next_consumer_step > 2 else None
 
-    site, taken = make_site(curriculum=weights), list[dict[str, int]]()
+    site, taken = make_mixture(curriculum=weights), list[dict[str, int]]()
     with site.manager.opened():
         for step in range(1, 7):
             site.rounds(2)
             batch = site.take(step)
             tasks = [group.task for group in batch.groups]
             taken.append({task: tasks.count(task) for task in TASKS})
-            site.consumer.publish_weights(step, "/w", "")
+            site.publish(step)
         site.rounds(2)
     assert taken[0] == {"math": 5, "code": 2, "idle": 0}
     assert taken[-1] == {"math": 3, "code": 2, "idle": 2}
@@ -275,18 +197,18 @@ def test_curriculum_is_asked_once_a_step_and_its_weights_hold_from_a_later_one(m
     ids=str,
 )
 def test_curriculum_that_is_wrong_changes_nothing_and_says_so_once_a_step(
-    make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture, answer: Any, said: str
+    make_mixture: Callable[..., Mixture], caplog: pytest.LogCaptureFixture, answer: Any, said: str
 ) -> None:
     def weights(progress: ProduceProgress) -> dict[str, float]:
         if isinstance(answer, Exception):
             raise answer
         return dict(answer)
 
-    site = make_site(curriculum=weights)
+    site = make_mixture(curriculum=weights)
     with site.manager.opened():
         site.rounds(2)
         site.take(1)
-        site.consumer.publish_weights(1, "/w", "")
+        site.publish(1)
         site.rounds(3)
         assert len(site.take(2).groups) == 7
     assert caplog.text.count(said) == 1

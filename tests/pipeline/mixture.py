@@ -1,0 +1,101 @@
+"""A run of several tasks on a real server: the real producer and trainer, and workers whose every move a test makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from buffer import Job, PolicyVersion, RunLimits, SampleParams, TaskLimits, new_nonce
+from consumer.rollout_consumer import Batch, RolloutConsumer
+from producer_workers.agent_loop_manager import AgentLoopManager
+from producer_workers.curriculum import Curriculum, WeightFunction
+from producer_workers.datasets.dataset import Problem
+from producer_workers.sampler import Sampler
+from producer_workers.should_continue import ShouldContinue
+from producer_workers.strategy import strategies_of
+from tests.buffer.scene import Scene
+from tests.pipeline.yard import Letters
+
+TASKS = {"math": TaskLimits(weight=2), "code": TaskLimits(weight=1), "idle": TaskLimits(weight=0)}
+LIMITS = RunLimits(tasks=TASKS, batch_size=7, steps=50)
+
+
+class Rows:
+    """A data set of 1,000 rows that breaks where a test says so."""
+
+    broken: Exception | None = None
+
+    def __len__(self) -> int:
+        return 1000
+
+    def row(self, row: int, epoch: int = 0) -> Problem:
+        if self.broken:
+            raise self.broken
+        return Problem(messages=[{"role": "user", "content": f"{epoch} {row}"}])
+
+
+class Mixture:
+    """`scene` is the run seen from below; `work` is what workers would do."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        curriculum: WeightFunction | None = None,
+        should_continue: Mapping[str, ShouldContinue | None] | None = None,
+    ) -> None:
+        self.scene, self.run = scene, scene.run
+        self.rows = {task: Rows() for task in self.run.limits.tasks}
+        self._curriculum, self._should_continue = curriculum, should_continue
+        self.manager = self.new_manager()
+        self.consumer = RolloutConsumer(self.run)
+        self.consumer.open()
+
+    def new_manager(self) -> AgentLoopManager:
+        """As a producer that starts makes it."""
+        samplers = {
+            task: Sampler(task, rows, Letters(), SampleParams(), prompt_repeat_k=2) for task, rows in self.rows.items()
+        }
+        strategies = strategies_of(self.run.limits, self._should_continue)
+        follows = Curriculum(self.run, self._curriculum) if self._curriculum else None
+        return AgentLoopManager(self.run, samplers, strategies, curriculum=follows)
+
+    # -- moves ---------------------------------------------------------------
+
+    def claim(self) -> list[Job]:
+        """All that waits; nothing where newer weights were published meanwhile, or a pause has begun."""
+        weights = self.run.control.state().weights
+        return self.run.jobs.claim("w0", self.scene.worker(), new_nonce(), weights, 100).jobs
+
+    def work(self, **most: int) -> None:
+        """Complete what waits; where `most` is given, only so many groups of each task, and give the others back."""
+        weights = self.run.control.state().weights
+        for job in self.claim():
+            if not most or most.get(job.task, 0) > 0:
+                most |= {job.task: most[job.task] - 1} if most else {}
+                self.scene.submit(job, weights)
+            else:
+                self.run.jobs.release("w0", job, "handback")
+
+    def round(self) -> int:
+        """How many groups were started."""
+        return self.manager.round(self.run.control.state())
+
+    def rounds(self, count: int = 3, **work: int) -> None:
+        for _ in range(count):
+            self.round()
+            self.work(**work)
+
+    def take(self, step: int) -> Batch:
+        return self.consumer.take_batch(step, self.run.limits.mix().shares(step), deadline_s=0.2)
+
+    def publish(self, step: int) -> PolicyVersion:
+        return self.consumer.publish_weights(step, "/w", "")
+
+    # -- sights --------------------------------------------------------------
+
+    def ready(self) -> dict[str, int]:
+        return {task: size.completed for task, size in self.run.buffer.count_statuses().items()}
+
+    def places(self, task: str = "math") -> dict[str, int]:
+        """Where groups of a task are; only places that are not empty."""
+        accounts = {account.task: account for account in self.run.account.totals().tasks}
+        return {place: n for place, n in accounts[task].places.items() if n}

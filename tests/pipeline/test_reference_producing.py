@@ -1,0 +1,207 @@
+"""What the reference (XTuner v1) promises of producing, asked of ours; docstrings say where ours differs.
+
+Its replay buffer: tests/buffer/test_reference_behaviours.py. Shares by weight, should_continue_fn, several tasks:
+test_agent_loop_manager.py. Raw rewards before filtering: test_task_runner.py. Its state machine: test_disaggregated.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from buffer import Job, Mode, ProduceBatchStatus, RunLimits, Status, TaskLimits
+from buffer.mix import allocate
+from tests.buffer.scene import rollout
+from tests.pipeline.mixture import Mixture
+
+Make = Callable[..., Mixture]
+STATUS = ProduceBatchStatus
+
+
+def one_task(**changes: object) -> dict[str, object]:
+    """A run of one task with 4 groups a batch."""
+    own = {name: changes.pop(name) for name in ("strategy", "max_in_flight") if name in changes}
+    return {"tasks": {"math": TaskLimits(**own)}, "batch_size": 4, "steps": 50, **changes}
+
+
+def put(mixture: Mixture, *statuses: Status) -> list[str]:
+    """Groups in the pools, of the newest weights."""
+    weights = mixture.run.control.state().weights
+    return list(mixture.run.buffer.put("math", [[rollout(status, weights)] for status in statuses]))
+
+
+def complete(mixture: Mixture, jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        mixture.scene.submit(job, mixture.run.control.state().weights)
+
+
+DONE, CUT, OLD = Status.COMPLETED, Status.ABORTED, Status.EXPIRED
+
+
+# -- progress ----------------------------------------------------------------
+
+
+def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(make_mixture: Make) -> None:
+    """The same: targets are absolute, so a batch that is consumed while producing is not produced twice."""
+    mixture = make_mixture(one_task(stale_threshold=2))
+    with mixture.manager.opened():
+        mixture.round()
+        jobs = mixture.claim()
+        complete(mixture, jobs[:5])
+        mixture.take(1)
+        assert mixture.round() == 0
+        complete(mixture, jobs[5:])
+        assert mixture.round() == 0
+    assert mixture.places() == {"completed": 4, "taken": 4}
+    mixture.scene.check()
+
+
+def test_targets_are_the_same_however_often_they_are_asked_for(make_mixture: Make) -> None:
+    """The same as `ensure_target_upto`; there a counter remembers, here nothing has to."""
+    mixture = make_mixture(one_task(stale_threshold=3))
+    with mixture.manager.opened():
+        assert [mixture.round() for _ in range(3)] == [12, 0, 0]
+        progress = mixture.run.read_progress()
+    assert (progress.tasks["math"].target, progress.target_upto_future_step({"math": 4})) == (12, 3)
+
+
+# -- SyncProduceStrategy -----------------------------------------------------
+
+
+def test_sync_starts_only_what_is_missing(make_mixture: Make) -> None:
+    """Unlike there, where the first launch ignores what is in the buffer already; so ours runs disaggregated, too."""
+    mixture = make_mixture(one_task(strategy="sync"))
+    put(mixture, DONE, DONE, DONE)
+    with mixture.manager.opened():
+        assert mixture.round() == 1
+        assert mixture.round() == 0
+
+
+def test_sync_makes_up_for_what_was_filtered_and_what_failed_for_good(make_mixture: Make) -> None:
+    """The same, but for `max_tries`: there, it would go on for ever with a group that fails."""
+    mixture = make_mixture(one_task(strategy="sync", max_tries=1))
+    with mixture.manager.opened():
+        mixture.round()
+        filtered, failed, *others = mixture.claim()
+        mixture.scene.submit(filtered, filtered=True)
+        mixture.run.jobs.release("w0", failed, "failed", "no answer")
+        complete(mixture, others)
+        assert mixture.round() == 2
+        complete(mixture, mixture.claim())
+        assert mixture.round() == 0
+    assert mixture.places() == {"completed": 4, "filtered": 1, "dead": 1}
+
+
+def test_sync_starts_aborted_groups_again_and_never_expired_ones(make_mixture: Make) -> None:
+    """There, a group that was aborted in a synchronous run is stored and never sampled again."""
+    mixture = make_mixture(one_task(strategy="sync", tail_batch_trigger_size=0))
+    cut, *_ = put(mixture, CUT, OLD)
+    with mixture.manager.opened():
+        mixture.round()
+    assert cut in mixture.scene.stream("resume")
+    assert len(mixture.scene.stream("resume")) == 1
+    assert len(mixture.scene.pool("expired")) == 1
+
+
+# -- AsyncProduceStrategy ----------------------------------------------------
+
+
+def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(make_mixture: Make) -> None:
+    """The same: batch 4, over-sampling 1.0, one group missing: 5 are started."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0))
+    put(mixture, DONE, DONE, DONE)
+    with mixture.manager.opened():
+        assert mixture.round() == 5
+
+
+def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture: Make) -> None:
+    """The same: pending groups survive the round, and the next one starts only what is missing beyond them."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0))
+    with mixture.manager.opened():
+        assert mixture.round() == 8
+        jobs = mixture.claim()
+        complete(mixture, jobs[:4])
+        mixture.take(1)
+        mixture.publish(1)
+        assert mixture.round() == 4
+    assert mixture.places() == {"taken": 4, "running": 4, "waiting": 4}
+
+
+def test_aborted_groups_are_started_before_new_prompts(make_mixture: Make) -> None:
+    """The same order: pools first, then the data set."""
+    mixture = make_mixture(one_task())
+    cut = put(mixture, CUT, CUT)
+    with mixture.manager.opened():
+        assert mixture.round() == 4
+        assert [job.gid in cut for job in mixture.claim()] == [True, True, False, False]
+
+
+def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(make_mixture: Make) -> None:
+    """The same: three expired groups are the trigger, the fourth comes from the data set, none beyond the batch."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3))
+    old = put(mixture, OLD, OLD, OLD)
+    with mixture.manager.opened():
+        assert mixture.round() == 4
+        assert [job.gid in old for job in mixture.claim()] == [True, True, True, False]
+
+
+def test_expired_groups_below_the_trigger_wait(make_mixture: Make) -> None:
+    """The same, and over-sampling goes on."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3))
+    put(mixture, OLD, OLD)
+    with mixture.manager.opened():
+        assert mixture.round() == 8
+    assert mixture.places()["expired"] == 2
+
+
+def test_trigger_0_retries_expired_groups_at_once_with_over_sampling(make_mixture: Make) -> None:
+    """As in its newest version; the older one took 0 for off, which is -1 now, and the default."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=0))
+    put(mixture, OLD)
+    with mixture.manager.opened():
+        assert mixture.round() == 8
+    assert len(mixture.scene.stream("resume")) == 1
+    assert RunLimits().tail_batch_trigger_size == -1
+
+
+def test_groups_in_flight_may_be_capped(make_mixture: Make) -> None:
+    """There, nothing bounds them but target and over-sampling."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0, max_in_flight=3))
+    with mixture.manager.opened():
+        assert mixture.round() == 3
+        assert mixture.round() == 0
+        complete(mixture, mixture.claim()[:2])
+        assert mixture.round() == 2
+
+
+def test_a_step_whose_weights_are_too_old_is_not_produced_until_newer_ones_come(make_mixture: Make) -> None:
+    """The same statuses. There, one task that expired expires the batch for all; here the threshold is the run's."""
+    mixture = make_mixture(one_task(stale_threshold=2))
+    with mixture.manager.opened():
+        mixture.rounds(2)
+        for step in (1, 2):
+            mixture.take(step)
+        assert mixture.manager.produce_batch(3).status is STATUS.EXPIRED_BATCH
+        assert mixture.round() == 0
+        mixture.publish(2)
+        assert mixture.round() == 8
+
+
+def test_nothing_is_started_while_weights_are_updated(make_mixture: Make) -> None:
+    """The same: abort flag there, closed lanes here; what was started stays where it is."""
+    mixture = make_mixture(one_task())
+    with mixture.manager.opened():
+        mixture.run.control.set_mode("operator", Mode.ABORT)
+        assert mixture.manager.produce_batch(1).status is STATUS.UPDATE_WEIGHT_AND_ABORT
+        assert mixture.round() == 0
+        mixture.run.control.set_mode("operator", Mode.RUN)
+        assert mixture.round() == 4
+
+
+# -- AgentLoopManager --------------------------------------------------------
+
+
+def test_shares_are_by_largest_remainder_and_ties_by_order() -> None:
+    """The same: 7 by weights 1, 2, 0 are 2, 5, 0; nothing of nothing; wrong weights are errors."""
+    assert allocate(7, {"b": 1, "a": 2, "c": 0}) == {"b": 2, "a": 5, "c": 0}
+    assert allocate(3, {"a": 1, "b": 1}) == {"a": 2, "b": 1}
+    assert allocate(0, {"a": 1, "b": 2}) == {"a": 0, "b": 0}
