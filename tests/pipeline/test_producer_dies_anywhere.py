@@ -1,0 +1,96 @@
+"""A producer that dies between any two of its calls to the server: the next one ends what it began (I3)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from buffer import Status, Store
+from buffer.progress import ProduceProgress
+from producer_workers.agent_loop_manager import AgentLoopManager
+from tests.buffer.scene import rollout
+from tests.pipeline.mixture import Mixture
+
+CHANGES = {"batch_size": 7, "stale_threshold": 2, "tail_batch_trigger_size": 2, "over_sample_threshold": 0.5}
+
+
+class Killed(BaseException):
+    """What a SIGKILL looks like from inside: nobody catches it."""
+
+
+def harder(progress: ProduceProgress) -> dict[str, float]:
+    """A curriculum that changes the weights once the first step was taken."""
+    return {"math": 1.0, "idle": 1.0}
+
+
+def prepare(make_mixture: Callable[..., Mixture]) -> Mixture:
+    """A run in which the next round starts groups from every pool, draws prompts, and sets task weights."""
+    mixture = make_mixture(CHANGES, curriculum=harder)
+    with mixture.manager.opened():
+        mixture.rounds(2)
+    mixture.take(1)
+    mixture.publish(1)
+    weights = mixture.run.control.state().weights
+    for status in (Status.EXPIRED, Status.EXPIRED, Status.ABORTED):
+        mixture.run.buffer.put("math", [[rollout(status, weights)]])
+    return mixture
+
+
+def produce(mixture: Mixture, manager: AgentLoopManager) -> None:
+    """Until there is nothing to do."""
+    with manager.opened(take_over=True):
+        while manager.round(mixture.run.control.state()):
+            pass
+
+
+def outcome(mixture: Mixture) -> dict[str, Any]:
+    """All that producing decides: what waits, in which line; how far each data set is; whose weights hold."""
+    scene, tasks = mixture.scene, mixture.run.limits.tasks
+    lines = {(task, lane): sorted(scene.stream(lane, task)) for task in tasks for lane in ("resume", "fresh")}
+    cursors = {task: mixture.run.jobs.cursor(task) for task in tasks}
+    return {"lines": lines, "cursors": cursors, "weights": mixture.run.limits.newest_weights()}
+
+
+def test_the_next_producer_ends_what_one_began_that_died_at_any_call(
+    make_mixture: Callable[..., Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = prepare(make_mixture)
+    produce(undisturbed, undisturbed.new_manager())
+    expected = outcome(undisturbed)
+    assert len(expected["lines"]["math", "resume"]) == 3
+    assert expected["weights"]["idle"] == 1.0
+    for at in count(1):
+        mixture = prepare(make_mixture)
+        with monkeypatch.context() as patch:
+            kill_before_call(patch, at)
+            died = dies(mixture)
+        if not died:
+            assert at > 15  # so many calls there were at least
+            return
+        produce(mixture, mixture.new_manager())
+        assert outcome(mixture) == expected, f"died before call {at}"
+        mixture.scene.check()
+
+
+def dies(mixture: Mixture) -> bool:
+    try:
+        produce(mixture, mixture.new_manager())
+    except Killed:
+        return True
+    return False
+
+
+def kill_before_call(patch: pytest.MonkeyPatch, at: int) -> None:
+    """Raise Killed where this thread would make its `at`-th call to the server: the one before it is done."""
+    ask, calls, me = Store.retrying, count(1), threading.get_ident()
+
+    def retrying(store: Store, *args: Any, **options: Any) -> Any:
+        if threading.get_ident() == me and next(calls) == at:
+            raise Killed
+        return ask(store, *args, **options)
+
+    patch.setattr(Store, "retrying", retrying)
