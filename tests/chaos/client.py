@@ -6,6 +6,7 @@ usage: python -m tests.chaos.client ROLE NAME URL FOLDER [--regenerate]
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -122,6 +123,7 @@ def judge(url: str) -> None:
 
 
 def main(role: str, name: str, url: str, root: str, *flags: str) -> None:
+    faulthandler.enable()
     log_json(name)
     follow_owner()
     folders = Folders(Path(root))

@@ -17,6 +17,7 @@ from tests.chaos.history import History
 from tests.chaos.plan import FENCED, LOST, Folders
 
 ROOT = Path(__file__).parents[2]
+SETTLED_S = 2.0
 RESTART_S = 0.5
 """A process that ends again and again must not take the machine."""
 
@@ -37,6 +38,14 @@ class Member:
     @property
     def is_up(self) -> bool:
         return self.popen is not None and self.popen.poll() is None
+
+    def is_at_work(self, history: Path) -> bool:
+        """Whether it has begun to work, a moment ago at least: who is struck before that is only never there."""
+        if not self.is_up or time.monotonic() < self.started + SETTLED_S:
+            return False
+        assert self.popen is not None
+        # a judge writes no history
+        return self.role == "judge" or (history / f"{self.name}-{self.popen.pid}.jsonl").exists()
 
     def send(self, number: signal.Signals) -> bool:
         """Whether it was alive to be signalled."""
@@ -78,6 +87,11 @@ class Crew:
         if member.popen is not None and member.is_up:
             self.replaced.append(member.popen)
         self._start(member)
+
+    def are_at_work(self, target: str) -> bool:
+        """Whether `target`, and all others but one, are: a run of which nobody is left shows nothing."""
+        working = {name for name, member in self.members.items() if member.is_at_work(self._folders.history)}
+        return target in working and len(working) >= len(self.members) - 1
 
     def tend(self) -> None:
         """Start again what has ended."""

@@ -13,6 +13,7 @@ All but `answer` and the spells end the connection, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -52,7 +53,6 @@ class FaultyLink:
         self._strikes: list[Strike] = []
         self._anywhere = anywhere
         self._spells: dict[str, float] = {}
-        self._open: set[_Relay] = set()
         self.port = 0
 
     @property
@@ -99,10 +99,9 @@ class FaultyLink:
         except OSError:  # the server is down: so is this connection
             writer.close()
             return
-        relay = _Relay(self, (reader, writer), far)
-        self._open.add(relay)
-        await relay.run()
-        self._open.discard(relay)
+        # cancelled only when all is over; asyncio's streams would log that as an error
+        with contextlib.suppress(asyncio.CancelledError):
+            await _Relay(self, (reader, writer), far).run()
 
 
 class _Relay:
@@ -225,4 +224,12 @@ class Wiring:
             link.calm()
 
     def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

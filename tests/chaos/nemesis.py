@@ -49,6 +49,8 @@ redis.call('HINCRBY', KEYS[2], 'seen_ms', ARGV[1])
 ROOM_BYTES = 20_000
 """What still fits on a full disk."""
 
+OF_PROCESSES = ("kill", "freeze", "term_kill", "term", "replace")
+
 PAST_LEASE_S = 1.4 * LEASE_MS / 1000
 SPELL_S = 0.6 * LEASE_MS / 1000
 FULL_BYTES = 200_000
@@ -89,7 +91,7 @@ class Nemesis:
 
     def _new_deck(self) -> list[Card]:
         names = list(self._crew.members)
-        cards = [Card(kind, name) for kind in ("kill", "freeze", "term_kill", "term") for name in names]
+        cards = [Card(kind, name) for kind in OF_PROCESSES[:4] for name in names]
         cards += [Card("replace", "trainer")] * 2
         cards += [Card(kind, SERVER) for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2]
         cards += [Card(kind, SERVER) for kind in ("rewrite_aof", "clock", "clock", "disk_full")]
@@ -105,13 +107,20 @@ class Nemesis:
         """Deal the next card."""
         if not self._deck:
             self._deck = self._new_deck()
-        card = self._deck.pop()
+        # the first that can be dealt now; what hits a process waits until that is back at work
+        place = next((i for i, card in enumerate(self._deck) if self._may_deal(card)), None)
+        if place is None:
+            return
+        card = self._deck.pop(place)
         kind, _, detail = card.kind.partition(":")
         method: Any = getattr(self, f"_{kind}")
         if detail:
             method(detail)
         else:
             method(card.target)
+
+    def _may_deal(self, card: Card) -> bool:
+        return card.kind not in OF_PROCESSES or self._crew.are_at_work(card.target)
 
     def look(self) -> None:
         """Do what is due: wake who was frozen, kill who was told to end."""

@@ -1,0 +1,40 @@
+"""The harness finds builds with one line of a script gone, and nothing in this one. Minutes: `pytest -m chaos`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan
+from tests.chaos.mutations import MUTATIONS, scripts_of
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_build_without_a_line_is_caught(name: str, tmp_path: Path) -> None:
+    plan = Plan(seed=1, seconds=60.0, faults=60, mutation=name)
+    try:
+        verdict = ChaosRun(plan, tmp_path, print).run()
+    except RuntimeError as error:  # it cannot even begin
+        assert "never began" in str(error)
+    else:
+        assert not verdict.clean
+
+
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+def test_this_build_is_clean(fsync: str, tmp_path: Path) -> None:
+    plan = Plan(seed=2, seconds=45.0, faults=40, fsync=fsync, loses=fsync == "everysec")
+    verdict = ChaosRun(plan, tmp_path, print).run()
+    assert verdict.clean, verdict
+
+
+def test_an_empty_server_is_noticed_and_filled_again_by_name(tmp_path: Path) -> None:
+    verdict = EmptyServerRun(Plan(seed=3, seconds=20.0, faults=0), tmp_path, print).run()
+    assert verdict.clean, verdict
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_still_fit_the_scripts(name: str) -> None:
+    assert scripts_of(name)
