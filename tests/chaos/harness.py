@@ -73,9 +73,11 @@ class ChaosRun:
     def run(self) -> Verdict:
         """Start everything, strike, calm down, wait for the end, look, and judge."""
         try:
-            self._start()
-            self._strike()
-            self._calm_down()
+            if self._start():
+                self._strike()
+                self._calm_down()
+            else:
+                self.crew.surprises.append("the run never began")
             self._look()
         finally:
             self.crew.close()
@@ -85,7 +87,8 @@ class ChaosRun:
         verdict.problems["surprise"] = self.crew.surprises
         return verdict
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start everything; whether a first step is trained."""
         self._server.start()
         self._set_fsync()
         self._create_run()
@@ -96,8 +99,7 @@ class ChaosRun:
             self.crew.add(f"worker-{number}", "worker")
         self.crew.add("judge", "judge")
         self.crew.add("janitor", "janitor")
-        if not until(lambda: self._has_trained(), RECOVER_S):
-            raise RuntimeError(f"the run never began; see {self.folders.logs}")
+        return until(self._has_trained, RECOVER_S)
 
     def _create_run(self) -> None:
         store = Store(self._server.url)

@@ -15,12 +15,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_build_without_a_line_is_caught(name: str, tmp_path: Path) -> None:
     plan = Plan(seed=1, seconds=60.0, faults=60, mutation=name)
-    try:
-        verdict = ChaosRun(plan, tmp_path, print).run()
-    except RuntimeError as error:  # it cannot even begin
-        assert "never began" in str(error)
-    else:
-        assert not verdict.clean
+    assert not ChaosRun(plan, tmp_path, print).run().clean
 
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
