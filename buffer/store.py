@@ -49,6 +49,8 @@ class Store:
         self.waits_for_disk = False
         self.wait_replicas = 0
         self.retries = 0
+        self.watchers: list[Callable[[str, float, int], object]] = []
+        """hear of every call that was answered: its name, the seconds it took, how often it was repeated"""
         self._away = False
         self._home = ""
 
@@ -255,7 +257,8 @@ class Store:
         self, what: str, operation: Callable[[], T], *, deadline_s: float | None = None, starts_work: bool = False
     ) -> T:
         """Run `operation`, again and again while the server is away, until it works or the deadline passes."""
-        end = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        started = time.monotonic()
+        end = started + (self.deadline_s if deadline_s is None else deadline_s)
         for attempt in range(1_000_000):
             try:
                 result = operation()
@@ -264,6 +267,8 @@ class Store:
                 self._wait(what, error, attempt, ends)
             else:
                 self._note_back()
+                for watch in self.watchers:
+                    watch(what, time.monotonic() - started, attempt)
                 return result
         raise StoreUnavailable(f"{what}: gave up")  # pragma: no cover
 

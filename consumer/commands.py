@@ -33,6 +33,15 @@ Regenerate = Annotated[
 ChaosFlag = Annotated[bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")]
 
 
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        help="Tell Prometheus of this process there; others than loopback want ROLLOUTMQ_METRICS_TOKEN.",
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add this side's commands to the command line."""
     app.command(epilog="Example: rolloutmq run configs/demo.toml --set plan.steps=20")(run)
@@ -70,6 +79,7 @@ def train(
     redis_url: Url = None,
     take_over: TakeOver = False,
     regenerate: Regenerate = False,
+    metrics: Metrics = None,
 ) -> None:
     """Start the trainer of a run.
 
@@ -83,6 +93,10 @@ def train(
     from consumer.launch.preparation import make_run
 
     store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True)
+    if metrics is not None:
+        from buffer.watch.process_metrics import serve_process
+
+        serve_process("trainer", store, metrics)
     model_dir = settings.policy.model or settings.run.folder / "model"
     run = make_run(store, settings, model_dir, regenerate=regenerate)
     if settings.trainer.loop:

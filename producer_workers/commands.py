@@ -39,6 +39,13 @@ Url = Annotated[
 TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")]
 Standby = Annotated[bool, typer.Option("--standby", help="Wait while another producer beats; produce once it is gone.")]
 Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes that judge, one rollout at a time each.")]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        help="Tell Prometheus of this process there; others than loopback want ROLLOUTMQ_METRICS_TOKEN.",
+    ),
+]
 WorkerId = Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")]
 
 
@@ -56,6 +63,7 @@ def worker(
     overrides: Set = None,
     redis_url: Url = None,
     worker_id: WorkerId = None,
+    metrics: Metrics = None,
 ) -> None:
     """Start one rollout worker.
 
@@ -65,7 +73,7 @@ def worker(
     name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
     log_json(name)
     follow_owner()
-    asyncio.run(_work(settings, redis_url, name))
+    asyncio.run(_work(settings, redis_url, name, metrics))
 
 
 def producer(
@@ -74,6 +82,7 @@ def producer(
     redis_url: Url = None,
     take_over: TakeOver = False,
     standby: Standby = False,
+    metrics: Metrics = None,
 ) -> None:
     """Start the producer.
 
@@ -88,7 +97,7 @@ def producer(
     from producer_workers.assembly import make_producer
     from producer_workers.standby import stand_by
 
-    run = _open(settings, redis_url, "producer")
+    run = _open(settings, redis_url, "producer", metrics)
     member = make_producer(settings, run)
     # only now: while it waits for its run there is nothing to end in order, and a signal ends the process
     stop = threading.Event()
@@ -144,14 +153,18 @@ def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
     return load_config(ProducingConfig, config, overrides or [])
 
 
-def _open(settings: ProducingConfig, redis_url: str | None, name: str) -> Run:
+def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> Run:
     from buffer.open_run import open_store, server_url, wait_for_run
 
     store = open_store(settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True)
+    if metrics is not None:
+        from buffer.watch.process_metrics import serve_process
+
+        serve_process(name, store, metrics)
     return wait_for_run(store, settings.run.name)
 
 
-async def _work(settings: ProducingConfig, redis_url: str | None, name: str) -> None:
+async def _work(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> None:
     from producer_workers import engine_restarts
     from producer_workers.assembly import make_worker, start_engine
 
@@ -166,7 +179,7 @@ async def _work(settings: ProducingConfig, redis_url: str | None, name: str) -> 
         await member.run()
 
     _on_signals(os._exit, 130)
-    run = await asyncio.to_thread(_open, settings, redis_url, name)
+    run = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
     await engine_restarts.serve(start, work, settings.engine.restarts)
 
 

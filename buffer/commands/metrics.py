@@ -52,7 +52,7 @@ def metrics(
     Groups by place, staleness, rates, waits, workers, memory, and how many workers would keep the trainer busy
     (rolloutmq_workers_wanted; it needs time, so only --serve knows more than how many there are).
     """
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
 
     from buffer.watch.collector import RunCollector
 
@@ -61,18 +61,16 @@ def metrics(
         if serve:
             _serve(collector, host, port, read_token(token_file) if token_file else "")
         elif as_json:
-            collector.look()
-            emit({"workers_wanted": collector.workers_wanted()})
+            emit({"workers_wanted": collector.look_for_workers()})
         else:
-            registry = CollectorRegistry()
-            registry.register(collector)
-            typer.echo(generate_latest(registry).decode(), nl=False)
+            typer.echo(generate_latest(collector.registry()).decode(), nl=False)
 
 
 def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
     from buffer.watch.endpoint import MetricsEndpoint
 
-    endpoint = MetricsEndpoint(collector, host=host, port=port, token=token)
+    pages = {"/workers_wanted": collector.look_for_workers}
+    endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)
     console().print(f"{endpoint.url}/metrics")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -65,6 +66,12 @@ class RunCollector(Collector):
         wanted: dict[str, Cells] = {run: iter([((), number)]) for run, number in self.workers_wanted().items()}
         yield _metric("workers_wanted", "Workers that would keep the trainer busy; 0 when the run is over.", [], wanted)
 
+    def registry(self) -> CollectorRegistry:
+        """A registry of its own, with this in it."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry
+
     def look(self) -> dict[str, Snapshot]:
         """One look at each run, by name; what is wanted of its fleet is worked out from this one and those before."""
         names = [name for name in Run.names(self._store) if self._name in (None, name)]
@@ -76,8 +83,13 @@ class RunCollector(Collector):
                 wanted.end() if snap.mode == Mode.FINISH else wanted.observe(look_at(snap))
         return snaps
 
+    def look_for_workers(self) -> dict[str, int]:
+        """Workers wanted by run, after one more look: for scalers that read JSON."""
+        self.look()
+        return self.workers_wanted()
+
     def workers_wanted(self) -> dict[str, int]:
-        """By run, as the newest look has it: for scalers that read JSON."""
+        """By run, as the newest look has it."""
         return {run: wanted.value for run, wanted in self._wanted.items()}
 
 

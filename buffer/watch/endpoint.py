@@ -1,4 +1,4 @@
-"""The HTTP side of the metrics: `/metrics` for Prometheus, `/workers_wanted` for scalers that read JSON.
+"""The HTTP side of the metrics: `/metrics` for Prometheus, and pages of JSON for whoever reads that.
 
 It listens on loopback unless told otherwise, and wants a token when it is not: what a run does is nobody's business.
 """
@@ -6,7 +6,7 @@ It listens on loopback unless told otherwise, and wants a token when it is not: 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from buffer.access import carries, is_loopback
 from buffer.errors import ConfigError
-from buffer.watch.collector import RunCollector
 
 Answer = Callable[[str, list[tuple[str, str]]], Any]
 
@@ -31,21 +30,27 @@ class _Quiet(WSGIRequestHandler):
 
 
 class MetricsEndpoint:
-    """Serves until `close`. `port` 0 takes a free one; `url` says which."""
+    """Serves until `close`. `port` 0 takes a free one; `url` says which. `pages`: by path, what they answer."""
 
-    def __init__(self, collector: RunCollector, *, host: str = "127.0.0.1", port: int = 0, token: str = "") -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        pages: Mapping[str, Callable[[], Any]] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+    ) -> None:
         if not token and not is_loopback(host):
             raise ConfigError(
                 f"metrics on {host} could be read by everybody who reaches it",
-                hint="name a file with a token (--token-file), or listen on 127.0.0.1",
+                hint="give it a token (--help says how), or listen on 127.0.0.1",
             )
-        registry = CollectorRegistry()
-        registry.register(collector)
-        self._token, self._collector, self._metrics = token, collector, make_wsgi_app(registry)
+        self._token, self._pages, self._metrics = token, pages or {}, make_wsgi_app(registry)
         try:
             self._server = make_server(host, port, self._answer, _Server, _Quiet)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", hint="--port N") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", hint="another port") from error
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -62,10 +67,10 @@ class MetricsEndpoint:
         if request["PATH_INFO"] == "/metrics":
             answer: Iterable[bytes] = self._metrics(request, start)
             return answer
-        if request["PATH_INFO"] == "/workers_wanted":
-            self._collector.look()
-            return _say(start, "200 OK", orjson.dumps(self._collector.workers_wanted()), "application/json")
-        return _say(start, "404 Not Found", b"there are /metrics and /workers_wanted\n")
+        if page := self._pages.get(request["PATH_INFO"]):
+            return _say(start, "200 OK", orjson.dumps(page()), "application/json")
+        known = ", ".join(["/metrics", *self._pages])
+        return _say(start, "404 Not Found", f"there is {known}\n".encode())
 
 
 def _say(start: Answer, status: str, body: bytes, kind: str = "text/plain; charset=utf-8") -> list[bytes]:

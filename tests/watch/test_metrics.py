@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from buffer.errors import ConfigError
 from buffer.server.embedded import EmbeddedServer
 from buffer.watch.collector import RunCollector
 from buffer.watch.endpoint import MetricsEndpoint
+from buffer.watch.process_metrics import serve_process
 from tests.cli.conftest import Command
 from tests.cli.populate import Scene
 
@@ -38,7 +40,8 @@ def fetch(url: str, token: str = "") -> str:
 
 @pytest.fixture
 def endpoint(scene: Scene) -> Iterator[MetricsEndpoint]:
-    served = MetricsEndpoint(RunCollector(scene.run.store))
+    collector = RunCollector(scene.run.store)
+    served = MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.look_for_workers})
     yield served
     served.close()
 
@@ -78,7 +81,7 @@ def test_a_server_that_is_away_is_told_and_comes_back(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path) as server:
         Scene(Store(server.url, deadline_s=10), "demo").run.store.close()
         store = Store(server.url, deadline_s=0.2)
-        endpoint = MetricsEndpoint(RunCollector(store))
+        endpoint = MetricsEndpoint(RunCollector(store).registry())
         server.kill()
         assert samples(fetch(f"{endpoint.url}/metrics")) == {("rolloutmq_up",): 0.0}
         server.start()
@@ -89,8 +92,8 @@ def test_a_server_that_is_away_is_told_and_comes_back(tmp_path: Path) -> None:
 
 def test_others_than_loopback_want_a_token(scene: Scene) -> None:
     with pytest.raises(ConfigError, match=r"metrics on 0\.0\.0\.0"):
-        MetricsEndpoint(RunCollector(scene.run.store), host="0.0.0.0")
-    served = MetricsEndpoint(RunCollector(scene.run.store), token="s3cret")
+        MetricsEndpoint(RunCollector(scene.run.store).registry(), host="0.0.0.0")
+    served = MetricsEndpoint(RunCollector(scene.run.store).registry(), token="s3cret")
     for given in ("", "wrong", "s3cre"):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetch(f"{served.url}/metrics", given)
@@ -103,3 +106,27 @@ def test_the_command_prints_what_the_endpoint_would(scene: Scene, command: Comma
     assert done.returncode == 0, done.stderr
     assert samples(done.stdout)["rolloutmq_leases",] == 1
     assert orjson.loads(command("metrics", "--json").stdout) == {"workers_wanted": {"demo": 2}}
+
+
+def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        store = Store(server.url, deadline_s=30)
+        served = serve_process("worker w7", store, "0", {"groups": ("Groups in work.", lambda: 3.0)})
+        Scene(store, "demo")
+        server.kill()
+        threading.Timer(0.3, server.start).start()
+        store.retrying("look", store.control.ping)
+        text = fetch(f"{served.url}/metrics")
+        found = samples(text)
+        assert found["rolloutmq_store_call_seconds_count", "create_run"] == 1
+        assert found["rolloutmq_store_retries_total", "look"] == store.retries > 0
+        assert found["rolloutmq_process_groups",] == 3
+        assert 'process="worker w7"' in text
+        served.close()
+        store.close()
+    monkeypatch.delenv("ROLLOUTMQ_METRICS_TOKEN", raising=False)
+    for address, words in (("0.0.0.0:0", "could be read"), ("here", "no address"), ("1:99999", "no address")):
+        with pytest.raises(ConfigError, match=words):
+            serve_process("worker", store, address)
