@@ -1,0 +1,1 @@
+"""Programs that a user may copy; each is run by a test."""

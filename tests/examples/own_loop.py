@@ -1,0 +1,119 @@
+"""Your own loop that calls the parts one by one: produce, take, train, commit, publish. One process, a real server.
+
+    python -m tests.examples.own_loop FOLDER
+
+Put your model where `train` and `save_weights` are, an engine of yours (or vLLM, in processes of their own: `rolloutmq
+worker`) where the simulated one is, and your problems where PROBLEMS are. Nothing else is needed from this project.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from buffer import PolicyVersion, RolloutGroup, RolloutState, Run, RunLimits, SampleParams, Store, TaskLimits, new_nonce
+from buffer.batch_status import ProduceBatchStatus
+from buffer.control import Mode
+from buffer.server.embedded import EmbeddedServer
+from consumer.rollout_consumer import RolloutConsumer
+from producer_workers.agent_loop_manager import AgentLoopManager
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.datasets.record import problem_of
+from producer_workers.datasets.records import RecordsDataset
+from producer_workers.engines.config import SimulatedConfig
+from producer_workers.engines.distributions import Fixed
+from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.rehearsal import Characters
+from producer_workers.sampler import Sampler
+from producer_workers.strategy import strategies_of
+from producer_workers.task_runner import TaskRunner
+from producer_workers.worker import Worker
+
+PROBLEMS = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
+FIRST = PolicyVersion("initial", 0)
+
+
+def judge(*, response: str, ground_truth: str, state: RolloutState) -> float:
+    return float(ground_truth in response)
+
+
+def train(weights: np.ndarray, groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """Stands for your optimizer: columns of all rollouts are there as numpy arrays."""
+    return weights + np.float32(np.mean([group.scores.mean() for group in groups]))
+
+
+def save_weights(folder: Path, weights: np.ndarray) -> str:
+    folder.mkdir()
+    save_file({"w": weights}, folder / "model.safetensors")
+    return str(folder)
+
+
+def main(folder: Path, steps: int = 4) -> list[str]:
+    """One line about each step."""
+    with EmbeddedServer(folder / "server") as server:
+        store = Store(server.url)
+        limits = RunLimits(steps=steps, batch_size=4, stale_threshold=2, tasks={"sums": TaskLimits()})
+        run = Run.create(store, "own-loop", new_nonce(), limits, FIRST, "")
+        with serving(run):
+            lines = loop(run, folder, steps)
+        store.close()
+    return lines
+
+
+def loop(run: Run, folder: Path, steps: int) -> list[str]:
+    dataset = RecordsDataset(PROBLEMS, "problems", problem_of)
+    sampler = Sampler("sums", dataset, Characters(), SampleParams(max_tokens=16), prompt_repeat_k=2)
+    producer = AgentLoopManager(run, {"sums": sampler}, strategies_of(run.limits))
+    consumer, weights, lines = RolloutConsumer(run), np.zeros(1, dtype=np.float32), []
+    consumer.open()  # or at the position of your checkpoint
+    with producer.opened():
+        for step in range(1, steps + 1):
+            made = producer.produce_batch(step, deadline_s=60.0)
+            assert made.status is ProduceBatchStatus.NORMAL
+            batch = consumer.take_batch(step, run.limits.mix().shares(step))
+            weights = train(weights, batch.groups)
+            np.save(folder / "checkpoint.npy", weights)  # your checkpoint, on disk; only then:
+            consumer.commit(step, keep=step)
+            path = save_weights(folder / f"weights-{step}", weights)
+            with consumer.paused("keep"):  # workers freeze, switch, and go on
+                consumer.publish_weights(step, path, "")
+            lines.append(f"step {step}: {len(batch.groups)} groups, made {made.made['sums'].produced_tokens} tokens")
+    consumer.finish()
+    consumer.close()
+    return lines
+
+
+class serving:
+    """A worker on a thread of its own, for as long as the block lasts; in life, `rolloutmq worker` on every GPU."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._thread = run, threading.Thread(target=lambda: asyncio.run(self._work()))
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        # a worker leaves by itself when the run is finished; the loop may have failed before
+        self._run.control.set_mode("operator", Mode.FINISH)
+        self._thread.join()
+
+    async def _work(self) -> None:
+        quick = Fixed(value=0.001)
+        config = SimulatedConfig(
+            response_tokens=Fixed(value=16), first_token_s=quick, token_s=quick, vocab_size=95, eos_token_id=0
+        )
+        engine = SimulatedEngine(config, FIRST)
+        await engine.start()
+        agent_loop = SingleTurnAgentLoop(judge=FunctionJudge("judge", judge), tokenizer=Characters(), eos_ids={0})
+        await Worker(self._run, engine, {"sums": TaskRunner(agent_loop)}, worker_id="w0").run()
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(main(Path(sys.argv[1]))) + "\n")

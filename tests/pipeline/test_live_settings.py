@@ -1,0 +1,94 @@
+"""`rolloutmq set` in a run that is at work: producer and worker take it over, and the events tell."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+
+from buffer.config.loader import parse_settings
+from buffer.limits import TaskLimits
+from buffer.live_settings import LiveSettings
+from buffer.rollout import SampleParams
+from buffer.run import Run
+from producer_workers.agent_loop_manager import AgentLoopManager
+from producer_workers.datasets.jsonl import JsonlDataset
+from producer_workers.sampler import Sampler
+from producer_workers.strategy import strategies_of
+from tests.pipeline.yard import TASK, Letters, Yard
+
+
+def change(yard: Yard, *assignments: str) -> None:
+    """As the command does it: with a handle of its own."""
+    Run.open(yard.store, yard.run.name).set(parse_settings(LiveSettings, assignments))
+
+
+def set_events(yard: Yard) -> list[str]:
+    """field=value of every change, in order."""
+    rows = [fields for _, fields in yard.store.control.xrange(yard.run.keys.events)]
+    return [f"{row[b'field'].decode()}={row[b'value'].decode()}" for row in rows if row[b"event"] == b"set"]
+
+
+def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
+    make_yard: Callable[..., Yard], tmp_path: Path
+) -> None:
+    yard = make_yard(tasks={TASK: TaskLimits(), "more": TaskLimits()}, batch_size=8, steps=50)
+    rows = [orjson.dumps({"question": f"{n}", "answer": n}) for n in range(9)]
+    (tmp_path / "problems.jsonl").write_bytes(b"\n".join(rows))
+    run = Run.open(yard.store, yard.run.name)
+    dataset = JsonlDataset(tmp_path / "problems.jsonl")
+    samplers = {name: Sampler(name, dataset, Letters(), SampleParams()) for name in run.limits.tasks}
+    producer = AgentLoopManager(run, samplers, strategies_of(run.limits))
+    stop = threading.Event()
+    thread = threading.Thread(target=producer.produce_loop, args=(stop,), kwargs={"take_over": True})
+
+    async def waiting(**counts: int) -> None:
+        def found() -> dict[str, int]:
+            return {task.task: task.waiting for task in yard.run.account.totals().tasks}
+
+        await yard.until(lambda: found() == {TASK: counts["sums"], "more": counts["more"]})
+
+    async def scenario() -> None:
+        await waiting(sums=4, more=4)
+        change(yard, "tasks.more.weight=3")  # from step 2 on: nothing of that is started yet
+        yard.publish(1)
+        await waiting(sums=4 + 2, more=4 + 6)
+        change(yard, "max_staleness=1")
+        await waiting(sums=4 + 2 * 2, more=4 + 2 * 6)
+        change(yard, "over_sample_threshold=0.5")
+        await waiting(sums=4 + 2 * 2 + 1, more=4 + 2 * 6 + 3)
+
+    thread.start()
+    try:
+        asyncio.run(scenario())
+    finally:
+        stop.set()
+        thread.join()
+    fields = [event.partition("=")[0] for event in set_events(yard)]
+    assert fields == ["reweighted", "stale_threshold", "over_sample_threshold"]
+    assert yard.store.control.hget(yard.run.keys.meta, "limits_version") == b"3"
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard, room: int) -> None:
+    yard.enqueue(40, (30, 30))
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=0.004, concurrency=6)):
+            await yard.until(lambda: yard.leases() > 3)
+            change(yard, f"concurrency={room}")
+            # what it holds is not taken away; then it has no more than this at a time
+            await yard.until(lambda: 0 < yard.leases() <= room)
+            held = []
+            while yard.places().get("waiting", 0) > 4:
+                held.append(yard.leases())
+                await asyncio.sleep(0.005)
+            assert held
+            assert max(held) <= room
+
+    asyncio.run(scenario())
+    assert set_events(yard) == [f"concurrency={room}"]
