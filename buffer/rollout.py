@@ -54,11 +54,24 @@ class VersionSpan(NamedTuple):
     lineage: str
 
 
-def _column(dtype: str) -> BeforeValidator:
-    def convert(value: Any) -> Any:
-        return None if value is None else np.ascontiguousarray(value, dtype=dtype)
+def as_column(value: Any, dtype: str) -> NDArray[Any]:
+    """The value as a column of that type. ValueError where it is whole numbers that the type cannot hold: numpy would
+    keep their last 32 bits."""
+    raw = np.asarray(value)
+    if raw.dtype == dtype or np.dtype(dtype).kind == "f":
+        return np.ascontiguousarray(raw, dtype)
+    try:
+        with np.errstate(invalid="ignore"):
+            column = np.ascontiguousarray(raw, dtype)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+    if not np.array_equal(column, raw):
+        raise ValueError(f"a value that {np.dtype(dtype).name} cannot hold: {raw[column != raw].flat[0]}")
+    return column
 
-    return BeforeValidator(convert)
+
+def _column(dtype: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: None if value is None else as_column(value, dtype))
 
 
 Int32 = Annotated[NDArray[np.int32], _column("<i4")]
@@ -197,7 +210,7 @@ class RolloutState(BaseModel):
         done = len(self.response_ids)
         if len(token_ids):
             self.ref_logprobs, self.values, self.routed_experts = None, None, routed_experts
-        self.response_ids = np.concatenate([self.response_ids, token_ids]).astype("<i4", copy=False)
+        self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
         if self.response_mask is not None:
             self.response_mask = np.concatenate([self.response_mask, np.ones(len(token_ids), "u1")])

@@ -163,3 +163,12 @@ def test_policy_version_reads_what_it_writes() -> None:
 def test_sample_params_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SampleParams(**wrong)
+
+
+@pytest.mark.parametrize("ids", [[2**31], [-(2**31) - 1], np.array([2**32 + 7]), [2**70], [1.5], [float("nan")], ["a"]])
+def test_token_ids_that_do_not_fit_are_refused_and_never_cut(ids: Any) -> None:
+    for column in ("prompt_ids", "response_ids"):
+        with pytest.raises(ValidationError, match=column):
+            RolloutState(**{column: ids, "logprobs": [0.0] if column == "response_ids" else []})
+    with pytest.raises(ValueError):  # noqa: PT011 (numpy's own for a text)
+        RolloutState().append(ids, np.zeros(1, "<f4"), [])
