@@ -11,7 +11,7 @@ from tests.buffer.scene import FIRST
 
 TASKS = ("math", "code")
 WORKERS = ("w0", "w1")
-THRESHOLD, MAX_TRIES = 2, 2
+THRESHOLD, MAX_TRIES, TAIL_TRIES = 2, 2, 2
 PLACES = ("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead", "filtered", "dropped")
 TIMELESS = float("inf")
 ALL_LANES = frozenset(("eval", "resume", "fresh"))
@@ -28,6 +28,7 @@ class Group:
     owner: str = ""
     result: str = "init"
     tries: int = 0
+    aborts: int = 0
     arrival: int = 0
     made_by: list[PolicyVersion] = field(default_factory=list)
     prompt_bytes: int = 0

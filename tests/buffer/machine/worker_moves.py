@@ -7,7 +7,7 @@ from typing import Any
 
 from buffer import Job, PolicyVersion, Status, new_nonce
 from buffer.errors import Fenced
-from tests.buffer.machine.model import WORKERS, Group
+from tests.buffer.machine.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.machine.world import World
 from tests.buffer.scene import FIRST, extend
 
@@ -74,6 +74,7 @@ class WorkerMoves(World):
         group.made_by, group.place, group.result = [*group.made_by, made], outcome, job.token
         group.result_bytes = self.stored_bytes(job.gid, job.token)
         group.tries -= 1
+        group.aborts += outcome == "aborted"
         self.arrive(group)
 
     def submit_again(self, worker: str, job: Job, group: Group, outcome: str, made: PolicyVersion) -> None:
@@ -108,7 +109,9 @@ class WorkerMoves(World):
         group.tries -= 1
         group.token = ""
         if kind == "aborted":
-            group.place = "aborted"
+            group.aborts += 1
+            # interrupted too often, and without tokens to lose: it waits for the tail batch
+            group.place = "expired" if group.aborts >= TAIL_TRIES and group.result == "init" else "aborted"
             self.arrive(group)
         else:
             group.place, group.lane = "waiting", "resume"

@@ -11,7 +11,7 @@ import redis
 from buffer import RunLimits, TaskLimits
 from buffer.keys import LANES, POOLS
 from tests.buffer.echo_store import MUTATING, EchoStore
-from tests.buffer.machine.model import MAX_TRIES, PLACES, TASKS, THRESHOLD, WORKERS, Group, Model
+from tests.buffer.machine.model import MAX_TRIES, PLACES, TAIL_TRIES, TASKS, THRESHOLD, WORKERS, Group, Model
 from tests.buffer.scene import Scene
 
 
@@ -34,6 +34,7 @@ class World(Model):
             token_threshold=tokens,
             max_tries=MAX_TRIES,
             tail_batch_trigger_size=tail_batch,
+            tail_batch_max_tries=TAIL_TRIES,
             order=order,
             tasks={task: TaskLimits() for task in TASKS},
         )
