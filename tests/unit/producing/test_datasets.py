@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -17,6 +19,7 @@ from buffer.errors import ConfigError, DatasetError
 from buffer.rollout import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.open import open_dataset
+from producer_workers.datasets.records import RecordsDataset
 from producer_workers.datasets.stream import StreamDataset
 from producer_workers.sampler import Sampler
 
@@ -148,6 +151,51 @@ def test_loader_gives_each_draw_the_same_prompt_after_a_restart(tmp_path: Path, 
     assert first != second
     for start in (1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS):  # the end of an epoch included
         assert asked(make(), tokenizer, range(start, 2 * ROWS + 3)) == whole[start:]
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "rows": lambda _: RecordsDataset(MapStyle(), "rows", to_problem),
+    "loader": lambda folder: python("make_loader", folder),
+    "stream": lambda _: StreamDataset(Stream(), "stream", to_problem),
+}
+
+
+WHOLE: dict[tuple[str, bool], list[list[Any]]] = {}
+"""What an undisturbed run draws, three epochs and more, by kind and shuffle."""
+
+
+def drawn(sampler: Sampler, draw: int) -> list[Any]:
+    group = sampler.draw(draw)
+    assert isinstance(group, list)
+    return [(s.index, s.messages, s.ground_truth, s.extra, s.sample_params.seed, str(s.prompt_ids)) for s in group]
+
+
+@pytest.mark.parametrize(("kind", "shuffle"), [("rows", True), ("rows", False), ("loader", False), ("stream", False)])
+@settings(max_examples=40, deadline=None)
+@given(producers=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8))
+def test_draws_are_those_of_an_undisturbed_run_wherever_producers_die(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Any,
+    kind: str,
+    shuffle: bool,
+    producers: list[tuple[int, int]],
+) -> None:
+    """Each of them enqueues some draws, draws some ahead, and dies: the next one goes on from what was enqueued."""
+    folder = tmp_path_factory.getbasetemp()
+
+    def start() -> Sampler:
+        params = SampleParams(seed=1)
+        return Sampler("math", KINDS[kind](folder), tokenizer, params, prompt_repeat_k=2, shuffle=shuffle)
+
+    if (kind, shuffle) not in WHOLE:
+        undisturbed = start()
+        WHOLE[kind, shuffle] = [drawn(undisturbed, draw) for draw in range(6 * 8 + 6 + 1)]
+    cursor = 0
+    for enqueued, ahead in [*producers, (0, 1)]:
+        sampler = start()
+        for draw in range(cursor, cursor + enqueued + ahead):
+            assert drawn(sampler, draw) == WHOLE[kind, shuffle][draw]
+        cursor += enqueued
 
 
 def test_stream_is_not_iterated_before_the_first_draw_and_goes_back_cheaply(tokenizer: Any) -> None:
