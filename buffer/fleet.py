@@ -17,7 +17,8 @@ from buffer.store import Store
 @dataclass(frozen=True, slots=True)
 class Pulse:
     """What a worker says of itself with a heartbeat. `heard`, the control epoch that it knew then, it keeps.
-    `concurrency`: groups that it would have in work at once; 0 = it does not say."""
+    `concurrency`: groups that it would have in work at once; 0 = it does not say. `requests`: what its engine has,
+    None where it does not say. Since it started: groups `done` and `failed`, answers of judges, their `judging_ms`."""
 
     ack: int
     weights: PolicyVersion
@@ -26,6 +27,10 @@ class Pulse:
     done: int
     heard: int = 0
     concurrency: int = 0
+    requests: int | None = None
+    failed: int = 0
+    judged: int = 0
+    judging_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,10 @@ class Fleet:
                 "rate": f"{pulse.tokens_per_s:.1f}",
                 "done": pulse.done,
                 "concurrency": pulse.concurrency,
+                "requests": "" if pulse.requests is None else pulse.requests,
+                "failed": pulse.failed,
+                "judged": pulse.judged,
+                "judging_ms": pulse.judging_ms,
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )

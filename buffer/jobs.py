@@ -6,7 +6,6 @@ so `XLEN` is the backlog, and no second record of ownership exists that could dr
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -19,6 +18,7 @@ from buffer.keys import ENDS, LANES, POOLS, Keys, group_id, split_group_id
 from buffer.limits import RunLimits
 from buffer.pins import pin_listed
 from buffer.rollout import PolicyVersion
+from buffer.serving import Serves, serving_order
 from buffer.store import Store
 
 CLAIM_MOST = 128
@@ -167,11 +167,13 @@ class JobQueue:
 
     # -- the worker's side ---------------------------------------------------
 
-    def claim(self, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Claim:
+    def claim(
+        self, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int, serves: Serves | None = None
+    ) -> Claim:
         """Up to `limit` jobs (CLAIM_MOST at most), highest lane first, tasks by weight within a lane. The same `token`
         repeats a claim whose reply was lost."""
         keys, limits = self._keys, self._limits
-        lanes = self._serving_order()
+        lanes = serving_order(self._limits, serves)
         tail = [key for task, lane in lanes for key in (keys.jobs(task, lane), keys.progress(task))]
         reply = self._store.call(
             "claim",
@@ -184,13 +186,6 @@ class JobQueue:
             [lane for _, lane in lanes],
         )
         return Claim.parse(reply, token)
-
-    def _serving_order(self) -> list[tuple[str, str]]:
-        """Lanes by priority; within a lane the tasks in an order drawn anew, by weight, for every claim."""
-        weights = {name: weight for name, weight in self._limits.newest_weights().items() if weight > 0}
-        drawn = sorted(weights, key=lambda name: random.random() ** (1.0 / weights[name]), reverse=True)
-        evals = [(task, "eval") for task in self._limits.eval_tasks]
-        return evals + [(task, lane) for lane in ("resume", "fresh") for task in drawn]
 
     def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
         """Give a group back without a result. Returns its place; Fenced when the lease was lost meanwhile."""

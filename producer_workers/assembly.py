@@ -29,6 +29,7 @@ from producer_workers.engines.capabilities import TellsLoad
 from producer_workers.engines.config import VllmConfig
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
+from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.judges.load import load_judge, put_together
 from producer_workers.sample_filters import load_sample_filter
 from producer_workers.sampler import Sampler
@@ -99,24 +100,33 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order)
+    times = JudgeTimes()
+    names = config.worker.tasks or list(config.tasks)
+    if unknown := set(names) - set(config.tasks):
+        known = ", ".join(config.tasks)
+        raise ConfigError(f"[worker] tasks: there is no task {', '.join(sorted(unknown))}", hint=f"known: {known}")
     return Worker(
         run,
         engine,
-        {name: _make_runner(config, run, name, tokenizer, eos_ids) for name in config.tasks},
+        {name: _make_runner(config, run, name, tokenizer, eos_ids, times) for name in names},
         worker_id=worker_id,
         concurrency=config.worker.concurrency,
         drain_timeout_s=config.worker.drain_timeout_s,
         sleeps=config.worker.sleep_when_paused,
+        judge_times=times,
+        lanes=config.worker.lanes,
         facts={"host": socket.gethostname(), "pid": str(os.getpid()), "engine_restarts": str(restarts)},
     )
 
 
-def _make_runner(config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer, eos_ids: set[int]) -> TaskRunner:
+def _make_runner(
+    config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer, eos_ids: set[int], times: JudgeTimes
+) -> TaskRunner:
     task, strategy = config.tasks[name], config.strategy_of(name)
     is_partial = strategy.enable_partial_rollout
     loop = load_agent_loop(
         task.agent_loop or config.worker.agent_loop,
-        judge=_make_judge(config, run, name),
+        judge=times.watch(_make_judge(config, run, name)),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         partial_rollout=is_partial,

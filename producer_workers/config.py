@@ -19,6 +19,10 @@ class WorkerSection(Section):
     as keep the engine full, found by looking at that queue and at its KV cache"""
     agent_loop: str = "single_turn"
     """how a group is generated: single_turn, multi_turn, tools, gateway, or your own class as package.module:Class"""
+    tasks: list[str] | None = None
+    """the tasks that this worker serves; default: all of them"""
+    lanes: list[Literal["eval", "resume", "fresh"]] = Field(default=["eval", "resume", "fresh"], min_length=1)
+    """the lanes that it serves: eval (evaluations), resume (what was begun elsewhere), fresh (new prompts)"""
     drain_timeout_s: float = Field(60.0, ge=0)
     """how long a worker that was told to stop finishes what it holds before it hands the rest back"""
     sleep_when_paused: bool = False

@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class GroupWork:
-    """The work of one worker. `tokens` and `done` count what it made: tokens, and completed groups.
+    """The work of one worker. `tokens`, `done` and `failed` count what it made: tokens, completed and failed groups.
 
     `handing_in`: jobs whose last call is on its way. The server may have ended their leases because it arrived.
     """
 
     def __init__(self, run: Run, engine: Engine, runners: Mapping[str, TaskRunner], worker_id: str) -> None:
         self._run, self._engine, self._runners, self._worker = run, engine, runners, worker_id
-        self.tokens = self.done = 0
+        self.tokens = self.done = self.failed = 0
         self.handing_in: set[Job] = set()
 
     async def do(self, job: Job) -> None:
@@ -88,6 +88,7 @@ class GroupWork:
     async def _release(self, job: Job, kind: ReleaseKind, reason: str) -> None:
         try:
             await self._insist(self._run.jobs.release, self._worker, job, kind, reason)
+            self.failed += kind == "failed"
         except Fenced as error:
             log.warning("nothing to give back: %s", error, extra={"gid": job.gid})
 

@@ -19,23 +19,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from buffer.control import ControlState, Mode, new_nonce
 from buffer.errors import Fenced, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.job import Job
+from buffer.keys import LANES
 from buffer.limits import Concurrency
 from buffer.run import Run
+from buffer.serving import Serves
 from producer_workers.adaptive_concurrency import START, AdaptiveConcurrency
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.capabilities import TellsLoad
 from producer_workers.group_work import GroupWork
 from producer_workers.heard_control import HeardControl
 from producer_workers.heart import Heart
+from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.pending_groups import PendingGroups
 from producer_workers.protection import Protection
+from producer_workers.pulse import PulseTaker
 from producer_workers.said_once import SaidOnce
 from producer_workers.steered_engine import SteeredEngine
 from producer_workers.task_runner import TaskRunner
@@ -54,7 +58,8 @@ HAND_BACK_S = 5.0
 
 
 class Worker:
-    """One worker of a run. `runners` holds one for every task; `concurrency` groups in work at once, or "auto"."""
+    """One worker of a run. `runners` holds one for every task that it serves, in `lanes`; `concurrency` groups in work
+    at once, or "auto"."""
 
     def __init__(
         self,
@@ -67,19 +72,22 @@ class Worker:
         drain_timeout_s: float = 60.0,
         sleeps: bool = False,
         facts: Mapping[str, str] | None = None,
+        judge_times: JudgeTimes | None = None,
+        lanes: Collection[str] = LANES,
     ) -> None:
         self._run, self._engine, self._steered = run, engine, SteeredEngine(engine, WeightPull(run))
         self.id, self._nonce = worker_id, new_nonce()
         self._group_work = GroupWork(run, engine, runners, worker_id)
         self._concurrency = concurrency
         self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
+        self._serves = Serves(frozenset(runners), frozenset(lanes))
         self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
         self._facts = {"engine": engine.name, **(facts or {})}
         self._work, self._protection = PendingGroups(self._end), Protection(run.limits)
         self._changed = asyncio.Event()
         self._control = HeardControl(self._changed.set)
+        self._pulse = PulseTaker(engine, self._group_work, self._control, judge_times or JudgeTimes())
         self._stopping, self._refusal = False, SaidOnce(log, "claiming nothing")
-        self._rate = (time.monotonic(), 0, 0.0)
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
@@ -148,13 +156,7 @@ class Worker:
 
     def _look(self) -> tuple[Pulse, list[Job]]:
         """What the heartbeat says; called on its thread."""
-        then, tokens, _ = self._rate
-        now, made = time.monotonic(), self._group_work.tokens
-        if now - then > 1.0:
-            self._rate = (now, made, (made - tokens) / (now - then))
-        weights, heard = self._engine.version(), self._control.epoch
-        ack, done, room = self._control.ack, self._group_work.done, self._room()
-        return Pulse(ack, weights, self._state(), self._rate[2], done, heard, room), self._work.jobs()
+        return self._pulse.take(self._state(), self._room()), self._work.jobs()
 
     def _state(self) -> str:
         if self._stopping:
@@ -245,7 +247,7 @@ class Worker:
         asked = self._control.epoch
         try:
             claim = await asyncio.to_thread(
-                self._run.jobs.claim, self.id, self._nonce, new_nonce(), self._engine.version(), limit
+                self._run.jobs.claim, self.id, self._nonce, new_nonce(), self._engine.version(), limit, self._serves
             )
         except StoreUnavailable as error:
             self._refusal.say(str(error))

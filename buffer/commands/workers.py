@@ -11,7 +11,20 @@ from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_targe
 
 EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
-_NUMBERS = ("silent_ms", "holds", "concurrency", "ack", "done", "quarantined", "joined_ms", "seen_ms")
+_NUMBERS = (
+    "silent_ms",
+    "holds",
+    "concurrency",
+    "ack",
+    "done",
+    "failed",
+    "requests",
+    "judged",
+    "judging_ms",
+    "quarantined",
+    "joined_ms",
+    "seen_ms",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +35,8 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
     """List the workers of a run.
 
     With engine, state, weights, time since the last heartbeat, groups held and how many it would
-    hold, tokens per second, groups done.
+    hold, requests in the engine (load), tokens per second, groups done, groups that
+    failed or that a trainer could not use (bad). --json has how long its judges take.
     """
     with open_target(redis_url, run_dir, run) as target:
         rows = target.run.fleet.workers()
@@ -37,8 +51,8 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
 
 def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Table:
     """One row per worker; weights that are not the newest are marked."""
-    grid = table("worker", "engine", "state", "weights", "seen", "holds", "tok/s", "done", "bad",
-                 right=["seen", "holds", "tok/s", "done", "bad"])  # fmt: skip
+    numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
+    grid = table("worker", "engine", "state", "weights", *numbers, right=numbers)
     for row in rows:
         silent_ms, weights = int(row["silent_ms"]), row.get("weights", "")
         is_silent = silent_ms >= lease_ms
@@ -49,9 +63,10 @@ def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Tab
             Text(plain(weights) or "-", style="" if weights == newest else "yellow"),
             Text(age(silent_ms), style="red" if is_silent else ""),
             _holds(row),
+            row.get("requests") or "-",
             count(float(row.get("tokens_per_s", 0))),
             row.get("done", "0"),
-            Text(row.get("quarantined", "0"), style="red" if row.get("quarantined") else "dim"),
+            _bad(row),
         )
     return grid
 
@@ -60,6 +75,12 @@ def _holds(row: dict[str, str]) -> str:
     """Groups in work, of how many there may be."""
     most = row.get("concurrency", "0")
     return row["holds"] if most == "0" else f"{row['holds']}/{most}"
+
+
+def _bad(row: dict[str, str]) -> Text:
+    """Groups that failed in its hands, and those that a trainer could not use."""
+    bad = int(row.get("failed", "0")) + int(row.get("quarantined", "0"))
+    return Text(str(bad), style="red" if bad else "dim")
 
 
 def _as_json(row: dict[str, str], lease_ms: int) -> dict[str, object]:
@@ -71,6 +92,7 @@ def _as_json(row: dict[str, str], lease_ms: int) -> dict[str, object]:
         | numbers
         | {
             "tokens_per_s": rate,
+            "judge_s": int(row["judging_ms"]) / 1000 / int(row["judged"]) if row.get("judged", "0") != "0" else None,
             "alive": int(row["silent_ms"]) < lease_ms,
         }
     )

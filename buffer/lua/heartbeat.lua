@@ -17,7 +17,11 @@
 -- ARGV[7] rate     number          tokens per second, for people
 -- ARGV[8] done     0..             groups finished since it started
 -- ARGV[9] concurrency 0..          groups that it would have in work at once; 0 = it does not say
--- ARGV[10+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
+-- ARGV[10] requests ''|0..       that its engine has, running and waiting; '' = the engine does not say
+-- ARGV[11] failed  0..             groups that failed in its hands since it started
+-- ARGV[12] judged  0..             answers of its judges since it started
+-- ARGV[13] judging_ms 0..          how long all of them took together
+-- ARGV[14+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
@@ -30,20 +34,21 @@ if known ~= nonce then return {'REPLACED'} end
 
 local reply, now, renewed = control_state(control), now_ms(), {}
 table.insert(reply, 1, 'OK')
-for i = 10, #ARGV - 1, 2 do
+for i = 14, #ARGV - 1, 2 do
   local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')
   if record[1] == ARGV[i + 1] and (record[2] == 'running' or record[2] == 'judging') then
     renewed[#renewed + 1] = int(now + lease_ms)
     renewed[#renewed + 1] = ARGV[i]
   else
-    reply[#reply + 1] = (i - 8) / 2
+    reply[#reply + 1] = (i - 12) / 2
   end
 end
 tick(clock, now, lease_ms)
 if #renewed > 0 then redis.call('ZADD', leases, unpack(renewed)) end
 redis.call('ZADD', workers, int(now), id)
 redis.call('HSET', worker, 'weights', ARGV[5], 'state', ARGV[6], 'tokens_per_s', ARGV[7], 'done', ARGV[8],
-  'concurrency', ARGV[9], 'seen_ms', int(now))
+  'concurrency', ARGV[9], 'requests', ARGV[10], 'failed', ARGV[11], 'judged', ARGV[12], 'judging_ms', ARGV[13],
+  'seen_ms', int(now))
 local must_be_empty = reply[3] == 'abort' or reply[3] == 'drain' or reply[3] == 'finish'
 if ack == num(reply[2]) and not (must_be_empty and redis.call('SCARD', holds) > 0) then
   if num(redis.call('HGET', worker, 'ack')) < ack then ring(bell, 1) end

@@ -133,6 +133,10 @@ def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
     yield gauge("workers", "Workers by state; silent ones have missed a lease.", ["state"], _workers)
     yield gauge("worker_tokens_per_second", "As the worker measures it.", ["worker"], _per_worker("tokens_per_s"))
     yield gauge("worker_groups_held", "Leases that a worker holds.", ["worker"], _per_worker("holds"))
+    yield gauge("worker_engine_requests", "Running and waiting in its engine.", ["worker"], _per_worker("requests"))
+    yield counter("worker_groups_failed", "Failed in its hands.", ["worker"], _per_worker("failed"))
+    yield counter("worker_judgements", "Answers of its judges.", ["worker"], _per_worker("judged"))
+    yield counter("worker_judge_seconds", "What it waited for them.", ["worker"], _per_worker("judging_ms", 0.001))
     yield gauge("leases", "Groups that run or are judged.", [], _one(lambda s: s.leases))
     yield gauge("leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue))
     yield gauge("dead_letters", "Groups that failed for good and wait for an operator.", [], _one(lambda s: s.dead))
@@ -203,8 +207,11 @@ def _workers(snap: Snapshot) -> Cells:
     return (((state,), number) for state, number in counts.items())
 
 
-def _per_worker(field: str) -> Any:
-    return lambda snap: (((worker["id"],), float(worker.get(field, 0))) for worker in snap.live_workers)
+def _per_worker(field: str, scale: float = 1.0) -> Any:
+    def read(snap: Snapshot) -> Cells:
+        return (((w["id"],), scale * float(w[field])) for w in snap.live_workers if w.get(field))
+
+    return read
 
 
 def _marks(snap: Snapshot) -> Cells:

@@ -70,6 +70,7 @@ class Worker:
         while not self.stopping:
             held = list(self.held.items())
             about = [self.limits["lease_ms"], self.ack, self.weights, "working" if held else "idle", 0, self.done, 1]
+            about += ["", 0, 0, 0]  # requests in the engine, failures, judgements and their milliseconds: for people
             pairs = [part for pair in held for part in pair]
             reply = self.call("heartbeat", "", [self.id, self.nonce, *about, *pairs])
             if reply[0] == "OK":

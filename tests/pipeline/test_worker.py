@@ -14,7 +14,9 @@ from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
 from producer_workers import worker as worker_module
 from producer_workers.engines.base import EngineDeadError
-from tests.pipeline.yard import FIRST, LONG, SLOW_S, WatchedEngine, Yard, versions
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge_times import JudgeTimes
+from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, WatchedEngine, Yard, versions
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -290,3 +292,51 @@ def test_results_are_kept_and_handed_in_when_the_server_was_full(own_server: Emb
     assert yard.counters().get("leases_lost", 0) == 0
     yard.check()
     store.close()
+
+
+# -- mixed fleets ------------------------------------------------------------
+
+
+def test_workers_serve_only_the_lanes_that_they_are_for(yard: Yard) -> None:
+    begun, fresh = yard.enqueue(2, LONG), []
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker("begins", token_s=SLOW_S, lanes=["fresh"], partial_rollout=True)) as engine:
+            await yard.until_generating(engine, 4)
+            await yard.receipts(yard.control(Mode.ABORT))
+            yard.control(Mode.RUN)
+            assert yard.reissue() == 2
+            fresh.extend(yard.enqueue(2))
+            await yard.until(lambda: yard.places() == {"waiting": 2, "completed": 2})
+        async with yard.working(yard.worker("ends", token_s=FAST_S, lanes=["resume"], partial_rollout=True)):
+            await yard.until_places(completed=4)
+
+    asyncio.run(scenario())
+    assert len(yard.group(begun[0]).response_ids) == 2 * LONG[0]
+    yard.check()
+
+
+def test_a_worker_says_how_it_fares(yard: Yard) -> None:
+    poison = yard.enqueue(4)[0]
+
+    async def judge(*, ground_truth: str, **_: Any) -> float:
+        await asyncio.sleep(0.01)
+        if ground_truth == poison:
+            raise ValueError("no")
+        return 1.0
+
+    times = JudgeTimes()
+    watched = times.watch(FunctionJudge("slow", judge))
+
+    async def scenario() -> None:
+        worker = yard.worker(judge=watched, judge_times=times)
+        async with yard.working(worker):
+            await yard.until_places(completed=3, dead=1)
+            await yard.until(lambda: yard.run.fleet.workers()[0].get("failed") == "3")
+            (row,) = yard.run.fleet.workers()
+            assert (row["done"], row["requests"]) == ("3", "0")
+            judged, judging_ms = int(row["judged"]), int(row["judging_ms"])
+            assert judged == 2 * 3 + 2 * 3, "two rollouts each, three tries of the poisoned one"
+            assert judging_ms >= 10 * judged
+
+    asyncio.run(scenario())
