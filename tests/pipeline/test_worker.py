@@ -332,11 +332,9 @@ def test_a_worker_says_how_it_fares(yard: Yard) -> None:
         worker = yard.worker(judge=watched, judge_times=times)
         async with yard.working(worker):
             await yard.until_places(completed=3, dead=1)
-            await yard.until(lambda: yard.run.fleet.workers()[0].get("failed") == "3")
-            (row,) = yard.run.fleet.workers()
-            assert (row["done"], row["requests"]) == ("3", "0")
-            judged, judging_ms = int(row["judged"]), int(row["judging_ms"])
-            assert judged == 2 * 3 + 2 * 3, "two rollouts each, three tries of the poisoned one"
-            assert judging_ms >= 10 * judged
+            # two rollouts each, three tries of the poisoned one
+            fares = {"done": "3", "failed": "3", "requests": "0", "judged": str(2 * 3 + 2 * 3)}
+            await yard.until(lambda: fares.items() <= yard.run.fleet.workers()[0].items())
+            assert int(yard.run.fleet.workers()[0]["judging_ms"]) >= 12 * 5
 
     asyncio.run(scenario())
