@@ -88,13 +88,9 @@ class TrainingConfig(ConfigFile):
     def _evaluation_fits(self) -> TrainingConfig:
         section, interval = self.evaluation, self.policy.sync_weights_interval
         if section.every_steps is not None and section.every_steps % interval:
-            raise ValueError(
-                f"[evaluation] every_steps: not a multiple of [policy] sync_weights_interval = {interval}"
-            )
+            raise ValueError(f"[evaluation] every_steps: not a multiple of [policy] sync_weights_interval = {interval}")
         if section.flow == "exclusive" and self.policy.pause_mode == "keep":
-            raise ValueError(
-                "[evaluation] flow = exclusive needs [policy] pause_mode abort or drain: keep freezes all"
-            )
+            raise ValueError("[evaluation] flow = exclusive needs [policy] pause_mode abort or drain: keep freezes all")
         return self
 
     def evaluation_size(self, task: str) -> int:

@@ -33,6 +33,10 @@ class Critic:
         self.parameters |= {f"head.{name}": p for name, p in self.head.named_parameters()}
         self._optimizer = torch.optim.AdamW(self.parameters.values(), lr=config.learning_rate, weight_decay=0.0)
 
+    def on_device(self) -> tuple[list[nn.Module], torch.optim.Optimizer]:
+        """What of it takes memory of the device, for `DeviceShare`."""
+        return [self.body, self.head], self._optimizer
+
     @torch.no_grad()
     def values(self, batch: MicroBatch) -> Tensor:
         """What the rest of a rollout is worth, before each of its N response tokens: float32[N]."""

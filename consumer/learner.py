@@ -124,6 +124,10 @@ class Learner:
         """Everything a resume needs of this rank, on the CPU; names in `consumer.learner_state`."""
         return capture(self.parameters, self._optimizer, self.step, self.device)
 
+    def on_device(self) -> tuple[list[torch.nn.Module], torch.optim.Optimizer]:
+        """What of it takes memory of the device, for `DeviceShare`."""
+        return [module for module in (self._policy, self.reference) if module is not None], self._optimizer
+
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_tensors()`. ModelError, and nothing changed, if they are of another model."""
         self.step = restore(state, self.parameters, self._optimizer, self.device)

@@ -25,6 +25,7 @@ from buffer.run import Run
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.critic import Critic
+from consumer.device_share import DeviceShare
 from consumer.evaluation_plan import EvaluationPlan, say_why
 from consumer.learner import Learner
 from consumer.model_folder import copy_tokenizer
@@ -86,6 +87,10 @@ class Trainer:
         self._weights.clear()
         self._learner = self._load_learner()
         self._controller = self._make_controller()
+        parts = [part.on_device() for part in (self._controller.learner, self._controller.critic) if part]
+        self._share = DeviceShare(self._learner.device, parts)
+        if self._is_colocated:
+            self._share.sleep()
         if position.step:  # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
@@ -185,7 +190,7 @@ class Trainer:
 
     @contextmanager
     def _devices(self, timing: Timing) -> Iterator[None]:
-        """Training has the devices for itself: where they are shared, the run is paused meanwhile.
+        """Training has the devices for itself: where they are shared, the run is paused, and else the learner sleeps.
 
         Dying in here leaves it paused; the next trainer begins with publishing its weights, and continues it.
         """
@@ -194,7 +199,8 @@ class Trainer:
             return
         with self.consumer.paused(self._config.policy.pause_mode) as seconds:
             timing.pause = seconds
-            yield
+            with self._share.awake():
+                yield
 
     @property
     def _is_colocated(self) -> bool:
@@ -227,6 +233,8 @@ class Trainer:
         self._weights.prune()
         try:
             if self._evaluations.is_exclusive and self._evaluations.tasks(weights.version, self._run.limits.steps):
+                if self._is_colocated:
+                    self._share.sleep()
                 self.consumer.pause(mode, lanes="eval")
                 self._evaluate()
         finally:

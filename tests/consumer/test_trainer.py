@@ -241,6 +241,40 @@ def test_weights_are_evaluated_every_so_many_steps_and_training_is_the_same(
     assert run.account.fsck().clean
 
 
+def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_device(
+    run: Run,
+    config: TrainingConfig,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines sleep in an abort without open lanes (tests/pipeline/test_colocated.py); the learner sleeps otherwise."""
+    changes: dict[str, Any] = {"policy": {"pause_mode": "abort"}, "trainer": config.trainer.model_dump()}
+    changes["trainer"]["flow"] = "colocated"
+    config = TrainingConfig.model_validate(config.model_dump() | changes)
+    config.run.folder.mkdir()
+    trainer = Trainer(run, config, model_dir)
+    turns: list[tuple[str, bool, str]] = []
+
+    def watched(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            state = run.control.state()
+            turns.append((name, trainer._share.is_asleep, " ".join([state.mode, *state.lanes])))
+            return method(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Learner, "train", watched(Learner.train, "train"))
+    monkeypatch.setattr(RolloutConsumer, "take_batch", watched(RolloutConsumer.take_batch, "take"))
+    with at_work(run, stamp=0, math=DRAWS):
+        assert trainer.fit(take_over=True)
+    assert turns == [("take", True, "run eval resume fresh"), ("train", False, "abort")] * STEPS
+    gids = [step.gids for step in history(config).steps]
+    assert gids == undisturbed.setdefault("gids", gids)
+    for name, tensor in undisturbed.setdefault("state", last_state(config)).items():
+        assert torch.equal(tensor, last_state(config)[name]), name
+
+
 def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_further_step(
     make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path
 ) -> None:
