@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-
 Part = tuple[Sequence[nn.Module], torch.optim.Optimizer]
 
 
