@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan, new_folder
 from tests.chaos.history import read_history
 from tests.chaos.mutations import MUTATIONS
-from tests.chaos.report import lines, write_report
+from tests.chaos.report import lines, recoveries, write_report
 
 
 def say(text: str) -> None:
@@ -27,7 +27,7 @@ def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> bool:
     verdict = chaos.run()
     events = read_history(chaos.folders.history)
     path = write_report(chaos.folders.root, asdict(plan), verdict, events)
-    for line in lines(verdict):
+    for line in lines(verdict, recoveries(events)):
         say(line)
     say(f"{'clean' if verdict.clean else 'NOT CLEAN'}; report: {path}")
     return verdict.clean

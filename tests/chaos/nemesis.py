@@ -50,6 +50,7 @@ ROOM_BYTES = 20_000
 """What still fits on a full disk."""
 
 OF_PROCESSES = ("kill", "freeze", "term_kill", "term", "replace")
+"""What hits a process: dealt once all but one are at work."""
 
 PAST_LEASE_S = 1.4 * LEASE_MS / 1000
 SPELL_S = 0.6 * LEASE_MS / 1000

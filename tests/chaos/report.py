@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,32 @@ COLOURS = {"wire": "#4c72b0", "server": "#c44e52", "SIG": "#dd8452", "replaced":
 def write_report(folder: Path, plan: Any, verdict: Verdict, events: Sequence[Event]) -> Path:
     """`report.json` and `timeline.png` in `folder`; the former's path."""
     problems = {kind: texts for kind, texts in verdict.problems.items() if texts}
-    report = {"plan": plan, "clean": verdict.clean, "figures": verdict.figures, "problems": problems}
+    figures = verdict.figures | {"recovery_s_by_kind": recoveries(events)}
+    report = {"plan": plan, "clean": verdict.clean, "figures": figures, "problems": problems}
     path = folder / "report.json"
     path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     plot_timeline(folder / "timeline.png", events)
     return path
 
 
-def lines(verdict: Verdict) -> list[str]:
+def recoveries(events: Sequence[Event]) -> dict[str, float]:
+    """By kind of fault, the longest time in seconds until a result was taken or a batch delivered again."""
+    progress = sorted(time for times in _progress(events).values() for time in times)
+    found: dict[str, float] = {}
+    for event in events:
+        if event["op"] == "fault" and (place := bisect_right(progress, event["t"])) < len(progress):
+            seconds = round(progress[place] - event["t"], 2)
+            found[event["kind"]] = max(seconds, found.get(event["kind"], 0.0))
+    return found
+
+
+def lines(verdict: Verdict, recovered: Mapping[str, float]) -> list[str]:
     """The figures, and the first ten problems of each kind."""
     figures = dict(verdict.figures)
     by_kind = figures.pop("faults_by_kind")
     told = [f"{name.replace('_', ' '):>24}  {value}" for name, value in figures.items()]
-    told += [f"{count:>24}  {kind}" for kind, count in by_kind.items()]
+    for kind, number in by_kind.items():
+        told.append(f"{number:>24}  {kind}; went on within {recovered.get(kind, 0.0):g} s")
     return told + [f"PROBLEM {kind}: {text}" for kind, texts in verdict.problems.items() for text in texts[:10]]
 
 
