@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan
-from tests.chaos.mutations import MUTATIONS, scripts_of
+from tests.chaos.mutations import MUTATIONS
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -28,8 +28,3 @@ def test_this_build_is_clean(fsync: str, tmp_path: Path) -> None:
 def test_an_empty_server_is_noticed_and_filled_again_by_name(tmp_path: Path) -> None:
     verdict = EmptyServerRun(Plan(seed=3, seconds=20.0, faults=0), tmp_path, print).run()
     assert verdict.clean, verdict
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_still_fit_the_scripts(name: str) -> None:
-    assert scripts_of(name)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.history import Event
+from tests.chaos.mutations import MUTATIONS, scripts_of
 
 BATCH, STEPS, THRESHOLD = 2, 4, 2
 RULES = Rules(threshold=THRESHOLD, rows=3, answer_of=str)
@@ -224,3 +225,8 @@ def test_an_enqueue_without_an_answer_may_have_happened() -> None:
     final(story)["cursors"]["t"] = 11
     final(story)["places"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
     assert judge(story).clean, judge(story)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_of_the_harness_still_fit_the_scripts(name: str) -> None:
+    assert scripts_of(name)
