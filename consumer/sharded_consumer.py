@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from buffer.batch_status import ProduceBatchStatus
 from buffer.errors import CheckpointNow, Fenced, PayloadMissing, RolloutMQError, WireError
 from buffer.group import RolloutGroup
 from buffer.manifest import Manifest, ManifestEntry
@@ -31,6 +32,7 @@ from buffer.payloads import checksum
 from buffer.recovery.position import Position
 from buffer.run import Run
 from consumer.batch import Batch, Stopped
+from consumer.batch_outlook import status_of_taken
 from consumer.batch_reader import MAX_QUARANTINED
 from consumer.ranks import Ranks
 from consumer.rollout_consumer import RolloutConsumer
@@ -82,19 +84,20 @@ class ShardedConsumer:
         when one of them fails otherwise, or the ranks do not hold the same manifest.
         """
 
-        def take() -> tuple[list[str], list[int], float]:
+        def take() -> tuple[list[str], list[int], float, str]:
             assert self.leader
             started = time.monotonic()
             manifest = self.leader.take_manifest(step, counts, strict=strict, deadline_s=deadline_s)
-            return manifest.lines, self._tokens(manifest), time.monotonic() - started
+            status = status_of_taken(self._run, step).value
+            return manifest.lines, self._tokens(manifest), time.monotonic() - started, status
 
-        lines, tokens, waited_s = self._on_leader(take)
+        lines, tokens, waited_s, status = self._on_leader(take)
         for _ in range(MAX_QUARANTINED + 1):
             manifest = Manifest.parse(step, lines)
             groups, problems = self._read_share(manifest, balanced_shares(tokens, self.ranks.size)[self.ranks.rank])
             bad = self._agree(manifest, problems)
             if not bad:
-                return Batch(step, groups, manifest, waited_s)
+                return Batch(step, groups, manifest, waited_s, ProduceBatchStatus(status))
             lines, tokens = self._on_leader(partial(self._put_aside, step, bad))
         raise StepFailed(f"step {step}: more than {MAX_QUARANTINED} groups of the batch cannot be read")
 
