@@ -166,8 +166,7 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
             yard.publish(1)
             take(consumer, 2)
             second = yard.run.control.holder("producer")
-            assert second.is_alive
-            assert second.nonce != first.nonce
+            assert second.nonce not in ("", first.nonce)
             processes[1].kill()
             processes[1].wait()
             yard.publish(2)

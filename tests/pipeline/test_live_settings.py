@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
-import pytest
 
 from buffer.config.loader import parse_settings
+from buffer.control import Mode
 from buffer.limits import TaskLimits
 from buffer.live_settings import LiveSettings
 from buffer.rollout import SampleParams
@@ -19,7 +19,7 @@ from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.datasets.jsonl import JsonlDataset
 from producer_workers.sampler import Sampler
 from producer_workers.strategy import strategies_of
-from tests.pipeline.yard import TASK, Letters, Yard
+from tests.pipeline.yard import LONG, SLOW_S, TASK, Letters, Yard
 
 
 def change(yard: Yard, *assignments: str) -> None:
@@ -73,22 +73,26 @@ def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
     assert yard.store.control.hget(yard.run.keys.meta, "limits_version") == b"3"
 
 
-@pytest.mark.parametrize("room", [1, 3])
-def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard, room: int) -> None:
-    yard.enqueue(40, (30, 30))
+def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> None:
+    """Groups that never end: what is held is what it may hold, and nothing else."""
+    yard.enqueue(10, LONG)
 
     async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=0.004, concurrency=6)):
-            await yard.until(lambda: yard.leases() > 3)
-            change(yard, f"concurrency={room}")
-            # what it holds is not taken away; then it has no more than this at a time
-            await yard.until(lambda: 0 < yard.leases() <= room)
-            held = []
-            while yard.places().get("waiting", 0) > 4:
-                held.append(yard.leases())
-                await asyncio.sleep(0.005)
-            assert held
-            assert max(held) <= room
+        async with yard.working(yard.worker(token_s=SLOW_S, concurrency=6, drain_timeout_s=0.0)):
+            await yard.until(lambda: yard.leases() == 6)
+            change(yard, "concurrency=8")
+            await yard.until(lambda: yard.leases() == 8)
+            change(yard, "concurrency=2")
+            await yard.until(lambda: yard.run.limits.concurrency == 2)
+            # what it holds is not taken away; from now on there is room for two
+            assert yard.leases() == 8
+            await yard.receipts(yard.control(Mode.ABORT))
+            yard.control(Mode.RUN)
+            assert yard.reissue() == 8
+            await yard.until(lambda: yard.leases() == 2)
+            await asyncio.sleep(0.3)
+            assert yard.leases() == 2
 
     asyncio.run(scenario())
-    assert set_events(yard) == [f"concurrency={room}"]
+    assert set_events(yard) == ["concurrency=8", "concurrency=2"]
+    yard.check()
