@@ -91,6 +91,12 @@ class RolloutGroup:
         return np.array([r.get("score", np.nan) for r in rewards], "<f4")
 
     @property
+    def sessions(self) -> list[str]:
+        """What each member belongs to: segments of one session share it, any other rollout is one of its own."""
+        ids = (m.get("session_id") for m in self.members)
+        return [f"{self.members[n]['index']}/{name}" if name else f"#{n}" for n, name in enumerate(ids)]
+
+    @property
     def status(self) -> Status:
         return group_status(m["status"] for m in self.members)
 

@@ -26,6 +26,37 @@ Floats = NDArray[np.float64]
 AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"]
 
 
+Sessions = Sequence[Sequence[str]]
+"""The session of each rollout of each group."""
+
+
+def session_advantages(
+    estimator: AdvantageEstimator, scores: Scores, lengths: Lengths, sessions: Sessions
+) -> NDArray[np.float32]:
+    """`estimate_advantages`, where one session of an agent may have several rollouts (its segments), with one reward.
+
+    A session counts once in what it is compared with, however many segments it has; all of them get its advantage.
+    """
+    if all(len(set(names)) == len(names) for names in sessions):
+        return estimate_advantages(estimator, scores, lengths)
+    places = [np.unique(names, return_index=True, return_inverse=True) for names in map(np.array, sessions)]
+    first = [np.sort(firsts) for _, firsts, _ in places]
+    per_session = estimate_advantages(
+        estimator,
+        [score[ones] for score, ones in zip(scores, first, strict=True)],
+        [
+            np.bincount(inverse, length).astype("<i4")[np.argsort(firsts)]
+            for length, (_, firsts, inverse) in zip(lengths, places, strict=True)
+        ],
+    )
+    found, start = [], 0
+    for _, firsts, inverse in places:
+        own = per_session[start : start + len(firsts)]
+        found.append(own[np.argsort(np.argsort(firsts))][inverse])
+        start += len(firsts)
+    return np.concatenate(found)
+
+
 def estimate_advantages(estimator: AdvantageEstimator, scores: Scores, lengths: Lengths) -> NDArray[np.float32]:
     """The estimator of that name; `lengths` matter to opo alone."""
     return opo_advantages(scores, lengths) if estimator == "opo" else _OF_SCORES[estimator](scores)

@@ -26,7 +26,7 @@ from torch import Tensor
 from buffer.errors import ConfigError
 from buffer.group import RolloutGroup
 from buffer.rollout import PolicyVersion
-from consumer.advantages import AdvantageEstimator, estimate_advantages
+from consumer.advantages import AdvantageEstimator, session_advantages
 from consumer.critic import Critic, packed_gae
 from consumer.learner import Learner
 from consumer.model_folder import copy_tokenizer
@@ -127,13 +127,14 @@ class TrainController:
 
     def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
         """One per rollout of this rank, float32[sum k]. Estimators that look at the whole batch see all ranks'."""
-        said = self.learner.ranks.say([[self._scores(g).tolist(), g.lengths.tolist()] for g in groups])
+        said = self.learner.ranks.say([[self._scores(g).tolist(), g.lengths.tolist(), g.sessions] for g in groups])
         everywhere = [group for rank in said for group in rank]
         scores = [np.array(group[0], np.float32) for group in everywhere]
         lengths = [np.array(group[1], np.int32) for group in everywhere]
         first = sum(len(group[0]) for rank in said[: self.learner.ranks.rank] for group in rank)
         estimator = "grpo" if self._estimator == "gae" else self._estimator
-        advantages = estimate_advantages(estimator, scores, lengths)
+        sessions = [group[2] for group in everywhere]
+        advantages = session_advantages(estimator, scores, lengths, sessions)
         return advantages[first : first + sum(len(group) for group in groups)]
 
     def state_tensors(self) -> dict[str, Tensor]:

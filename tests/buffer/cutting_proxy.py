@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -27,6 +28,8 @@ class CuttingProxy:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for end in self._open:
+            with suppress(OSError):  # its relay has ended it
+                end.shutdown(socket.SHUT_RDWR)
             end.close()
 
     def _accept(self) -> None:

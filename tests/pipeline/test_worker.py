@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 
 from buffer.control import Mode, new_nonce
 from buffer.errors import Fenced, LostRun
+from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
 from producer_workers import worker as worker_module
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge_times import JudgeTimes
+from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, WatchedEngine, Yard, versions
 from tests.servers import KINDS
 
@@ -292,6 +295,42 @@ def test_results_are_kept_and_handed_in_when_the_server_was_full(own_server: Emb
     assert yard.counters().get("leases_lost", 0) == 0
     yard.check()
     store.close()
+
+
+def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """The worker keeps what it made, and hands it in when the network is back: too late, and told so."""
+    socket = tmp_path / "network"
+    network = CuttingProxy(own_server.url.removeprefix("unix://"), socket)
+    store, behind = Store(own_server.url, deadline_s=5.0), Store(network.url, deadline_s=0.3)
+    yard = Yard(store, "broken", tmp_path)
+    away = copy.copy(yard)
+    away.run = Run.open(behind, "broken")
+    gids = yard.enqueue(2, (300, 300))
+
+    async def scenario() -> dict[str, str]:
+        nonlocal network
+        lost = away.worker("lost", token_s=SLOW_S)
+        async with away.working(lost) as engine:
+            await yard.until_generating(engine, 4)
+            network.close()
+            async with yard.working(yard.worker("near")):
+                await yard.until_places(completed=2)
+            winners = {gid: yard.run.record(gid)["payload"] for gid in gids}
+            await yard_is_idle(engine)
+            assert lost._work, "it holds on to what it made"
+            socket.unlink()
+            network = CuttingProxy(own_server.url.removeprefix("unix://"), socket)
+            await yard.until(lambda: not lost._work)
+        return winners
+
+    winners = asyncio.run(scenario())
+    assert {gid: yard.run.record(gid)["payload"] for gid in gids} == winners
+    assert (yard.counters()["leases_lost"], yard.counters()["produced_samples"]) == (2, 4)
+    yard.check()
+    for opened in (store, behind, network):
+        opened.close()
 
 
 # -- mixed fleets ------------------------------------------------------------

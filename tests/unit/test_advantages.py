@@ -22,6 +22,7 @@ from consumer.advantages import (
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     rloo_advantages,
+    session_advantages,
 )
 from consumer.overlong import overlong_penalty
 
@@ -138,3 +139,23 @@ def test_advantages_refuse_a_group_when_a_score_is_missing() -> None:
 
 def test_advantages_are_empty_for_an_empty_batch() -> None:
     assert grpo_advantages([]).shape == (0,)
+
+
+@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
+def test_a_session_counts_once_however_many_segments_it_has(estimator: AdvantageEstimator) -> None:
+    """Groups of sessions with segments are as groups of whole rollouts, whose advantages their segments share."""
+    dice = np.random.default_rng(5)
+    whole, cut = [], []
+    for _ in range(30):
+        reward, tokens = dice.random(4).astype("<f4"), dice.integers(3, 90, 4).astype("<i4")
+        order = dice.permutation(np.repeat(np.arange(4), dice.integers(1, 4, 4)))
+        # segments of a session share its length, one way or another
+        parts = np.array([tokens[s] if place == np.argmax(order == s) else 0 for place, s in enumerate(order)], "<i4")
+        assert (np.bincount(order, parts) == tokens).all()
+        whole.append((reward, tokens))
+        cut.append((reward[order], parts, [f"s{number}" for number in order]))
+    once = estimate_advantages(estimator, [s for s, _ in whole], [n for _, n in whole])
+    scores, lengths, sessions = zip(*cut, strict=True)
+    found = session_advantages(estimator, scores, lengths, sessions)
+    expected = [once[4 * g + int(name[1:])] for g, (*_, names) in enumerate(cut) for name in names]
+    assert found == pytest.approx(np.array(expected), abs=1e-6)

@@ -167,6 +167,7 @@ def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path)
     (group,) = rehearse([problem], judge=lambda **_: 0.5, agent_loop=in_chat(loop, chat), **given)
     assert [(m["index"], m["session_id"][-2:]) for m in group.members] == [(0, "/0"), (0, "/0"), (1, "/1"), (1, "/1")]
     assert group.scores.tolist() == [0.5] * 4
+    assert [group.sessions.index(session) for session in group.sessions] == [0, 0, 2, 2]
     engine.check([s.model_copy(update={"response_mask": _mask(s)}) for s in group.states])
     with pytest.raises(RehearsalError, match="exited with 1: cannot go on"):
         rehearse([{"question": "fail", "answer": ""}], judge=lambda **_: 0.0, agent_loop=in_chat(loop, chat), **given)
