@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.engine import engine
 from benchmarks.figure import Figure
 from benchmarks.idle import idle
 from benchmarks.memory import memory
@@ -33,6 +34,9 @@ class Size:
     paused_workers: int
     crowds: tuple[int, ...]
     """workers that cost the server"""
+    engine_groups: int
+    engine_rounds: int
+    """0: no vLLM engine is started"""
 
 
 FULL = Size(
@@ -46,6 +50,8 @@ FULL = Size(
     pauses=300,
     paused_workers=64,
     crowds=(1, 10, 30, 100, 300, 1000),
+    engine_groups=96,
+    engine_rounds=5,
 )
 QUICK = Size(
     groups=64,
@@ -58,6 +64,8 @@ QUICK = Size(
     pauses=10,
     paused_workers=64,
     crowds=(1, 30, 100),
+    engine_groups=48,
+    engine_rounds=2,
 )
 TINY = Size(
     groups=8,
@@ -70,6 +78,8 @@ TINY = Size(
     pauses=2,
     paused_workers=2,
     crowds=(1, 2),
+    engine_groups=1,
+    engine_rounds=0,
 )
 """Only shows that everything runs; its figures mean nothing."""
 
@@ -103,6 +113,10 @@ def _scale(server: BenchServer, size: Size) -> Iterator[Figure]:
     return scale(server, size.crowds)
 
 
+def _engine(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return engine(server, size.engine_groups, size.engine_rounds)
+
+
 SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "put": _put,
     "take": _take,
@@ -111,8 +125,9 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "scale": _scale,
     "pause": _pause,
     "idle": _idle,
+    "engine": _engine,
 }
-IN_MEMORY_ONLY, DURABLE_ONLY = {"scaling"}, {"idle"}
+IN_MEMORY_ONLY, DURABLE_ONLY = {"scaling"}, {"idle", "engine"}
 
 
 def run_suite(names: list[str], size: Size) -> Iterator[Figure]:

@@ -33,6 +33,9 @@ CPU_DEFAULTS = {
     "enforce_eager": True,
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 1 << 30,
+    # Up to 0.32 a seeded request whose prefill is cut in two ends a CPU engine ("CPU Generator does not use offset");
+    # after an update all that run are prefilled again, and together need more than one step.
+    "enable_chunked_prefill": False,
 }
 
 

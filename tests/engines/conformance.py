@@ -303,3 +303,13 @@ class ModelContract(EngineContract):
         with pytest.raises(GenerationError, match=r"too long|maximum"):
             run(engine.generate("too long", np.full(5000, 40, dtype=np.int32), sampling(4)))
         assert len(run(generate(engine, sampling(4))).token_ids) == 4
+
+    def test_seeded_prompts_that_do_not_fit_into_one_step_are_answered(self, engine: Engine, run: Run[Any]) -> None:
+        """A prefill that is cut in two has ended vLLM's CPU engine, if the request had a seed."""
+        prompts = [np.full(1500, 40 + place, dtype=np.int32) for place in range(3)]
+
+        async def scenario() -> list[Generation]:
+            calls = (engine.generate(f"long {n}", ids, sampling(4, seed=n)) for n, ids in enumerate(prompts))
+            return await asyncio.gather(*calls)
+
+        assert [len(made.token_ids) for made in run(scenario())] == [4, 4, 4]

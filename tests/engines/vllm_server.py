@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 ARGUMENTS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
     *("--max-num-seqs", "32", "--kv-cache-memory-bytes", "64M", "--logprobs-mode", "processed_logprobs"),
+    "--no-enable-chunked-prefill",  # see CPU_DEFAULTS in producer_workers/engines/vllm_api.py
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
     *("--worker-extension-cls", "producer_workers.engines.vllm_worker_extension.WeightLoader"),
 ]
