@@ -32,6 +32,10 @@ class TrainerSection(Section):
     with the batch: reinforce_pp, reinforce_pp_baseline; or with what a critic expected: gae ([critic])"""
     overlong_buffer_tokens: int | None = Field(None, ge=1)
     """scores fall linearly, by up to 1, over so many tokens before a response's max_tokens (DAPO); None: they do not"""
+    max_sequence_tokens: int | None = Field(None, ge=1)
+    """rollouts longer than this, with their prompt, are not trained (consumer/batch_filter.py); None: all are"""
+    mask_truncated: bool = False
+    """rollouts that ran into their max_tokens are not trained; their scores still count for the others"""
     checkpoint_every_steps: int = Field(5, ge=1)
     """a restart repeats at most so many steps"""
     keep_checkpoints: int = Field(2, ge=1)
@@ -42,6 +46,8 @@ class TrainerSection(Section):
     """how long a batch is awaited while no producer lives, before the trainer ends and says so; None: for ever"""
     device: str = "auto"
     """auto, cpu or cuda"""
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """where metrics go beside steps.jsonl: tensorboard (needs tensorboardX), wandb"""
 
     @property
     def is_gae(self) -> bool:

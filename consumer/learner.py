@@ -10,6 +10,7 @@ Invariant: a learner that loads the state of another one continues exactly as th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from buffer.errors import ModelError
 from consumer.importance import Samples
 from consumer.learner_config import LearnerConfig
 from consumer.learner_state import capture, restore
-from consumer.losses import TokenColumns, policy_loss, token_weights
+from consumer.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.model_folder import load_model, save_model
 from consumer.packing import GroupColumns, MicroBatch, Packer
 from consumer.ranks import ALONE, Ranks
@@ -118,6 +119,8 @@ class Learner:
         if config.decay_steps is None:
             return rate
         left = max(0.0, 1.0 - self.step / config.decay_steps)
+        if config.schedule == "cosine":
+            left = (1.0 - math.cos(math.pi * left)) / 2
         return rate * (config.final_rate + (1.0 - config.final_rate) * left)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -182,7 +185,7 @@ class Learner:
         sums = Counter(dict(zip(sums, self.ranks.sum(list(sums.values())), strict=True)))
         metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
         computed = max(1.0, sums.pop("tokens", 0.0))
-        metrics |= {name: value / computed for name, value in sums.items()}
+        metrics |= derived_metrics({name: value / computed for name, value in sums.items()})
         return metrics | {"batch/trained_share": computed / max(1.0, update.tokens)} | self._optimize(update)
 
     def _backward(self, update: Update, batch: MicroBatch, number: int) -> dict[str, float]:

@@ -69,7 +69,9 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """the rate rises linearly from 0 over this many optimizer steps"""
     decay_steps: int | None = Field(None, ge=1)
-    """the rate falls linearly to `final_rate` of itself over this many optimizer steps; unset: it stays"""
+    """the rate falls to `final_rate` of itself over this many optimizer steps; unset: it stays"""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """how it falls"""
     final_rate: float = Field(0.1, ge=0, le=1)
     updates_per_batch: int = Field(1, ge=1)
     """optimizer steps per batch: its groups are cut, in order, into this many parts"""

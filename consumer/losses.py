@@ -7,6 +7,7 @@ does not depend on how the batch was cut into micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -126,10 +127,31 @@ def _metrics(columns: TokenColumns, surrogate: Surrogate, correction: Correction
         "policy/kl_old": kl_estimate("k3", columns.logprobs, columns.old_logprobs),
         "policy/clip_fraction": surrogate.clipped,
         "mismatch/importance": correction.weights,
+        "mismatch/importance_square": correction.weights.square(),
         "mismatch/dropped_fraction": correction.dropped.float(),
         "mismatch/abs_logprob": (columns.logprobs - columns.rollout_logprobs).abs(),
         "mismatch/kl": kl_estimate("k3", columns.logprobs, columns.rollout_logprobs),
+        "mismatch/log_ppl": -columns.logprobs,
+        "mismatch/rollout_log_ppl": -columns.rollout_logprobs,
     }
     if columns.ref_logprobs is not None:
         values = {**values, "policy/kl_ref": kl_estimate("k3", columns.logprobs, columns.ref_logprobs)}
     return {name: torch.where(columns.mask > 0, v, 0.0).sum().detach() for name, v in values.items()}
+
+
+def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:
+    """What follows from means over trained tokens, with the means that only served for it taken out.
+
+    mismatch/ess: effective share of the tokens under the correction's weights, (sum w)^2 / (n sum w^2) (Kish 1965);
+    mismatch/ppl, rollout_ppl: perplexity of the response under the trainer and as sampled; mismatch/ppl_ratio of them.
+    """
+    if "mismatch/importance" not in means:
+        return dict(means)
+    rest = dict(means)
+    square, trainer, rollout = (rest.pop(f"mismatch/{n}") for n in ("importance_square", "log_ppl", "rollout_log_ppl"))
+    return rest | {
+        "mismatch/ess": rest["mismatch/importance"] ** 2 / square if square else 0.0,
+        "mismatch/ppl": math.exp(min(trainer, 80.0)),
+        "mismatch/rollout_ppl": math.exp(min(rollout, 80.0)),
+        "mismatch/ppl_ratio": math.exp(max(-80.0, min(trainer - rollout, 80.0))),
+    }

@@ -115,10 +115,11 @@ class Packer:
         """The micro-batches of one rank, of a batch that all ranks hold; without advantages, which are not known yet.
 
         Rollouts are dealt out by their tokens (`balanced_shares`), and every rank gets as many micro-batches, at the
-        end empty ones: with sharded weights, all take part in every forward pass. `rollout` numbers those of the batch.
+        end empty ones: with sharded weights, all take part in every forward pass. Rollouts without a trained token are
+        left out. `rollout` numbers those of the batch.
         """
         columns = _Samples.gather(groups, np.zeros(sum(len(group.lengths) for group in groups), np.float32))
-        wanted = (columns.lengths > 0) & (True if keep is None else keep)
+        wanted = (columns.trained > 0) & (True if keep is None else keep)
         chosen = np.flatnonzero(wanted)
         shares = [chosen[share] for share in balanced_shares(columns.totals[chosen].tolist(), ranks)]
         plans = [list(self._place(columns.totals, _longest_first(columns.totals, share))) for share in shares]
@@ -188,6 +189,13 @@ class _Samples:
     def totals(self) -> Ints:
         """Tokens of prompt and response, int64[S]."""
         return self.prompt_lengths + self.lengths
+
+    @property
+    def trained(self) -> Ints:
+        """Trained tokens of each, int64[S]."""
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.mask, dtype=np.int64)])
+        counts: Ints = before[self.starts + self.lengths] - before[self.starts]
+        return counts
 
     @classmethod
     def gather(cls, groups: Sequence[GroupColumns], advantages: NDArray[np.float32]) -> _Samples:

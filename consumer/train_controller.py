@@ -1,6 +1,6 @@
 """A train step in one call, or in the steps it consists of (XTuner's `TrainController`).
 
-    controller.fit(groups)                                    # the same as
+    controller.fit(groups)                                    # the same, of usable groups, as
     batch = controller.pack_pad_dispatch(groups)
     batch = controller.compute_old_logprobs(batch)
     batch = controller.compute_ref_logprobs(batch)
@@ -27,6 +27,8 @@ from buffer.errors import ConfigError
 from buffer.group import RolloutGroup
 from buffer.rollout import PolicyVersion
 from consumer.advantages import AdvantageEstimator, session_advantages
+from consumer.batch_filter import BatchFilter
+from consumer.config import TrainingConfig
 from consumer.critic import Critic, packed_gae
 from consumer.learner import Learner
 from consumer.model_folder import copy_tokenizer
@@ -46,16 +48,31 @@ class TrainController:
         *,
         overlong_buffer_tokens: int | None = None,
         critic: Critic | None = None,
+        batch_filter: BatchFilter | None = None,
     ) -> None:
         if (advantages == "gae") != (critic is not None):
             raise ConfigError("advantages = gae needs a critic, and only it has one", hint="see [critic] of the config")
         self.learner, self.critic = learner, critic
         self._estimator, self._overlong = advantages, overlong_buffer_tokens
+        self._filter = batch_filter or BatchFilter()
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
         """of the newest batch: one per rollout; with a critic one per token, before they are scaled"""
 
+    @classmethod
+    def of(cls, config: TrainingConfig, learner: Learner, model_dir: Path) -> TrainController:
+        """As [trainer] and [critic] say; a critic starts from the model of that folder."""
+        section, seed, device = config.trainer, config.run.seed, learner.device.type
+        critic = Critic(model_dir, config.critic, device=device, seed=seed) if section.is_gae else None
+        usable = BatchFilter(section.max_sequence_tokens, mask_truncated=section.mask_truncated)
+        overlong = section.overlong_buffer_tokens
+        return cls(learner, section.advantages, overlong_buffer_tokens=overlong, critic=critic, batch_filter=usable)
+
     def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Train on one batch; metrics as of `Learner.train_step`."""
+        """Train on one batch, without what `BatchFilter` leaves out; metrics as of `Learner.train_step`."""
+        usable = self._filter.apply(groups)
+        return self._fit(usable.groups) | usable.metrics()
+
+    def _fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         if self.critic is None:
             self.advantages = self.outcome_advantages(groups)
             return self.learner.train_step(groups, self.advantages)
@@ -90,7 +107,7 @@ class TrainController:
             self.advantages = self.outcome_advantages(groups)
             batch.set_advantages(self.advantages)
             return batch
-        scores = torch.from_numpy(np.concatenate([self._scores(group) for group in groups]))
+        scores = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *map(self._scores, groups)]))
         config = self.critic.config
         for update in batch.updates:
             pairs = [
@@ -107,7 +124,7 @@ class TrainController:
         if self.critic is None:
             return metrics
         told = [self.critic.update(u.batches, u.values, u.returns) for u in batch.updates]
-        return metrics | {name: sum(t[name] for t in told) / len(told) for name in told[0]}
+        return metrics | {name: sum(t[name] for t in told) / len(told) for name in (told[0] if told else ())}
 
     def sync_weights(
         self, consumer: RolloutConsumer, transport: WeightsTransport, step: int, *, mode: PauseMode, tokenizer: Path

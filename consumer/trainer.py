@@ -24,10 +24,10 @@ from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
-from consumer.critic import Critic
 from consumer.device_share import DeviceShare
 from consumer.evaluation_plan import EvaluationPlan, say_why
 from consumer.learner import Learner
+from consumer.metric_writers import MetricWriter, open_writers
 from consumer.model_folder import copy_tokenizer
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from consumer.step_log import StepWriter
@@ -49,6 +49,7 @@ class Trainer:
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
         self._weights = open_transport(config, run)
         self._log = StepWriter(folder)
+        self._writers: list[MetricWriter] = []
         self.consumer = RolloutConsumer(run)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         launch = config.launch
@@ -77,6 +78,8 @@ class Trainer:
             self._checkpoint()
             return False
         finally:
+            for writer in self._writers:
+                writer.close()
             self.consumer.close()
         return True
 
@@ -91,6 +94,8 @@ class Trainer:
         self._share = DeviceShare(self._learner.device, parts)
         if self._is_colocated:
             self._share.sleep()
+        config = self._config
+        self._writers = open_writers(config.trainer.writers, config.run.folder, config.run.name, position.step + 1)
         if position.step:  # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
@@ -118,13 +123,9 @@ class Trainer:
         return learner
 
     def _make_controller(self) -> TrainController:
-        config, section, step = self._config, self._config.trainer, self._position.step
-        device = _device(section.device)
-        critic = Critic(self._model_dir, config.critic, device=device, seed=config.run.seed) if section.is_gae else None
-        overlong = section.overlong_buffer_tokens
-        controller = TrainController(self._learner, section.advantages, overlong_buffer_tokens=overlong, critic=critic)
-        if critic and step:
-            controller.load_state_tensors(self._read_state(self._checkpoints.path(step) / OPTIMIZER))
+        controller = TrainController.of(self._config, self._learner, self._model_dir)
+        if controller.critic and self._position.step:
+            controller.load_state_tensors(self._read_state(self._checkpoints.path(self._position.step) / OPTIMIZER))
         return controller
 
     @staticmethod
@@ -162,7 +163,9 @@ class Trainer:
         # before the checkpoint: a step that is in a checkpoint must be in the log, and only those of the one trainer
         self.consumer.check_role()
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
-        log.info("step", extra={"step": step, "reward": metrics["rewards/mean"]})
+        for writer in self._writers:
+            writer.write(step, metrics)
+        log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
         if step % self._config.trainer.checkpoint_every_steps == 0 or step == self._run.limits.steps:
             self._checkpoint()
         self._evaluations.poll()

@@ -20,8 +20,10 @@ from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.evaluations import read_evaluations
 from consumer.examples.plain_loop import train
+from consumer.model_folder import load_model
 from consumer.rollout_consumer import RolloutConsumer
 from tests.consumer.crew import MEMBERS, at_work, wait_until
+from tests.consumer.fsdp_ranks import KILLED
 from tests.servers import Server
 
 pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
@@ -74,17 +76,17 @@ class Site:
         facts = {"name": name, "folder": folder, "model": model, "loop": loop}
         self.file.write_text(CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8")
         self.config = load_config(TrainingConfig, self.file, [])
-        self.store, self._url = Store(server.url), server.url
+        self.store, self.url = Store(server.url), server.url
         self.run = create_run(self.store, self.config, model)
 
-    def start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rolloutmq", "train", str(self.file), "--take-over"]
-        env = os.environ | {"REDIS_URL": self._url}
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, *(arguments or ("-m", "rolloutmq", "train", str(self.file), "--take-over"))]
+        env = os.environ | {"REDIS_URL": self.url}
         with (self.file.parent / "train.log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
 
     def wait(self, process: subprocess.Popen[bytes]) -> int:
-        return process.wait(timeout=110)
+        return process.wait(timeout=280)
 
     def said(self) -> str:
         return (self.file.parent / "train.log").read_text(encoding="utf-8")[-4000:]
@@ -159,3 +161,22 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
     rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
     assert rewards
     assert all(reward == 0.5 for reward in rewards)  # those of the crew's groups: 0, 1, 0, 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site: Site, tmp_path: Path) -> None:
+    """The other rank notices; started again, both go on from the newest checkpoint that is whole."""
+    command = [sys.executable, "-m", "tests.consumer.fsdp_ranks", str(site.file), str(tmp_path), "3"]
+    env = os.environ | {"REDIS_URL": site.url}
+    with at_work(site.run, math=STEPS * GROUPS):
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    first, second = orjson.loads(done.stdout.splitlines()[-1])
+    assert first[1] == KILLED
+    assert first[0] not in (0, KILLED)
+    assert second == [0, 0], done.stderr.decode()[-4000:]
+    check(site)
+    folder = site.config.run.folder / "checkpoints" / f"step-{STEPS:06d}"
+    assert len(list(folder.glob("model-*.safetensors"))) == len(list(folder.glob("optimizer-*.safetensors"))) == 2
+    assert load_model(folder).num_parameters() > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from buffer import Run
 from buffer.config.loader import parse_settings
 from buffer.control import Mode
-from buffer.errors import Fenced, LostRun, ModelError
+from buffer.errors import Fenced, LedgerError, LostRun, ModelError
 from buffer.live_settings import LiveSettings
 from buffer.step_log import StepLog
 from consumer.checkpoint import CheckpointFolder
@@ -376,6 +377,50 @@ def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
     assert [step.step for step in history(config).steps] == list(range(1, STEPS + 2))
     assert history(config).trained_twice() == {}
     assert run.progress("math")["archived"] == str(GROUPS * STEPS)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["server whole", "server lost a step"])
+@pytest.mark.parametrize("left", [[4], []], ids=["older checkpoint", "no checkpoint"])
+def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
+    run: Run,
+    make_run: Callable[..., Run],
+    config: TrainingConfig,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    left: list[int],
+    lost: bool,
+) -> None:
+    """Its disk lost the newest checkpoints, the server perhaps its last second, too. What is kept is delivered again,
+    and the weights are the same; what was freed is generated again, in another order, where that is asked for."""
+    raw, original = run.store.at(run.keys.meta).control, StepWriter.add_step
+    moments: dict[int, Any] = {}
+
+    def remembering(self: StepWriter, step: int, *rest: Any) -> None:
+        moments[step] = remember(raw, run.name)
+        original(self, step, *rest)
+
+    with at_work(run, stamp=0, math=DRAWS), monkeypatch.context() as patch:
+        patch.setattr(StepWriter, "add_step", remembering)
+        assert train(run, config, model_dir)
+    checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
+    for step in set(checkpoints.steps()) - set(left):
+        shutil.rmtree(checkpoints.path(step))
+    if lost:
+        put_back(raw, run.name, moments[4])
+    make_run(steps=STEPS + 1)  # a finished run goes on when it gets another plan
+    make_run(steps=STEPS)
+    with at_work(run, stamp=0, math=DRAWS):
+        if not left:
+            with pytest.raises(LedgerError, match="already freed"):
+                Trainer(run, config, model_dir).fit(take_over=True)
+        assert Trainer(run, config, model_dir).fit(take_over=True, regenerate=not left)
+    log = history(config)
+    assert log.trained_twice() == {}
+    assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
+    if left:
+        assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+    assert run.account.fsck().clean
 
 
 def test_trainer_names_the_file_when_the_optimizer_of_its_checkpoint_is_torn(

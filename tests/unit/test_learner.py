@@ -149,6 +149,16 @@ def test_learning_rate_rises_then_falls_to_its_final_share(model_dir: Path) -> N
     assert rates == pytest.approx([0.5, 0.875, 0.75, 0.625, 0.5, 0.5])
 
 
+def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:
+    learner = make_learner(
+        model_dir, learning_rate=1.0, warmup_steps=0, decay_steps=4, final_rate=0.0, schedule="cosine"
+    )
+    rates = []
+    for learner.step in range(6):
+        rates.append(learner.learning_rate())
+    assert rates == pytest.approx([(1 + np.cos(np.pi * min(step, 4) / 4)) / 2 for step in range(6)])
+
+
 def test_learner_makes_the_same_weights_when_the_seed_is_the_same(model_dir: Path) -> None:
     one, two = make_learner(model_dir), make_learner(model_dir)
     one.train_step(*make_batch(0))

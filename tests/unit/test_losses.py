@@ -12,7 +12,7 @@ import torch
 from consumer.importance import Samples, correct
 from consumer.kl import KlKind, kl_estimate
 from consumer.learner_config import LossConfig
-from consumer.losses import TokenColumns, policy_loss, token_weights
+from consumer.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 
 LENGTHS = [3, 1, 5, 2]
 
@@ -255,3 +255,45 @@ def test_kl_estimates_are_zero_where_nothing_differs_and_only_k1_is_negative() -
 def test_loss_config_refuses_what_does_not_fit(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         LossConfig(**options)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("mask", [[0.0, 0.0, 0.0], []], ids=["fully masked", "empty"])
+def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient(
+    objective: str, level: str, mask: list[float]
+) -> None:
+    new = torch.full((len(mask),), -1.0, requires_grad=True)
+    samples = Samples(torch.tensor(mask), torch.zeros(len(mask), dtype=torch.long), torch.zeros(min(1, len(mask))))
+    other = torch.full((len(mask),), -2.0)
+    columns = TokenColumns(new, other, other, torch.ones(len(mask)), samples, torch.ones(len(mask)), other)
+    config = LossConfig(objective=objective, importance_level=level, kl_coef=0.1, entropy_coef=0.1)
+    for aggregation in ("token_mean", "sequence_mean"):
+        weights = token_weights(
+            samples, config.model_copy(update={"aggregation": aggregation}), batch_tokens=0.0, batch_samples=1
+        )
+        loss, metrics = policy_loss(columns, weights, config)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert loss.item() == 0.0
+        assert not any(float(value) for value in metrics.values())
+    assert new.grad is not None
+    assert not new.grad.any()
+
+
+def test_mismatch_metrics_equal_their_transcription() -> None:
+    columns = make_columns(3)
+    config = LossConfig(importance_cap=1.5)
+    _, sums = policy_loss(columns, weigh(columns, config), config)
+    n = float(columns.mask.sum())
+    told = derived_metrics({name: float(value) / n for name, value in sums.items()})
+    trained = [t for t, m in enumerate(columns.mask.tolist()) if m]
+    named = (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
+    new, old, rollout = (column.detach().tolist() for column in named)
+    weights = [min(math.exp(old[t] - rollout[t]), 1.5) for t in trained]
+    assert told["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (n * sum(w * w for w in weights)))
+    trainer_ppl = math.exp(-sum(new[t] for t in trained) / n)
+    rollout_ppl = math.exp(-sum(rollout[t] for t in trained) / n)
+    assert told["mismatch/ppl"] == pytest.approx(trainer_ppl)
+    assert told["mismatch/rollout_ppl"] == pytest.approx(rollout_ppl)
+    assert told["mismatch/ppl_ratio"] == pytest.approx(trainer_ppl / rollout_ppl)
+    assert derived_metrics({}) == {}
