@@ -6,11 +6,16 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
-from buffer.rollout import PolicyVersion
+from buffer.rollout import PolicyVersion, RolloutState, SampleParams
+from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
+from producer_workers.agent_loops.gateway.runner import AgentTask
+from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines import vllm_engine as module
 from producer_workers.engines.base import Engine, Generation, WeightsError
+from producer_workers.tokenizer import load_tokenizer
 from tests.engines.conformance import (
     LONG,
     NEXT,
@@ -86,3 +91,49 @@ def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_chan
     made = run(interrupt(vllm_engine, sampling(LONG), lambda: vllm_engine.load_weights(folders.second, NEXT)))
     assert made.finish_reason == "abort"
     assert vllm_engine.version() == NEXT
+
+
+def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
+    vllm_engine: Engine, run: Run[list[RolloutState]], folders: Folders
+) -> None:
+    """Three turns of a real client; what is recorded is what a plain forward pass of the same tokens says."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer: Any = load_tokenizer(str(folders.first))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+    async def talk(task: AgentTask) -> float:
+        messages: list[Any] = list(task.messages)
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            for _ in range(3):
+                reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
+                messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
+        return 1.0
+
+    loop = GatewayAgentLoop(judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id], agent=talk)
+    states = [
+        RolloutState(
+            index=n,
+            messages=[{"role": "user", "content": f"{n} + 1"}],
+            sample_params=SampleParams(seed=n, max_tokens=99),
+        )
+        for n in range(2)
+    ]
+    states = run(loop.generate_group(states, vllm_engine, "math-0000000001"))
+    model = AutoModelForCausalLM.from_pretrained(folders.first, dtype=torch.float32).eval()
+    assert len(states) == 2
+    for state in states:
+        assert state.prompt_ids is not None
+        assert state.response_mask is not None
+        ids = np.concatenate([state.prompt_ids, state.response_ids])
+        with torch.no_grad():
+            said = torch.log_softmax(model(torch.tensor(ids[None], dtype=torch.long)).logits[0], -1).numpy()
+        trained = np.flatnonzero(state.response_mask)
+        places = trained + len(state.prompt_ids)
+        assert len(turns_of(state)) == 3
+        assert np.abs(said[places - 1, ids[places]] - state.logprobs[trained]).max() < TOLERANCE
+        assert not state.logprobs[state.response_mask == 0].any()
