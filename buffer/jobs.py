@@ -6,6 +6,7 @@ so `XLEN` is the backlog, and no second record of ownership exists that could dr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -168,12 +169,19 @@ class JobQueue:
     # -- the worker's side ---------------------------------------------------
 
     def claim(
-        self, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int, serves: Serves | None = None
+        self,
+        worker: str,
+        nonce: str,
+        token: str,
+        weights: PolicyVersion,
+        limit: int,
+        serves: Serves | None = None,
+        held: Sequence[Job] = (),
     ) -> Claim:
-        """Up to `limit` jobs (CLAIM_MOST at most), highest lane first, tasks by weight within a lane. The same `token`
-        repeats a claim whose reply was lost."""
+        """Up to `limit` jobs (CLAIM_MOST at most) for a worker that has `held` already, in `serving_order`. The same
+        `token` repeats a claim whose reply was lost."""
         keys, limits = self._keys, self._limits
-        lanes = serving_order(self._limits, serves)
+        lanes = serving_order(limits, serves, Counter(job.task for job in held))
         tail = [key for task, lane in lanes for key in (keys.jobs(task, lane), keys.progress(task))]
         reply = self._store.call(
             "claim",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from buffer.keys import LANES
@@ -21,10 +22,22 @@ class Serves:
         return line[0] in self.tasks and line[1] in self.lanes
 
 
-def serving_order(limits: RunLimits, serves: Serves | None = None) -> list[tuple[str, str]]:
-    """(task, lane) by priority of the lane; within one the tasks in an order drawn anew, by weight, for every claim."""
-    weights = {name: weight for name, weight in limits.newest_weights().items() if weight > 0}
-    drawn = sorted(weights, key=lambda name: random.random() ** (1.0 / weights[name]), reverse=True)
+def serving_order(
+    limits: RunLimits, serves: Serves | None = None, held: Mapping[str, int] | None = None
+) -> list[tuple[str, str]]:
+    """(task, lane), first to last: evaluations, then groups that were begun, then new ones.
+
+    Among tasks, the one of which the worker has `held` least for its weight is first, so that a slow one does not fill
+    the worker; where they are even, they are drawn by weight, anew for every claim.
+    """
+    weights, has = limits.newest_weights(), held or {}
+
+    def turn(task: str) -> tuple[float, float]:
+        if not (weight := weights[task]):
+            # what still waits of it is of an earlier mix, and needed before all others
+            return -1.0, 0.0
+        return has.get(task, 0) / weight, -(random.random() ** (1.0 / weight))
+
     evals = [(task, "eval") for task in limits.eval_tasks]
-    lines = evals + [(task, lane) for lane in ("resume", "fresh") for task in drawn]
+    lines = evals + [(task, lane) for lane in ("resume", "fresh") for task in sorted(weights, key=turn)]
     return [line for line in lines if serves is None or line in serves]

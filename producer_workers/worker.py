@@ -244,11 +244,9 @@ class Worker:
             return False
         free = self._room() - len(self._work)
         limit = min(free, max(1, self._room() // 4))
-        asked = self._control.epoch
+        asked, about = self._control.epoch, (self._engine.version(), limit, self._serves, self._work.jobs())
         try:
-            claim = await asyncio.to_thread(
-                self._run.jobs.claim, self.id, self._nonce, new_nonce(), self._engine.version(), limit, self._serves
-            )
+            claim = await asyncio.to_thread(self._run.jobs.claim, self.id, self._nonce, new_nonce(), *about)
         except StoreUnavailable as error:
             self._refusal.say(str(error))
             return False

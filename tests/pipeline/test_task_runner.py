@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from buffer.control import Mode
 from buffer.errors import TaskStopped
 from buffer.live_settings import LiveSettings, LiveTaskSettings
-from buffer.rollout import RolloutState
+from buffer.rollout import RolloutState, SampleParams
 from consumer.rollout_consumer import RolloutConsumer
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.engines.base import Generation
+from producer_workers.engines.config import SimulatedConfig
+from producer_workers.engines.distributions import Fixed
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.task_runner import TaskRunner
+from producer_workers.worker import Worker
+from tests.buffer.scene import FIRST
+from tests.pipeline.mixture import TASKS, Mixture
 from tests.pipeline.produce import make_producer
-from tests.pipeline.yard import SLOW_S, TASK, Yard
+from tests.pipeline.yard import SLOW_S, TASK, Letters, WatchedEngine, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -105,3 +116,89 @@ def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(yar
     with pytest.raises(TimeoutError):
         consumer.take_batch(1, {TASK: 2}, deadline_s=0.2)
     yard.check()
+
+
+def mixed_worker(mixture: Mixture, engine: WatchedEngine, partial: frozenset[str] = frozenset()) -> Worker:
+    """A worker of all tasks of a mixture."""
+
+    def runner(is_partial: bool) -> TaskRunner:
+        judge = FunctionJudge("test", lambda **_: 1.0)
+        loop = SingleTurnAgentLoop(judge=judge, tokenizer=Letters(), eos_ids={100}, partial_rollout=is_partial)
+        return TaskRunner(loop, is_partial)
+
+    runners = {task: runner(task in partial) for task in TASKS}
+    return Worker(mixture.run, engine, runners, worker_id="w0", concurrency=8, drain_timeout_s=0.0)
+
+
+def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mixture]) -> None:
+    """One worker, one pause: math keeps its tokens, code starts again from its prompts."""
+    mixture = make_mixture()
+    config = SimulatedConfig(response_tokens=Fixed(value=2000), token_s=Fixed(value=SLOW_S), vocab_size=100)
+    engine = WatchedEngine(config, FIRST)
+    worker = mixed_worker(mixture, engine, partial=frozenset({"math"}))
+
+    async def scenario() -> None:
+        await engine.start()
+        work = asyncio.create_task(worker.run())
+        while engine.unfinished() < 14:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        state = await asyncio.to_thread(mixture.run.control.set_mode, "operator", Mode.ABORT)
+        await asyncio.to_thread(mixture.run.control.wait_for_receipts, state, timeout_s=60.0)
+        worker.stop()
+        await work
+
+    with mixture.manager.opened():
+        assert mixture.round() == 7
+        asyncio.run(scenario())
+    read = mixture.run.buffer.get
+    assert [(group.lengths > 0).all() for group in read(9, "math", "aborted")] == [True] * 5
+    assert [(group.lengths == 0).all() for group in read(9, "code", "aborted")] == [True] * 2
+    mixture.scene.check()
+
+
+class StuckEngine(WatchedEngine):
+    """Does not answer for math until `gate` is set."""
+
+    gate: asyncio.Event
+
+    async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
+        if request_id.startswith("math"):
+            await self.gate.wait()
+        return await super().generate(request_id, prompt_ids, params)
+
+
+def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(make_mixture: Callable[..., Mixture]) -> None:
+    """16 of math and 8 of code wait for a worker with 8 places: math may stick in some of them, code goes through."""
+    mixture = make_mixture({"batch_size": 24})
+    quick = Fixed(value=0.0)
+    engine = StuckEngine(SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST)
+    worker = mixed_worker(mixture, engine)
+
+    async def until_completed(task: str, groups: int) -> None:
+        async with asyncio.timeout(60.0):
+            while (await asyncio.to_thread(mixture.places, task)).get("completed", 0) < groups:
+                await asyncio.sleep(0.02)
+
+    async def scenario() -> None:
+        engine.gate = asyncio.Event()
+        await engine.start()
+        work = asyncio.create_task(worker.run())
+        await until_completed("code", 8)
+        engine.gate.set()
+        await until_completed("math", 16)
+        worker.stop()
+        await work
+
+    with mixture.manager.opened():
+        assert mixture.round() == 24
+        asyncio.run(scenario())
+    mixture.scene.check()
+
+
+def test_what_waits_of_a_task_that_lost_its_weight_is_served_first(make_mixture: Callable[..., Mixture]) -> None:
+    mixture = make_mixture()
+    with mixture.manager.opened():
+        mixture.round()
+    mixture.run.set(LiveSettings(tasks={"math": LiveTaskSettings(weight=0.0)}))
+    assert [job.task for job in mixture.claim()] == ["math"] * 5 + ["code"] * 2
