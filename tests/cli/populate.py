@@ -63,7 +63,7 @@ class Scene:
         self.beat(worker, ack=1)
 
     def beat(self, worker: str, *, ack: int, state: str = "ready") -> None:
-        pulse = Pulse(ack, WEIGHTS, state, 120.0, 4)
+        pulse = Pulse(ack, WEIGHTS, state, 120.0, 4, concurrency=8)
         self.run.fleet.heartbeat(worker, self.workers[worker], pulse, [])
 
     def claim(self, worker: str, limit: int) -> list[Job]:

@@ -206,8 +206,11 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
     assert rows["w0"]["holds"] == 1
     assert rows["w1"]["holds"] == 0
     assert rows["w0"]["alive"]
+    assert rows["w0"]["concurrency"] == 8
     assert "nonce" not in rows["w0"]
-    assert "[ready    ]" in command("workers").stdout
+    told = command("workers").stdout
+    assert "[ready    ]" in told
+    assert "1/8" in told
 
 
 def test_top_prints_calm_lines_in_a_pipe(scene: Scene, command: Command) -> None:
