@@ -85,7 +85,7 @@ class Mixture:
             self.work(**work)
 
     def take(self, step: int) -> Batch:
-        return self.consumer.take_batch(step, self.run.limits.mix().shares(step), deadline_s=0.2)
+        return self.consumer.take_batch(step, self.run.limits.mix().shares(step), deadline_s=60.0)
 
     def publish(self, step: int) -> PolicyVersion:
         return self.consumer.publish_weights(step, "/w", "")

@@ -27,7 +27,7 @@ def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_their_to
     make_yard: Callable[..., Yard],
 ) -> None:
     yard = make_yard(tail_batch_max_tries=1)
-    protected = enqueue_tail(yard, (150, 150))
+    protected = enqueue_tail(yard, (250, 250))
     (other,) = yard.enqueue(1, LONG)
 
     async def scenario() -> None:
@@ -38,7 +38,7 @@ def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_their_to
             assert yard.places() == {"completed": 1, "aborted": 1}
 
     asyncio.run(scenario())
-    assert yard.group(protected).lengths.tolist() == [150, 150]
+    assert yard.group(protected).lengths.tolist() == [250, 250]
     assert yard.group(other).status is Status.ABORTED
     assert (yard.group(other).lengths > 0).all()
     assert (yard.group(other).lengths < 5000).all()
@@ -65,7 +65,7 @@ def test_an_engine_that_cannot_abort_some_goes_on_with_all_until_the_protected_o
     make_yard: Callable[..., Yard],
 ) -> None:
     yard = make_yard(tail_batch_max_tries=1)
-    protected = enqueue_tail(yard, (100, 100))
+    protected = enqueue_tail(yard, (250, 250))
     (other,) = yard.enqueue(1, LONG)
     worker: Any = yard.worker(token_s=SLOW_S, partial_rollout=True)
     worker._steered._engine = OnlyWhatIsAsked(worker.engine)
@@ -77,7 +77,7 @@ def test_an_engine_that_cannot_abort_some_goes_on_with_all_until_the_protected_o
             assert yard.places() == {"completed": 1, "aborted": 1}
 
     asyncio.run(scenario())
-    assert yard.group(protected).lengths.tolist() == [100, 100]
+    assert yard.group(protected).lengths.tolist() == [250, 250]
     assert (yard.group(other).lengths > 50).all()
     yard.check()
 
