@@ -208,15 +208,9 @@ class JobQueue:
             | {status: keys.pool(task, status) for status in ("aborted", "expired")}
             | {f"jobs_{lane}": keys.jobs(task, lane) for lane in ("resume", "eval")}
             | {f"bell_{who}": keys.bell(who) for who in ("workers", "producer")},
-            {
-                "gid": job.gid,
-                "token": job.token,
-                "kind": kind,
-                "max_tries": self._limits.max_tries,
-                "reason": letter,
-                "lag": self._limits.token_lag(task),
-                "tail": self._limits.tail_tries(task) or "",
-            },
+            {"gid": job.gid, "token": job.token, "kind": kind, "reason": letter}
+            | {"max_tries": self._limits.max_tries, "tail": self._limits.tail_tries(task) or ""}
+            | {"lag": self._limits.token_lag(task)},
         )
         if reply[0] == "FENCED":
             raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
