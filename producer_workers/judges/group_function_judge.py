@@ -8,18 +8,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from buffer.errors import JudgeError
 from buffer.rollout import RolloutState
 from producer_workers.judges.judge import check_reward
 
+_THREADS = 4
+
 
 class GroupFunctionJudge:
-    """Judges with `function`: a coroutine function in the event loop, any other in a thread."""
+    """Judges with `function`: a coroutine function in the event loop, any other in a thread of this judge's own."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self._function = name, function
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """See `GroupJudge`."""
@@ -27,7 +32,8 @@ class GroupFunctionJudge:
             if inspect.iscoroutinefunction(self._function):
                 results = await self._function(states=list(states))
             else:
-                results = await asyncio.to_thread(self._function, states=list(states))
+                call = partial(self._function, states=list(states))
+                results = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except Exception as error:
             message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
             raise JudgeError(message, hint="the group it was given is in the dead letter") from error

@@ -35,8 +35,8 @@ Rollouts = list[tuple[RolloutState, Segment | None]]
 class GatewayAgentLoop:
     """`agent`: "module:function" or a function; or `command`: a program. `parser`: see tool_parsers.py, "" for none.
 
-    An agent cannot be continued elsewhere: an interrupted session starts anew. With `partial_rollout`, sessions of
-    its group that had ended are kept. `time_limit_s`: of one agent, seconds.
+    An agent cannot be continued elsewhere: an interrupted session starts anew. Sessions of its group that had ended
+    are handed back as they are, and kept where the task has partial rollout. `time_limit_s`: of one agent, seconds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GatewayAgentLoop:
         self._agent = ProgramAgent(command) if command else _function(agent)
         self._judge, self._tokenizer, self._eos_ids = judge, tokenizer, frozenset(eos_ids)
         self._delta, self._parser = ChatDelta(tokenizer, eos_ids), parser
-        self._partial_rollout, self._time_limit_s = partial_rollout, time_limit_s
+        self._time_limit_s = time_limit_s
 
     async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """See `AgentLoop`; more rollouts may come back than were given."""

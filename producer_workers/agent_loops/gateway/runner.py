@@ -13,6 +13,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ import orjson
 
 from buffer.errors import RolloutMQError
 from producer_workers.judges.judge import check_reward
+
+_THREADS = 256
+"""Plain functions at the same time; more wait."""
 
 MODEL = "policy"
 """What the model is called; any other name is answered, too."""
@@ -62,13 +66,15 @@ class FunctionAgent:
 
     def __init__(self, name: str, function: Callable[[AgentTask], Any]) -> None:
         self._name, self._function = name, function
+        # its own: the worker's threads load weights and hand in groups while agents wait for a frozen engine
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
         try:
             if inspect.iscoroutinefunction(self._function):
                 result = await self._function(task)
             else:
-                result = await asyncio.to_thread(self._function, task)
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, self._function, task)
         except Exception as error:  # the agent's failure is its rollout's
             raise AgentError(f"agent {self._name} raised {type(error).__name__}: {error}") from error
         return None if result is None else check_reward(self._name, result)

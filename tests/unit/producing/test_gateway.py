@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -222,6 +223,18 @@ def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(chat: Any, agen
     (state,) = run(loop_of(chat, agent, time_limit_s=0.05), Recorder(chat), questions("x"))
     assert state.status is Status.FAILED
     assert reason in str(state.error)
+
+
+def test_plain_functions_that_wait_take_no_threads_of_the_worker(chat: Any) -> None:
+    """More of them meet here than asyncio's own pool holds (32 at most), which loads weights and hands in groups."""
+    meeting = threading.Barrier(40)
+
+    def meet(task: AgentTask) -> float:
+        meeting.wait(60)
+        return 1.0
+
+    states = run(loop_of(chat, agent=meet), Recorder(chat), questions(*map(str, range(40))))
+    assert {str(state.error) for state in states} == {"the agent ended without an answer of the model"}
 
 
 def test_a_dead_engine_is_the_workers_matter(chat: Any) -> None:
