@@ -37,7 +37,7 @@ def dataset(tmp_path: Path) -> Path:
 
 def consumer_of(yard: Yard) -> RolloutConsumer:
     """The handle of the trainer that the yard has opened."""
-    consumer = RolloutConsumer(yard.run)
+    consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # nobody closes it
     consumer.nonce, consumer.lineage = yard.trainer, LINEAGE
     return consumer
 
