@@ -31,6 +31,7 @@ from producer_workers.engines.base import (
 from producer_workers.engines.capabilities import EngineLoad
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.model_folder import read_shapes
+from producer_workers.engines.trace import TracedRequest, draw_pace, read_trace
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class SimulatedEngine:
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         self._config = config
         self._swaps: list[tuple[float, PolicyVersion]] = [(0.0, version)]
+        self._trace: list[TracedRequest] = []
         self._running: set[_Run] = set()
         self._waiting: deque[_Run] = deque()
         self._requests = 0
@@ -86,6 +88,8 @@ class SimulatedEngine:
     async def start(self) -> None:
         if self._state != "new":
             raise EngineError(f"the simulated engine is {self._state}", hint="build a new one")
+        if self._config.trace:
+            self._trace = await asyncio.to_thread(read_trace, self._config.trace)
         logger.warning("simulated engine: random tokens, no model; never train on this")
         self._state = "up"
         self._thaw()
@@ -240,7 +244,8 @@ class SimulatedEngine:
     def _draw(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> _Run:
         rng = self._generator(request_id, prompt_ids, params)
         # As in vLLM, the stop token itself may come after min_tokens others at the earliest.
-        wanted = max(round(self._config.response_tokens.draw(rng)), params.min_tokens + 1)
+        pace = draw_pace(rng, self._config, self._trace)
+        wanted = max(pace.tokens, params.min_tokens + 1)
         tokens = min(wanted, params.max_tokens)
         token_ids = rng.integers(0, self._config.vocab_size, tokens, dtype=np.int32)
         # Exponential surprise with mean 0.5 nat: about what a trained model's own samples have.
@@ -254,8 +259,8 @@ class SimulatedEngine:
             token_ids[:tokens],
             logprobs[:tokens],
             "stop" if stopped else "length",
-            self._config.first_token_s.draw(rng),
-            self._config.token_s.draw(rng),
+            pace.first_token_s,
+            pace.token_s,
             asyncio.get_running_loop().create_future(),
         )
 
