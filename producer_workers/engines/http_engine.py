@@ -23,13 +23,13 @@ from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
     Generation,
-    GenerationError,
     PauseMode,
     WeightsError,
 )
 from producer_workers.engines.completion_server import CompletionServer, ServerGone, ServerRefusal, gather_quietly
 from producer_workers.engines.config import HttpConfig
 from producer_workers.engines.http_request import HttpRequest
+from producer_workers.engines.logprob_check import check_logprobs
 from producer_workers.engines.model_folder import Shapes, check_same_tensors, has_tied_head, read_shapes
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ UPDATE_HINT = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
     "producer_workers.engines.vllm_worker_extension.WeightLoader; or set [engine] weights = 'static'"
 )
-PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
 
 
 class HttpEngine:
@@ -70,7 +69,7 @@ class HttpEngine:
     async def start(self) -> None:
         try:
             await self._server.open()
-            await self._check_logprobs()
+            await check_logprobs(self._server)
             if self._updates:
                 await self._take_over_weights()
         except (ServerGone, ServerRefusal) as error:
@@ -215,26 +214,6 @@ class HttpEngine:
             self._changed.notify_all()
 
     # -- weights ---------------------------------------------------------------------------------------
-
-    async def _check_logprobs(self) -> None:
-        """Raises EngineError unless tokens come with ids, and with logprobs of what they were drawn from.
-
-        Half the temperature doubles the distance between two logprobs; where they are taken before it, nothing moves.
-        """
-        try:
-            request = HttpRequest("probe", np.array(PROBES[0]), SampleParams(max_tokens=1))
-            await self._read(request)
-        except GenerationError as error:
-            raise EngineError(error.message, hint=error.hint) from error
-        for prompt in PROBES:
-            plain, cold = [await self._server.top_logprobs(prompt, temperature) for temperature in (1.0, 0.5)]
-            near, far = plain[-1] - plain[0], cold[-1] - cold[0]
-            if near > 1e-3:
-                if far < 1.5 * near:
-                    hint = "start vLLM with --logprobs-mode processed_logprobs"
-                    raise EngineError(f"{self._config.url} reports logprobs before temperature and top-p", hint=hint)
-                return
-        raise EngineError(f"{self._config.url} gave the same logprob to any two tokens", hint="is it a language model?")
 
     async def _take_over_weights(self) -> None:
         """Load the first weights: the server may have others, of an earlier worker or half an update of its."""

@@ -31,7 +31,7 @@ from producer_workers.engines.base import (
 from producer_workers.engines.capabilities import EngineLoad
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.model_folder import read_shapes
-from producer_workers.engines.trace import TracedRequest, draw_pace, read_trace
+from producer_workers.engines.request_trace import TracedRequest, draw_pace, read_trace
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class Pace(NamedTuple):
 
 def draw_pace(rng: np.random.Generator, config: SimulatedConfig, trace: Sequence[TracedRequest]) -> Pace:
     """That of one request of the trace; from the distributions what it does not tell, or where there is none."""
-    told = trace[rng.integers(len(trace))] if trace else None
+    told = trace[int(rng.integers(len(trace)))] if trace else None
     tokens = told.tokens if told else round(config.response_tokens.draw(rng))
     first_token_s, token_s = (told.first_token_s, told.token_s) if told else (None, None)
     return Pace(
