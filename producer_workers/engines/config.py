@@ -86,7 +86,7 @@ class SimulatedConfig(EngineSettings):
     first_token_s: Distribution = Fixed(value=0.05)
     token_s: Distribution = Fixed(value=0.01)
     trace: Path | None = Field(
-        None, description="JSONL of requests to play again, picked by seed; see request_trace.py"
+        None, description="JSONL of requests to play again: request_trace.py"
     )
     load_weights_s: float = Field(0.0, ge=0)
     max_num_seqs: int = Field(256, ge=1)

@@ -1,4 +1,4 @@
-"""Whether a server's logprobs are those of what it samples from: by experiment, since no API says which kind they are."""
+"""Whether a server reports logprobs of what it samples from: by experiment, since no API says which kind they are."""
 
 from __future__ import annotations
 
