@@ -136,6 +136,13 @@ def _stopped(snap: Snapshot) -> Iterator[Symptom]:
             what = f"task {task.account.task} is stopped: {failures} tries failed or were filtered one after the other"
             fix = f"`rolloutmq dead` says why; then `rolloutmq continue --task {task.account.task}`"
             yield Symptom("stuck", what, None, fix)
+        halt, reason = task.progress.get("halt", ""), task.progress.get("halt_reason", "")
+        if halt == "broken":
+            fix = f"mend it, then `rolloutmq continue --task {task.account.task}`"
+            yield Symptom("stuck", f"task {task.account.task} is stopped: {reason}", None, fix)
+        elif halt == "enough":
+            what = f"task {task.account.task} has enough up to step {task.progress['halt_step']}, says its {reason}"
+            yield Symptom("note", what, None, "that batch is as large as what is ready")
 
 
 def _supply(snap: Snapshot) -> Iterator[Symptom]:

@@ -11,6 +11,7 @@ import pytest
 from buffer import Store, group_id
 from buffer.commands.diagnosis import diagnose
 from buffer.control import Mode
+from buffer.halts import Halt
 from buffer.rollout import PolicyVersion
 from buffer.server.embedded import EmbeddedServer
 from buffer.step_log import StepLog
@@ -123,6 +124,15 @@ def test_doctor_refuses_a_server_that_would_lose_data(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "allkeys-lru" in done.stdout
     assert "must not hold a run" in done.stderr
+
+
+def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(scene: Scene, command: Command) -> None:
+    scene.run.halts.say(scene.producer, "math", Halt("broken", 0, "math: row 7 cannot be read"))
+    (found,) = [s for s in json_of(command("doctor", "--json"))["runs"]["demo"] if "row 7" in s["what"]]
+    assert (found["level"], found["what"]) == ("stuck", "task math is stopped: math: row 7 cannot be read")
+    assert "rolloutmq continue --task math" in found["fix"]
+    command("continue", "--task", "math")
+    assert "row 7" not in command("doctor").stdout
 
 
 def test_doctor_names_an_operators_pause_first(scene: Scene, command: Command) -> None:
