@@ -73,6 +73,7 @@ CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     "which runs are there? remove one": lambda answer, told: (
         answer == ["rmq:{demo}:meta"] and [run["run"] for run in told("runs")] == ["demo"]
     ),
+    "who may do what?": lambda answer, told: answer[0].startswith("user default on "),
 }
 
 
