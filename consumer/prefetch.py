@@ -94,6 +94,8 @@ class Prefetcher:
     def _missing(self, wanted: list[PayloadRef]) -> list[list[PayloadRef]]:
         """What to read of it, in slices; what nobody wants any more is forgotten first."""
         with self._lock:
+            if not self._go.is_set():
+                return []  # the trainer takes: what it has taken is wanted by no one else, and must not be forgotten
             self._held = {ref: self._held[ref] for ref in wanted if ref in self._held}
             held = set(self._held)
         room, missing = self._budget - sum(ref.size for ref in held), []

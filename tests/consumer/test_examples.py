@@ -141,14 +141,14 @@ def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
     assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("site", ["consumer.examples.trl_grpo:train"], indirect=True)
 def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
     """It is killed after a commit, somewhere in the steps behind it, and started again."""
     with at_work(site.run, math=STEPS * GROUPS):
         process = site.start()
         try:
-            wait_until(lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None, "a commit", tries=8000)
+            wait_until(lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None, "a commit", tries=20_000)
             assert process.poll() in (None, 0), site.said()
         finally:
             process.send_signal(signal.SIGKILL)
