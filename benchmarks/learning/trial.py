@@ -27,7 +27,7 @@ class Setting:
     corrected: bool = True
     seed: int = 0
     steps: int = 60
-    batch: int = 16
+    batch: int = 32
     k: int = 8
 
     @property
