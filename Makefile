@@ -35,6 +35,10 @@ test-unit: setup ## the quick tests: no engine, no server
 bench: setup ## measure against raw Redis, naive ways and ideal fleets; 20 minutes, rewrites benchmarks/README.md
 	@$(PY) -m benchmarks
 
+.PHONY: bench-learning
+bench-learning: setup ## reward by step and wall time for several staleness bounds; about 20 minutes, into benchmarks/learning/results
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning
+
 fuzz: setup ## coverage-guided fuzz of the decoder, FUZZ_S seconds (300); corpus and findings in build/fuzz
 	@mkdir -p build/fuzz
 	@$(PY) -m tests.fuzz.decoder -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=20 -rss_limit_mb=2048 \

@@ -52,6 +52,8 @@ class TrainController:
     ) -> None:
         if (advantages == "gae") != (critic is not None):
             raise ConfigError("advantages = gae needs a critic, and only it has one", hint="see [critic] of the config")
+        if critic and learner.ranks.size > 1:
+            raise ConfigError("a critic trains on one rank only", hint="an estimator that compares rollouts needs none")
         self.learner, self.critic = learner, critic
         self._estimator, self._overlong = advantages, overlong_buffer_tokens
         self._filter = batch_filter or BatchFilter()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from buffer.errors import ConfigError
 from consumer.advantages import gae
 from consumer.critic import Critic, packed_gae, value_loss
 from consumer.critic_config import CriticConfig
@@ -60,6 +61,18 @@ def test_the_steps_one_by_one_are_fit_bit_for_bit(model_dir: Path, options: dict
         assert pieces.train(batch) == {n: v for n, v in expected.items() if not n.startswith("filtered/")}
     state = whole.state_tensors()
     assert all(torch.equal(tensor, state[name]) for name, tensor in pieces.state_tensors().items())
+
+
+def test_a_critic_is_refused_where_it_would_not_be_the_same_on_all_ranks(model_dir: Path) -> None:
+    controller = make_controller(model_dir, critic=True)
+    controller.learner.ranks.size = 2
+    try:
+        with pytest.raises(ConfigError, match="one rank only"):
+            TrainController(controller.learner, "gae", critic=controller.critic)
+    finally:
+        controller.learner.ranks.size = 1
+    with pytest.raises(ConfigError, match="needs a critic"):
+        TrainController(controller.learner, "gae")
 
 
 def test_critic_goes_on_exactly_after_save_and_load(model_dir: Path, tmp_path: Path) -> None:
