@@ -21,9 +21,12 @@ class ControlMoves(World):
     def pause(self, who: Any, mode: str, lanes: str) -> None:
         """The operator and the trainer hold the run apart: what both leave open is open."""
         nonce = self.scene.trainer if who == "trainer" else ""
+        before = self.scene.run.control.state().epoch
         state = self.scene.run.control.set_mode(who, Mode(mode), lanes=lanes, nonce=nonce)
         self.open_lanes[who] = ALL_LANES if mode == "run" else frozenset(lanes.split())
-        assert set(state.lanes) == self.lanes
+        self.modes[who] = Mode(mode)
+        assert (state.mode, set(state.lanes)) == (self.mode, self.lanes)
+        assert state.epoch > before
 
     def go_on(self) -> None:
         for who in [who for who, lanes in self.open_lanes.items() if lanes != ALL_LANES]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.buffer.machine.model import TASKS, WORKERS
+from tests.buffer.machine.model import LEASE_MS, TASKS, WORKERS
 from tests.buffer.machine.worker_moves import WorkerMoves
 
 
@@ -28,8 +28,9 @@ class JanitorMoves(WorkerMoves):
         while self.scene.run.payloads.collect(3):
             pass
 
-    def clock_steps(self, ms: int) -> None:
-        """The server's clock is `ms` further at once, or back: nobody loses a lease who beats in the next one."""
+    def clock_steps(self, leases: float) -> None:
+        """The server's clock is so many leases further, or back: nobody loses one who beats in the next one."""
+        ms = int(leases * LEASE_MS)
         now, keys = self.scene.now_ms(), self.scene.keys
         renewed = {job.gid for jobs in self.jobs.values() for job in jobs if self.owns(job)}
         for key in (keys.leases, keys.workers):
@@ -38,11 +39,12 @@ class JanitorMoves(WorkerMoves):
                 if key == keys.workers or member.decode() in renewed:
                     self.scene.raw.zincrby(key, -ms, member)
         self.scene.raw.hset(keys.clock, mapping={"seen_ms": now - ms, "grace_until_ms": 0})
-        lease_ms = self.scene.run.limits.lease_ms
         reaped = self.scene.run.jobs.reap()
         assert (reaped.groups, reaped.gone_workers) == (0, 0)
-        assert (reaped.grace_ms > 0) == (not 0 <= ms <= lease_ms / 2)
+        assert (reaped.grace_ms > 0) == (not 0 <= leases <= 0.5)
+        # a deadline of a clock that stepped back comes nearer
+        assert all(end - now <= 2 * LEASE_MS for _, end in self.scene.raw.zrange(keys.leases, 0, -1, withscores=True))
         for worker in WORKERS:
             self.heartbeat(worker)
         ends = self.scene.raw.zrange(keys.leases, 0, -1, withscores=True)
-        assert all(0 < end - now <= 2 * lease_ms for _, end in ends)
+        assert all(0 < end - now <= 2 * LEASE_MS for _, end in ends)

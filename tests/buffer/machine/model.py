@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from buffer import Manifest, PolicyVersion
+from buffer import Manifest, Mode, PolicyVersion
 from buffer.keys import LANES
 from buffer.staleness import staleness
 from tests.buffer.scene import FIRST
@@ -13,6 +13,8 @@ TASKS = ("math", "code")
 WORKERS = ("w0", "w1")
 THRESHOLD, MAX_TRIES, TAIL_TRIES = 2, 2, 2
 PLACES = ("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead", "filtered", "dropped")
+LEASE_MS = 1_000_000
+"""None runs out by itself, however long a machine takes for a history."""
 TIMELESS = float("inf")
 ALL_LANES = frozenset(("eval", "resume", "fresh"))
 
@@ -74,11 +76,17 @@ class Model:
         self.weights = FIRST
         self.threshold, self.max_tries, self.low, self.high = THRESHOLD, MAX_TRIES, 0, 0
         self.open_lanes = {"operator": ALL_LANES, "trainer": ALL_LANES}
+        self.modes = {"operator": Mode.RUN, "trainer": Mode.RUN}
 
     @property
     def lanes(self) -> frozenset[str]:
         """The lanes that both who may pause leave open (I10)."""
         return self.open_lanes["operator"] & self.open_lanes["trainer"]
+
+    @property
+    def mode(self) -> Mode:
+        """The stricter one of the two (I10)."""
+        return max(self.modes.values(), key=[Mode.RUN, Mode.KEEP, Mode.DRAIN, Mode.ABORT].index)
 
     def refusal(self, lane: str) -> str:
         """Why nothing may start: fresh prompts do below the low mark, what was begun below the high one (I12)."""

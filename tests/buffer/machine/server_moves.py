@@ -19,7 +19,7 @@ from tests.buffer.machine.worker_moves import WorkerMoves
 from tests.buffer.time_machine import Moment, put_back, remember
 
 STEPS = ("forks", "weights", "taken", "keep", "committed", "batches", "leaving", "masks", "thresholds")
-LIMITS = ("threshold", "max_tries", "low", "high", "open_lanes")
+LIMITS = ("threshold", "max_tries", "low", "high", "open_lanes", "modes", "acknowledged")
 LOST = ("groups", "tasks", "outside", *STEPS, *LIMITS)
 """What of the model is on the server."""
 

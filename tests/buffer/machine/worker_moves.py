@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from buffer import Job, PolicyVersion, Status, new_nonce
+from buffer import Job, Mode, PolicyVersion, Status, new_nonce
 from buffer.errors import Fenced
 from tests.buffer.machine.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.machine.world import World
@@ -17,6 +17,7 @@ class WorkerMoves(World):
         super().__init__(*args, **options)
         self.engines = dict.fromkeys(WORKERS, FIRST)
         self.jobs: dict[str, list[Job]] = {name: [] for name in WORKERS}
+        self.acknowledged: dict[str, tuple[str | None, int]] = {}
 
     def load_weights(self, worker: str) -> None:
         self.engines[worker] = self.weights
@@ -61,6 +62,25 @@ class WorkerMoves(World):
         beat = self.scene.beat(self.jobs[worker], worker)
         assert [job.gid for job in beat.lost] == lost
 
+    def acknowledge(self, worker: str) -> None:
+        """A receipt for a pause that stops work counts once nothing is held; a late one of an older epoch never."""
+        epoch, record = self.scene.run.control.state().epoch, self.scene.keys.worker(worker)
+        is_busy = any(group.owner == worker for group in self.at("running"))
+        is_silent = is_busy and self.mode in (Mode.DRAIN, Mode.ABORT)
+        if is_silent and self.acknowledged.get(worker) == (self.scene.nonces.get(worker), epoch):
+            is_silent = False  # it was given before something was claimed in a lane that is open
+        for ack in (epoch, epoch - 1):
+            self.scene.beat(self.jobs[worker], worker, ack=ack)
+            assert (int(self.scene.raw.hget(record, "ack")) < epoch) == is_silent
+        if not is_silent:
+            self.acknowledged[worker] = self.scene.nonces[worker], epoch
+
+    def hold(self, worker: str) -> None:
+        """Begin something, if nothing is held and something waits."""
+        if not any(self.owns(job) for job in self.jobs[worker]):
+            self.load_weights(worker)
+            self.claim(worker, 2)
+
     def submit(self, worker: str, which: int, outcome: str) -> None:
         if not self.jobs[worker]:
             return
@@ -93,6 +113,7 @@ class WorkerMoves(World):
         assert self.totals() == before
 
     def release(self, worker: str, which: int, kind: Any) -> None:
+        self.hold(worker)
         if not self.jobs[worker]:
             return
         job, group, owned = self.pick(worker, which)
@@ -117,6 +138,7 @@ class WorkerMoves(World):
             group.place, group.lane = "waiting", "resume"
 
     def leases_run_out(self, worker: str) -> None:
+        self.hold(worker)
         held = [g for g in self.at("running") if g.owner == worker]
         if held:
             self.scene.expire_leases(*[g.gid for g in held])
@@ -125,6 +147,7 @@ class WorkerMoves(World):
             self.wait_or_die(group)
 
     def fence(self, worker: str) -> None:
+        self.hold(worker)
         held = [g for g in self.at("running") if g.owner == worker]
         assert self.scene.run.fleet.fence(worker) == len(held)
         self.scene.nonces.pop(worker, None)

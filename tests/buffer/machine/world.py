@@ -11,7 +11,17 @@ import redis
 from buffer import RunLimits, TaskLimits
 from buffer.keys import LANES, POOLS
 from tests.buffer.echo_store import MUTATING, EchoStore
-from tests.buffer.machine.model import MAX_TRIES, PLACES, TAIL_TRIES, TASKS, THRESHOLD, WORKERS, Group, Model
+from tests.buffer.machine.model import (
+    LEASE_MS,
+    MAX_TRIES,
+    PLACES,
+    TAIL_TRIES,
+    TASKS,
+    THRESHOLD,
+    WORKERS,
+    Group,
+    Model,
+)
 from tests.buffer.scene import Scene
 
 
@@ -31,6 +41,9 @@ class World(Model):
         super().__init__(tail_batch, order, tokens)
         limits = RunLimits(
             stale_threshold=THRESHOLD,
+            lease_ms=LEASE_MS,
+            worker_timeout_ms=3 * LEASE_MS,
+            role_timeout_ms=3 * LEASE_MS,
             token_threshold=tokens,
             max_tries=MAX_TRIES,
             tail_batch_trigger_size=tail_batch,
@@ -102,6 +115,7 @@ class World(Model):
         for group in self.groups.values():
             task, draw = group.task, int(group.gid[-10:])
             assert self.scene.run.account.places(task, draw) == [places.get(group.place, group.place)]
+            assert bool(self.scene.raw.exists(self.scene.keys.dead_letter(group.gid))) == (group.place == "dead")
             if self.readable(group):
                 assert int(self.scene.record(group.gid)["tries"]) == group.tries, group
                 tokens = self.scene.run.buffer.read(self.newest(group)).states[0].response_ids
