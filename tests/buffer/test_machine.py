@@ -63,6 +63,7 @@ COMMON = [
 RARE = [
     moves("heartbeat", worker=worker),
     moves("acknowledge", worker=worker),
+    moves("acknowledge_a_pause", worker=worker),
     moves("leases_run_out", worker=worker),
     moves("fence", worker=worker),
     moves("take", math=few, code=few, strict=st.booleans()),

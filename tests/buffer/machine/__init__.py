@@ -14,7 +14,7 @@ seen by:
     I7   one of each role      `zombie_trainer`, `zombie_producer`, `change_producer`
     I8   never too stale       scores after each move, `take`, `refresh`, `set_staleness`, `trainer_dies_while_it_opens`
     I9   the stamp is true     lengths and versions of what is taken, exported and imported; scores come from the stamps
-    I10  pause is a fact       claims while paused or with old weights: `pause`, `publish`, `claim`; `acknowledge`
+    I10  pause is a fact       claims while paused or with old weights: `pause`, `publish`, `claim`; `acknowledge…`
     I11  poison is contained   tries of each group; dead letters; `clock_steps`, `leases_run_out`, `fence`, `set_tries`
     I12  bounded bytes         bytes held after each move; `set_marks`; at the end, no payload that nobody names
     I13  repeated calls        any move may lose its replies: each script runs twice, and the key space stays as it was

@@ -25,7 +25,8 @@ class ControlMoves(World):
         state = self.scene.run.control.set_mode(who, Mode(mode), lanes=lanes, nonce=nonce)
         self.open_lanes[who] = ALL_LANES if mode == "run" else frozenset(lanes.split())
         self.modes[who] = Mode(mode)
-        assert (state.mode, set(state.lanes)) == (self.mode, self.lanes)
+        assert set(state.lanes) == self.lanes
+        assert state.mode == self.mode
         assert state.epoch > before
 
     def go_on(self) -> None:

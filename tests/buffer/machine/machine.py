@@ -24,5 +24,12 @@ class Machine(FolderMoves, CrashMoves, JanitorMoves, OperatorMoves):
         self.publish()
         self.commit(0, 2)
 
+    def acknowledge_a_pause(self, worker: str) -> None:
+        """While something is still held, if anything waits."""
+        self.hold(worker)
+        self.pause("operator", "abort", "")
+        self.acknowledge(worker)
+        self.pause("operator", "run", "")
+
     def server_forgets_its_scripts(self) -> None:
         self.scene.raw.script_flush()
