@@ -16,7 +16,9 @@ import orjson
 from buffer.errors import ModelError
 from producer_workers.engines.base import EngineError, GenerationError
 
-CONNECT_S, HEALTH_S = 10.0, 10.0
+CONNECT_S, HEALTH_S = 10.0, 60.0
+"""A server that is gone refuses at once; one that is only busy may take its time."""
+
 MAX_LINE_BYTES = 32 << 20
 """One line of a stream; the first carries the ids of the prompt."""
 

@@ -85,9 +85,7 @@ class SimulatedConfig(EngineSettings):
     response_tokens: Distribution = LogNormal(median=256, sigma=0.6)
     first_token_s: Distribution = Fixed(value=0.05)
     token_s: Distribution = Fixed(value=0.01)
-    trace: Path | None = Field(
-        None, description="JSONL of requests to play again: request_trace.py"
-    )
+    trace: Path | None = Field(None, description="JSONL of requests to play again: request_trace.py")
     load_weights_s: float = Field(0.0, ge=0)
     max_num_seqs: int = Field(256, ge=1)
     vocab_size: int = Field(32_000, ge=2)

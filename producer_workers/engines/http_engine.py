@@ -69,9 +69,9 @@ class HttpEngine:
     async def start(self) -> None:
         try:
             await self._server.open()
-            await check_logprobs(self._server)
-            if self._updates:
+            if self._updates:  # first, as a worker that died may have left it paused
                 await self._take_over_weights()
+            await check_logprobs(self._server)
         except (ServerGone, ServerRefusal) as error:
             await self._server.close()
             raise EngineError(error.message, hint=error.hint) from error

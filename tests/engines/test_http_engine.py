@@ -193,7 +193,7 @@ def test_a_cancelled_request_is_aborted_on_the_server(http_engine: Engine, serve
             await asyncio.sleep(0.05)
 
     async def scenario() -> None:
-        tasks = [asyncio.create_task(generate(http_engine, sampling(1900))) for _ in range(8)]
+        tasks = [asyncio.create_task(generate(http_engine, sampling(1900))) for _ in range(24)]
         await until(lambda count: count > 0)
         for task in tasks:
             task.cancel()
