@@ -215,3 +215,15 @@ def test_weights_that_somebody_else_changed_end_the_engine(server_url: str, fold
                 engine.check_health()
 
     run(scenario())
+
+
+def test_a_server_that_a_dead_worker_left_paused_is_taken_over(
+    server_url: str, folders: Folders, run: Run[Any]
+) -> None:
+    async def scenario() -> Generation:
+        async with aiohttp.ClientSession() as session, session.post(f"{server_url}/pause?mode=keep") as answer:
+            assert answer.status == 200
+        async with behind_proxy(server_url, folders.first, weights="update", static=False) as (engine, _):
+            return await generate(engine, sampling(4))
+
+    assert len(run(scenario()).token_ids) == 4
