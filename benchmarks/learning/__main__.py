@@ -1,6 +1,7 @@
 """`python -m benchmarks.learning`: reward by step and by wall time for several staleness bounds; about 20 minutes.
 
 Writes results/points.jsonl (one line per step and trial, as they come) and results/learning.png into this folder.
+Where sampling is slower than training, staleness stays far below its bound: `--at-bound` makes it the bound.
 `--quick`: two bounds, one seed, few steps.
 """
 
@@ -27,13 +28,14 @@ def main(
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=1)] = 60,
     results: Annotated[Path, typer.Option(help="where points and plot go")] = HERE / "results",
+    at_bound: Annotated[bool, typer.Option("--at-bound", help="let staleness be its bound; nothing overlaps")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="two bounds, one seed, 12 steps")] = False,
 ) -> None:
     """Train the same small model at every bound, with and without correction."""
     if quick:
         bounds, seeds, steps = "0,4", 1, 12
     settings = [
-        Setting(int(bound), corrected, seed, steps)
+        Setting(int(bound), corrected, seed, steps, at_bound=at_bound)
         for seed in range(seeds)
         for bound in bounds.split(",")
         for corrected in (True, False)

@@ -21,7 +21,11 @@ from consumer.weights.shared_folder import SharedFolder
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`corrected`: the loss is weighted by how likely the present policy finds what an older one sampled."""
+    """`corrected`: the loss is weighted by how likely the present policy finds what an older one sampled.
+
+    `at_bound`: the trainer waits until the fleet is as far ahead as it may be, so that staleness is the bound and not
+    what comes of the speeds; nothing overlaps then, and wall times mean nothing.
+    """
 
     staleness: int = 0
     corrected: bool = True
@@ -29,6 +33,7 @@ class Setting:
     steps: int = 60
     batch: int = 32
     k: int = 8
+    at_bound: bool = False
 
     @property
     def name(self) -> str:
@@ -62,6 +67,10 @@ def train(run: Run, controller: TrainController, setting: Setting, folder: Path,
     consumer.open()
     started = time.monotonic()
     for step in range(1, setting.steps + 1):
+        if setting.at_bound:
+            ahead = min(setting.staleness + 1, setting.steps - step + 1) * setting.batch
+            while run.buffer.count(TASK) < ahead:
+                time.sleep(0.01)
         batch = consumer.take_batch(step, {TASK: setting.batch})
         metrics = controller.fit(batch.groups)
         ages = [step - entry.version - 1 for entry in batch.manifest.entries if entry.version is not None]
