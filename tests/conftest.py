@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 from tests.servers import redis_client, run_name, server
 
@@ -17,3 +21,13 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.pop("REDIS_URL", None)
 
 __all__ = ["redis_client", "run_name", "server"]
+
+
+@pytest.fixture(autouse=True)
+def forget_user_modules() -> Iterator[None]:
+    """What a test writes as a user's own file (`my_….py`, in its own folder) is not found by the next one."""
+    path = [*sys.path]
+    yield
+    sys.path[:] = path
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]

@@ -24,7 +24,7 @@ from buffer.store import Store
 
 LEDGERS = ("train", "eval")
 
-_ROLES = {f"{role}{suffix}" for role in ("trainer", "producer") for suffix in ("", "_seen_ms", "_closed")}
+_ROLES = {f"{role}{suffix}" for role in ("trainer", "producer") for suffix in ("", "_seen_ms", "_waited_ms", "_closed")}
 _RESTING = {"stage": "waiting", "token": "", "owner": ""}
 _IN_WORK = ("running", "judging")
 
