@@ -9,17 +9,18 @@ import typer
 
 from benchmarks.figure import Figure
 from benchmarks.machine import machine_facts
-from benchmarks.report import print_table, write_json, write_readme
+from benchmarks.report import merge, print_table, read_json, write_json, write_readme
 from benchmarks.suite import FULL, QUICK, SUITE, run_suite
 
 HERE = Path(__file__).parent
-EPILOG = "Examples: python -m benchmarks · python -m benchmarks --quick · python -m benchmarks put take"
+EPILOG = "Examples: python -m benchmarks · python -m benchmarks --quick · python -m benchmarks put take --update"
 
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"which ones: {', '.join(SUITE)}; default: all")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="two or three minutes: smaller, rougher figures")] = False,
     results: Annotated[Path | None, typer.Option(help="folder for JSON and plots")] = None,
+    update: Annotated[bool, typer.Option("--update", help="put these into README's figures")] = False,
 ) -> None:
     """Compare the buffer with raw Redis and the naive ways, on servers of its own."""
     chosen = names or list(SUITE)
@@ -32,9 +33,11 @@ def main(
         figures.append(figure)
     print_table(figures)
     is_whole = not quick and not names
-    if folder := results or (HERE / "results" if is_whole else None):
+    if update:
+        figures = merge(read_json(HERE / "results" / "figures.json"), figures)
+    if folder := results or (HERE / "results" if is_whole or update else None):
         _write(figures, folder)
-    if is_whole:
+    if is_whole or update:
         write_readme(figures, machine_facts(), HERE / "README.md")
 
 

@@ -16,9 +16,11 @@ _SIZE = re.compile(r"^(.*), ([\d,]+) groups$")
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> None:
-    """throughput.png and scaling.png; idle.png, staleness.png, scale.png and pause.png where these were measured."""
-    _throughput([f for f in figures if f.unit == "groups/s"]).savefig(folder / "throughput.png", dpi=110)
-    _scaling([f for f in figures if f.unit == "us"]).savefig(folder / "scaling.png", dpi=110)
+    """throughput, scaling, idle, staleness, scale and pause .png: each for which there are figures."""
+    if rates := [f for f in figures if f.unit == "groups/s"]:
+        _throughput(rates).savefig(folder / "throughput.png", dpi=110)
+    if costs := [f for f in figures if f.unit == "us" and _SIZE.match(f.name)]:
+        _scaling(costs).savefig(folder / "scaling.png", dpi=110)
     draw_fleets(figures, folder)
 
 

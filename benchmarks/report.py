@@ -37,18 +37,35 @@ def write_json(figures: Sequence[Figure], machine: dict[str, str], path: Path) -
     path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
+def read_json(path: Path) -> list[Figure]:
+    """The figures of an earlier run; none where there is no such file."""
+    if not path.is_file():
+        return []
+    rows = orjson.loads(path.read_bytes())["figures"]
+    return [Figure(**{name: value for name, value in row.items() if name != "met"}) for row in rows]
+
+
+def merge(earlier: Sequence[Figure], newer: Sequence[Figure]) -> list[Figure]:
+    """Sections that were measured again in the place of the old ones, new sections behind them."""
+    sections = {section: list(rows) for section, rows in groupby(earlier, lambda figure: figure.section)}
+    sections |= {section: list(rows) for section, rows in groupby(newer, lambda figure: figure.section)}
+    return [figure for rows in sections.values() for figure in rows]
+
+
 def write_readme(figures: Sequence[Figure], machine: dict[str, str], path: Path) -> None:
     """Replace what stands between the markers."""
     text = path.read_text(encoding="utf-8")
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    path.write_text(f"{head}{_BEGIN}\n\n{_markdown(figures, machine)}\n{_END}{tail}", encoding="utf-8")
+    pictures = sorted(picture.stem for picture in (path.parent / "results").glob("*.png"))
+    told = _markdown(figures, machine, pictures)
+    path.write_text(f"{head}{_BEGIN}\n\n{told}\n{_END}{tail}", encoding="utf-8")
 
 
-def _markdown(figures: Sequence[Figure], machine: dict[str, str]) -> str:
+def _markdown(figures: Sequence[Figure], machine: dict[str, str], pictures: Sequence[str]) -> str:
     lines = [", ".join(f"{name} {value}" for name, value in machine.items()) + ".", ""]
-    lines += ["![groups per second of every way](results/throughput.png)", ""]
-    lines += ["![cost against the size of the pool](results/scaling.png)", ""]
+    for name in pictures:
+        lines += [f"![{name}](results/{name}.png)", ""]
     for section, rows in _sections(figures):
         lines += [f"| {section} | value | unit | target | |", "|---|---:|---|---:|---|"]
         lines += ["| " + " | ".join(_cells(figure)) + " |" for figure in rows]
