@@ -23,7 +23,9 @@ local function found(place) reply[#reply + 1] = place end
 
 for i = 11, #KEYS do
   local entry = record[2] or ''
-  if entry ~= '' and #redis.call('XRANGE', KEYS[i], entry, entry) == 1 then found('waiting') end
+  -- two lanes may give out the same id: in one millisecond, or where the clock was stepped back
+  local there = entry ~= '' and redis.call('XRANGE', KEYS[i], entry, entry)[1]
+  if there and there[2][2] == gid then found('waiting') end
 end
 if redis.call('ZSCORE', leases, gid) then found('running') end
 for i = 7, 9 do

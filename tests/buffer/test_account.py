@@ -70,6 +70,21 @@ def test_fsck_finds_a_lost_waiting_job(busy: Scene) -> None:
     assert found.faults == ["math: 9 enqueued, but 8 in all places"]
 
 
+def test_fsck_tells_entries_of_two_lanes_apart_that_have_the_same_id(scene: Scene) -> None:
+    """Streams number entries by the millisecond, each for itself."""
+    scene.enqueue(2)
+    fresh, resumed = group_id("math", 0), group_id("math", 1)
+    line = scene.keys.jobs("math", "resume")
+    entry, other = scene.record(fresh)["entry"], scene.record(resumed)["entry"]
+    ((_, fields),) = scene.raw.xrange(scene.keys.jobs("math", "fresh"), other, other)
+    scene.raw.xdel(scene.keys.jobs("math", "fresh"), other)
+    scene.raw.xadd(line, fields, id=entry)
+    scene.raw.hset(scene.keys.group(resumed), mapping={"entry": entry, "lane": "resume"})
+    scene.check()
+    scene.raw.xdel(line, entry)
+    assert scene.run.account.fsck().lost == [resumed]
+
+
 def test_fsck_finds_a_lost_result(busy: Scene) -> None:
     busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
     assert audit(busy).lost == [READY]
