@@ -6,6 +6,7 @@ Invariant: a folder under its final name is complete. It is written beside it an
 from __future__ import annotations
 
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ from buffer.errors import ModelError
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_LOADING = threading.Lock()
+"""transformers makes models under switches of the whole process: of two threads that load, one may be left with a model
+without values (seen: "Cannot copy out of meta tensor")."""
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -65,9 +70,10 @@ def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedMod
     check_model_folder(path)
     _hush()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or torch.float32, attn_implementation="sdpa", local_files_only=True
-        )
+        with _LOADING:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype or torch.float32, attn_implementation="sdpa", local_files_only=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path}: cannot load the model: {error}") from error
     return model
