@@ -117,6 +117,8 @@ class Keys:
         self.run = valid_name("run", run)
         self.spread = spread
         self.prefix = f"rmq:{{{run}}}:"
+        self.spread_prefix = f"rmq:{{{run}:"
+        """what payloads begin with in a cluster"""
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
@@ -164,7 +166,7 @@ class Keys:
         kind, _, rest = name.partition(":")
         if self.spread and kind == "payload":
             gid, _, token = rest.partition(":")
-            return f"rmq:{{{self.run}:{gid}}}:payload:{token}"
+            return f"{self.spread_prefix}{gid}}}:payload:{token}"
         return self.prefix + name
 
     @property

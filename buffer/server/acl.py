@@ -73,7 +73,7 @@ def _rules_of_keys(keys: Keys, role: Role) -> list[str]:
     if not role.sees:
         return []
     # in a cluster payloads have slots, and so prefixes, of their own
-    prefixes = (keys.prefix, f"rmq:{{{keys.run}:")
+    prefixes = (keys.prefix, keys.spread_prefix)
     rules = [f"&{keys.control} +subscribe +unsubscribe +script|load", *(f"%R~{prefix}*" for prefix in prefixes), _READ]
     rules.append(f"({' '.join(f'~{prefix}*' for prefix in prefixes)} +eval +evalsha)")
     if role.writes:
