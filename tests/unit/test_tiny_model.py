@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
@@ -127,3 +128,9 @@ def test_read_problems_names_the_line_when_it_is_unusable(tmp_path: Path, line: 
         read_problems(file)
     file.write_bytes(good)
     assert read_problems(file) == [Problem([{"role": "user", "content": "1"}], "1")]
+
+
+def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        models = list(threads.map(load_model, [model_dir] * 12))
+    assert not any(parameter.is_meta for model in models for parameter in model.parameters())
