@@ -49,10 +49,13 @@ class Characters:
     """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on."""
 
     def apply_chat_template(self, conversation: Any, /, **_: Any) -> list[int]:
-        return [(ord(character) - 32) % 95 for message in conversation for character in str(message["content"])]
+        return [token for message in conversation for token in self.encode(str(message["content"]))]
 
     def decode(self, token_ids: Any, /, **_: Any) -> str:
         return "".join(chr(32 + token) for token in token_ids)
+
+    def encode(self, text: str, /, **_: Any) -> list[int]:
+        return [(ord(character) - 32) % 95 for character in text]
 
 
 def rehearse(

@@ -31,7 +31,8 @@ from producer_workers.tokenizer import Tokenizer
 
 
 class MultiTurnAgentLoop(SingleTurnAgentLoop):
-    """`environment`: an object, or "module:factory" of one. `max_turns`: turns of the model at most."""
+    """`environment`: an object, or "module:factory" of one. `max_turns`: turns of the model at most. `keep_turns`: see
+    `ChatDelta`."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         partial_rollout: bool = False,
         environment: Environment | str,
         max_turns: int = 8,
+        keep_turns: bool = False,
     ) -> None:
         super().__init__(judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout)
         if max_turns < 1:
@@ -50,7 +52,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             load_object(environment, kind="environment")() if isinstance(environment, str) else environment
         )
         self._max_turns = max_turns
-        self._delta = ChatDelta(tokenizer, eos_ids)
+        self._delta = ChatDelta(tokenizer, eos_ids, keep_turns=keep_turns)
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
         if not (self._partial_rollout and state.status in (Status.ABORTED, Status.INIT)):

@@ -3,7 +3,8 @@
 loop.py      the agent loop: one endpoint for each group, one session for each rollout
 runner.py    starts the agent: a function by dotted path, or a program
 server.py    the endpoint: HTTP, who may ask, streams
-dialect.py   requests and answers of the chat completions API
+dialect.py   what all requests and answers have in common
+chat_completion.py, text_completion.py   the two ways to ask
 session.py   a conversation, or several, as tokens: what is trained
 segment.py   one stretch of tokens that the model really had before it
 """

@@ -57,12 +57,12 @@ class Segment:
             logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
         )
 
-    def say(self, made: Generation, message: dict[str, Any], text: str, calls: Sequence[ToolCall]) -> Segment:
-        """This context, and the model's turn behind it."""
+    def say(self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]) -> Segment:
+        """This context, and the model's turn behind it; `messages` are the conversation with that turn."""
         start = len(self.ids)
         return replace(
             self,
-            messages=[*self.messages, message],
+            messages=messages,
             ids=np.concatenate([self.ids, made.token_ids]).astype("<i4"),
             mask=np.concatenate([self.mask, np.ones(len(made.token_ids), "u1")]),
             logprobs=np.concatenate([self.logprobs, made.logprobs]).astype("<f4"),

@@ -16,8 +16,10 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError
-from producer_workers.agent_loops.gateway import dialect
-from producer_workers.agent_loops.gateway.session import Session, SessionClosed
+from producer_workers.agent_loops.gateway.chat_completion import ChatRequest
+from producer_workers.agent_loops.gateway.dialect import Asked, refusal
+from producer_workers.agent_loops.gateway.session import Session, SessionClosed, Turn
+from producer_workers.agent_loops.gateway.text_completion import TextRequest
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.tokenizer import Tokenizer
 
@@ -50,7 +52,12 @@ class Endpoint:
     async def __aenter__(self) -> Endpoint:
         app = web.Application(client_max_size=LARGEST_REQUEST)
         app.add_routes(
-            [web.post("/v1/chat/completions", self._chat), web.get("/v1/models", self._models)],
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._complete),
+                web.get("/v1/models", self._models),
+                web.route("*", "/{path:.*}", _unknown),
+            ],
         )
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -78,17 +85,22 @@ class Endpoint:
         )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, ChatRequest)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, TextRequest)
+
+    async def _serve(self, request: web.Request, kind: type[ChatRequest | TextRequest]) -> web.StreamResponse:
         session = self._session(request)
         if session is None:
             return _refuse(401, "this key belongs to no session", "invalid_api_key")
         try:
-            asked = dialect.ChatRequest.model_validate_json(await request.read())
+            asked = kind.model_validate_json(await request.read())
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
             return _refuse(400, f"this request cannot be recorded for training: {wrong}", "unsupported")
         try:
-            tools = None if asked.tool_choice == "none" else asked.tools
-            turn = await session.complete(asked.messages, tools, asked.most_tokens, asked.stops)
+            turn = await asked.ask(session)
         except SessionClosed as error:
             interrupted = session.interrupted.is_set()
             return _refuse(
@@ -100,13 +112,15 @@ class Endpoint:
             self.failure = error
             session.interrupted.set()
             return _refuse(503, "the engine died", "interrupted")
-        pieces = (
-            [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()] if asked.logprobs else []
-        )
+        return await self._reply(request, asked, turn)
+
+    async def _reply(self, request: web.Request, asked: Asked, turn: Turn) -> web.StreamResponse:
+        tokens = turn.made.token_ids.tolist() if asked.wants_logprobs else []
+        pieces = [str(self._tokenizer.decode([token])) for token in tokens]
         name = secrets.token_hex(8)
         if not asked.stream:
-            return web.json_response(dialect.answer(asked, turn, name, pieces))
-        return await _stream(request, list(dialect.chunks(asked, turn, name, pieces)))
+            return web.json_response(asked.answer(turn, name, pieces))
+        return await _stream(request, list(asked.chunks(turn, name, pieces)))
 
 
 async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
@@ -118,7 +132,14 @@ async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.Str
     return response
 
 
+async def _unknown(request: web.Request) -> web.Response:
+    known = "POST /v1/chat/completions and /v1/completions, GET /v1/models"
+    hint = " (the Responses API keeps conversations to itself: let the agent use chat completions)"
+    message = f"{request.method} {request.path} cannot be recorded for training; there are {known}"
+    return _refuse(404, message + (hint if "/responses" in request.path else ""), "unsupported")
+
+
 def _refuse(status: int, message: str, code: str) -> web.Response:
     # a client that would try again is told not to: what was refused now is refused then
     headers = {"x-should-retry": "false"}
-    return web.json_response(dialect.refusal(message, code), status=status, headers=headers)
+    return web.json_response(refusal(message, code), status=status, headers=headers)

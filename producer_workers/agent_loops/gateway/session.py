@@ -1,7 +1,7 @@
 """A session: all that one run of an agent asks the model, kept as the tokens that were really read and sampled.
 
-    request ──▶ its messages continue a segment ──▶ that segment's ids, and the tokens of what is new behind them
-            └─▶ they continue none (another prompt, a history that was cut or edited) ──▶ a new segment
+    request ──▶ it continues a segment ──▶ that segment's ids, and the tokens of what is new behind them
+            └─▶ it continues none (another prompt, a history that was cut or edited) ──▶ a new segment
 
 Where two requests continue the same segment (a second attempt, two tools at once), its tokens are trained with the
 first answer, and are context alone for the others.
@@ -15,8 +15,9 @@ import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import orjson
 
 from buffer.errors import ConfigError, RolloutMQError
@@ -31,6 +32,9 @@ log = logging.getLogger("rolloutmq.worker")
 
 CALL_MARKS = {"hermes": "<tool_call>", "llama": "{", "mistral": "[TOOL_CALLS]"}
 """Where the calls of a turn begin; what stands before is its text."""
+
+_RAW = "raw"
+"""In place of a role: a segment of text, or tokens, that no chat template wrote; the only message of it."""
 
 
 class SessionClosed(RolloutMQError):
@@ -70,25 +74,47 @@ class Session:
     def is_full(self) -> bool:
         return self._sampled >= self._params.max_tokens
 
-    async def complete(self, messages: Messages, tools: Any, max_tokens: int | None, stops: Sequence[str]) -> Turn:
+    async def chat(self, messages: Messages, tools: Any, max_tokens: int | None, stops: Sequence[str]) -> Turn:
         """One turn of the model. Raises SessionClosed, ConfigError (the chat template refuses), GenerationError."""
+        number = self._begin()
+        parent, context = self._context(messages, tools)
+        made = await self._generate(number, context, max_tokens, stops)
+        message, text, calls = self._message(number, made, stops, bool(tools))
+        self._keep(parent, context, made, [*messages, message], text, calls)
+        return Turn(message, made, len(context.ids))
+
+    async def complete(self, prompt: str | list[int], max_tokens: int, stops: Sequence[str]) -> Turn:
+        """What comes behind a text, or behind tokens. Raises as `chat` does."""
+        number = self._begin()
+        parent, context = self._raw_context(prompt)
+        made = await self._generate(number, context, max_tokens, stops)
+        text = self._text(made, skip_special_tokens=True)
+        self._keep(parent, context, made, [{"role": _RAW, "content": _content(context) + text}], text, [])
+        return Turn({"role": "assistant", "content": _before(text, stops)}, made, len(context.ids))
+
+    def _begin(self) -> int:
+        """The number of a new request."""
         if self.interrupted.is_set() or self.is_full:
             raise SessionClosed("interrupted" if self.interrupted.is_set() else "the session's max_tokens are used up")
-        number = next(self._requests)
-        parent, context = self._context(messages, tools)
-        made = await self._engine.generate(
-            f"{self.name}/{number}", context.ids, self._sampling(number, max_tokens, stops)
-        )
+        return next(self._requests)
+
+    async def _generate(
+        self, number: int, context: Segment, max_tokens: int | None, stops: Sequence[str]
+    ) -> Generation:
+        params = self._sampling(number, max_tokens, stops)
+        made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
         self._sampled += len(made.token_ids)
         if made.finish_reason == "abort":
             self.interrupted.set()
             raise SessionClosed("interrupted")
-        message, text, calls = self._message(number, made)
+        return made
+
+    def _keep(self, parent: Segment | None, context: Segment, *turn: Any) -> None:
+        """Note a turn; where another request went on from the same parent meanwhile, that one trains it."""
         is_first = parent is None or parent in self.segments
-        grown = (context if is_first else context.untrained()).say(made, message, text, calls)
+        grown = (context if is_first else context.untrained()).say(*turn)
         self._seen.append(grown)
         self.segments = [segment for segment in self.segments if segment is not parent] + [grown]
-        return Turn(message, made, len(context.ids))
 
     def _parent(self, messages: Messages, tools: Any) -> Segment | None:
         """The longest of all contexts there ever were that these messages continue."""
@@ -100,17 +126,40 @@ class Session:
         parent = self._parent(messages, tools)
         if parent is not None:
             was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
+            has_thought = any("</think>" in str(message["content"]) for message in parent.messages)
             new = [_for_template(message) for message in messages[len(parent.messages) :]]
             try:
-                return parent, parent.read(self._delta.tokens(new, end_turn=not was_ended), messages)
+                tokens = self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
+                return parent, parent.read(tokens, messages)
             except ConfigError:
                 # the template writes earlier turns anew (drops what was thought, say): so does what the model reads
                 log.debug("a chat template that rewrites earlier turns: a new segment", extra={"session": self.name})
         try:
-            prompt = encode_chat(self._tokenizer, [_for_template(message) for message in messages], tools)
+            said = self._delta.harmless([_for_template(message) for message in messages])
+            prompt = encode_chat(self._tokenizer, said, tools)
         except Exception as error:  # templates are programs of the model's authors: they raise what they like
             raise ConfigError(f"the chat template does not take these messages: {error}") from error
         return None, Segment.begin(messages, tools, prompt)
+
+    def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
+        """The same for a text or tokens without a chat: a segment goes on where the prompt begins with all of it."""
+        if isinstance(prompt, str):
+            fitting = [s for s in self._seen if s.messages[0]["role"] == _RAW and prompt.startswith(_content(s))]
+            parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
+            new = self._encode(prompt.removeprefix(_content(parent)) if parent else prompt)
+        else:
+            fitting = [s for s in self._seen if s.ids.tolist() == prompt[: len(s.ids)]]
+            parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
+            new = prompt[len(parent.ids) :] if parent else prompt
+            prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=False))
+        said = [{"role": _RAW, "content": prompt}]
+        if parent is None:
+            return None, Segment.begin(said, None, new)
+        return parent, parent.read(np.array(new, "<i4"), said)
+
+    def _encode(self, text: str) -> list[int]:
+        # special tokens that are written out are meant: whoever asks for a text writes the chat by itself
+        return [int(token) for token in cast(Any, self._tokenizer).encode(text, add_special_tokens=False)]
 
     def _sampling(self, number: int, max_tokens: int | None, stops: Sequence[str]) -> SampleParams:
         """The task's, for the trainer counts on it; only length and stop strings may be the agent's."""
@@ -125,22 +174,37 @@ class Session:
             }
         )
 
-    def _message(self, number: int, made: Generation) -> tuple[dict[str, Any], str, list[ToolCall]]:
+    def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
         ids = made.token_ids.tolist()
         while ids and ids[-1] in self._eos_ids:
             ids.pop()
-        raw = str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        found = PARSERS[self._parser](raw) if self._parser else []
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def _message(
+        self, number: int, made: Generation, stops: Sequence[str], has_tools: bool
+    ) -> tuple[dict[str, Any], str, list[ToolCall]]:
+        """(what the agent is told, the whole text, calls); whoever offers no tools reads calls as text."""
+        raw = self._text(made, skip_special_tokens=False)
+        found = PARSERS[self._parser](raw) if self._parser and has_tools else []
         calls = [call.model_copy(update={"id": f"call_{number}_{place}"}) for place, call in enumerate(found)]
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        text = self._text(made, skip_special_tokens=True)
         if not calls:
-            return {"role": "assistant", "content": text}, text, []
+            return {"role": "assistant", "content": _before(text, stops)}, text, []
         content = raw.partition(CALL_MARKS[self._parser])[0].strip()
         return (
             {"role": "assistant", "content": content, "tool_calls": [_as_openai(call) for call in calls]},
             text,
             calls,
         )
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """What the API gives of a text that a stop string ended; the tokens of that string were sampled all the same."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _content(segment: Segment) -> str:
+    return str(segment.messages[0]["content"])
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:

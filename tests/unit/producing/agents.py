@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -25,6 +26,8 @@ async def wander(task: Any) -> float:
                     asked.create_task(client.chat.completions.create(model="any", messages=messages, temperature=0.1))
                     for _ in range(2 if dice.random() < 0.3 else 1)
                 ]
+            if dice.random() < 0.3:
+                await write_on(client, task.question, dice)
             said = dice.choice(asks).result().choices[0].message
             what = dice.random()
             if what < 0.15:
@@ -38,8 +41,27 @@ async def wander(task: Any) -> float:
     return dice.random()
 
 
+async def write_on(client: openai.AsyncOpenAI, text: str, dice: random.Random) -> None:
+    """Asks for text behind a text, with some of its own in between; sometimes for text behind tokens."""
+    for _ in range(dice.randint(1, 3)):
+        prompt: Any = list(text.encode()) if dice.random() < 0.3 else text
+        reply = await client.completions.create(model="any", prompt=prompt, max_tokens=50)
+        text += reply.choices[0].text + dice.choice(["", "and", "so"])
+
+
+async def reason_and_act(task: Any) -> None:
+    """Stops where the model begins to make up what it observes."""
+    messages: list[Any] = list(task.messages)
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="any", messages=messages, stop=["\nSeen:"])
+            assert "Seen" not in str(reply.choices[0].message.content)
+            assert not reply.choices[0].message.tool_calls, "none were offered"
+            messages += [reply.choices[0].message, {"role": "user", "content": "Seen: 5"}]
+
+
 async def calculate(task: Any) -> None:
-    """Runs the calls of the model until it makes none."""
+    """Runs the calls of the model until it makes none; sends them back with other spaces than they came."""
     messages: list[Any] = list(task.messages)
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         while True:
@@ -49,9 +71,10 @@ async def calculate(task: Any) -> None:
                 assert reply.choices[0].finish_reason == "stop"
                 return
             assert reply.choices[0].finish_reason == "tool_calls"
-            messages.append(message)
-            for call in message.tool_calls:
+            messages.append(message.model_dump(exclude_none=True))
+            for call, copy in zip(message.tool_calls, messages[-1]["tool_calls"], strict=True):
                 assert call.type == "function"
+                copy["function"]["arguments"] = json.dumps(json.loads(call.function.arguments), indent=1)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
 
 
