@@ -1,12 +1,15 @@
-"""`python -m benchmarks.learning`: reward by step and by wall time for several staleness bounds; about 20 minutes.
+"""`python -m benchmarks.learning`: what staleness costs by step and buys by wall time; about 25 minutes of one core.
 
-Writes results/points.jsonl (one line per step and trial, as they come) and results/learning.png into this folder.
-Where sampling is slower than training, staleness stays far below its bound: `--at-bound` makes it the bound.
-`--quick`: two bounds, one seed, few steps.
+Every bound with and without correction and with every seed, at its bound (reward by step); then, overlapping, every
+bound with correction (reward by wall time). A finished trial is one line of `learning.jsonl`, and is not run again:
+stop it when you like. The plot is made of what is there. `--quick`: two bounds, one seed, few steps, elsewhere.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -20,37 +23,61 @@ from benchmarks.learning.sums import make_model
 from benchmarks.learning.trial import Setting, run_trial
 from buffer.server.embedded import EmbeddedServer
 
-HERE = Path(__file__).parent
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def grid(bounds: list[int], seeds: int, steps: int) -> list[Setting]:
+    """Seed by seed, so that whoever stops early has all bounds."""
+    at_bound = [(bound, corrected, False) for bound in bounds for corrected in (True, False)]
+    overlapping = [(bound, True, True) for bound in bounds]
+    return [
+        Setting(bound, corrected, seed, steps, overlaps=overlaps)
+        for kind in (at_bound, overlapping)
+        for seed in range(seeds)
+        for bound, corrected, overlaps in kind
+    ]
+
+
+def missing(settings: list[Setting], file: Path) -> list[Setting]:
+    """Those that have no line yet."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    done = [orjson.loads(line)["setting"] for line in lines]
+    return [setting for setting in settings if asdict(setting) not in done]
+
+
+def measure(url: str, model: Path, setting: Setting, folder: Path) -> bytes:
+    """One trial as a line. `load`: processes that wanted a core meanwhile, as the system has it for the last minute."""
+    cpu = time.process_time()
+    points, sample_s = run_trial(url, model, setting, folder)
+    used, load = time.process_time() - cpu, os.getloadavg()[0]
+    typer.echo(f"{setting.name}: {points[0]['reward']:.2f} to {points[-1]['reward']:.2f}, {used:.0f} s of a core")
+    columns = {name: [round(point[name], 4) for point in points] for name in points[0]}
+    sums = {"cpu_s": round(used, 1), "load": round(load, 1), "sample_s": round(sample_s, 4)}
+    return orjson.dumps({"setting": asdict(setting)} | sums | columns)
 
 
 def main(
     bounds: Annotated[str, typer.Option(help="staleness bounds, with commas")] = "0,1,2,4,8",
     seeds: Annotated[int, typer.Option(min=1)] = 3,
-    steps: Annotated[int, typer.Option(min=1)] = 60,
-    results: Annotated[Path, typer.Option(help="where points and plot go")] = HERE / "results",
-    at_bound: Annotated[bool, typer.Option("--at-bound", help="let staleness be its bound; nothing overlaps")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="two bounds, one seed, 12 steps")] = False,
+    steps: Annotated[int, typer.Option(min=1)] = 100,
+    results: Annotated[Path, typer.Option(help="where learning.jsonl and learning.png go")] = RESULTS,
+    quick: Annotated[bool, typer.Option("--quick", help="two bounds, one seed, 12 steps; keeps nothing")] = False,
 ) -> None:
-    """Train the same small model at every bound, with and without correction."""
-    if quick:
-        bounds, seeds, steps = "0,4", 1, 12
-    settings = [
-        Setting(int(bound), corrected, seed, steps, at_bound=at_bound)
-        for seed in range(seeds)
-        for bound in bounds.split(",")
-        for corrected in (True, False)
-    ]
-    torch.set_num_threads(1)  # the fleet has the other core
-    results.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as folder, EmbeddedServer(Path(folder) / "server") as server:
-        model = make_model(Path(folder))
-        with (results / "points.jsonl").open("wb") as lines:
-            for setting in settings:
-                for point in run_trial(server.url, model, setting, Path(folder), typer.echo):
-                    trial = {"bound": setting.staleness, "corrected": setting.corrected, "seed": setting.seed}
-                    lines.write(orjson.dumps(trial | point) + b"\n")
-                lines.flush()
-    plot(results / "points.jsonl", results / "learning.png")
+    """Train the same small model at every bound."""
+    torch.set_num_threads(1)  # an overlapping fleet has the other core
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if quick:
+            bounds, seeds, steps, results = "0,4", 1, 12, folder
+        results.mkdir(parents=True, exist_ok=True)
+        file = results / "learning.jsonl"
+        with EmbeddedServer(folder / "server") as server:
+            model = make_model(folder)
+            for setting in missing(grid([int(bound) for bound in bounds.split(",")], seeds, steps), file):
+                line = measure(server.url, model, setting, folder)
+                with file.open("ab") as lines:
+                    lines.write(line + b"\n")
+        plot(file, results / "learning.png")
 
 
 if __name__ == "__main__":

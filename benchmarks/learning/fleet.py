@@ -16,8 +16,12 @@ from buffer import Mode, PolicyVersion, Pulse, Run, Store, group_id, new_nonce, 
 from buffer.open_run import wait_for_run
 
 TASK = "sums"
-AT_ONCE = 4
+AT_ONCE = 8
 """Groups of one claim: between two of them it hears of new weights."""
+SWEEP_S = 1.0
+"""Between two sweeps of the janitor: nobody else is there to make one."""
+IDLE_S = 0.01
+"""Between two questions whether there is anything to do."""
 
 
 class Fleet:
@@ -26,13 +30,14 @@ class Fleet:
     def __init__(self, run: Run, sampler: Sampler, k: int, batch: int) -> None:
         self._run, self._sampler, self._k, self._batch = run, sampler, k, batch
         self._producer, self._nonce, self._loaded = new_nonce(), new_nonce(), PolicyVersion("", -1)
+        self._swept = self.busy_s = 0.0
         run.control.open_producer(self._producer, take_over=True)
         run.fleet.register("w0", self._nonce, {"engine": "benchmark"})
 
     def turn(self) -> bool:
         """One round; whether anything was sampled."""
         state = self._run.control.state()
-        self._run.janitor.sweep()
+        self._sweep()
         pulse = Pulse(state.epoch, state.weights, "ready", 0.0, 0)
         self._run.fleet.heartbeat("w0", self._nonce, pulse, [])
         self._run.control.beat("producer", self._producer)
@@ -44,10 +49,25 @@ class Fleet:
         # what these weights can still serve: steps up to M + threshold
         self._produce((state.weights.version + self._run.limits.stale_threshold) * self._batch)
         jobs = self._run.jobs.claim("w0", self._nonce, new_nonce(), state.weights, AT_ONCE).jobs
-        for job in jobs:
-            group = self._sampler.answer(self._run.buffer.read(job.payload), state.weights)
-            self._run.buffer.submit("w0", job, group, int(group.lengths.sum()))
+        if jobs:
+            groups = self._sampler.answer([self._run.buffer.read(job.payload) for job in jobs], state.weights)
+            for job, group in zip(jobs, groups, strict=True):
+                self._run.buffer.submit("w0", job, group, int(group.lengths.sum()))
         return bool(jobs)
+
+    def serve(self) -> None:
+        """Until the run is finished. `busy_s` counts the seconds of a core in which groups were made."""
+        while self._run.control.state().mode is not Mode.FINISH:
+            used = time.thread_time()
+            if self.turn():
+                self.busy_s += time.thread_time() - used
+            else:
+                time.sleep(IDLE_S)
+
+    def _sweep(self) -> None:
+        if time.monotonic() > self._swept + SWEEP_S:
+            self._run.janitor.sweep()
+            self._swept = time.monotonic()
 
     def _produce(self, target: int) -> None:
         jobs, cursor = self._run.jobs, self._run.jobs.cursor(TASK)
@@ -61,10 +81,7 @@ class Fleet:
 def main(url: str, name: str, model: str, k: str, batch: str, seed: str) -> None:
     torch.set_num_threads(1)
     run = wait_for_run(Store(url), name)
-    fleet = Fleet(run, Sampler(Path(model), int(k), int(seed)), int(k), int(batch))
-    while run.control.state().mode is not Mode.FINISH:
-        if not fleet.turn():
-            time.sleep(0.005)
+    Fleet(run, Sampler(Path(model), int(k), int(seed)), int(k), int(batch)).serve()
 
 
 if __name__ == "__main__":

@@ -3,44 +3,85 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
-WINDOW = 5
+WINDOW = 8
 """Steps that a reward is averaged over."""
 
+PANELS = {
+    "corrected, staleness at its bound": ("train step", True, False),
+    "not corrected, staleness at its bound": ("train step", False, False),
+    "corrected, at its bound: a core for sampling, one for training": ("seconds, from processor times", True, False),
+    "corrected, overlapping, as measured": ("seconds", True, True),
+}
+"""Title: unit of the x axis, `corrected` and `overlaps` of the trials."""
 
-def plot(points: Path, file: Path) -> None:
-    """`points`: JSON lines of `__main__`."""
+
+def plot(lines: Path, file: Path) -> None:
+    """`lines`: JSON lines of `__main__`, one per trial."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    trials: dict[tuple[bool, int], dict[int, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
-    for line in points.read_bytes().splitlines():
-        point = orjson.loads(line)
-        trials[point["corrected"], point["bound"]][point["seed"]].append(point)
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharey=True)
-    for (corrected, bound), seeds in sorted(trials.items()):
-        rewards = np.array([_smooth([p["reward"] for p in run]) for run in seeds.values()])
-        walls = np.mean([[p["wall_s"] for p in run] for run in seeds.values()], axis=0)
-        for place, x in enumerate((np.arange(1, rewards.shape[1] + 1), walls)):
-            axis = axes[int(not corrected)][place]
-            (line,) = axis.plot(x, rewards.mean(0), label=f"staleness up to {bound}")
-            axis.fill_between(x, rewards.min(0), rewards.max(0), color=line.get_color(), alpha=0.15)
-    for row, name in enumerate(("with correction", "without")):
-        for place, x in enumerate(("train step", "seconds")):
-            axes[row][place].set(title=name, xlabel=x)
-            axes[row][place].grid(alpha=0.3)
-        axes[row][0].set_ylabel(f"reward, mean of {WINDOW} steps")
-        axes[row][0].legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    trials = [orjson.loads(line) for line in lines.read_bytes().splitlines()]
+    bounds = sorted({trial["setting"]["staleness"] for trial in trials})
+    colors = dict(zip(bounds, plt.get_cmap("viridis_r")(np.linspace(0.1, 1, len(bounds))), strict=True))
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8.5), sharey=True, layout="constrained")
+    for axis, (title, (unit, *kind)) in zip(axes.flat, PANELS.items(), strict=True):
+        for bound, color in colors.items():
+            seeds = [trial for trial in trials if _kind(trial) == (*kind, bound)]
+            if seeds:
+                _draw(axis, seeds, unit, color, f"staleness {bound} (n = {len(seeds)})")
+        axis.set(title=title, xlabel=unit, ylim=(0, 1))
+        axis.grid(alpha=0.3)
+        axis.legend(loc="upper left", fontsize="small")
+    for axis in axes[:, 0]:
+        axis.set_ylabel(f"reward, mean of {WINDOW} steps")
+    figure.savefig(file, dpi=100)
     plt.close(figure)
 
 
-def _smooth(values: list[float]) -> list[float]:
-    return [float(np.mean(values[max(0, i + 1 - WINDOW) : i + 1])) for i in range(len(values))]
+def _kind(trial: dict[str, Any]) -> tuple[bool, bool, int]:
+    setting = trial["setting"]
+    return setting["corrected"], setting["overlaps"], setting["staleness"]
+
+
+def _draw(axis: Any, seeds: Sequence[dict[str, Any]], unit: str, color: Any, label: str) -> None:
+    rewards = np.array([smooth(trial["reward"]) for trial in seeds])
+    places = np.mean([_places(trial, unit) for trial in seeds], axis=0)
+    axis.plot(places, rewards.mean(0), color=color, label=label)
+    axis.fill_between(places, rewards.min(0), rewards.max(0), color=color, alpha=0.15, linewidth=0)
+
+
+def _places(trial: dict[str, Any], unit: str) -> list[float]:
+    """Of each step on the x axis."""
+    match unit:
+        case "train step":
+            return list(trial["step"])
+        case "seconds":
+            return list(trial["wall_s"])
+    return ends(trial["sample_s"], trial["train_s"], trial["setting"]["staleness"])
+
+
+def ends(sample_s: float, train_s: Sequence[float], staleness: int) -> list[float]:
+    """When each step is done if sampling and training have a core each, and nothing else costs time.
+
+    A batch is sampled from the weights of `staleness + 1` steps before it, so it waits for these, and for the one before.
+    """
+    sampled, done = 0.0, [0.0]
+    for step, seconds in enumerate(train_s, 1):
+        sampled = max(sampled, done[max(0, step - staleness - 1)]) + sample_s
+        done.append(max(sampled, done[-1]) + seconds)
+    return done[1:]
+
+
+def smooth(values: Sequence[float]) -> NDArray[np.float64]:
+    """Each value averaged with those before it."""
+    return np.array([np.mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))])

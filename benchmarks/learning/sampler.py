@@ -1,11 +1,13 @@
-"""Real sampling from a small model: one group at a time, the same tokens for the same weights and seed."""
+"""Real sampling from a small model: some groups at a time, the same tokens for the same weights and seed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.learning.sums import MAX_TOKENS, problem
 from buffer import PolicyVersion, RolloutGroup, RolloutState, Status, VersionSpan, split_group_id
@@ -18,6 +20,7 @@ class Sampler:
     def __init__(self, model_dir: Path, k: int, seed: int) -> None:
         self._tokenizer = load_tokenizer(model_dir)
         self._model = load_model(model_dir).eval()
+        self._end = int(self._tokenizer.eos_token_id)
         self._k, self._seed = k, seed
 
     def load(self, folder: Path) -> None:
@@ -35,27 +38,43 @@ class Sampler:
         ]
         return RolloutGroup(gid, task, states)
 
+    def answer(self, groups: Sequence[RolloutGroup], weights: PolicyVersion) -> list[RolloutGroup]:
+        """The groups, whose prompts are of one length, with sampled responses and their scores."""
+        tokens, logprobs = self._sample(groups)
+        for place, group in enumerate(groups):
+            for number, state in enumerate(group.states):
+                self._fill(state, tokens[place, number], logprobs[place, number], weights)
+        return [RolloutGroup(group.gid, group.task, group.states) for group in groups]
+
     @torch.no_grad()
-    def answer(self, group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:
-        """The group with sampled responses and scores: 1 where the answer is the sum, else 0."""
-        generator = torch.Generator().manual_seed(hash_of(self._seed, split_group_id(group.gid)[1]))
-        ids = torch.from_numpy(group.prompt_ids.astype(np.int64)).repeat(self._k, 1)
-        end, cache, columns = int(self._tokenizer.eos_token_id), None, []
-        for _ in range(MAX_TOKENS):
+    def _sample(self, groups: Sequence[RolloutGroup]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens and their logprobs, [groups, k, steps], until every response has ended. A group draws its own."""
+        draws = [torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1])) for g in groups]
+        prompts = np.stack([group.prompt_ids.astype(np.int64) for group in groups])
+        ids, shape = torch.from_numpy(prompts).repeat_interleave(self._k, 0), (len(groups), self._k)
+        cache, columns, ended = None, [], torch.zeros(shape, dtype=torch.bool)
+        while len(columns) < MAX_TOKENS and not ended.all():
             out = self._model(ids, past_key_values=cache, use_cache=True)
-            cache, logprobs = out.past_key_values, torch.log_softmax(out.logits[:, -1].float(), -1)
-            ids = torch.multinomial(logprobs.exp(), 1, generator=generator)
-            columns.append((ids[:, 0].numpy(), logprobs.gather(1, ids)[:, 0].numpy()))
-        tokens, chances = (np.stack(column, 1) for column in zip(*columns, strict=True))
-        for state, row, chance in zip(group.states, tokens, chances, strict=True):
-            ended = np.flatnonzero(row == end)
-            length = int(ended[0]) + 1 if len(ended) else MAX_TOKENS
-            span = VersionSpan(0, length, weights.version, weights.lineage)
-            state.append(row[:length].astype("<i4"), chance[:length].astype("<f4"), [span])
-            said = self._tokenizer.decode(row[: length - bool(len(ended))]).strip()
-            state.status, state.reward = Status.COMPLETED, {"score": float(said == state.ground_truth)}
-            state.finish_reason = "stop" if len(ended) else "length"
-        return RolloutGroup(group.gid, group.task, group.states)
+            cache, logprobs = out.past_key_values, torch.log_softmax(out.logits[:, -1].float(), -1).view(*shape, -1)
+            drawn = [torch.multinomial(p.exp(), 1, generator=draw) for p, draw in zip(logprobs, draws, strict=True)]
+            tokens = torch.stack(drawn)
+            columns.append((tokens[..., 0], logprobs.gather(2, tokens)[..., 0]))
+            ended |= tokens[..., 0] == self._end
+            ids = tokens.view(-1, 1)
+        ids_of, logprobs_of = (torch.stack(column, 2).numpy() for column in zip(*columns, strict=True))
+        return ids_of, logprobs_of
+
+    def _fill(
+        self, state: RolloutState, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], weights: PolicyVersion
+    ) -> None:
+        """One response, up to its end, and its score: 1 where it is the sum, else 0."""
+        ended = np.flatnonzero(tokens == self._end)
+        length = int(ended[0]) + 1 if len(ended) else len(tokens)
+        span = VersionSpan(0, length, weights.version, weights.lineage)
+        state.append(tokens[:length].astype("<i4"), logprobs[:length].astype("<f4"), [span])
+        said = self._tokenizer.decode(tokens[: length - bool(len(ended))]).strip()
+        state.status, state.reward = Status.COMPLETED, {"score": float(said == state.ground_truth)}
+        state.finish_reason = "stop" if len(ended) else "length"
 
 
 def hash_of(seed: int, draw: int) -> int:

@@ -5,43 +5,50 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.learning.fleet import TASK
+from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
-from buffer import PolicyVersion, Run, RunLimits, Store, TaskLimits, group_id, new_nonce
+from buffer import Mode, PolicyVersion, Run, RunLimits, Store, TaskLimits, group_id, new_nonce
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig, LossConfig
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.train_controller import TrainController
 from consumer.weights.shared_folder import SharedFolder
 
+PATIENCE_S = 600.0
+"""Give up a trial whose fleet makes nothing for so long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """`corrected`: the loss is weighted by how likely the present policy finds what an older one sampled.
 
-    `at_bound`: the trainer waits until the fleet is as far ahead as it may be, so that staleness is the bound and not
-    what comes of the speeds; nothing overlaps then, and wall times mean nothing.
+    `overlaps`: sampling, in a process of its own, and training go on at once, and staleness is what comes of their
+    speeds, up to the bound: what wall times are about. Else the trainer waits until the fleet is as far ahead as it
+    may be, so that staleness is the bound, and a trial is the same whatever else the machine does.
     """
 
     staleness: int = 0
     corrected: bool = True
     seed: int = 0
-    steps: int = 60
+    steps: int = 80
     batch: int = 32
     k: int = 8
-    at_bound: bool = False
+    overlaps: bool = False
 
     @property
     def name(self) -> str:
-        return f"s{self.staleness}-{'corrected' if self.corrected else 'plain'}-{self.seed}"
+        correction = "corrected" if self.corrected else "plain"
+        return f"s{self.staleness}-{correction}-{self.seed}-{'overlapping' if self.overlaps else 'at-bound'}"
 
 
 Point = dict[str, float]
-"""Of one step: step, wall_s since the first take began, reward, staleness, loss."""
+"""Of one step: step, wall_s since the first take began, train_s of a core (without waiting), reward, staleness, loss."""
 
 
 def make_controller(model: Path, setting: Setting) -> TrainController:
@@ -67,38 +74,67 @@ def train(run: Run, controller: TrainController, setting: Setting, folder: Path,
     consumer.open()
     started = time.monotonic()
     for step in range(1, setting.steps + 1):
-        if setting.at_bound:
-            ahead = min(setting.staleness + 1, setting.steps - step + 1) * setting.batch
-            while run.buffer.count(TASK) < ahead:
-                time.sleep(0.01)
+        if not setting.overlaps:
+            _wait_for(run, min(setting.staleness + 1, setting.steps - step + 1) * setting.batch)
+        used = time.thread_time()
         batch = consumer.take_batch(step, {TASK: setting.batch})
         metrics = controller.fit(batch.groups)
         ages = [step - entry.version - 1 for entry in batch.manifest.entries if entry.version is not None]
         controller.sync_weights(consumer, weights, step, mode="keep", tokenizer=model)
         consumer.commit(step, keep=step)
         scores = [float(score) for group in batch.groups for score in group.scores]
-        point = {"step": step, "wall_s": time.monotonic() - started, "reward": sum(scores) / len(scores)}
-        points.append(point | {"staleness": sum(ages) / len(ages), "loss": metrics["loss/policy"]})
+        clocks = {"wall_s": time.monotonic() - started, "train_s": time.thread_time() - used}
+        point = {"step": step, "reward": sum(scores) / len(scores), "staleness": sum(ages) / len(ages)}
+        points.append(clocks | point | {"loss": metrics["loss/policy"]})
     consumer.finish()
     consumer.close()
     return points
 
 
-def run_trial(url: str, model: Path, setting: Setting, folder: Path, say: Callable[[str], None]) -> list[Point]:
-    """With the fleet in a process of its own, so that sampling and training overlap as they do in a run."""
-    name = f"{setting.name}-{new_nonce()[:6]}"
+def run_trial(url: str, model: Path, setting: Setting, folder: Path) -> tuple[list[Point], float]:
+    """All steps of a trial on that server, and the seconds of a core in which a batch was sampled (0 where nobody
+    counted); `folder`: where its weights pass."""
     store = Store(url)
-    run = make_run(store, name, model, setting)
-    arguments = [url, name, model, setting.k, setting.batch, setting.seed]
+    run = make_run(store, f"{setting.name}-{new_nonce()[:6]}", model, setting)
+    beside = fleet_process(url, run, model, setting) if setting.overlaps else fleet_thread(run, model, setting)
+    try:
+        with beside as fleet:
+            points = train(run, make_controller(model, setting), setting, folder, model)
+        return points, fleet.busy_s / setting.steps if fleet else 0.0
+    finally:
+        store.close()
+
+
+@contextmanager
+def fleet_process(url: str, run: Run, model: Path, setting: Setting) -> Iterator[None]:
+    arguments = [url, run.name, model, setting.k, setting.batch, setting.seed]
     fleet = subprocess.Popen([sys.executable, "-m", "benchmarks.learning.fleet", *map(str, arguments)])
     try:
-        points = train(run, make_controller(model, setting), setting, folder, model)
+        yield
     finally:
         fleet.terminate()
         fleet.wait()
-        store.close()
-    say(f"{setting.name}: reward {points[0]['reward']:.2f} to {points[-1]['reward']:.2f}, {points[-1]['wall_s']:.0f} s")
-    return points
+
+
+@contextmanager
+def fleet_thread(run: Run, model: Path, setting: Setting) -> Iterator[Fleet]:
+    """An error of the fleet is one of the trial."""
+    fleet = Fleet(run, Sampler(model, setting.k, setting.seed), setting.k, setting.batch)
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(fleet.serve)
+        try:
+            yield fleet
+        finally:
+            run.control.set_mode("operator", Mode.FINISH)
+            serving.result()
+
+
+def _wait_for(run: Run, groups: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while run.buffer.count(TASK) < groups:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{run.buffer.count(TASK)} of {groups} groups after {PATIENCE_S:.0f} s")
+        time.sleep(0.01)
 
 
 def train_in_process(controller: TrainController, setting: Setting, model: Path, folder: Path) -> list[Point]:
@@ -106,7 +142,7 @@ def train_in_process(controller: TrainController, setting: Setting, model: Path,
     sampler, points = Sampler(model, setting.k, setting.seed), []
     for step in range(1, setting.steps + 1):
         gids = [group_id(TASK, (step - 1) * setting.batch + place) for place in range(setting.batch)]
-        groups = [sampler.answer(sampler.prompt(gid), PolicyVersion("local", step - 1)) for gid in gids]
+        groups = sampler.answer([sampler.prompt(gid) for gid in gids], PolicyVersion("local", step - 1))
         metrics = controller.fit(groups)
         (folder / str(step)).mkdir(parents=True)
         controller.learner.save_weights(folder / str(step))

@@ -20,48 +20,25 @@ from buffer.server.embedded import EmbeddedServer
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)
 
 
-def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    return thread, errors
-
-
 def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_path: Path) -> None:
     model = make_model(tmp_path, stop_accuracy=0.02)
     alone = train_in_process(make_controller(model, SETTING), SETTING, model, tmp_path / "alone")
     with EmbeddedServer(tmp_path / "server") as server:
+        queued, _ = run_trial(server.url, model, SETTING, tmp_path)
         store = Store(server.url)
-        run = make_run(store, "queue", model, SETTING)
-        fleet = Fleet(run, Sampler(model, SETTING.k, SETTING.seed), SETTING.k, SETTING.batch)
-        idle = threading.Event()
-
-        def work() -> None:
-            while run.control.state().mode is not Mode.FINISH:
-                if not fleet.turn():
-                    idle.wait(0.005)
-
-        thread, errors = in_thread(work)
-        try:
-            queued = train(run, make_controller(model, SETTING), SETTING, tmp_path, model)
-        finally:
-            run.control.set_mode("operator", Mode.FINISH)
-            thread.join()
-        assert not errors
+        (run,) = (Run.open(store, name) for name in store.runs())
         assert run.account.fsck().clean
         store.close()
     assert [point["staleness"] for point in queued] == [0.0] * SETTING.steps
     for one, other in zip(alone, queued, strict=True):
+        assert other["gids"] == one["gids"]
         assert other["reward"] == one["reward"]
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-8)
     assert any(point["loss"] for point in alone)
+
+
+def test_staleness_is_its_bound_where_the_trainer_waits_for_the_fleet(tmp_path: Path) -> None:
+    """And a trial is the same whatever else the machine does."""
 
 
 def test_problems_are_those_of_their_numbers() -> None:
