@@ -36,7 +36,7 @@ bench: setup ## measure against raw Redis, naive ways and ideal fleets; 20 minut
 	@$(PY) -m benchmarks
 
 .PHONY: bench-learning
-bench-learning: setup ## reward by step and wall time for several staleness bounds; about 20 minutes, into benchmarks/learning/results
+bench-learning: setup ## reward by step and wall time for several staleness bounds; about 25 minutes, goes on where it was stopped
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning
 
 fuzz: setup ## coverage-guided fuzz of the decoder, FUZZ_S seconds (300); corpus and findings in build/fuzz

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,8 @@ def plot(lines: Path, file: Path) -> None:
                 _draw(axis, seeds, unit, color, f"staleness {bound} (n = {len(seeds)})")
         axis.set(title=title, xlabel=unit, ylim=(0, 1))
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper left", fontsize="small")
+        if axis.lines:
+            axis.legend(loc="upper left", fontsize="small")
     for axis in axes[:, 0]:
         axis.set_ylabel(f"reward, mean of {WINDOW} steps")
     figure.savefig(file, dpi=100)
@@ -73,7 +73,7 @@ def _places(trial: dict[str, Any], unit: str) -> list[float]:
 def ends(sample_s: float, train_s: Sequence[float], staleness: int) -> list[float]:
     """When each step is done if sampling and training have a core each, and nothing else costs time.
 
-    A batch is sampled from the weights of `staleness + 1` steps before it, so it waits for these, and for the one before.
+    A batch is sampled from the weights of `staleness + 1` steps before it: it waits for these and the batch before.
     """
     sampled, done = 0.0, [0.0]
     for step, seconds in enumerate(train_s, 1):

@@ -52,7 +52,8 @@ class Sampler:
         draws = [torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1])) for g in groups]
         prompts = np.stack([group.prompt_ids.astype(np.int64) for group in groups])
         ids, shape = torch.from_numpy(prompts).repeat_interleave(self._k, 0), (len(groups), self._k)
-        cache, columns, ended = None, [], torch.zeros(shape, dtype=torch.bool)
+        columns: list[tuple[torch.Tensor, torch.Tensor]] = []
+        cache, ended = None, torch.zeros(shape, dtype=torch.bool)
         while len(columns) < MAX_TOKENS and not ended.all():
             out = self._model(ids, past_key_values=cache, use_cache=True)
             cache, logprobs = out.past_key_values, torch.log_softmax(out.logits[:, -1].float(), -1).view(*shape, -1)

@@ -48,7 +48,7 @@ class Setting:
 
 
 Point = dict[str, float]
-"""Of one step: step, wall_s since the first take began, train_s of a core (without waiting), reward, staleness, loss."""
+"""Of one step: step, wall_s since the first take began, train_s of a core (no waiting), reward, staleness, loss."""
 
 
 def make_controller(model: Path, setting: Setting) -> TrainController:

@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
-from benchmarks.learning.fleet import Fleet
-from benchmarks.learning.plot import plot
-from benchmarks.learning.sampler import Sampler
+from benchmarks.learning.__main__ import grid, missing
+from benchmarks.learning.plot import ends, plot
 from benchmarks.learning.sums import make_model, problem
-from benchmarks.learning.trial import Setting, make_controller, make_run, train, train_in_process
-from buffer import Mode, Store
+from benchmarks.learning.trial import (
+    Setting,
+    fleet_thread,
+    make_controller,
+    make_run,
+    run_trial,
+    train,
+    train_in_process,
+)
+from buffer import RolloutGroup, Store
 from buffer.server.embedded import EmbeddedServer
+from consumer.train_controller import TrainController
 
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)
 
 
+class NotingController(TrainController):
+    """Knows what it was given."""
+
+    def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        self.seen = [*getattr(self, "seen", []), [(g.gid, [s.response_ids.tolist() for s in g.states]) for g in groups]]
+        return super().fit(groups)
+
+
 def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_path: Path) -> None:
     model = make_model(tmp_path, stop_accuracy=0.02)
-    alone = train_in_process(make_controller(model, SETTING), SETTING, model, tmp_path / "alone")
+    one, other = (NotingController(make_controller(model, SETTING).learner) for _ in range(2))
+    alone = train_in_process(one, SETTING, model, tmp_path / "alone")
     with EmbeddedServer(tmp_path / "server") as server:
-        queued, _ = run_trial(server.url, model, SETTING, tmp_path)
         store = Store(server.url)
-        (run,) = (Run.open(store, name) for name in store.runs())
+        run = make_run(store, "queue", model, SETTING)
+        with fleet_thread(run, model, SETTING):
+            queued = train(run, other, SETTING, tmp_path, model)
         assert run.account.fsck().clean
         store.close()
     assert [point["staleness"] for point in queued] == [0.0] * SETTING.steps
-    for one, other in zip(alone, queued, strict=True):
-        assert other["gids"] == one["gids"]
-        assert other["reward"] == one["reward"]
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-8)
+    assert [sorted(batch) for batch in other.seen] == [sorted(batch) for batch in one.seen]
+    for by_hand, by_queue in zip(alone, queued, strict=True):
+        assert by_queue["reward"] == by_hand["reward"]
+        assert by_queue["loss"] == pytest.approx(by_hand["loss"], rel=1e-5, abs=1e-8)
     assert any(point["loss"] for point in alone)
 
 
-def test_staleness_is_its_bound_where_the_trainer_waits_for_the_fleet(tmp_path: Path) -> None:
-    """And a trial is the same whatever else the machine does."""
+def test_staleness_is_its_bound_as_soon_as_there_are_so_many_steps(tmp_path: Path) -> None:
+    model = make_model(tmp_path, stop_accuracy=0.02)
+    with EmbeddedServer(tmp_path / "server") as server:
+        points, sample_s = run_trial(server.url, model, Setting(staleness=2, steps=5, batch=2, k=2), tmp_path)
+    assert [point["staleness"] for point in points] == [0, 1, 2, 2, 2]
+    assert sample_s > 0
 
 
 def test_problems_are_those_of_their_numbers() -> None:
@@ -53,14 +76,23 @@ def eval_sum(text: str) -> int:
     return int(first) + int(second) if sign == "+" else int(first) - int(second)
 
 
-def test_plot_shows_every_bound(tmp_path: Path) -> None:
-    points = [
-        {"bound": b, "corrected": c, "seed": s, "step": t, "wall_s": t * 0.5, "reward": 0.1 * t}
-        for b in (0, 4)
-        for c in (True, False)
-        for s in (0, 1)
-        for t in (1, 2, 3)
-    ]
-    (tmp_path / "points.jsonl").write_bytes(b"\n".join(map(orjson.dumps, points)))
-    plot(tmp_path / "points.jsonl", tmp_path / "learning.png")
+def line(setting: Setting) -> bytes:
+    columns: dict[str, Any] = {"step": [1, 2, 3], "reward": [0.1, 0.2, 0.3], "wall_s": [1, 2, 3], "train_s": [1, 1, 1]}
+    return orjson.dumps({"setting": asdict(setting), "sample_s": 0.5} | columns)
+
+
+def test_a_trial_that_has_a_line_is_not_run_again_and_the_plot_shows_what_is_there(tmp_path: Path) -> None:
+    file, settings = tmp_path / "learning.jsonl", grid([0, 4], seeds=2, steps=3)
+    assert len({setting.name for setting in settings}) == 2 * 2 * 2 + 2 * 2
+    assert missing(settings, file) == settings
+    file.write_bytes(b"\n".join(map(line, settings[:5])) + b"\n")
+    assert missing(settings, file) == settings[5:]
+    plot(file, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").stat().st_size > 10_000
+
+
+def test_sampling_and_training_overlap_as_far_as_staleness_lets_them() -> None:
+    assert ends(2.0, [3.0] * 3, staleness=0) == [5.0, 10.0, 15.0]
+    assert ends(2.0, [3.0] * 3, staleness=1) == [5.0, 8.0, 11.0]
+    assert ends(3.0, [2.0] * 3, staleness=1) == [5.0, 8.0, 11.0]
+    assert ends(1.0, [3.0, 1.0, 1.0], staleness=8) == [4.0, 5.0, 6.0]
