@@ -153,8 +153,19 @@ class Fleet:
             {"worker": worker, "max_tries": self._limits.max_tries, "limit": 200},
         )
 
+    def admit(self, worker: str) -> int:
+        """Let a worker claim again that was barred; how many bad groups it had handed in (0: it was not)."""
+        keys = self._keys
+        reply = self._store.call(
+            "admit",
+            {"suspects": keys.suspects, "bell": keys.bell("workers"), "events": keys.events},
+            {"worker": valid_name("worker", worker)},
+        )
+        return int(reply[1])
+
     def workers(self) -> list[dict[str, str]]:
-        """All known workers as their records say, with `id`, `silent_ms` and `holds`."""
+        """All known workers as their records say, with `id`, `silent_ms` and `holds`; of one that is barred for what
+        it handed in, `bad_groups` and `barred_for_ms`."""
         return self._store.retrying("workers", self._workers)
 
     def _workers(self) -> list[dict[str, str]]:
@@ -165,10 +176,18 @@ class Fleet:
         for worker in ids:
             pipe.hgetall(keys.worker(worker))
             pipe.scard(keys.holds(worker))
+        if ids:
+            pipe.hmget(keys.suspects, ids)
         replies = pipe.execute() if ids else []
-        rows = []
+        now_ms, rows = seconds * 1000 + micros // 1000, []
         for place, worker in enumerate(ids):
             record = {k.decode(): v.decode() for k, v in replies[2 * place].items()}
-            silent = seconds * 1000 + micros // 1000 - int(record.get("seen_ms", 0))
-            rows.append(record | {"id": worker, "silent_ms": str(silent), "holds": str(replies[2 * place + 1])})
+            silent = now_ms - int(record.get("seen_ms", 0))
+            known = {"id": worker, "silent_ms": str(silent), "holds": str(replies[2 * place + 1])}
+            rows.append(record | known | _barred(replies[-1][place], now_ms))
         return rows
+
+
+def _barred(suspicion: bytes | None, now_ms: int) -> dict[str, str]:
+    _, bad, barred_ms = (int(part) for part in (suspicion or b"0 0 0").split())
+    return {"bad_groups": str(bad), "barred_for_ms": str(now_ms - barred_ms)} if barred_ms else {}

@@ -11,7 +11,7 @@ from buffer.group import RolloutGroup
 from buffer.keys import split_group_id
 from buffer.payloads import PayloadRef
 
-Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL"]
+Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
 ReleaseKind = Literal["handback", "aborted", "failed"]
 
 
@@ -67,7 +67,7 @@ class Claim:
         match reply[0]:
             case "UNKNOWN":
                 return cls(None, [], "UNKNOWN")
-            case "PAUSED" | "STALE" | "FULL" as refusal:
+            case "PAUSED" | "STALE" | "FULL" | "BARRED" as refusal:
                 return cls(ControlState.parse(reply[1:7]), [], refusal)
         rows = [reply[i : i + 8] for i in range(7, len(reply), 8)]
         return cls(ControlState.parse(reply[1:7]), [Job.parse(row, token) for row in rows])

@@ -186,7 +186,8 @@ class JobQueue:
         reply = self._store.call(
             "claim",
             {"control": keys.control, "leases": keys.leases, "worker": keys.worker(worker), "groups": keys.groups}
-            | {"holds": keys.holds(worker), "events": keys.events, "bytes": keys.bytes, "ledger": keys.ledger("train")},
+            | {"holds": keys.holds(worker), "events": keys.events, "bytes": keys.bytes, "ledger": keys.ledger("train")}
+            | {"suspects": keys.suspects},
             {"worker": worker, "nonce": nonce, "token": token, "weights": str(weights)}
             | {"lease_ms": limits.lease_ms, "limit": min(limit, CLAIM_MOST)}
             | {"low": limits.low_bytes, "high": limits.high_bytes},

@@ -36,6 +36,8 @@
                                               weights_transport = "redis")
     rmq:{run}:weights:<lineage>:<version> STRING  manifest of one; its files in chunks: …:<version>:1, :2 …
     rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
+    rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: groups it handed in that no trainer
+                                              can use, and since when it may claim nothing (0: it may)
     rmq:{run}:events                 STREAM   one short entry per transition, capped
 """
 
@@ -130,6 +132,7 @@ class Keys:
         self.hold = self.prefix + "hold"
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
+        self.suspects = self.prefix + "suspects"
         self.events = self.prefix + "events"
         self.weights = self.prefix + "weights"
         self.manifests = self.prefix + "batch:"

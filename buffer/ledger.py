@@ -20,6 +20,10 @@ from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.order_index import in_order
 from buffer.store import Store
 
+BAD_GROUPS = 8
+BAD_WINDOW_MS = 600_000
+"""So many groups that no trainer can use, within that time, and their worker claims nothing more (I11)."""
+
 
 class BatchLedger:
     """The steps of one consumer: `train`, or `eval` for evaluations, which count in no training counter."""
@@ -96,10 +100,11 @@ class BatchLedger:
         raise ScriptError(f"take_batch: {reply}")
 
     def quarantine(self, nonce: str, step: int, entry: ManifestEntry, reason: str) -> Manifest:
-        """Swap a group that cannot be used for the next ready one of its task; without one the batch gets smaller.
+        """Swap a group that cannot be used for the next ready one of its task; without one its place stays open.
 
         The batch must be taken and not committed. Returns its new revision, which is what `take` returns from now on;
-        the group is a dead letter with `reason`, and counts against its worker. Raises Fenced, LedgerError.
+        the group is a dead letter with `reason`, and counts against its worker, which is barred after BAD_GROUPS of
+        them within BAD_WINDOW_MS. Raises Fenced, LedgerError.
         """
         reply = self._in_order(nonce, lambda: self._quarantine(nonce, step, entry, reason))
         manifest = self._quarantined(reply, step, entry.gid)
@@ -125,6 +130,7 @@ class BatchLedger:
                 "bell": keys.bell("producer"),
                 "events": keys.events,
                 "order": keys.order(task),
+                "suspects": keys.suspects,
             },
             {
                 "nonce": nonce,
@@ -132,22 +138,59 @@ class BatchLedger:
                 "gid": entry.gid,
                 "token": entry.payload.token,
                 "reason": orjson.dumps(text).decode(),
+                "most": BAD_GROUPS,
+                "window_ms": BAD_WINDOW_MS,
             },
             durable=True,
         )
 
-    def _quarantined(self, reply: list[str], step: int, gid: str) -> Manifest | None:
+    def _quarantined(self, reply: list[str], step: int, what: str) -> Manifest | None:
+        """The manifest after `quarantine` of a group, or `refill` for a task."""
         match reply[0]:
             case "OK":
                 return self.manifest(step)
             case "RECOVERING":
-                raise LedgerError(f"{gid} stays in step {step}: the run recovers from a fork", hint="open it again")
+                raise LedgerError(f"{what} stays in step {step}: the run recovers from a fork", hint="open it again")
             case "COMMITTED":
-                raise LedgerError(f"{gid} stays in step {step}, which is trained: step {reply[1]} is committed")
+                raise LedgerError(f"{what} stays in step {step}, which is trained: step {reply[1]} is committed")
             case "NOT_TAKEN":
-                raise LedgerError(f"{gid} is not in the batch of step {step}")
+                raise LedgerError(f"{what} is not in the batch of step {step}")
         unfenced(reply, "trainer")
-        raise ScriptError(f"quarantine: {reply}")
+        raise ScriptError(f"{what} of step {step}: {reply}")
+
+    def refill(self, nonce: str, step: int) -> Manifest | NotReady:
+        """Fill the places that quarantine left open in a batch with what is ready; NotReady while some still are.
+
+        What is filled is the record from now on. Raises Fenced, LedgerError.
+        """
+        manifest = self.manifest(step)
+        still: dict[str, tuple[int, int]] = {}
+        for task in manifest.open_places if manifest else ():
+            reply = self._in_order(nonce, lambda task=task: self._refill(nonce, step, task))  # type: ignore[misc]
+            manifest = self._quarantined(reply, step, task)
+            if int(reply[2]):
+                still[task] = (0, int(reply[2]))
+        if manifest is None:
+            raise LedgerError(f"the manifest of step {step} is gone")
+        return NotReady(still) if still else manifest
+
+    def _refill(self, nonce: str, step: int, task: str) -> list[str]:
+        keys = self._keys
+        return self._store.call(
+            "refill",
+            {
+                "control": keys.control,
+                "ledger": keys.ledger(self.name),
+                "batch": keys.batch(self.name, step),
+                "groups": keys.groups,
+                "completed": keys.pool(task, "completed"),
+                "progress": keys.progress(task),
+                "events": keys.events,
+                "order": keys.order(task),
+            },
+            {"nonce": nonce, "step": step, "task": task},
+            durable=True,
+        )
 
     def commit(self, nonce: str, step: int, keep: int) -> None:
         """The checkpoint of `step` is durable; `keep` is the oldest checkpoint that is kept.

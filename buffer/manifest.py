@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from buffer.keys import split_group_id
 from buffer.payloads import PayloadRef
 
 
@@ -47,6 +49,13 @@ class Manifest:
         """How many groups were quarantined out of it since it was taken."""
         found = re.search(r" revision=(\d+)", self.header)
         return int(found[1]) if found else 0
+
+    @property
+    def open_places(self) -> Counter[str]:
+        """Places of each task that a quarantined group left, and that nobody has filled."""
+        found = re.search(r" quarantined=(\S+)", self.header)
+        notes = found[1].split(",") if found else []
+        return Counter(split_group_id(note.partition(":")[0])[0] for note in notes if note.endswith(":-"))
 
     @property
     def token_threshold(self) -> int | None:

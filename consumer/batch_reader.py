@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from buffer.errors import LedgerError, PayloadMissing, RolloutMQError, WireError
+from buffer.errors import ExpiredBatch, LedgerError, NoBatch, PayloadMissing, RolloutMQError, TaskStopped, WireError
 from buffer.group import RolloutGroup
 from buffer.ledger import BatchLedger
 from buffer.manifest import Manifest, ManifestEntry
 from buffer.payloads import PayloadRef
 from buffer.run import Run
+from consumer.batch_wait import BatchWait
 
 log = logging.getLogger("rolloutmq.consumer")
 
-MAX_QUARANTINED = 8
-"""Bad groups in one batch that are put aside; more than that is not bad luck, and the next one's error is raised."""
+Known = Mapping[PayloadRef, RolloutGroup]
+"""Groups that were read ahead."""
 
 
 class BatchReader:
-    """Reads for the trainer with that nonce."""
+    """Reads for the trainer with that nonce.
+
+    However many groups of a batch are bad, the trainer goes on with others: what one worker can spoil is bounded by
+    the server, which bars it (`quarantine.lua`).
+    """
 
     def __init__(self, run: Run, nonce: str) -> None:
         self._run, self._nonce = run, nonce
@@ -27,22 +32,45 @@ class BatchReader:
         """groups that were put aside, in all"""
 
     def read(
-        self, ledger: BatchLedger, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None = None
+        self, ledger: BatchLedger, manifest: Manifest, known: Known | None = None
     ) -> tuple[Manifest, list[RolloutGroup]]:
-        """The groups of a batch. One whose bytes are gone, damaged or no group is swapped for another, and told of.
-
-        `known`: groups that were read ahead.
-        """
-        for _ in range(MAX_QUARANTINED):
+        """The groups of a batch. One whose bytes are gone, damaged or no group is swapped for another that is ready,
+        and told of; where none is, the batch is smaller, and may be empty."""
+        while True:
             try:
-                return manifest, self._decode(manifest, known)
+                return manifest, self._run.buffer.load(manifest, known) if manifest.entries else []
             except (WireError, PayloadMissing):
-                found = self._find_bad(manifest)
-            if found is None:
-                continue  # all can be read now
-            bad, reason = found
-            manifest = self._put_aside(ledger, manifest.step, bad, f"{type(reason).__name__}: {reason}")
-        return manifest, self._decode(manifest, known)
+                for entry, error in self._bad(manifest):
+                    why = f"{type(error).__name__}: {error}"
+                    manifest = self._put_aside(ledger, manifest.step, entry, why)
+
+    def read_whole(
+        self, ledger: BatchLedger, manifest: Manifest, known: Known | None, wait: BatchWait, *, strict: bool
+    ) -> tuple[Manifest, list[RolloutGroup]]:
+        """`read`, and wait for groups in the places of those that were put aside meanwhile.
+
+        A batch that was smaller before stays so: it may have been trained like that (I5). Only an empty one cannot.
+        """
+        before = manifest.open_places
+        manifest, groups = self.read(ledger, manifest, known)
+        while not manifest.entries or (strict and manifest.open_places - before):
+            filled = self.refill(ledger, manifest, wait)
+            before = filled.open_places
+            manifest, groups = self.read(ledger, filled)
+        return manifest, groups
+
+    def refill(self, ledger: BatchLedger, manifest: Manifest, wait: BatchWait) -> Manifest:
+        """The batch with a group in every place; in fewer where no more will come, and there are some to go on with."""
+        step = manifest.step
+        if not manifest.open_places:
+            raise LedgerError(f"the batch of step {step} is empty", hint="commit the step to go on without it")
+        try:
+            return wait.until_taken(step, manifest.open_places, lambda _: ledger.refill(self._nonce, step))
+        except (TaskStopped, TimeoutError, NoBatch, ExpiredBatch) as error:
+            if not manifest.entries:
+                raise
+            log.warning("the batch of step %s stays smaller: %s", step, error)
+            return ledger.manifest(step) or manifest
 
     def put_aside(self, ledger: BatchLedger, step: int, reasons: Mapping[str, str]) -> Manifest:
         """Quarantine the groups of these gids, each with why; the new manifest. LedgerError where there is none."""
@@ -59,19 +87,9 @@ class BatchReader:
         self.quarantined += 1
         return ledger.quarantine(self._nonce, step, entry, why)
 
-    def _decode(self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None) -> list[RolloutGroup]:
-        if not manifest.entries:
-            raise LedgerError(
-                f"every group of step {manifest.step} was quarantined: the batch is empty",
-                hint="`rolloutmq dead` says why; commit the step to go on without it",
-            )
-        return self._run.buffer.load(manifest, known)
-
-    def _find_bad(self, manifest: Manifest) -> tuple[ManifestEntry, RolloutMQError] | None:
-        """The first group that cannot be read, one by one: for the rare case, so that the usual one stays quick."""
+    def _bad(self, manifest: Manifest) -> Iterator[tuple[ManifestEntry, RolloutMQError]]:
         for entry in manifest.entries:
             try:
                 self._run.buffer.read(entry.payload)
             except (WireError, PayloadMissing) as error:
-                return entry, error
-        return None
+                yield entry, error

@@ -148,18 +148,17 @@ class RolloutConsumer:
         Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was
         opened; ExpiredBatch, NoBatch, ProducerGone where waiting is useless (`consumer.batch_outlook` draws when);
         TaskStopped when nothing more is made of a task that is short; where its `should_continue_fn` said that
-        it is enough, the batch has what there is. A group that cannot be read is quarantined (I11); WireError or
-        PayloadMissing once that happened 8 times in a batch.
+        it is enough, the batch has what there is. A group that cannot be read is quarantined, and another one awaited
+        in its place (I11).
         """
         self._prefetcher.end()
         started = time.monotonic()
+        wait = self._wait(deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
         with self.waits.running():
-            manifest = self.take_manifest(
-                step, counts, strict=strict, deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint
-            )
+            manifest = self._take(wait, step, counts, strict)
         waited_s = time.monotonic() - started
         known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
-        manifest, groups = self._reader.read(self._run.ledger, manifest, known)
+        manifest, groups = self._reader.read_whole(self._run.ledger, manifest, known, wait, strict=strict)
         batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
         self._takes.add(batch)
         self._prefetcher.begin(counts)
@@ -180,13 +179,19 @@ class RolloutConsumer:
     ) -> Manifest:
         """`take_batch` without reading it: for trainers of which each rank reads its own share."""
         wait = self._wait(deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
+        return self._take(wait, step, counts, strict)
+
+    def _take(self, wait: BatchWait, step: int, counts: Mapping[str, int], strict: bool) -> Manifest:
         return wait.until_taken(
             step, counts, lambda asked: self._run.ledger.take(self.nonce, step, asked, strict=strict)
         )
 
     def put_aside(self, step: int, reasons: Mapping[str, str]) -> Manifest:
-        """Quarantine groups of a taken step that cannot be used, each with why; the new manifest (I11)."""
-        return self._reader.put_aside(self._run.ledger, step, reasons)
+        """Quarantine groups of a taken step that cannot be used, each with why, and wait for others in their places;
+        the new manifest (I11)."""
+        ledger, reader = self._run.ledger, self._reader
+        manifest = reader.put_aside(ledger, step, reasons)
+        return reader.refill(ledger, manifest, self._wait()) if manifest.open_places else manifest
 
     def _check(self) -> None:
         check_not_abandoned()

@@ -33,7 +33,6 @@ from buffer.recovery.position import Position
 from buffer.run import Run
 from consumer.batch import Batch, Stopped
 from consumer.batch_outlook import status_of_taken
-from consumer.batch_reader import MAX_QUARANTINED
 from consumer.ranks import Ranks
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.shares import balanced_shares
@@ -80,8 +79,8 @@ class ShardedConsumer:
     ) -> Batch:
         """This rank's share of step `step`; `manifest` is that of the whole batch, the same on all ranks.
 
-        A group that some rank cannot read is put aside, and the batch shared out anew. Raises StepFailed on all ranks
-        when one of them fails otherwise, or the ranks do not hold the same manifest.
+        A group that some rank cannot read is put aside, another one awaited, and the batch shared out anew. Raises
+        StepFailed on all ranks when one of them fails otherwise, or the ranks do not hold the same manifest.
         """
 
         def take() -> tuple[list[str], list[int], float, str]:
@@ -92,14 +91,13 @@ class ShardedConsumer:
             return manifest.lines, self._tokens(manifest), time.monotonic() - started, status
 
         lines, tokens, waited_s, status = self._on_leader(take)
-        for _ in range(MAX_QUARANTINED + 1):
+        while True:
             manifest = Manifest.parse(step, lines)
             groups, problems = self._read_share(manifest, balanced_shares(tokens, self.ranks.size)[self.ranks.rank])
             bad = self._agree(manifest, problems)
             if not bad:
                 return Batch(step, groups, manifest, waited_s, ProduceBatchStatus(status))
             lines, tokens = self._on_leader(partial(self._put_aside, step, bad))
-        raise StepFailed(f"step {step}: more than {MAX_QUARANTINED} groups of the batch cannot be read")
 
     def confirm(self, step: int) -> None:
         """All ranks have written their parts of the checkpoint of `step`: rank 0 may make it visible, then commit.

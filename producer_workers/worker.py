@@ -53,6 +53,12 @@ IDLE_S = 1.0
 ABORT_S = 0.05
 """How often groups are aborted again until none is left."""
 
+REFUSALS = {
+    "FULL": "the run holds as many payload bytes as it may",
+    "BARRED": "the trainer could not use what this worker handed in: `rolloutmq dead` says why; mend it, then "
+    "`rolloutmq continue --worker ID`",
+}
+
 HAND_BACK_S = 5.0
 """How long a leaving worker waits for groups that it has aborted, before it hands them back as they were."""
 
@@ -250,7 +256,7 @@ class Worker:
         except StoreUnavailable as error:
             self._refusal.say(str(error))
             return False
-        self._refusal.say("the run holds as many payload bytes as it may" if claim.refusal == "FULL" else "")
+        self._refusal.say(REFUSALS.get(claim.refusal or "", ""))
         if claim.control:
             self._control.hear_answer(claim.control, asked)
         for job in claim.jobs:

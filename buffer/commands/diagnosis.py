@@ -91,10 +91,21 @@ def _workers(snap: Snapshot) -> Iterator[Symptom]:
         what = f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
         yield Symptom("stuck", what, None, "`rolloutmq worker CONFIG`")
     for worker in snap.workers:
+        if "bad_groups" in worker:
+            yield _barred(worker, snap)
         if worker not in snap.live_workers:
             what = f"worker {worker['id']} is silent and holds {plural(int(worker['holds']), 'group')}"
             fix = "nothing to do: they are generated elsewhere once its leases have run out"
             yield Symptom("note", what, int(worker["silent_ms"]), fix)
+
+
+def _barred(worker: dict[str, str], snap: Snapshot) -> Symptom:
+    others = [other for other in snap.live_workers if "bad_groups" not in other]
+    name, bad = worker["id"], plural(int(worker["bad_groups"]), "group")
+    what = f"worker {name} is barred: it handed in {bad} that the trainer cannot use"
+    what += "" if others else "; no other is alive"
+    fix = f"`rolloutmq dead` says why; mend it, then `rolloutmq continue --worker {name}`"
+    return Symptom("note" if others else "stuck", what, int(worker["barred_for_ms"]), fix)
 
 
 def _weights(snap: Snapshot) -> Iterator[Symptom]:

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from buffer.commands.screen import age, bar, count, plain, sparkline, state, table
+from buffer.commands.screen import age, bar, count, plain, sparkline, state, table, worker_state
 from buffer.commands.status import account_text, mode_text, role_text, staleness_text
 from buffer.commands.tail import event_text
 from buffer.config.byte_size import format_size
@@ -205,7 +205,7 @@ def _worker(worker: dict[str, str], is_live: bool, newest: str) -> Text:
     return _fit(
         Text.assemble(
             f"{plain(worker['id'])[:16]:<16} ",
-            state(worker.get("state", "") if is_live else "silent"),
+            state(worker_state(worker, is_live)),
             " ",
             (f"{plain(weights):<12}", "" if weights == newest else "yellow"),
             (f" {rate if is_live else seen:>13}", "" if is_live else "red"),

@@ -67,6 +67,9 @@ def continue_(
     task: Annotated[
         str | None, typer.Option(help="Start this task again, which was stopped after too many failures in a row.")
     ] = None,
+    worker: Annotated[
+        str | None, typer.Option(help="Let this worker claim again, which was barred for what it handed in.")
+    ] = None,
     wait: Wait = False,
     timeout: Timeout = None,
     redis_url: RedisUrl = None,
@@ -81,8 +84,10 @@ def continue_(
     with open_target(redis_url, run_dir, run) as target:
         if task is not None:
             _forgive(target.run, task, as_json)
-            return
-        _hold(target.run, Mode.RUN, wait, timeout, as_json)
+        elif worker is not None:
+            _admit(target.run, worker, as_json)
+        else:
+            _hold(target.run, Mode.RUN, wait, timeout, as_json)
 
 
 def _forgive(run: Run, task: str, as_json: bool) -> None:
@@ -94,6 +99,16 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
         emit({"task": task, "failures": failures})
     else:
         console().print(f"{task} goes on: {plural(failures, 'failure')} in a row forgotten")
+
+
+def _admit(run: Run, worker: str, as_json: bool) -> None:
+    bad = run.fleet.admit(worker)
+    if as_json:
+        emit({"worker": worker, "bad_groups": bad})
+    elif bad:
+        console().print(f"{worker} may claim again: {plural(bad, 'bad group')} forgotten")
+    else:
+        console().print(f"{worker} was not barred")
 
 
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:

@@ -6,7 +6,7 @@ never read as markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +28,7 @@ _STATE_STYLES = {
     "paused": _NEAR,
     "draining": _NEAR,
     "silent": _BAD,
+    "barred": _BAD,
     "dead": _BAD,
     "failed": _BAD,
 }
@@ -86,6 +87,13 @@ def plain(text: str) -> str:
 def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
     """`[ready    ]`: a state in brackets of a fixed width, in its colour."""
     return Text(f"[{plain(word)[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
+
+
+def worker_state(row: Mapping[str, str], is_live: bool) -> str:
+    """What a worker (`Fleet.workers`) does, in a word."""
+    if not is_live:
+        return "silent"
+    return "barred" if "bad_groups" in row else row.get("state", "")
 
 
 def version_style(version: int) -> str:

@@ -6,7 +6,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from buffer.commands.screen import age, console, count, emit, plain, state, table
+from buffer.commands.screen import age, console, count, emit, plain, state, table, worker_state
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 
 EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
@@ -22,6 +22,8 @@ _NUMBERS = (
     "judged",
     "judging_ms",
     "quarantined",
+    "bad_groups",
+    "barred_for_ms",
     "joined_ms",
     "seen_ms",
 )
@@ -36,7 +38,8 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
 
     With engine, state, weights, time since the last heartbeat, groups held and how many it would
     hold, requests in the engine (load), tokens per second, groups done, groups that
-    failed or that a trainer could not use (bad). --json has how long its judges take.
+    failed or that a trainer could not use (bad). One that is barred claims nothing more until
+    `rolloutmq continue --worker ID`. --json has how long its judges take.
     """
     with open_target(redis_url, run_dir, run) as target:
         rows = target.run.fleet.workers()
@@ -59,7 +62,7 @@ def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Tab
         grid.add_row(
             plain(row["id"]),
             plain(row.get("engine", "")),
-            state("silent" if is_silent else row.get("state", "")),
+            state(worker_state(row, not is_silent)),
             Text(plain(weights) or "-", style="" if weights == newest else "yellow"),
             Text(age(silent_ms), style="red" if is_silent else ""),
             _holds(row),

@@ -8,7 +8,8 @@
 -- KEYS[6] events    STREAM*
 -- KEYS[7] bytes     HASH*
 -- KEYS[8] ledger    HASH*    of the trainer
--- KEYS[9+] jobs, progress  STREAM*, HASH x0..1024  pairs in the order in which they are to be served
+-- KEYS[9] suspects  HASH*    "since_ms bad barred_ms" by worker
+-- KEYS[10+] jobs, progress  STREAM*, HASH x0..1024  pairs in the order in which they are to be served
 -- ARGV[1] worker   name           id
 -- ARGV[2] nonce    token          of the worker's registration
 -- ARGV[3] token    token          of this claim: new for every call, the same for a repeated one
@@ -19,11 +20,12 @@
 -- ARGV[8] high     0..            and from which none is
 -- ARGV[9+] lane  eval|resume|fresh xKEYS
 -- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
---       | FULL 6 x control held mark (groups wait, but none that may be started)
--- keeps I2 (the token fences), I10 (checked here, whatever the worker heard), I11 (a try counts now), I12, I13 (token)
+--       | FULL 6 x control held mark (groups wait, but none that may be started) | BARRED 6 x control bad (see quarantine)
+-- keeps I2 (the token fences), I10 (checked here, whatever the worker heard), I11 (a try counts now; who is barred gets none), I12, I13 (token)
 local control, leases, worker, holds, groups, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local id, nonce, token, weights = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local bytes, ledger, lease_ms, limit, low, high = KEYS[7], KEYS[8], num(ARGV[5]), num(ARGV[6]), num(ARGV[7]), num(ARGV[8])
+local suspects = KEYS[9]
 
 local known = redis.call('HMGET', worker, 'nonce', 'claim', 'claimed')
 if known[1] ~= nonce then return {'UNKNOWN'} end
@@ -45,12 +47,18 @@ if known[2] == token then
 end
 if reply[4] == '' then reply[1] = 'PAUSED' return reply end
 if reply[5] ~= weights then reply[1] = 'STALE' return reply end
+local bad, barred_ms = string.match(redis.call('HGET', suspects, id) or '', '^%d+ (%d+) (%d+)$')
+if bad and barred_ms ~= '0' then
+  reply[1] = 'BARRED'
+  reply[#reply + 1] = bad
+  return reply
+end
 
 -- what each pair gives is read before anything is written
 local now, claimed, given, refused = now_ms(), {}, {}, nil
-for i = 9, #KEYS, 2 do
+for i = 10, #KEYS, 2 do
   if #claimed >= limit then break end
-  local lane = ARGV[9 + (i - 9) / 2]
+  local lane = ARGV[9 + (i - 10) / 2]
   local mark = lane == 'fresh' and low or high
   local is_open = lane_is_open(control, lane)
   if is_open and is_full(bytes, mark) and (#claimed > 0 or is_refused(bytes, mark, leases, ledger)) then

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- quarantine: a group of a taken, uncommitted batch cannot be used; the next ready one of its task takes its place,
--- or, if there is none, the batch gets smaller. The group becomes a dead letter, and counts against its worker.
+-- or, if there is none, the place stays open (refill.lua). The group becomes a dead letter, and counts against its
+-- worker: who has handed in too many within the window is barred, and claims nothing until an operator admits it.
 -- KEYS[1] control      HASH
 -- KEYS[2] ledger       HASH
 -- KEYS[3] batch        LIST     the manifest of this step
@@ -13,17 +14,20 @@
 -- KEYS[10] bell        LIST     of the producer
 -- KEYS[11] events      STREAM
 -- KEYS[12] order       ZSET     of the completed groups of the task, where the policy needs one
+-- KEYS[13] suspects    HASH     "since_ms bad barred_ms" by worker
 -- ARGV[1] nonce  token        of the trainer
 -- ARGV[2] step   0..          T
 -- ARGV[3] gid    gid
 -- ARGV[4] token  token        of the payload in the manifest
 -- ARGV[5] reason text..16384  a JSON string
+-- ARGV[6] most   1..1_000_000  bad groups of a worker within the window that bar it
+-- ARGV[7] window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
 --       | BLOCKED task | UNORDERED task
 -- keeps I1, I5 (the new revision is the record: header and entries change here), I7, I8 (the cut of the header), I11, I13 (gid and token)
 local control, ledger, batch, groups, completed, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local dead, dead_letters, worker_records, bell, events = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local order = KEYS[12]
+local order, suspects, most, window_ms = KEYS[12], KEYS[13], num(ARGV[6]), num(ARGV[7])
 local nonce, step, gid, token, reason = ARGV[1], num(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -59,7 +63,8 @@ if member then
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else
   redis.call('LREM', batch, 1, lines[place + 1])
-  redis.call('HINCRBY', progress, 'taken', -1)
+  -- the place is open again: the producer starts another group for it
+  for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, -1) end
 end
 local note = gid .. ':' .. token .. ':' .. substitute
 if revision == 0 then
@@ -76,6 +81,17 @@ redis.call('SET', dead_letters .. gid, '{"reason":' .. reason .. ',"worker":"' .
 redis.call('HINCRBY', progress, 'dead', 1)
 redis.call('HINCRBY', progress, 'quarantined', 1)
 if is_known then redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1) end
+if owner ~= '' then
+  local now = now_ms()
+  local since, bad, barred_ms = string.match(redis.call('HGET', suspects, owner) or '', '^(%d+) (%d+) (%d+)$')
+  if not since or (barred_ms == '0' and now - num(since) > window_ms) then since, bad, barred_ms = int(now), 0, '0' end
+  bad = num(bad) + 1
+  if barred_ms == '0' and bad >= most then
+    barred_ms = int(now)
+    log_event(events, 'worker_barred', 'worker', owner, 'groups', bad)
+  end
+  redis.call('HSET', suspects, owner, since .. ' ' .. int(bad) .. ' ' .. barred_ms)
+end
 ring(bell, 1)
 log_event(events, 'quarantined', 'gid', gid, 'step', int(step), 'substitute', substitute, 'worker', owner)
 return {'OK', revision + 1, substitute}

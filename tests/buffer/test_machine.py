@@ -76,6 +76,7 @@ RARE = [
     moves("restart_trainer_from_a_checkpoint_that_is_gone"),
     moves("zombie_trainer", which=pick),
     moves("quarantine", which=pick),
+    moves("refill", which=pick),
     moves("requeue", which=pick),
     moves("drop", which=pick, by_name=st.booleans()),
     moves("update", which=pick, status=st.sampled_from(["completed", "aborted"]), age=few),

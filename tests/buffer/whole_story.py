@@ -115,6 +115,10 @@ def put_right_by_hand(scene: Scene) -> None:
     for entry in (swapped, removed):
         scene.run.ledger.quarantine(scene.trainer, 1, entry, "not good")
     assert scene.take(1).gids[1:] == [kept.gid]
+    (late,) = scene.ready(0, task="code")
+    assert isinstance(refilled := scene.run.ledger.refill(scene.trainer, 1), Manifest)
+    assert refilled.gids[1:] == [kept.gid, late]
+    assert scene.run.fleet.admit("w0") == 2
     for gid, before in ((swapped.gid, "dead"), (removed.gid, "dead"), (scene.ready(0)[0], "completed")):
         assert scene.run.jobs.requeue(gid) == before
     assert scene.run.jobs.drop(removed.gid) == "waiting"

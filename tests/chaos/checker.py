@@ -163,7 +163,8 @@ class Checker:
 
     def _may_change(self, before: Event, event: Event) -> bool:
         between = (before["t"], event["t"])
-        changed = [e["t"] for e in self._ok("quarantine") if int(e["args"]["step"]) == event["step"]]
+        moves = [*self._ok("quarantine"), *self._ok("refill")]
+        changed = [e["t"] for e in moves if int(e["args"]["step"]) == event["step"]]
         return any(between[0] <= t <= between[1] for t in [*changed, *self.losses])
 
     def _staleness(self) -> Iterator[str]:

@@ -26,7 +26,7 @@ from buffer.upload import ScriptCall, Upload
 Event = dict[str, Any]
 
 RECORDED = {
-    "enqueue", "reissue", "claim", "submit", "release", "take_batch", "commit", "quarantine",
+    "enqueue", "reissue", "claim", "submit", "release", "take_batch", "commit", "quarantine", "refill",
     "trainer_open", "producer_open", "publish_weights", "restore_batch", "dissolve_batch",
 }  # fmt: skip
 """Scripts whose answers the checker reads."""

@@ -59,7 +59,7 @@ class Crew:
 
     def __init__(self, run: Run, targets: dict[str, int], *, deaf: bool = False, stamp: int | None = None) -> None:
         self._run, self._targets, self.deaf, self._stamp = run, targets, deaf, stamp
-        self._producer, self._nonce, self.worker = new_nonce(), new_nonce(), "w0"
+        self.producer, self._nonce, self.worker = new_nonce(), new_nonce(), "w0"
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -67,7 +67,7 @@ class Crew:
         self.claimed: list[tuple[str, Mode]] = []
 
     def start(self) -> None:
-        self._run.control.open_producer(self._producer, take_over=True)
+        self._run.control.open_producer(self.producer, take_over=True)
         self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
         self._thread.start()
 
@@ -88,7 +88,7 @@ class Crew:
         state = self._run.control.state()
         self._run.janitor.sweep()
         for task in self._run.limits.tasks:
-            self._produce(task)
+            self.produce(task)
         if state.lanes:
             for job in self._claim(state):
                 self.claimed.append((job.lane, state.mode))
@@ -105,13 +105,13 @@ class Crew:
             return state.weights
         return PolicyVersion("initial", self._stamp)
 
-    def _produce(self, task: str) -> None:
+    def produce(self, task: str) -> None:
         jobs, target = self._run.jobs, self._targets.get(task)
         if (room := min(64, jobs.room(task, target))) <= 0:
             return
         cursor = jobs.cursor(task)
         self._run.payloads.write_prompts({g: prompt(g) for g in (group_id(task, cursor + i) for i in range(room))})
-        jobs.enqueue(self._producer, new_nonce(), task, cursor, [MEMBERS] * room, target)
+        jobs.enqueue(self.producer, new_nonce(), task, cursor, [MEMBERS] * room, target)
 
     def _claim(self, state: ControlState) -> list[Job]:
         return self._run.jobs.claim(self.worker, self._nonce, new_nonce(), state.weights, 64).jobs

@@ -11,7 +11,7 @@ import pytest
 
 from buffer import NotReady, Run, new_nonce, wire
 from buffer.control import Mode
-from buffer.errors import CheckpointNow, Fenced, LedgerError, LostRun, RoleHeld, StoreError, WireError
+from buffer.errors import CheckpointNow, Fenced, LedgerError, LostRun, RoleHeld, StoreError
 from buffer.store import Store
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from tests.consumer.conftest import Trainers, die
@@ -110,18 +110,20 @@ def test_a_group_that_cannot_be_read_is_swapped_and_the_batch_is_the_same_again(
     assert run.account.fsck().clean
 
 
-def test_a_batch_of_which_nothing_can_be_read_is_an_error_and_not_a_loop(run: Run, trainer: Trainers) -> None:
+def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     with at_work(run, math=12):
         wait_until(lambda: run.buffer.count("math") == 12, "twelve groups")
     for draw in range(12):
         spoil(run, f"math-{draw:010d}", b"nonsense")
-    with pytest.raises(WireError, match="were submitted"):
-        consumer.take_batch(1, {"math": 2})
-    assert len(run.dead_letters) == 8
-    with pytest.raises(LedgerError, match="batch is empty"):
-        consumer.take_batch(1, {"math": 2})
+    with pytest.raises(TimeoutError, match="math 0 of 2"):
+        consumer.take_batch(1, {"math": 2}, deadline_s=0.2)
     assert len(run.dead_letters) == 12
+    assert run.fleet.admit("w0") == 12
+    with at_work(run, math=12):
+        batch = consumer.take_batch(1, {"math": 2}, deadline_s=60.0)
+        assert len(batch.groups) == 2
+        assert consumer.take_batch(1, {"math": 2}).manifest == batch.manifest
     consumer.commit(1, keep=1)
     assert run.account.fsck().clean
 

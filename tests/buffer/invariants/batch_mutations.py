@@ -33,6 +33,18 @@ BATCHES = [
         batches.a_changed_batch_is_its_record,
     ),
     Mutation(
+        "I5",
+        "refill",
+        "redis.call('LSET', batch, 0, before .. table.concat(notes, ','))\n",
+        batches.a_place_that_was_left_is_filled_once_and_in_the_record,
+    ),
+    Mutation(
+        "I5",
+        "refill",
+        "  redis.call('RPUSH', batch, manifest_line(groups, gid))\n",
+        batches.a_place_that_was_left_is_filled_once_and_in_the_record,
+    ),
+    Mutation(
         "I6",
         "commit",
         "keep = math.min(keep, committed)\n",
@@ -95,6 +107,7 @@ BATCHES = [
     Mutation("I7", "take_batch", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "commit", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "quarantine", TRAINER, batches.who_was_replaced_changes_nothing),
+    Mutation("I7", "refill", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "publish_weights", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "rescore", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation(
@@ -130,6 +143,7 @@ BATCHES = [
     Mutation(
         "I8", "quarantine", "string.match(header, ' cut=(%S+)')", batches.nothing_too_stale_is_taken, new="'-inf'"
     ),
+    Mutation("I8", "refill", "string.match(header, ' cut=(%S+)')", batches.nothing_too_stale_is_taken, new="'-inf'"),
     Mutation(
         "I8",
         "prelude",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from buffer import Mode, PolicyVersion, Status, new_nonce
+from buffer import Manifest, Mode, NotReady, PolicyVersion, Status, new_nonce
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
 from buffer.halts import Halt
 from tests.buffer.checkpointing import Trainer
@@ -39,6 +39,23 @@ def a_changed_batch_is_its_record(scene: Scene) -> None:
     assert "revision=1" in changed.header
     assert scene.take(1, math=2) == changed
     assert scene.record(changed.gids[0])["stage"] == "taken"
+
+
+def a_place_that_was_left_is_filled_once_and_in_the_record(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0)
+    bad, kept = scene.take(1, math=2).entries
+    assert scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad").open_places == {"math": 1}
+    assert isinstance(scene.run.ledger.refill(scene.trainer, 1), NotReady)
+    assert scene.counters()["consumed"] == "1"
+    late, _ = scene.ready(0, 0)
+    filled = scene.run.ledger.refill(scene.trainer, 1)
+    assert scene.run.ledger.refill(scene.trainer, 1) == filled == scene.take(1, math=2)
+    assert isinstance(filled, Manifest)
+    assert (filled.gids, filled.open_places.total()) == ([kept.gid, late], 0)
+    assert scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad") == filled
+    assert (scene.record(late)["stage"], scene.counters()["consumed"]) == ("taken", "2")
+    scene.check()
 
 
 def nothing_is_freed_that_a_kept_checkpoint_may_ask_for(scene: Scene) -> None:
@@ -88,7 +105,9 @@ def there_is_one_trainer_and_one_producer(scene: Scene) -> None:
 def who_was_replaced_changes_nothing(scene: Scene) -> None:
     scene.open_trainer(lineage="l0")
     scene.ready(0, 0)
-    entry = scene.take(1).entries[0]
+    scene.ready(0, task="code")
+    entry, bad = scene.take(1, math=1, code=1).entries
+    scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad")
     old, old_producer = scene.trainer, scene.producer
     scene.open_trainer(lineage="l2", take_over=True)
     scene.open_producer(take_over=True)
@@ -108,6 +127,7 @@ def who_was_replaced_changes_nothing(scene: Scene) -> None:
         lambda: run.jobs.reissue(old_producer, "math", "aborted", 99),
         lambda: run.halts.say(old_producer, "math", Halt("enough", 9)),
         lambda: run.trainers.rescore(old, 0),
+        lambda: run.ledger.refill(old, 1),
     ]
     for number, move in enumerate(moves):
         with pytest.raises(Fenced):
@@ -127,6 +147,7 @@ def nothing_too_stale_is_taken(scene: Scene) -> None:
     assert len(scene.run.ledger.quarantine(scene.trainer, 2, bad, "bad").gids) == 1
     bad = scene.take(3).entries[0]
     assert len(scene.run.ledger.quarantine(scene.trainer, 3, bad, "bad").gids) == 1
+    assert isinstance(scene.run.ledger.refill(scene.trainer, 3), NotReady)
 
 
 def weights_that_were_forked_away_count_as_the_fork(scene: Scene) -> None:

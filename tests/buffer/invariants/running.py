@@ -8,6 +8,7 @@ import pytest
 
 from buffer import Mode, PolicyVersion, Status, new_nonce
 from buffer.errors import StoreUnavailable
+from buffer.ledger import BAD_GROUPS, BAD_WINDOW_MS
 from tests.buffer.keyspace import changed
 from tests.buffer.scene import FIRST, Scene
 
@@ -113,6 +114,37 @@ def poison_counts_against_its_worker(scene: Scene) -> None:
     assert scene.run.dead_letters.reason(entry.gid)["worker"] == "w0"
     assert [worker.get("quarantined") for worker in scene.run.fleet.workers()] == ["1"]
     scene.check()
+
+
+def who_hands_in_too_much_poison_claims_nothing_more(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(*[0] * BAD_GROUPS)
+    scene.enqueue(2 * BAD_GROUPS)
+    for entry in scene.take(1, math=BAD_GROUPS).entries:
+        assert scene.claim(1)  # not refused yet
+        scene.run.ledger.quarantine(scene.trainer, 1, entry, "bad bytes")
+    claim = scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1)
+    assert (claim.refusal, claim.jobs) == ("BARRED", [])
+    # a restart under the same name does not help; others go on
+    scene.nonces.pop("w0")
+    assert scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1).refusal == "BARRED"
+    assert scene.claim(1, worker="good")
+    assert {w["id"]: w.get("bad_groups") for w in scene.run.fleet.workers()} == {"w0": str(BAD_GROUPS), "good": None}
+    assert scene.run.fleet.admit("w0") == BAD_GROUPS
+    assert scene.run.fleet.admit("w0") == 0
+    assert scene.claim(1)
+    scene.check()
+
+
+def old_poison_is_forgiven(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0)
+    bad = scene.take(1, math=2).entries
+    scene.run.ledger.quarantine(scene.trainer, 1, bad[0], "bad bytes")
+    scene.raw.hset(scene.keys.suspects, "w0", f"{scene.now_ms() - BAD_WINDOW_MS - 1} {BAD_GROUPS - 1} 0")
+    scene.run.ledger.quarantine(scene.trainer, 1, bad[1], "bad bytes")
+    scene.enqueue(1)
+    assert scene.claim(1)
 
 
 def nothing_fresh_starts_above_the_low_mark(scene: Scene) -> None:

@@ -123,6 +123,26 @@ RUNNING = [
         running.poison_counts_against_its_worker,
     ),
     Mutation(
+        "I11",
+        "quarantine",
+        "    barred_ms = int(now)\n",
+        running.who_hands_in_too_much_poison_claims_nothing_more,
+    ),
+    Mutation(
+        "I11",
+        "claim",
+        "if bad and barred_ms ~= '0' then",
+        running.who_hands_in_too_much_poison_claims_nothing_more,
+        new="if false then",
+    ),
+    Mutation(
+        "I11",
+        "quarantine",
+        "now - num(since) > window_ms",
+        running.old_poison_is_forgiven,
+        new="false",
+    ),
+    Mutation(
         "I12",
         "enqueue",
         "if is_full(bytes, mark) and (waiting > 0 or is_refused(bytes, mark, leases, ledger)) then",

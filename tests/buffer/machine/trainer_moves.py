@@ -10,6 +10,7 @@ import pytest
 from buffer import Manifest, Mode, NotReady, PolicyVersion
 from buffer.errors import Fenced, LedgerError
 from buffer.staleness import staleness
+from tests.buffer.machine.model import WORKERS
 from tests.buffer.machine.world import World
 
 
@@ -107,12 +108,41 @@ class TrainerMoves(World):
         if ready:
             gids.insert(manifest.gids.index(bad.gid), ready[0].gid)
             ready[0].place = "taken"
+        else:
+            self.tasks[bad.task].consumed -= 1
         bad.place, bad.token = "dead", ""
         self.batches[step] = ledger.quarantine(nonce, step, entry, "bad")
         assert self.batches[step].gids == gids
         self.masks[step] = self.masks_of(self.batches[step])
         before = self.totals()
         assert ledger.quarantine(nonce, step, entry, "bad") == self.batches[step]
+        assert self.totals() == before
+        for worker in WORKERS:  # a model of its own: invariants/running.py
+            self.scene.run.fleet.admit(worker)
+
+    def refill(self, which: int) -> None:
+        """What is ready comes into the places that bad groups left, and stays there."""
+        steps = [step for step, manifest in self.batches.items() if step > self.committed and manifest.open_places]
+        if not steps:
+            return
+        step = steps[which % len(steps)]
+        manifest = self.batches[step]
+        gids, left = list(manifest.gids), 0
+        for task, places in manifest.open_places.items():
+            ready = self.ready(task, step, self.thresholds[step])[:places]
+            gids += [group.gid for group in ready]
+            left += places - len(ready)
+            self.tasks[task].consumed += len(ready)
+            for group in ready:
+                group.place = "taken"
+        ledger, nonce = self.scene.run.ledger, self.scene.trainer
+        assert isinstance(ledger.refill(nonce, step), NotReady) == (left > 0)
+        found = ledger.manifest(step)
+        assert found is not None
+        assert (found.gids, found.open_places.total()) == (gids, left)
+        self.batches[step], self.masks[step] = found, self.masks_of(found)
+        before = self.totals()
+        ledger.refill(nonce, step)
         assert self.totals() == before
 
     def restart_trainer(self, back: int) -> None:

@@ -1,0 +1,71 @@
+"""Workers that hand in garbage as fast as they can: the trainer goes on with whole batches, they claim nothing more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from buffer import Run, Store
+from buffer.commands.diagnosis import diagnose
+from buffer.ledger import BAD_GROUPS
+from buffer.watch.snapshot import take_snapshot
+from tests.cli.conftest import ROOT
+from tests.consumer.conftest import Trainers
+from tests.consumer.crew import Crew, at_work, wait_until
+
+BATCH, STEPS, TARGET = 8, 3, 24
+LONG = {"lease_ms": 60_000, "worker_timeout_ms": 600_000, "role_timeout_ms": 60_000}
+
+
+@contextmanager
+def flooding(store: Store, run: Run, *workers: str) -> Iterator[None]:
+    """Processes that have spoiled all of the first TARGET groups when the context begins, and go on."""
+    url, floods = store.servers.masters()[0][0], list[subprocess.Popen[bytes]]()
+    try:
+        for seed, worker in enumerate(workers):
+            program = [sys.executable, "-m", "tests.consumer.flood", url, run.name, worker, str(seed)]
+            floods.append(subprocess.Popen(program, cwd=ROOT))
+        wait_until(lambda: len(run.fleet.workers()) == len(workers), "all have joined", tries=6000)
+        crew = Crew(run, {"math": TARGET})
+        run.control.open_producer(crew.producer)
+        crew.produce("math")
+        wait_until(lambda: run.buffer.count("math") == TARGET, "the pool is full of garbage", tries=6000)
+        yield
+        assert all(flood.poll() is None for flood in floods)
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.wait()
+
+
+@pytest.mark.parametrize("workers", [("f0",), ("f0", "f1")], ids=["one", "two"])
+def test_floods_of_garbage_are_contained(
+    store: Store, make_run: Callable[..., Run], trainer: Trainers, workers: tuple[str, ...]
+) -> None:
+    run = make_run(batch_size=BATCH, steps=STEPS, **LONG)
+    consumer, gids = trainer(run), set[str]()
+    with flooding(store, run, *workers), at_work(run, math=TARGET):
+        for step in range(1, STEPS + 1):
+            batch = consumer.take_batch(step, {"math": BATCH}, deadline_s=100.0)
+            assert [len(group.scores) for group in batch.groups] == [4] * BATCH
+            assert gids.isdisjoint(batch.manifest.gids)
+            assert consumer.take_batch(step, {"math": BATCH}).manifest == batch.manifest  # I5
+            consumer.commit(step, keep=step)
+            gids |= set(batch.manifest.gids)
+    letters = list(run.dead_letters.newest())
+    assert len(letters) >= TARGET
+    assert {letter.worker for letter in letters} <= set(workers)
+    barred = {worker["id"] for worker in run.fleet.workers() if "bad_groups" in worker}
+    counted = Counter(letter.worker for letter in letters)
+    assert barred == {worker for worker, bad in counted.items() if bad >= BAD_GROUPS} != set()
+    found = [fields["worker"] for _, (_, name, fields) in run.events.read(limit=9000) if name == "worker_barred"]
+    assert sorted(found) == sorted(barred)
+    symptoms = "\n".join(symptom.what for symptom in diagnose(take_snapshot(run)))
+    assert all(f"worker {worker} is barred" in symptoms for worker in barred)
+    audit = run.account.fsck()
+    assert audit.clean, (audit.faults, audit.lost, audit.doubled)
