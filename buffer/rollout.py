@@ -216,6 +216,12 @@ class RolloutState(BaseModel):
             self.response_mask = np.concatenate([self.response_mask, np.ones(len(token_ids), "u1")])
         self.spans = [*self.spans, *(s._replace(start=s.start + done) for s in spans if s.length)]
 
+    def read(self, token_ids: NDArray[np.int32]) -> None:
+        """Add tokens that the model reads and did not sample (a tool's, say): mask 0, logprob 0, no span."""
+        mask = np.ones(len(self.response_ids), "u1") if self.response_mask is None else self.response_mask
+        self.append(token_ids, np.zeros(len(token_ids), "<f4"), ())
+        self.response_mask = np.concatenate([mask, np.zeros(len(token_ids), "u1")])
+
     def stamp(self, weights: PolicyVersion) -> int:
         """Say that the tokens behind the last span were made by `weights`; returns how many these are.
 

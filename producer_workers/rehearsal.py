@@ -79,7 +79,7 @@ def rehearse(
     limits = RunLimits(max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")})
     with closing(Store("memory://rehearsal", name=TASK)) as store:
         run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
-        dataset = RecordsDataset([dict(problem) for problem in problems], "problems", problem_of)
+        dataset = RecordsDataset(list(problems), "problems", problem_of)
         sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
         producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer))
@@ -101,9 +101,7 @@ def _random_characters() -> SimulatedEngine:
 
 def _make_loop(agent_loop: str | AgentLoopFactory, judge: str | Callable[..., Any], tokenizer: Tokenizer) -> AgentLoop:
     scores = load_judge(judge) if isinstance(judge, str) else judge_of(getattr(judge, "__name__", "judge"), judge)
-    if isinstance(agent_loop, str):
-        return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={0})
-    return agent_loop(judge=scores, tokenizer=tokenizer, eos_ids={0}, partial_rollout=False)
+    return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={0})
 
 
 async def _play(

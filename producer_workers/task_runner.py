@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from buffer.errors import GroupTimeout
 from buffer.rollout import RolloutState
 from producer_workers.agent_loops.agent_loop import AgentLoop
-from producer_workers.engines.base import Engine
+from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.loop_result import check_result
 from producer_workers.sample_filters import SampleFilter
 
 
@@ -23,9 +24,13 @@ class TaskRunner:
 
     async def generate(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """See `AgentLoop.generate_group`. Raises GroupTimeout when the time is up; its requests are aborted then."""
+        given = [state.index for state in states]
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                return await self.agent_loop.generate_group(states, engine, gid)
+                made = await self.agent_loop.generate_group(states, engine, gid)
+            return check_result(given, made)
+        except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
+            raise _one_of(errors) from errors
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -35,3 +40,11 @@ class TaskRunner:
     async def is_valid(self, states: list[RolloutState]) -> bool:
         """Whether a completed group is worth training on. What the user's function raises fails the group."""
         return self.is_valid_sample is None or bool(await asyncio.to_thread(self.is_valid_sample, states))
+
+
+def _one_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to raise for several: that the engine died is the worker's matter, whatever else went wrong."""
+    found: BaseException = errors.subgroup(EngineDeadError) or errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_json
 
 from buffer.config.problem import describe_problems
+from buffer.dotted_path import search_in
 from buffer.errors import ConfigError
 from buffer.masking import mask_url
 
@@ -41,12 +42,15 @@ class Section(BaseModel):
 def load_config(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     """Read a TOML file into `model`, with `overrides` like `lease.lease_ms=5000` applied on top.
 
+    Modules that it names are found beside it.
+
     Raises:
         ConfigError: the file cannot be read, is not TOML, or does not fit; names every wrong key.
     """
     tree = _read_toml(path)
     for override in overrides:
         _apply_override(tree, override)
+    search_in(path.parent)
     return _validated(model, tree, str(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
@@ -43,8 +44,11 @@ BUILT_IN = {
 }
 
 
+_METHOD = "async def generate_group(self, states, engine, gid), which returns the states"
+
+
 def load_agent_loop(
-    spec: str,
+    spec: str | AgentLoopFactory,
     *,
     judge: AnyJudge | None,
     tokenizer: Tokenizer,
@@ -52,12 +56,17 @@ def load_agent_loop(
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """A loop of BUILT_IN by name, or what the class at "module:Class" makes of these. Raises ConfigError."""
-    factory = load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN)
+    """A loop of BUILT_IN by name, or what a class, or the one at "module:Class", makes of these. Raises ConfigError."""
+    name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
+    factory = load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN) if spec is name else spec
     if not callable(factory):
-        raise ConfigError(f"agent loop {spec!r} is not a class", hint='give "module:Class"')
+        raise ConfigError(f"agent loop {name!r} is not a class", hint='give "module:Class"')
     try:
         chosen = cast(AgentLoopFactory, partial(factory, **(options or {})))
-        return chosen(judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout)
+        loop = chosen(judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout)
     except TypeError as error:
-        raise ConfigError(f"agent loop {spec!r}: {error}", hint="see agent_loop_options of the task") from error
+        hint = "it is made with judge, tokenizer, eos_ids, partial_rollout and the task's agent_loop_options, by name"
+        raise ConfigError(f"agent loop {name!r}: {error}", hint=hint) from error
+    if not inspect.iscoroutinefunction(getattr(loop, "generate_group", None)):
+        raise ConfigError(f"agent loop {name!r} has no generate_group", hint=_METHOD)
+    return loop

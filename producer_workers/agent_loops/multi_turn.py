@@ -91,12 +91,9 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             return False
         was_ended = int(state.response_ids[-1]) in self._eos_ids
         tokens = self._delta.tokens(answer.messages, end_turn=not was_ended)
-        done = len(state.response_ids)
-        if done + len(tokens) >= state.sample_params.max_tokens:
+        if len(state.response_ids) + len(tokens) >= state.sample_params.max_tokens:
             return False
-        mask = np.ones(done, "u1") if state.response_mask is None else state.response_mask
-        state.append(tokens, np.zeros(len(tokens), "<f4"), ())
-        state.response_mask = np.concatenate([mask, np.zeros(len(tokens), "u1")])
+        state.read(tokens)
         state.finish_reason = None
         return True
 

@@ -6,13 +6,15 @@ import asyncio
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer import Store
-from buffer.rollout import RolloutState
+from buffer.rollout import RolloutState, Status
 from producer_workers import worker
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError
@@ -70,6 +72,61 @@ def test_a_rehearsal_repeats_itself_and_leaves_nothing_behind() -> None:
     store.close()
 
 
+class Forgets:
+    """A loop from nothing, that forgets what it is told to."""
+
+    def __init__(self, *, judge: Any, tokenizer: Any, eos_ids: Any, partial_rollout: bool, what: str = "") -> None:
+        self.what = what
+
+    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> Any:
+        async with asyncio.TaskGroup() as rollouts:
+            for state in states:
+                rollouts.create_task(self.run(state, engine, f"{gid}/{state.index}"))
+        forgotten = {"states": None, "a rollout": states[:1]}
+        return forgotten.get(self.what, states)
+
+    async def run(self, state: RolloutState, engine: Engine, name: str) -> None:
+        assert state.prompt_ids is not None
+        made = await engine.generate(name, state.prompt_ids, state.sample_params)
+        state.append(made.token_ids, made.logprobs, made.spans)
+        state.read(np.arange(3, dtype="<i4"))
+        state.reward, state.status = {"score": 1.0}, Status.COMPLETED
+        match self.what:
+            case "status":
+                state.status = Status.INIT
+            case "reward":
+                state.reward = None
+            case "spans":
+                state.spans = []
+            case "mask":
+                state.response_mask = None
+            case "logprobs":
+                state.logprobs = made.logprobs
+            case "prompt":
+                state.prompt_ids = state.prompt_ids[state.index :]
+            case "errors":
+                raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("states", "the agent loop returned None"),
+        ("a rollout", r"returned nothing for the rollouts \[1\]"),
+        ("status", "rollout 0 came back with status init"),
+        ("reward", "rollout 0 is completed without a reward"),
+        ("spans", "rollout 0 trains 32 tokens, and its spans do not say"),
+        ("mask", "rollout 0 trains 35 tokens, and its spans do not say"),
+        ("logprobs", "differ in length"),
+        ("prompt", "rollout 1 has another prompt than rollout 0"),
+        ("errors", "KeyError: 'mine'"),
+    ],
+)
+def test_what_a_loop_forgets_is_told(what: str, told: str) -> None:
+    with pytest.raises(RehearsalError, match=told):
+        rehearse(SUMS, judge=length, agent_loop=partial(Forgets, what=what))
+
+
 def broken(**_: Any) -> float:
     raise ValueError("no verifier here")
 
@@ -85,10 +142,12 @@ def test_what_the_engine_raises_is_told() -> None:
         rehearse(SUMS, judge=length, engine=engine)
 
 
-def test_an_engine_that_dies_ends_the_rehearsal() -> None:
+@pytest.mark.parametrize("loop", ["single_turn", Forgets])
+def test_an_engine_that_dies_ends_the_rehearsal(loop: Any) -> None:
+    """Also where a loop's TaskGroup wraps what the engine raised."""
     engine = SimulatedEngine(SimulatedConfig(token_s=Fixed(value=0.0), die_after=1), FIRST)
     with pytest.raises(EngineDeadError):
-        rehearse(SUMS, judge=length, engine=engine)
+        rehearse(SUMS, judge=length, engine=engine, agent_loop=loop)
 
 
 def test_a_loop_without_end_is_an_error_that_says_where_groups_are(monkeypatch: pytest.MonkeyPatch) -> None:

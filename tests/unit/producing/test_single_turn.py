@@ -250,13 +250,15 @@ def test_load_agent_loop_makes_a_class_of_the_user(
 ) -> None:
     (tmp_path / "loop_of_a_user.py").write_text(
         "class Loop:\n    def __init__(self, *, judge, tokenizer, eos_ids, partial_rollout):\n"
-        "        self.given = (judge, tuple(eos_ids), partial_rollout)\nLIMIT = 3\n"
+        "        self.given = (judge, tuple(eos_ids), partial_rollout)\n"
+        "    async def generate_group(self, states, engine, gid):\n        return states\n"
+        "class Sync(Loop):\n    def generate_group(self, states, engine, gid):\n        return states\nLIMIT = 3\n"
     )
     monkeypatch.chdir(tmp_path)
     given: dict[str, Any] = {"judge": None, "tokenizer": tokenizer, "eos_ids": [2], "partial_rollout": True}
     loop: Any = load_agent_loop("loop_of_a_user:Loop", **given)
     assert loop.given == (None, (2,), True)
-    for spec in ("multi", "loop_of_a_user:LIMIT"):
+    for spec in ("multi", "loop_of_a_user:LIMIT", "loop_of_a_user:Sync"):
         with pytest.raises(ConfigError, match="agent loop"):
             load_agent_loop(spec, **given)
 

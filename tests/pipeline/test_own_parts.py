@@ -1,0 +1,144 @@
+"""A stranger's run: data set, judge, environment and agent loop of configs/README.md, and an agent program that
+knows HTTP and nothing of this project; real processes, a real (tiny) model, and what was trained is what was sampled.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from buffer.group import RolloutGroup
+from buffer.rollout import RolloutState
+from buffer.run import Run
+from buffer.store import Store
+from producer_workers.agent_loops.multi_turn import turns_of
+from tests.pipeline.site import ROOT, Site
+
+STEPS = 2
+
+AGENT = """
+import json, os, sys, urllib.request
+
+def ask(messages):
+    body = json.dumps({"model": "any", "messages": messages, "logprobs": True, "max_tokens": 6}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    with urllib.request.urlopen(request) as reply:
+        choice = json.load(reply)["choices"][0]
+    seen.append([[token["token"], token["logprob"]] for token in choice["logprobs"]["content"]])
+    return {"role": "assistant", "content": choice["message"]["content"]}
+
+seen, messages = [], json.load(sys.stdin)["messages"]
+number = int(messages[0]["content"].split()[0])
+messages += [ask(messages), {"role": "user", "content": "Sure?"}]
+ask(messages)
+if number % 2:  # another conversation
+    ask([{"role": "user", "content": "And now?"}])
+with open(os.path.join(sys.argv[1], os.environ["OPENAI_API_KEY"]), "w") as file:
+    json.dump(seen, file)
+"""
+
+
+def blocks(language: str) -> list[str]:
+    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture
+def site(make_site: Callable[..., Site]) -> Site:
+    """Three tasks: two of the README as they stand there, and one whose agent is a program."""
+    site = make_site(steps=STEPS)
+    (code,) = [block for block in blocks("python") if block.startswith("# my_task.py")]
+    (tasks,) = [block for block in blocks("toml") if "my_task:Twice" in block]
+    (site.folder / "my_task.py").write_text(code, encoding="utf-8")
+    (site.folder / "agent.py").write_text(AGENT, encoding="utf-8")
+    (site.folder / "seen").mkdir()
+    program = [sys.executable, str(site.folder / "agent.py"), str(site.folder / "seen")]
+    web = f"""
+[tasks.web]
+agent_loop = "gateway"
+agent_loop_options = {{ command = {orjson.dumps(program).decode()} }}
+judge = "my_task:score"
+dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 100 }} }}
+"""
+    few = "".join(f"[tasks.{name}.sample]\nmax_tokens = 40\n" for name in ("twice", "hints", "web"))
+    text = site.config.read_text(encoding="utf-8")
+    text = re.sub(r"\[tasks\.sums\].*(?=\[worker\])", "", text, flags=re.DOTALL)
+    text = text.replace("batch_size = 4", "batch_size = 6") + '[engine]\nkind = "transformers"\ndevice = "cpu"\n'
+    text += '[retention]\npolicy = "last"\nbatches = 10\n' + tasks + web + few
+    text = re.sub(r"(?m)^(judge = .*)$", r"\1\nprompt_repeat_k = 2", text)
+    site.config.write_text(text, encoding="utf-8")
+    return site
+
+
+@pytest.mark.timeout(300)
+def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> None:
+    code, said = site.tell("run")
+    assert code == 0, said + site.words()
+    history = site.history()
+    assert [step.step for step in history.steps] == list(range(1, STEPS + 1))
+    assert not history.trained_twice()
+    assert site.audit().clean
+    groups = trained(site)
+    tokenizer: Any = AutoTokenizer.from_pretrained(site.model)
+    by_task = {name: [group for group in groups if group.task == name] for name in ("twice", "hints", "web")}
+    assert {name: len(found) for name, found in by_task.items()} == dict.fromkeys(by_task, 2 * STEPS)
+    for group in by_task["twice"]:
+        for state in group.states:
+            first, second = turns_of(state)
+            assert tokenizer.decode(state.response_ids[first.stop : second.start]) == " Sure? "
+    assert {len(turns_of(state)) for group in by_task["hints"] for state in group.states} <= {1, 2, 3}
+    check_sessions(by_task["web"], site.folder / "seen", tokenizer)
+    check_logprobs([state for group in groups for state in group.states], site.model)
+
+
+def trained(site: Site) -> list[RolloutGroup]:
+    """What the steps were given, from the server, which a run leaves with its data."""
+    with site.server, closing(Store(site.server.url)) as store:
+        run = Run.open(store, site.name)
+        manifests = [run.ledger.manifest(step) for step in range(1, STEPS + 1)]
+        return [run.buffer.read(entry.payload) for manifest in manifests if manifest for entry in manifest.entries]
+
+
+def check_sessions(groups: list[RolloutGroup], folder: Path, tokenizer: Any) -> None:
+    """Every session was trained as its agent saw it: the same tokens, the same logprobs, in one rollout or two."""
+    seen = [orjson.loads(file.read_bytes()) for file in folder.iterdir()]
+    for group in groups:
+        odd = int(group.states[0].messages[0]["content"].split()[0]) % 2
+        sessions: dict[str, list[RolloutState]] = {}
+        for state in group.states:
+            sessions.setdefault(str(state.session_id), []).append(state)
+        assert [len(states) for states in sessions.values()] == [1 + odd] * 2
+        for states in sessions.values():
+            turns = [(state, turn) for state in states for turn in turns_of(state)]
+            assert [_as_seen(state, turn, tokenizer) for state, turn in turns] in seen
+
+
+def _as_seen(state: RolloutState, turn: slice, tokenizer: Any) -> list[list[Any]]:
+    pairs = zip(state.response_ids[turn].tolist(), state.logprobs[turn].tolist(), strict=True)
+    return [[tokenizer.decode([token]), logprob] for token, logprob in pairs]
+
+
+def check_logprobs(states: list[RolloutState], folder: Path) -> None:
+    """Those of the first weights, by a plain forward pass of the tokens that are trained."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    first = [state for state in states if {span.version for span in state.spans} == {0}]
+    assert len(first) > 6
+    for state in first:
+        assert state.prompt_ids is not None
+        whole = torch.tensor(np.concatenate([state.prompt_ids, state.response_ids])[None].astype(np.int64))
+        with torch.no_grad():
+            truth = torch.log_softmax(model(whole).logits[0, :-1], -1).gather(1, whole[0, 1:, None])[:, 0].numpy()
+        sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in turns_of(state)])
+        offset = len(state.prompt_ids) - 1
+        np.testing.assert_allclose(state.logprobs[sampled], truth[sampled + offset], atol=1e-4)
