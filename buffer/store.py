@@ -9,7 +9,6 @@ Where a key lies is `buffer.server.nodes`' business.
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +21,13 @@ from buffer.bulk import Asked, Command, Parts, pipelined, receive, send
 from buffer.durability import Durability
 from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
 from buffer.masking import mask_url
+from buffer.outage_log import OutageLog
 from buffer.passing import is_passing
 from buffer.scripts import Arg, Script, library
 from buffer.server.nodes import Role, Servers
 from buffer.server.url import SOCKET_TIMEOUT_S
 from buffer.upload import Upload, UploadTrip
 
-log = logging.getLogger("rolloutmq.store")
 T = TypeVar("T")
 
 
@@ -49,9 +48,11 @@ class Store:
         self.waits_for_disk = False
         self.wait_replicas = 0
         self.retries = 0
+        self.patience: Callable[[], bool] = lambda: False
+        """asked once the deadline has passed: whether to wait on, as who holds a role does until it is stopped"""
         self.watchers: list[Callable[[str, float, int], object]] = []
         """hear of every call that was answered: its name, the seconds it took, how often it was repeated"""
-        self._away = False
+        self._outages = OutageLog()
         self._home = ""
 
     def at(self, key: str, wait_replicas: int = 0) -> Store:
@@ -256,34 +257,33 @@ class Store:
     def retrying(
         self, what: str, operation: Callable[[], T], *, deadline_s: float | None = None, starts_work: bool = False
     ) -> T:
-        """Run `operation`, again and again while the server is away, until it works or the deadline passes."""
-        started = time.monotonic()
+        """Run `operation`, again and again while the server is away, until it works or patience ends."""
+        started, attempt = time.monotonic(), 0
         end = started + (self.deadline_s if deadline_s is None else deadline_s)
-        for attempt in range(1_000_000):
+        while True:
             try:
                 result = operation()
+                break
             except redis.RedisError as error:
                 ends = 0.0 if starts_work and isinstance(error, OutOfMemoryError) else end
                 self._wait(what, error, attempt, ends)
-            else:
-                self._note_back()
-                for watch in self.watchers:
-                    watch(what, time.monotonic() - started, attempt)
-                return result
-        raise StoreUnavailable(f"{what}: gave up")  # pragma: no cover
+                attempt += 1
+        self._outages.worked(what)
+        for watch in self.watchers:
+            watch(what, time.monotonic() - started, attempt)
+        return result
 
     def _wait(self, what: str, error: redis.RedisError, attempt: int, end: float) -> None:
         if not is_passing(error):
             raise StoreError(f"{what}: the server refused: {error}") from error
         left = end - time.monotonic()
-        if left <= 0:
+        if left <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
             raise self._given_up(what, error) from error
-        if not self._away:
-            log.warning("server away or full: %s during %s; waiting for it", error, what)
-            self._away = True
+        self._outages.failed(what, error)
         self.retries += 1
         self.servers.look_again()
-        time.sleep(min(left, random.uniform(0.0, min(2.0, 0.05 * 2.0 ** min(attempt, 10)))))
+        pause = random.uniform(0.0, min(2.0, 0.05 * 2.0 ** min(attempt, 10)))
+        time.sleep(min(left, pause) if left > 0 else pause)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:
         if isinstance(error, OutOfMemoryError):
@@ -291,8 +291,3 @@ class Store:
             return StoreFull(f"{what}: the memory of {mask_url(self.url)} is full", hint=hint)
         hint = "is the server running? everything continues by itself once it is back"
         return StoreUnavailable(f"{what}: no usable answer from {mask_url(self.url)}: {error}", hint=hint)
-
-    def _note_back(self) -> None:
-        if self._away:
-            log.warning("server back")
-            self._away = False

@@ -28,6 +28,7 @@ from buffer.batch_status import ProduceBatchStatus, batch_status
 from buffer.control import ControlState, Mode, RoleHolder
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone
 from buffer.manifest import NotReady
+from buffer.outage_clock import OutageClock
 from buffer.run import Run
 from buffer.staleness import staleness
 
@@ -55,14 +56,15 @@ class BatchOutlook:
     def __init__(self, run: Run, step: int, producer_timeout_s: float | None, *, trains: bool = True) -> None:
         self._run, self._step, self._trains = run, step, trains
         self._timeout_s = producer_timeout_s
-        self._began_s = time.monotonic()
-        self._look_at_s = self._began_s + LOOK_S
+        self._clock, self._waited_s = OutageClock(), 0.0
+        self._look_at_s = time.monotonic() + LOOK_S
         self._standing: list[TaskAccount] = []
         self._beats: set[int] = set()
         self._has_warned = False
 
     def check(self, answer: NotReady) -> bool:
         """Raise what makes waiting on useless (see the module). Whether the run goes on: False once it is finished."""
+        self._waited_s = self._clock.look()
         if answer.recovering or time.monotonic() < self._look_at_s:
             return True
         self._look_at_s = time.monotonic() + LOOK_S
@@ -84,9 +86,8 @@ class BatchOutlook:
         if holder.is_alive:
             self._has_warned = False
             return
-        waited_s = time.monotonic() - self._began_s
         # a run that was stopped overnight had no producer for hours: what counts is how long it is missed
-        missed_s = waited_s if holder.silent_ms is None else min(waited_s, holder.silent_ms / 1000)
+        missed_s = self._waited_s if holder.silent_ms is None else min(self._waited_s, holder.silent_ms / 1000)
         if self._timeout_s is not None and missed_s >= self._timeout_s:
             hint = "start one: `rolloutmq producer CONFIG`; with --standby, another one takes over by itself"
             raise ProducerGone(f"step {self._step} waits for groups, and {holder}", hint=hint)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from buffer.outage_clock import OutageClock
 from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.consumer")
@@ -16,10 +17,10 @@ LOOK_S = 0.001
 
 def await_receipts(run: Run, check: Callable[[], None]) -> None:
     """Of the newest epoch, whichever that is: an operator may change the mode meanwhile. `check` may raise."""
-    end = time.monotonic() + run.limits.pause_timeout_s
+    clock = OutageClock()
     while silent := run.control.silent_workers():
         check()
-        if time.monotonic() > end:
+        if clock.look() > run.limits.pause_timeout_s:
             for worker in silent:
                 log.warning("no receipt; fencing", extra={"worker": worker})
                 run.fleet.fence(worker)

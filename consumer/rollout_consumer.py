@@ -100,6 +100,8 @@ class RolloutConsumer:
             position=position,
             regenerate=regenerate,
         )
+        # an outage, however long, is waited for by whatever this trainer calls
+        self._run.store.patience = lambda: not (self._stop.is_set() or self._closed.is_set())
         self._heart = threading.Thread(target=self._beat_on, name="trainer-heartbeat", daemon=True)
         self._heart.start()
         return opening

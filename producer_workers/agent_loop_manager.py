@@ -81,7 +81,11 @@ class AgentLoopManager:
         self._run.control.beat("producer", self.nonce, closing=True)
 
     def produce_loop(self, stop: threading.Event, *, take_over: bool = False) -> None:
-        """Produce until `stop` is set or the run is finished. Raises RoleHeld, Fenced, LostRun."""
+        """Produce until `stop` is set or the run is finished; an outage of the server is waited for, however long.
+
+        Raises RoleHeld, Fenced, LostRun.
+        """
+        self._run.store.patience = lambda: not stop.is_set()
         with self.opened(take_over=take_over):
             while not stop.is_set():
                 state = self._run.control.beat("producer", self.nonce)

@@ -18,6 +18,7 @@ from buffer.job import Job, ReleaseKind
 from buffer.rollout import Status
 from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.said_once import SaidOnce
 from producer_workers.task_runner import TaskRunner
 
 log = logging.getLogger("rolloutmq.worker")
@@ -34,6 +35,7 @@ class GroupWork:
         self._run, self._engine, self._runners, self._worker = run, engine, runners, worker_id
         self.tokens = self.done = self.failed = 0
         self.handing_in: set[Job] = set()
+        self._held = SaidOnce(log, "holding on to groups")
 
     async def do(self, job: Job) -> None:
         """Generate, judge and hand in one group. Its failure is its own; EngineDeadError is the worker's."""
@@ -95,6 +97,9 @@ class GroupWork:
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
         while True:
             try:
-                return await asyncio.to_thread(call, *args)
+                answer = await asyncio.to_thread(call, *args)
             except StoreUnavailable as error:
-                log.warning("holding on to a group: %s", error)
+                self._held.say(error.hint)
+            else:
+                self._held.say("")
+                return answer

@@ -21,6 +21,7 @@ from buffer.fleet import Beat, Pulse
 from buffer.job import Job
 from buffer.run import Run
 from buffer.server.url import open_client
+from producer_workers.said_once import SaidOnce
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -53,6 +54,7 @@ class Heart:
         self._look, self._tell, self._give_up, self._hint = look, tell, give_up, hint
         self._later = loop.call_soon_threadsafe
         self._wake, self._stopping = threading.Event(), threading.Event()
+        self._silence = SaidOnce(log, "no heartbeat")
         self._threads = [
             threading.Thread(target=self._beat_on, name="heartbeat", daemon=True),
             threading.Thread(target=self._listen_on, name="hints", daemon=True),
@@ -87,8 +89,9 @@ class Heart:
                     # a disk that hangs must not stop the heart
                     self._run.janitor.sweep(files=False, archive=False)
                     swept = time.monotonic()
+                self._silence.say("")
             except StoreUnavailable as error:
-                log.warning("no heartbeat: %s", error)
+                self._silence.say(error.hint)
             except (Fenced, RunError) as error:
                 self._later(self._give_up, error)
                 return

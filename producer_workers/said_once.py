@@ -1,4 +1,4 @@
-"""A reason why nothing is started, said when it changes and not every second."""
+"""Why something is not done, said when that changes and not at every try."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import threading
 
 from buffer.control import Mode
 from buffer.errors import RoleHeld
+from buffer.outage_clock import OutageClock
 from buffer.run import Run
 from producer_workers.agent_loop_manager import AgentLoopManager
 
@@ -25,6 +26,7 @@ LOOK_S = 0.5
 
 def stand_by(run: Run, member: AgentLoopManager, stop: threading.Event) -> None:
     """Produce as soon as nobody else does. Raises what `produce_loop` raises, but for RoleHeld."""
+    run.store.patience = lambda: not stop.is_set()
     while _await_vacancy(run, stop):
         try:
             member.produce_loop(stop)
@@ -35,11 +37,13 @@ def stand_by(run: Run, member: AgentLoopManager, stop: threading.Event) -> None:
 
 def _await_vacancy(run: Run, stop: threading.Event) -> bool:
     """Whether nobody holds the role: False when there is nothing to wait for any more."""
-    holder = run.control.holder("producer")
+    holder, clock = run.control.holder("producer"), OutageClock()
     log.info("standing by: %s", holder)
     while not stop.wait(LOOK_S) and run.control.state().mode is not Mode.FINISH:
         holder = run.control.holder("producer")
-        if not holder.is_alive:
+        answered_s = clock.look()
+        has_had_time = not clock.was_away or answered_s * 1000 >= holder.timeout_ms
+        if not holder.is_alive and (has_had_time or not holder.nonce):
             log.warning("taking over: %s", holder)
             return True
     return False

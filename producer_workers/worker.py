@@ -93,11 +93,12 @@ class Worker:
         self._changed = asyncio.Event()
         self._control = HeardControl(self._changed.set)
         self._pulse = PulseTaker(engine, self._group_work, self._control, judge_times or JudgeTimes())
-        self._stopping, self._refusal = False, SaidOnce(log, "claiming nothing")
+        self._stopping = False
+        self._refusal, self._deafness = SaidOnce(log, "claiming nothing"), SaidOnce(log, "hearing no bell")
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
-        """Finish what is held, claim nothing more, leave. Call it on the event loop (a signal handler does)."""
+        """Finish what is held, claim nothing more, leave. Called on the event loop."""
         self._stopping = True
         self._changed.set()
 
@@ -154,8 +155,9 @@ class Worker:
             return bell
         try:
             bell.result()
+            self._deafness.say("")
         except StoreUnavailable as error:
-            log.warning("hearing no bell: %s", error)
+            self._deafness.say(error.hint)
         return None
 
     # -- control -------------------------------------------------------------
@@ -254,7 +256,7 @@ class Worker:
         try:
             claim = await asyncio.to_thread(self._run.jobs.claim, self.id, self._nonce, new_nonce(), *about)
         except StoreUnavailable as error:
-            self._refusal.say(str(error))
+            self._refusal.say(error.hint)
             return False
         self._refusal.say(REFUSALS.get(claim.refusal or "", ""))
         if claim.control:
@@ -296,10 +298,7 @@ class Worker:
     async def _hand_back(self) -> None:
         """Give back, unharmed, what could not be ended."""
         for job in await self._work.cancel_all():
-            await self._try_to_release(job)
-
-    async def _try_to_release(self, job: Job) -> None:
-        try:
-            await asyncio.to_thread(self._run.jobs.release, self.id, job, "handback", "the worker left")
-        except (Fenced, StoreUnavailable) as error:
-            log.warning("not handed back: %s", error, extra={"gid": job.gid})
+            try:
+                await asyncio.to_thread(self._run.jobs.release, self.id, job, "handback", "the worker left")
+            except (Fenced, StoreUnavailable) as error:
+                log.warning("not handed back: %s", error, extra={"gid": job.gid})

@@ -53,15 +53,18 @@ def janitor(
 
 def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_json: bool) -> None:
     """Sweep until `stop` is set; with `once`, until nothing is left to do. Prints what was done."""
-    round_s = min(every_s, run.limits.lease_ms / 4000)
+    round_s, is_away = min(every_s, run.limits.lease_ms / 4000), False
     while not stop.is_set():
         try:
             swept = run.janitor.sweep()
         except StoreUnavailable as error:
             if once:
                 raise
-            log.warning("nothing is swept: %s", error)
+            if not is_away:
+                log.warning("nothing is swept: %s", error)
+            is_away = True
             continue
+        is_away = False
         is_done = not (swept.has_more or swept.grace_ms)
         if done := describe(swept):
             emit_line(asdict(swept)) if as_json else console().print(done)

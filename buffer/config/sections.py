@@ -80,7 +80,8 @@ class RedisSection(Section):
     url: str | None = Field(None, repr=False)
     """redis://, rediss:// or unix:// URL, of any node of a cluster; REDIS_URL beats it, --redis-url both"""
     deadline_s: float = Field(60.0, gt=0)
-    """how long one operation is tried again before the process gives up"""
+    """how long one operation is tried again before it fails; trainer, producer and workers wait on until they are
+    stopped"""
     wait_replicas: int = Field(0, ge=0)
     """replicas that must have a submit, take or commit before it counts: what is answered survives a failover"""
     allow_unsafe: bool = False

@@ -12,10 +12,12 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Collection
 from typing import Any, ClassVar
 
+import redis
 from rq import Worker
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -23,6 +25,7 @@ from rq.serializers import JSONSerializer
 from buffer.errors import JudgeError
 from buffer.server.lifeline import OWNER, follow_owner
 from buffer.server.url import open_client
+from buffer.store import Store
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.rq_job import FUNCTION
 from producer_workers.judges.rq_queue import open_queue
@@ -37,6 +40,9 @@ CLEAN_S = 60
 
 LOOK_S = 0.2
 RESTART_S = 1.0
+
+LOST_SERVER = 3
+"""Exit code of a worker whose server went away: the next one waits for it."""
 
 
 class JudgeJob(Job):
@@ -106,6 +112,18 @@ class JudgePool:
             return
         follow_owner()
         JudgeJob.judges = frozenset(self._judges)
+        try:
+            self._serve()
+        except redis.RedisError as error:
+            log.warning("a judge worker lost the server: %s", error)
+            sys.exit(LOST_SERVER)
+
+    def _serve(self) -> None:
+        """One rq worker, which ends when its server does; so the server is waited for here."""
+        store = Store(self._url, name="rolloutmq-judge-start")
+        store.patience = lambda: True
+        store.retrying("first contact", lambda: store.control.ping())
+        store.close()
         connection = open_client(self._url, name="rolloutmq-judge")
         name = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
         JudgeWorker(

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan, new_folder
 from tests.chaos.history import read_history
 from tests.chaos.mutations import MUTATIONS
+from tests.chaos.outage_run import OutageRun
 from tests.chaos.report import lines, recoveries, write_report
 
 
@@ -21,7 +22,7 @@ def say(text: str) -> None:
 
 def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> bool:
     """One run with its report; whether it was clean."""
-    what = "-empty" if kind is EmptyServerRun else "-loses" * plan.loses
+    what = {EmptyServerRun: "-empty", OutageRun: "-away"}.get(kind, "-loses" * plan.loses)
     say(f"seed {plan.seed}, appendfsync {plan.fsync}{what.replace('-', ', ')}")
     chaos = kind(plan, new_folder(base, f"{plan.fsync}{what}-{plan.seed}"), say)
     verdict = chaos.run()
@@ -44,12 +45,14 @@ def main() -> int:
     parser.add_argument("--mutation", choices=("", *MUTATIONS), default="", help="a build that must be caught")
     parser.add_argument("--folder", type=Path, default=Path("build/chaos"))
     parser.add_argument("--empty", action="store_true", help="the server comes back empty, once; no other faults")
+    parser.add_argument("--outage", type=float, default=0.0, help="the server is away for so many seconds, once")
     parser.add_argument("--standard", action="store_true", help="all three kinds of run, one after the other")
     parser.add_argument("--rounds", type=int, default=1, help="runs one after the other, each with the next seed")
     asked = parser.parse_args()
     names = ("seed", "seconds", "faults", "workers", "fsync", "loses", "mutation")
     plan = Plan(**{name: getattr(asked, name) for name in names})
-    kind = EmptyServerRun if asked.empty else ChaosRun
+    OutageRun.outage_s = asked.outage
+    kind = EmptyServerRun if asked.empty else OutageRun if asked.outage else ChaosRun
     clean = []
     for seed in range(plan.seed, plan.seed + asked.rounds):
         clean.append(run(replace(plan, seed=seed), asked.folder, kind))

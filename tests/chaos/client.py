@@ -110,6 +110,7 @@ def sweep(run: Run) -> None:
     """What `rolloutmq janitor` does."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    run.store.patience = lambda: not stop.is_set()
     while not stop.wait(0.5):
         run.janitor.sweep()
         if run.control.state().mode == "finish":

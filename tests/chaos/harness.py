@@ -125,6 +125,11 @@ class ChaosRun:
         while time.monotonic() < started + self._plan.seconds:
             self._turn()
 
+    def _work_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._turn()
+
     def _turn(self) -> None:
         self._nemesis.look()
         self.crew.tend()
@@ -180,11 +185,6 @@ class EmptyServerRun(ChaosRun):
             self.crew.surprises.append("the trainer did not notice that the server is another one")
         self.crew.members["trainer"].flags = ("--regenerate",)
         self._work_for(self._plan.seconds / 2)
-
-    def _work_for(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._turn()
 
 
 def rules() -> Rules:

@@ -1,0 +1,107 @@
+"""A long outage of the server: everybody waits, says so once, and nobody takes what the others could not keep."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from buffer import outage_clock
+from buffer.control import new_nonce
+from buffer.errors import ProducerGone
+from buffer.manifest import NotReady
+from buffer.server.embedded import EmbeddedServer
+from buffer.store import Store
+from consumer import batch_outlook
+from consumer.batch_outlook import BatchOutlook
+from producer_workers.standby import _await_vacancy
+from tests.pipeline.yard import TASK, Yard
+
+OUTAGE_S = 300.0
+
+
+class Clock:
+    """A monotonic clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (outage_clock, batch_outlook):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_a_call_outlasts_its_deadline_while_there_is_patience_and_says_so_once(
+    own_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, asked = Store(own_server.url, deadline_s=0.1), threading.Semaphore(0)
+
+    def wait_on() -> bool:
+        asked.release()
+        return True
+
+    def come_back() -> None:
+        for _ in range(2):  # so often it was asked whether to go on waiting
+            asked.acquire(timeout=60)
+        own_server.start()
+
+    own_server.kill()
+    store.patience = wait_on
+    rescuer = threading.Thread(target=come_back)
+    rescuer.start()
+    with caplog.at_level(logging.INFO, "rolloutmq.store"):
+        assert store.retrying("ping", lambda: store.control.ping())
+    rescuer.join()
+    assert [record.message.split(":")[0] for record in caplog.records] == ["server away or full", "server back"]
+
+
+def silent_since_long(yard: Yard) -> Yard:
+    """The same, with a producer that was last heard of in 1970."""
+    yard.run.control.open_producer(new_nonce(), take_over=True)
+    yard.run.store.control.hset(yard.run.keys.control, "producer_seen_ms", 1)
+    return yard
+
+
+def test_a_trainer_does_not_miss_a_producer_that_could_not_beat(make_yard: Callable[..., Yard], clock: Clock) -> None:
+    yard = silent_since_long(make_yard())
+    outlook = BatchOutlook(yard.run, 1, producer_timeout_s=5.0)
+    answer = NotReady({TASK: (0, 1)})
+    outlook.check(answer)
+    clock.now += OUTAGE_S
+    outlook.check(answer)
+    for _ in range(4):
+        clock.now += 1.0
+        outlook.check(answer)
+    clock.now += 1.0
+    with pytest.raises(ProducerGone):
+        outlook.check(answer)
+
+
+class Stop(threading.Event):
+    """Each wait takes as long as the clock is told."""
+
+    def __init__(self, clock: Clock, seconds: Iterator[float]) -> None:
+        super().__init__()
+        self._clock, self._seconds = clock, seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._clock.now += next(self._seconds)
+        return False
+
+
+def test_a_standby_gives_the_producer_time_to_beat_again_after_an_outage(
+    make_yard: Callable[..., Yard], clock: Clock
+) -> None:
+    yard = silent_since_long(make_yard(role_timeout_ms=400))
+    waits = iter([OUTAGE_S, 0.0, 0.5])
+    assert _await_vacancy(yard.run, Stop(clock, waits))
+    assert next(waits, None) is None
