@@ -53,6 +53,11 @@ images: ## the CPU image; the CUDA one: make images BUILD=cuda
 compose: images ## a whole run on this host with Docker; docker/README.md
 	@docker compose -f docker/compose.yaml up -d
 
+.PHONY: docs
+docs: setup ## the docs site, into build/site, with broken links as errors
+	@$(PY) -m pip install --quiet --no-deps --requirement requirements/docs.txt
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file docs/mkdocs.yml
+
 lint: setup ## ruff
 	@$(PY) -m ruff check .
 

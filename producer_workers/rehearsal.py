@@ -79,7 +79,8 @@ def rehearse(
     limits = RunLimits(max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")})
     with closing(Store("memory://rehearsal", name=TASK)) as store:
         run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
-        dataset = RecordsDataset(list(problems), "problems", problem_of)
+        # by number: a data set of torch's kind may not know where iterating over it ends
+        dataset = RecordsDataset([problems[row] for row in range(len(problems))], "problems", problem_of)
         sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
         producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer))

@@ -1,0 +1,101 @@
+"""The pages of docs/: every block of "your own …" is executed as it stands; files and tests that pages name exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tomlkit
+
+from buffer.server.embedded import EmbeddedServer
+from tests.unit.tiny import build_model
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "pages"
+YOUR_OWN = ("your_data_set", "your_judge", "your_agent_loop", "your_trainer")
+"""In this order they are one story, in one folder."""
+
+
+class Block(NamedTuple):
+    language: str
+    file: str
+    """the title, which names the file; "" for a change of my_run.toml, or a command"""
+    code: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    for language, file, code in re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S):
+        yield Block(language, file, code)
+
+
+def merge(into: Any, changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and key in into:
+            merge(into[key], value)
+        else:
+            into[key] = value
+
+
+class Reader:
+    """Does in a folder what the pages say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, ""
+        command = folder / "bin" / "rolloutmq"
+        command.parent.mkdir()
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m rolloutmq "$@"\n', encoding="utf-8")
+        command.chmod(0o755)
+
+    def follow(self, block: Block) -> None:
+        if block.file:
+            (self.folder / block.file).write_text(block.code, encoding="utf-8")
+        elif block.language == "toml":
+            file = self.folder / "my_run.toml"
+            config = tomlkit.parse(file.read_text(encoding="utf-8"))
+            merge(config, tomllib.loads(block.code))
+            file.write_text(tomlkit.dumps(config), encoding="utf-8")
+        else:
+            assert block.language == "sh", block
+            self.said = self.run("bash", "-euc", block.code)
+
+    def run(self, *words: str) -> str:
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        env = os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT}:{self.folder}", "COLUMNS": "120"}
+        done = subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
+        logs = "".join(log.read_text(encoding="utf-8")[-2000:] for log in self.folder.glob("runs/*/logs/*.log"))
+        assert done.returncode == 0, done.stdout + done.stderr + logs
+        return done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_your_own_data_set_judge_agent_loop_and_trainer_make_a_run(tmp_path: Path) -> None:
+    build_model(tmp_path).rename(tmp_path / "model")
+    reader = Reader(tmp_path)
+    try:
+        for page in YOUR_OWN:
+            for block in blocks(page):
+                reader.follow(block)
+    finally:
+        EmbeddedServer(tmp_path / "runs" / "mine" / "server").kill()
+    assert "lost 0 · in two places 0 · trained twice 0" in reader.said
+    lines = (tmp_path / "runs" / "mine" / "logs" / "trainer.log").read_text(encoding="utf-8")
+    assert re.findall(r"^step (\d): 2 groups", lines, re.M) == ["1", "2", "3"]
+    tests = sorted(path.name for path in tmp_path.glob("test_my_*.py"))
+    assert "5 passed" in reader.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md")))
+def test_files_and_tests_that_a_page_names_exist(page: str) -> None:
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    for file, test in re.findall(r"`([\w./]+\.\w+)::(\w+)`", text):
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), (file, test)
+    for path in re.findall(r"`((?:buffer|producer_workers|consumer|configs|tests|docker|benchmarks)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), path
