@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.servers import redis_client, run_name, server
 
@@ -19,6 +20,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 # Every test says which server it means; the one of whoever runs the tests is none of their business.
 os.environ.pop("REDIS_URL", None)
+
+# No test says how long something may take, and the machine is shared: what is slow once is no finding.
+settings.register_profile("rolloutmq", settings(), deadline=None)
+settings.load_profile("rolloutmq")
 
 __all__ = ["redis_client", "run_name", "server"]
 

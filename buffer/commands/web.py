@@ -65,6 +65,7 @@ def web(
         settings = uvicorn.Config(app, host=host, port=port, log_level="warning")
         server = uvicorn.Server(settings)
         listening = settings.bind_socket()
+        listening.listen()  # the address is printed before the server runs: whoever comes at once waits in line
         shown = (name or [host])[0]
         # the token is behind the #: browsers do not send it, servers do not log it
         console().print(f"http://{shown}:{listening.getsockname()[1]}/#token={token}", soft_wrap=True)

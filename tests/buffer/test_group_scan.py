@@ -66,7 +66,7 @@ def test_indexes_answer_what_a_scan_of_all_records_answers(make_scene: Callable[
     found = every_record(scene)
     assert len(found) == scene.run.groups.count() == len(list(scene.run.groups.find()))
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=60, database=None)
     @given(QUERIES)
     def check(query: dict[str, Any]) -> None:
         query = without_time(query)

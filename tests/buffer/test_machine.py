@@ -133,7 +133,6 @@ def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
         max_examples=EXAMPLES or SHARE[machine_server.kind],
         derandomize=not EXAMPLES,
         database=None,
-        deadline=None,
         phases=[Phase.generate, Phase.shrink] if SHRINKS else [Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),

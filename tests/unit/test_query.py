@@ -47,7 +47,7 @@ def facts(record: GroupRecord) -> dict[str, Any]:
     return {name: getattr(record, field.attribute) for name, field in FIELDS.items()}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(QUERIES, st.lists(records(), min_size=1, max_size=5))
 def test_queries_mean_what_a_naive_reading_of_them_says(query: dict[str, Any], found: list[GroupRecord]) -> None:
     node = parse(query)
@@ -56,7 +56,7 @@ def test_queries_mean_what_a_naive_reading_of_them_says(query: dict[str, Any], f
     assert parse({"$and": [node]}) == parse({"$and": [query]})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(QUERIES, records())
 def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) -> None:
     """What an index knows of a group may leave it out only if the question does."""

@@ -179,7 +179,7 @@ def test_long_texts_and_columns_in_another_order_are_read_the_same() -> None:
         assert [plain(state) for state in wire.decode(other).states] == [plain(state) for state in group.states]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(groups())
 def test_group_survives_the_wire(group: RolloutGroup) -> None:
     data = wire.encode(group)
@@ -523,7 +523,7 @@ def test_too_large_documents_are_refused_unread(monkeypatch: pytest.MonkeyPatch)
         wire.decode(bytes(101))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=300))
 def test_random_bytes_never_do_worse_than_a_wire_error(data: bytes) -> None:
     with pytest.raises(WireError):
@@ -565,7 +565,7 @@ ODD: tuple[Any, ...] = (
 ANYTHING = JSON | st.binary(max_size=40) | st.floats() | st.sampled_from(ODD)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.data())
 def test_documents_with_anything_anywhere_never_do_worse_than_a_wire_error(data: st.DataObject) -> None:
     document = msgpack.unpackb(wire.encode(data.draw(st.sampled_from([sample, full]))()))

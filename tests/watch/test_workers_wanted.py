@@ -48,7 +48,7 @@ class Fleet:
         return Look(self.now_s, "t", self.waited_s, busy_s / seconds, self.workers)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     step_s=st.sampled_from([20.0, 60.0, 120.0]),
     ideal=st.floats(1.5, 60),

@@ -25,7 +25,7 @@ class Fleet:
         return load
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     places=st.integers(8, 600),
     k=st.integers(1, 8),

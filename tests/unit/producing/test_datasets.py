@@ -185,7 +185,7 @@ def drawn(sampler: Sampler, draw: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "shuffle"), [("rows", True), ("rows", False), ("loader", False), ("stream", False)])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(producers=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8))
 def test_draws_are_those_of_an_undisturbed_run_wherever_producers_die(
     tmp_path_factory: pytest.TempPathFactory,
