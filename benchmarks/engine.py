@@ -1,17 +1,20 @@
 """What the pipeline costs a real vLLM engine: a worker through server, scripts and judge, against the bare engine.
 
-Both have the same engine, prompts, lengths and number of groups at once, and run in turns. Then weights are updated
-while requests run: how long nothing is sampled, and what of the responses is missing (nothing may be).
+Both have the same engine, prompts and lengths, and run in turns. The bare engine is asked for everything at once: none
+of its places is free before the end. The worker has just as many groups at once as fill the engine. Then weights are
+updated while requests run: how long nothing is sampled, and what of the responses is missing (nothing may be).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,14 +41,55 @@ from producer_workers.tokenizer import load_tokenizer
 from producer_workers.worker import Worker
 
 TASK, MEMBERS = "math", 8
-AT_ONCE = 16
-"""Groups in work at once: twice as many as the engine samples, so that none of its places is free meanwhile."""
-
 FIRST = PolicyVersion(INITIAL, 0)
 UPDATES, SAMPLED = 8, 64
+AT_ONCE = SAMPLED // MEMBERS
+"""Groups in work at once: exactly as many as fill the engine."""
+
+LOOK_S = 0.05
+"""How often the end is looked for."""
+
 CPU_TARGET, GPU_TARGET = 0.95, 0.97
-Drive = Callable[[int], Awaitable[int]]
-"""Runs round number n, and returns its tokens."""
+Drive = Callable[["Watched", int], Awaitable["Round"]]
+"""Runs round number n on an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round took: `cpu_s` of this process, which has the worker but not the engine; `taken`: the share of the
+    engine's places that were, between the first request and the last answer."""
+
+    tokens: int
+    wall_s: float
+    cpu_s: float
+    taken: float
+
+
+class Watched:
+    """An engine, and how many of its places are taken."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._requests, self._seconds, self._first, self._last = 0, 0.0, 0.0, 0.0
+
+    async def generate(self, *about: Any) -> Generation:
+        self._look(1)
+        try:
+            return await self._engine.generate(*about)
+        finally:
+            self._look(-1)
+
+    def taken(self) -> float:
+        return self._seconds / (SAMPLED * (self._last - self._first))
+
+    def _look(self, more: int) -> None:
+        now = time.perf_counter()
+        self._first = self._first or now
+        self._seconds += min(self._requests, SAMPLED) * (now - (self._last or now))
+        self._requests, self._last = self._requests + more, now
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
@@ -66,27 +110,32 @@ def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
 
 
 async def _compare(server: BenchServer, engine: Engine, model: Path, groups: int, rounds: int) -> list[Figure]:
-    async def direct(_: int) -> int:
-        return await _drive_directly(engine, groups)
+    async def direct(watched: Watched, _: int) -> Round:
+        return await _drive_directly(watched, groups)
 
-    async def pipeline(number: int) -> int:
-        return await _drive_by_worker(server, engine, model, groups, f"engine-{number}")
+    async def pipeline(watched: Watched, number: int) -> Round:
+        return await _drive_by_worker(server, watched, model, groups, f"engine-{number}")
 
     ways: Mapping[str, Drive] = {"engine alone": direct, "worker": pipeline}
-    wall: dict[str, list[float]] = {name: [] for name in ways}
-    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    made: dict[str, list[Round]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, drive in ways.items():
-            began, used = time.perf_counter(), time.process_time()
-            tokens = await drive(number)
-            if number:  # the first round warms up
-                wall[name].append((time.perf_counter() - began) / tokens)
-                cpu[name].append((time.process_time() - used) / tokens)
+            one = await drive(Watched(engine), number)
+            made[name] += [one] if number else []  # the first round warms up
     section = f"vLLM and the pipeline, {server.name}"
+    return [figure for name in ways for figure in _of_way(section, name, made[name])] + [_ratio(section, made)]
+
+
+def _of_way(section: str, name: str, made: Sequence[Round]) -> Iterator[Figure]:
+    yield Figure(section, name, median(one.tokens / one.wall_s for one in made), "tokens/s")
+    yield Figure(section, f"{name}: own CPU", median(1e6 * one.cpu_s / one.tokens for one in made), "us/token")
+    yield Figure(section, f"{name}: the engine's places taken", 100 * median(one.taken for one in made), "%")
+
+
+def _ratio(section: str, made: Mapping[str, Sequence[Round]]) -> Figure:
+    wall = {name: [one.wall_s / one.tokens for one in rounds] for name, rounds in made.items()}
     target = CPU_TARGET if is_cpu_build() else GPU_TARGET
-    figures = [Figure(section, name, 1 / median(wall[name]), "tokens/s") for name in ways]
-    figures += [Figure(section, f"{name}: own CPU", 1e9 * median(cpu[name]) / 1e3, "us/token") for name in ways]
-    return [*figures, Figure(section, "worker / engine alone", ratio(wall, "worker", "engine alone"), "", target)]
+    return Figure(section, "worker / engine alone", ratio(wall, "worker", "engine alone"), "", target)
 
 
 def _states(draw: int) -> list[RolloutState]:
@@ -105,36 +154,36 @@ def _states(draw: int) -> list[RolloutState]:
     ]
 
 
-async def _drive_directly(engine: Engine, groups: int) -> int:
-    room = asyncio.Semaphore(AT_ONCE)
-
-    async def one(draw: int) -> int:
-        async with room:
-            made = await asyncio.gather(*(_ask(engine, draw, state) for state in _states(draw)))
-            return sum(len(generation.token_ids) for generation in made)
-
-    return sum(await asyncio.gather(*(one(draw) for draw in range(groups))))
+async def _drive_directly(engine: Watched, groups: int) -> Round:
+    states = [(draw, state) for draw in range(groups) for state in _states(draw)]
+    began, used = time.perf_counter(), time.process_time()
+    made = await asyncio.gather(*(_ask(engine, draw, state) for draw, state in states))
+    took, spent = time.perf_counter() - began, time.process_time() - used
+    return Round(sum(len(generation.token_ids) for generation in made), took, spent, engine.taken())
 
 
-async def _ask(engine: Engine, draw: int, state: RolloutState) -> Generation:
+async def _ask(engine: Engine | Watched, draw: int, state: RolloutState) -> Generation:
     assert state.prompt_ids is not None
     return await engine.generate(f"{group_id(TASK, draw)}/{state.index}", state.prompt_ids, state.sample_params)
 
 
-async def _drive_by_worker(server: BenchServer, engine: Engine, model: Path, groups: int, name: str) -> int:
+async def _drive_by_worker(server: BenchServer, engine: Watched, model: Path, groups: int, name: str) -> Round:
     """A worker from its registration to the last group in the pool."""
     run = await asyncio.to_thread(_waiting_run, server, groups, name)
     judge, tokenizer = load_judge("exact_match"), load_tokenizer(str(model))
     runner = TaskRunner(SingleTurnAgentLoop(judge=judge, tokenizer=tokenizer, eos_ids=set()))
-    worker = Worker(run, engine, {TASK: runner}, worker_id="bench", concurrency=AT_ONCE)
+    worker = Worker(run, cast(Engine, engine), {TASK: runner}, worker_id="bench", concurrency=AT_ONCE)
+    began, used = time.perf_counter(), time.process_time()
     working = asyncio.create_task(worker.run())
     while (await asyncio.to_thread(run.buffer.count_statuses, TASK))[TASK].completed < groups:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LOOK_S)
         if working.done():
             working.result()
+    took, spent = time.perf_counter() - began, time.process_time() - used
     worker.stop()
     await working
-    return sum(state.sample_params.max_tokens for draw in range(groups) for state in _states(draw))
+    tokens = sum(state.sample_params.max_tokens for draw in range(groups) for state in _states(draw))
+    return Round(tokens, took, spent, engine.taken())
 
 
 def _waiting_run(server: BenchServer, groups: int, name: str) -> Run:

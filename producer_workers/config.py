@@ -15,8 +15,8 @@ class WorkerSection(Section):
     """[worker]: one rollout worker."""
 
     concurrency: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 8
-    """groups in work at once; more wait in the engine's own queue, where no other worker can take them. auto: as many
-    as keep the engine full, found by looking at that queue and at its KV cache"""
+    """groups that are sampled at once, while others are judged; more would wait in the engine's own queue, where no
+    other worker can take them. auto: as many as keep the engine full, found by looking at queue and KV cache"""
     agent_loop: str = "single_turn"
     """how a group is generated: single_turn, multi_turn, tools, gateway, or your own class as package.module:Class"""
     tasks: list[str] | None = None

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from buffer.errors import Fenced, PayloadMissing, RolloutMQError, StoreUnavailable
 from buffer.group import GROUP_TIME, RolloutGroup
 from buffer.job import Job, ReleaseKind
-from buffer.rollout import Status
+from buffer.rollout import RolloutState, Status
 from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.said_once import SaidOnce
@@ -23,6 +23,8 @@ from producer_workers.task_runner import TaskRunner
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
+ENDED = frozenset({"stop", "length"})
+"""Reasons after which a rollout asks the engine for nothing more, unless its group starts again."""
 
 
 class GroupWork:
@@ -36,6 +38,11 @@ class GroupWork:
         self.tokens = self.done = self.failed = 0
         self.handing_in: set[Job] = set()
         self._held = SaidOnce(log, "holding on to groups")
+        self._members: dict[Job, list[RolloutState]] = {}
+
+    def shares(self, jobs: Iterable[Job]) -> dict[Job, float]:
+        """The share of each group's members that may still need the engine: all, before its payload is read."""
+        return {job: _open_share(self._members.get(job, ())) for job in jobs}
 
     async def do(self, job: Job) -> None:
         """Generate, judge and hand in one group. Its failure is its own; EngineDeadError is the worker's."""
@@ -43,7 +50,8 @@ class GroupWork:
             group = await self._read(job)
             known = len(group.response_ids)
             began, spent = time.monotonic(), group.shared["extra"].get(GROUP_TIME, 0.0)
-            states = await self._runners[job.task].generate(group.states, self._engine, job.gid)
+            self._members[job] = group.states
+            states = self._members[job] = await self._runners[job.task].generate(group.states, self._engine, job.gid)
             made = RolloutGroup(job.gid, job.task, states)
             made.shared["extra"] = {**made.shared["extra"], GROUP_TIME: round(spent + time.monotonic() - began, 6)}
             await self._hand_in(job, made, known)
@@ -58,6 +66,14 @@ class GroupWork:
             await self._release(job, "failed", f"{type(error).__name__}: {error}")
         finally:
             self.handing_in.discard(job)
+            self._members.pop(job, None)
+
+    async def hand_back(self, job: Job) -> None:
+        """Give a group back whose work was cancelled, because the worker leaves; its lease runs out otherwise."""
+        try:
+            await asyncio.to_thread(self._run.jobs.release, self._worker, job, "handback", "the worker left")
+        except (Fenced, StoreUnavailable) as error:
+            log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
     async def _read(self, job: Job) -> RolloutGroup:
         """What the group has; only its prompt, where its tokens were lost with a node of a cluster."""
@@ -103,3 +119,7 @@ class GroupWork:
             else:
                 self._held.say("")
                 return answer
+
+
+def _open_share(members: Sequence[RolloutState]) -> float:
+    return sum(member.finish_reason not in ENDED for member in members) / len(members) if members else 1.0

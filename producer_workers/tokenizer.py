@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from buffer.errors import ModelError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+"""One for the process: Hugging Face's fast tokenizers refuse to be used by two threads at the same moment."""
+
+
+async def aside(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What `work`, which uses a tokenizer, returns; the event loop goes on meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, partial(work, *args, **options))
 
 
 class Tokenizer(Protocol):

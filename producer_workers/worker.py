@@ -20,24 +20,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from buffer.control import ControlState, Mode, new_nonce
-from buffer.errors import Fenced, StoreUnavailable
+from buffer.errors import StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.job import Job
 from buffer.keys import LANES
 from buffer.limits import Concurrency
 from buffer.run import Run
 from buffer.serving import Serves
-from producer_workers.adaptive_concurrency import START, AdaptiveConcurrency
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.engines.capabilities import TellsLoad
 from producer_workers.group_work import GroupWork
 from producer_workers.heard_control import HeardControl
+from producer_workers.heard_engine import HeardEngine
 from producer_workers.heart import Heart
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.pending_groups import PendingGroups
+from producer_workers.places import Places, Vacancy
 from producer_workers.protection import Protection
 from producer_workers.pulse import PulseTaker
 from producer_workers.said_once import SaidOnce
@@ -64,8 +64,8 @@ HAND_BACK_S = 5.0
 
 
 class Worker:
-    """One worker of a run. `runners` holds one for every task that it serves, in `lanes`; `concurrency` groups in work
-    at once, or "auto"."""
+    """One worker of a run. `runners` holds one for every task that it serves, in `lanes`; `concurrency`: groups
+    that are sampled at once, or "auto"."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class Worker:
     ) -> None:
         self._run, self._engine, self._steered = run, engine, SteeredEngine(engine, WeightPull(run))
         self.id, self._nonce = worker_id, new_nonce()
-        self._group_work = GroupWork(run, engine, runners, worker_id)
-        self._concurrency = concurrency
-        self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
-        self._serves = Serves(frozenset(runners), frozenset(lanes))
+        heard = cast(Engine, HeardEngine(engine, self._hear_answer))
+        self._group_work = GroupWork(run, heard, runners, worker_id)
+        self._places = Places(run, engine, concurrency, Serves(frozenset(runners), frozenset(lanes)))
         self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
         self._facts = {"engine": engine.name, **(facts or {})}
         self._work, self._protection = PendingGroups(self._end), Protection(run.limits)
         self._changed = asyncio.Event()
+        self._bell: asyncio.Future[bool] | None = None
         self._control = HeardControl(self._changed.set)
         self._pulse = PulseTaker(engine, self._group_work, self._control, judge_times or JudgeTimes())
         self._stopping = False
@@ -119,7 +119,6 @@ class Worker:
             await self._leave(heart)
 
     async def _serve(self, heart: Heart) -> None:
-        bell: asyncio.Future[bool] | None = None
         try:
             while not (self._stopping or self._finished()):
                 self._changed.clear()
@@ -130,12 +129,12 @@ class Worker:
                 if await self._claim():
                     continue
                 # a worker without room must not take rings from those that have some
-                if bell is None and self._may_claim():
-                    bell = self._listen()
-                bell = await self._wait_for(bell)
+                if self._bell is None and self._vacancy():
+                    self._bell = self._listen()
+                self._bell = await self._wait_for(self._bell)
         finally:
-            if bell:
-                bell.cancel()
+            if self._bell:
+                self._bell.cancel()
 
     def _finished(self) -> bool:
         return self._control.mode is Mode.FINISH and not self._work
@@ -164,7 +163,7 @@ class Worker:
 
     def _look(self) -> tuple[Pulse, list[Job]]:
         """What the heartbeat says; called on its thread."""
-        return self._pulse.take(self._state(), self._room()), self._work.jobs()
+        return self._pulse.take(self._state(), self._places.limit()), self._work.jobs()
 
     def _state(self) -> str:
         if self._stopping:
@@ -188,11 +187,10 @@ class Worker:
         self._adapt()
 
     def _adapt(self) -> None:
-        """Look at how full the engine is, while it works as it does all the time."""
-        if isinstance(self._engine, TellsLoad) and self._control.mode is Mode.RUN and not self._steered.paused:
-            before, load = self._adaptive.limit, self._engine.load()
-            if load and self._adaptive.look(load, len(self._work)) > before:
-                self._changed.set()
+        """While the engine works as it does all the time."""
+        steady = self._control.mode is Mode.RUN and not self._steered.paused
+        if steady and self._places.adapt(self._group_work.shares(self._work.jobs())):
+            self._changed.set()
 
     async def _follow_control(self, heart: Heart) -> None:
         """Bring engine and groups to where the control state wants them; acknowledge once they are there."""
@@ -229,30 +227,30 @@ class Worker:
 
     # -- groups --------------------------------------------------------------
 
-    def _may_claim(self) -> bool:
+    def _vacancy(self) -> Vacancy | None:
+        """What may be claimed now."""
         state = self._control.state
         # while paused some lanes may be open, but only after everybody heard that nothing else is held
-        return bool(
+        may_claim = (
             state
             and state.lanes
             and (state.mode is Mode.RUN or self._control.receipt == state.epoch)
             and not (self._stopping or self._steered.paused)
             and self._steered.has_weights_of(state)
-            and len(self._work) < self._room()
         )
+        return self._places.vacancy(self._group_work.shares(self._work.jobs())) if may_claim else None
 
-    def _room(self) -> int:
-        """Groups in work at once."""
-        wanted = self._run.limits.concurrency or self._concurrency
-        return self._adaptive.limit if wanted == "auto" else wanted
+    def _hear_answer(self) -> None:
+        """A request has ended. Who listens for jobs has found none a moment ago."""
+        if self._bell is None:
+            self._changed.set()
 
     async def _claim(self) -> bool:
-        """Claim as much as there is room for, but leave some for others; whether anything came."""
-        if not self._may_claim():
+        """Claim what there is room for; whether anything came."""
+        vacancy = self._vacancy()
+        if vacancy is None:
             return False
-        free = self._room() - len(self._work)
-        limit = min(free, max(1, self._room() // 4))
-        asked, about = self._control.epoch, (self._engine.version(), limit, self._serves, self._work.jobs())
+        asked, about = self._control.epoch, (self._engine.version(), vacancy.limit, vacancy.serves, vacancy.sampled)
         try:
             claim = await asyncio.to_thread(self._run.jobs.claim, self.id, self._nonce, new_nonce(), *about)
         except StoreUnavailable as error:
@@ -298,7 +296,4 @@ class Worker:
     async def _hand_back(self) -> None:
         """Give back, unharmed, what could not be ended."""
         for job in await self._work.cancel_all():
-            try:
-                await asyncio.to_thread(self._run.jobs.release, self.id, job, "handback", "the worker left")
-            except (Fenced, StoreUnavailable) as error:
-                log.warning("not handed back: %s", error, extra={"gid": job.gid})
+            await self._group_work.hand_back(job)

@@ -21,8 +21,10 @@ class AgentLoop(Protocol):
     async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """The same rollouts, in order, each COMPLETED, ABORTED or FAILED; or several with the index of one.
 
-        A COMPLETED one is left as it is. What the engine raises is passed on: whether the group or the
-        worker failed is for the worker to say. Cancelling it cancels what runs in the engine.
+        A COMPLETED one is left as it is. One that is sampled, and will be judged, has its `finish_reason` ("stop",
+        "length") at once: from then on its place in the engine is for the next group. What the engine raises is
+        passed on: whether the group or the worker failed is for the worker to say. Cancelling it cancels what runs
+        in the engine.
         """
         ...
 

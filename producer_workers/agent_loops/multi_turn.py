@@ -27,7 +27,7 @@ from producer_workers.agent_loops.tool_parsers import PARSERS
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge
-from producer_workers.tokenizer import Tokenizer
+from producer_workers.tokenizer import Tokenizer, aside
 
 
 class MultiTurnAgentLoop(SingleTurnAgentLoop):
@@ -66,7 +66,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             answer = await self._answer(state, turns) if reason == "stop" else Answer()
             if answer.reward:
                 state.reward = {**(state.reward or {}), **answer.reward}
-            if len(turns) >= self._max_turns or not self._go_on(state, answer):
+            if len(turns) >= self._max_turns or not await self._go_on(state, answer):
                 break
         earned = state.reward or {}
         await self._complete(state, "length" if self._is_full(state) else reason)
@@ -81,16 +81,16 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
     async def _answer(self, state: RolloutState, turns: Sequence[slice]) -> Answer:
         # some templates mark a call with a special token
-        texts = [self._decode(state, turn, skip_special_tokens=False) for turn in turns]
+        texts = await aside(lambda: [self._decode(state, turn, skip_special_tokens=False) for turn in turns])
         return await self._environment.answer(state, Turn(len(turns) - 1, texts[-1], texts[:-1]))
 
-    def _go_on(self, state: RolloutState, answer: Answer) -> bool:
+    async def _go_on(self, state: RolloutState, answer: Answer) -> bool:
         """Put an answer's tokens behind the turn; False where there is none, or no room for it and one token more."""
         state.tool_calls = [*state.tool_calls, *answer.calls]
         if not answer.messages:
             return False
         was_ended = int(state.response_ids[-1]) in self._eos_ids
-        tokens = self._delta.tokens(answer.messages, end_turn=not was_ended)
+        tokens = await aside(self._delta.tokens, answer.messages, end_turn=not was_ended)
         if len(state.response_ids) + len(tokens) >= state.sample_params.max_tokens:
             return False
         state.read(tokens)

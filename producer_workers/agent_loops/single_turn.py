@@ -21,7 +21,7 @@ from buffer.errors import JudgeError, WireError
 from buffer.rollout import RolloutState, SampleParams, Status
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge
-from producer_workers.tokenizer import Tokenizer
+from producer_workers.tokenizer import Tokenizer, aside
 
 
 class SingleTurnAgentLoop:
@@ -111,7 +111,7 @@ class SingleTurnAgentLoop:
         if not len(state.response_ids):
             state.status, state.error = Status.FAILED, f"the engine finished ({reason}) without a token"
             return
-        state.response = self._text(state)
+        state.response = await aside(self._text, state)
         if isinstance(self._judge, GroupJudge):
             state.status = Status.INIT  # until all have ended
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +118,33 @@ def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(yar
     yard.check()
 
 
-def mixed_worker(mixture: Mixture, engine: WatchedEngine, partial: frozenset[str] = frozenset()) -> Worker:
+def right(**_: object) -> float:
+    return 1.0
+
+
+def mixed_worker(
+    mixture: Mixture,
+    engine: WatchedEngine,
+    *,
+    partial: Collection[str] = (),
+    judges: Mapping[str, Callable[..., Any]] | None = None,
+    concurrency: int = 8,
+) -> Worker:
     """A worker of all tasks of a mixture."""
 
-    def runner(is_partial: bool) -> TaskRunner:
-        judge = FunctionJudge("test", lambda **_: 1.0)
+    def runner(task: str) -> TaskRunner:
+        judge, is_partial = FunctionJudge("test", (judges or {}).get(task, right)), task in partial
         loop = SingleTurnAgentLoop(judge=judge, tokenizer=Letters(), eos_ids={100}, partial_rollout=is_partial)
         return TaskRunner(loop, is_partial)
 
-    runners = {task: runner(task in partial) for task in TASKS}
-    return Worker(mixture.run, engine, runners, worker_id="w0", concurrency=8, drain_timeout_s=0.0)
+    runners = {task: runner(task) for task in TASKS}
+    return Worker(mixture.run, engine, runners, worker_id="w0", concurrency=concurrency, drain_timeout_s=0.0)
+
+
+async def until(mixture: Mixture, task: str, place: str, groups: int) -> None:
+    async with asyncio.timeout(60.0):
+        while (await asyncio.to_thread(mixture.places, task)).get(place, 0) < groups:
+            await asyncio.sleep(0.02)
 
 
 def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mixture]) -> None:
@@ -175,24 +192,49 @@ def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(make_mi
     engine = StuckEngine(SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST)
     worker = mixed_worker(mixture, engine)
 
-    async def until_completed(task: str, groups: int) -> None:
-        async with asyncio.timeout(60.0):
-            while (await asyncio.to_thread(mixture.places, task)).get("completed", 0) < groups:
-                await asyncio.sleep(0.02)
-
     async def scenario() -> None:
         engine.gate = asyncio.Event()
         await engine.start()
         work = asyncio.create_task(worker.run())
-        await until_completed("code", 8)
+        await until(mixture, "code", "completed", 8)
         engine.gate.set()
-        await until_completed("math", 16)
+        await until(mixture, "math", "completed", 16)
         worker.stop()
         await work
 
     with mixture.manager.opened():
         assert mixture.round() == 24
         asyncio.run(scenario())
+    mixture.scene.check()
+
+
+def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(make_mixture: Callable[..., Mixture]) -> None:
+    """More groups of math wait for their judge than the worker has places, but not all; code goes through."""
+    mixture, gate = make_mixture({"batch_size": 24}), asyncio.Event()
+    quick = Fixed(value=0.0)
+    engine = WatchedEngine(SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST)
+
+    async def hang(**_: object) -> float:
+        await gate.wait()
+        return 1.0
+
+    worker = mixed_worker(mixture, engine, judges={"math": hang}, concurrency=2)
+
+    async def scenario() -> int:
+        await engine.start()
+        work = asyncio.create_task(worker.run())
+        await until(mixture, "code", "completed", 8)
+        await until(mixture, "math", "running", 3)
+        waiting = mixture.places("math")["running"]
+        gate.set()
+        await until(mixture, "math", "completed", 16)
+        worker.stop()
+        await work
+        return waiting
+
+    with mixture.manager.opened():
+        assert mixture.round() == 24
+        assert asyncio.run(scenario()) <= 6
     mixture.scene.check()
 
 

@@ -21,7 +21,7 @@ from producer_workers.agent_loops.gateway.dialect import Asked, refusal
 from producer_workers.agent_loops.gateway.session import Session, SessionClosed, Turn
 from producer_workers.agent_loops.gateway.text_completion import TextRequest
 from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.tokenizer import Tokenizer
+from producer_workers.tokenizer import Tokenizer, aside
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -115,12 +115,15 @@ class Endpoint:
         return await self._reply(request, asked, turn)
 
     async def _reply(self, request: web.Request, asked: Asked, turn: Turn) -> web.StreamResponse:
-        tokens = turn.made.token_ids.tolist() if asked.wants_logprobs else []
-        pieces = [str(self._tokenizer.decode([token])) for token in tokens]
+        pieces = await aside(self._pieces, turn) if asked.wants_logprobs else []
         name = secrets.token_hex(8)
         if not asked.stream:
             return web.json_response(asked.answer(turn, name, pieces))
         return await _stream(request, list(asked.chunks(turn, name, pieces)))
+
+    def _pieces(self, turn: Turn) -> list[str]:
+        """The text of each token."""
+        return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
 async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:

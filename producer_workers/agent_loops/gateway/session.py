@@ -26,7 +26,7 @@ from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
 from producer_workers.agent_loops.tool_parsers import PARSERS
 from producer_workers.engines.base import Engine, Generation
-from producer_workers.tokenizer import Tokenizer, encode_chat
+from producer_workers.tokenizer import Tokenizer, aside, encode_chat
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -77,30 +77,34 @@ class Session:
     async def chat(self, messages: Messages, tools: Any, max_tokens: int | None, stops: Sequence[str]) -> Turn:
         """One turn of the model. Raises SessionClosed, ConfigError (the chat template refuses), GenerationError."""
         number = self._begin()
-        parent, context = self._context(messages, tools)
+        parent, context = await aside(self._context, messages, tools)
         made = await self._generate(number, context, max_tokens, stops)
-        message, text, calls = self._message(number, made, stops, bool(tools))
+        message, text, calls = await aside(self._message, number, made, stops, bool(tools))
         self._keep(parent, context, made, [*messages, message], text, calls)
         return Turn(message, made, len(context.ids))
 
     async def complete(self, prompt: str | list[int], max_tokens: int, stops: Sequence[str]) -> Turn:
         """What comes behind a text, or behind tokens. Raises as `chat` does."""
         number = self._begin()
-        parent, context = self._raw_context(prompt)
+        parent, context = await aside(self._raw_context, prompt)
         made = await self._generate(number, context, max_tokens, stops)
-        text = self._text(made, skip_special_tokens=True)
+        text = await aside(self._text, made, skip_special_tokens=True)
         self._keep(parent, context, made, [{"role": _RAW, "content": _content(context) + text}], text, [])
         return Turn({"role": "assistant", "content": _before(text, stops)}, made, len(context.ids))
 
     def _begin(self) -> int:
         """The number of a new request."""
+        self._check_open()
+        return next(self._requests)
+
+    def _check_open(self) -> None:
         if self.interrupted.is_set() or self.is_full:
             raise SessionClosed("interrupted" if self.interrupted.is_set() else "the session's max_tokens are used up")
-        return next(self._requests)
 
     async def _generate(
         self, number: int, context: Segment, max_tokens: int | None, stops: Sequence[str]
     ) -> Generation:
+        self._check_open()  # again, since another request may have used up the tokens while this one was encoded
         params = self._sampling(number, max_tokens, stops)
         made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
         self._sampled += len(made.token_ids)
