@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from buffer.errors import Fenced, LostRun, PauseTimeout, RoleHeld, RunNotFound
-from buffer.keys import Keys
+from buffer.errors import Fenced, LostRun, PauseTimeout, RoleHeld, RunNotFound, ScriptError
+from buffer.keys import LANES, Keys
 from buffer.limits import RunLimits
 from buffer.rollout import PolicyVersion
 from buffer.store import Store
@@ -50,13 +50,27 @@ class ControlState:
 
     @classmethod
     def parse_hint(cls, message: bytes) -> ControlState:
-        """What the control channel carries: the same fields, a NUL between two."""
-        return cls.parse(message.decode().split("\0"))
+        """What the control channel carries: the same fields, a NUL between two. ScriptError if it is something else."""
+        try:
+            fields = message.decode().split("\0")
+        except UnicodeDecodeError:
+            raise _unreadable([repr(message)]) from None
+        if len(fields) != 6:
+            raise _unreadable(fields)
+        return cls.parse(fields)
 
     @classmethod
     def parse(cls, fields: Sequence[str]) -> ControlState:
-        epoch, mode, lanes, weights, path, checksum = fields[:6]
-        return cls(int(epoch), Mode(mode), tuple(lanes.split()), PolicyVersion.parse(weights), path, checksum)
+        """Of the fields that begin a reply. ScriptError where somebody wrote nonsense into `control`."""
+        try:
+            epoch, mode, lanes, label, path, checksum = fields[:6]
+            weights = PolicyVersion.parse(label)
+            state = cls(int(epoch), Mode(mode), tuple(lanes.split()), weights, path, checksum)
+        except ValueError:
+            raise _unreadable(fields) from None
+        if state.epoch < 0 or weights.version < 0 or not set(state.lanes) <= set(LANES):
+            raise _unreadable(fields)
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,13 @@ class RoleHolder:
         return f"the {self.role} {self.nonce[:8]}… {word}"
 
 
+def _unreadable(fields: Sequence[str]) -> ScriptError:
+    return ScriptError(
+        f"this is no control state: {list(fields[:6])!r:.200}",
+        hint="HGETALL rmq:{RUN}:control shows what the run has; only trainer and operator may write it",
+    )
+
+
 def new_nonce() -> str:
     """128 random bits: what fences, since a server that rolled back hands out counters twice."""
     return secrets.token_hex(16)
@@ -105,7 +126,7 @@ class RunControl:
         )
         if fields[0] is None:
             raise self._no_run()
-        return ControlState.parse([field.decode() if field else "" for field in fields])
+        return ControlState.parse([field.decode(errors="replace") if field else "" for field in fields])
 
     def set_mode(self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "", orphan: bool = False) -> ControlState:
         """Change the mode for one holder. `lanes` that stay open: none by default, all in run mode.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from buffer.errors import Fenced, PayloadMissing, RolloutMQError, StoreUnavailable
+from buffer.errors import Fenced, PayloadMissing, RolloutMQError, StoreUnavailable, WireError
 from buffer.group import GROUP_TIME, RolloutGroup
 from buffer.job import Job, ReleaseKind
 from buffer.rollout import RolloutState, Status
@@ -76,10 +76,10 @@ class GroupWork:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
     async def _read(self, job: Job) -> RolloutGroup:
-        """What the group has; only its prompt, where its tokens were lost with a node of a cluster."""
+        """What the group has; only its prompt, where its tokens were lost with a node of a cluster, or are garbage."""
         try:
             return await self._insist(self._run.buffer.read, job.payload)
-        except PayloadMissing as error:
+        except (PayloadMissing, WireError) as error:
             if job.payload.token == job.prompt.token:
                 raise
             log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})

@@ -16,7 +16,7 @@ from typing import Any
 import redis
 
 from buffer.control import ControlState
-from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
+from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, ScriptError, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.job import Job
 from buffer.run import Run
@@ -136,7 +136,12 @@ class Heart:
         if message is None:
             return
         if message["type"] == "message":
-            self._later(self._hint, ControlState.parse_hint(message["data"]))
+            try:
+                state = ControlState.parse_hint(message["data"])
+            except ScriptError as error:
+                log.warning("a hint that nobody can follow: %s", error)
+            else:
+                self._later(self._hint, state)
         else:
             # the answer to subscribe: subscribe first, then look, leaves no gap
             self.poke()

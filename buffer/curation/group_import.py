@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffer.curation.line_file import read_lines
+from buffer.curation.line_file import MEND, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable
 from buffer.group import RolloutGroup
@@ -92,7 +92,7 @@ class GroupImport:
             try:
                 line = RolloutLine.parse(fields)
             except ValueError as error:
-                raise DatasetError(f"{path}, line {number}: {error}") from error
+                raise DatasetError(f"{path}, line {number}: {error}", hint=MEND) from error
             if lines and (line.gid, line.task) != (lines[0].gid, lines[0].task):
                 yield self._part(path, task, first, last, lines)
                 lines = []
@@ -117,7 +117,7 @@ class GroupImport:
         try:
             group = part.group(group_id(part.task, IMPORTED_FROM))
         except ValueError as error:
-            raise DatasetError(f"{path}, lines {part.first} to {part.last}: {error}") from error
+            raise DatasetError(f"{path}, lines {part.first} to {part.last}: {error}", hint=MEND) from error
         intake.check(group)
 
 

@@ -21,6 +21,8 @@ from buffer.errors import ConfigError, DatasetError
 LINE_BYTES = 256 * 2**20
 """A longer line of JSON is refused unread."""
 
+MEND = "mend the file; each line is one rollout, as `rolloutmq export` writes it"
+
 _JSON_COLUMNS = ("messages", "reward", "sample_params", "ground_truth", "extra")
 _SPAN = ("start", "length", "version", "lineage")
 _ROWS = 64
@@ -98,13 +100,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         while line := stream.readline(LINE_BYTES + 1):
             number += 1
             if len(line) > LINE_BYTES:
-                raise DatasetError(f"{path}, line {number}: longer than {LINE_BYTES} bytes")
+                raise DatasetError(f"{path}, line {number}: longer than {LINE_BYTES} bytes", hint=MEND)
             if not line.strip():
                 continue
             try:
                 yield number, orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                raise DatasetError(f"{path}, line {number}: not JSON: {error}") from error
+                raise DatasetError(f"{path}, line {number}: not JSON: {error}", hint=MEND) from error
 
 
 class ParquetWriter:
@@ -141,7 +143,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                     number += 1
                     yield number, _from_row(path, number, row)
     except arrow.ArrowException as error:
-        raise DatasetError(f"{path}, after row {number}: {error}") from error
+        raise DatasetError(f"{path}, after row {number}: {error}", hint=MEND) from error
 
 
 def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
             try:
                 fields[name] = orjson.loads(fields[name])
             except orjson.JSONDecodeError as error:
-                raise DatasetError(f"{path}, row {number}: {name} is not JSON: {error}") from error
+                raise DatasetError(f"{path}, row {number}: {name} is not JSON: {error}", hint=MEND) from error
     if isinstance(fields.get("spans"), list):
         fields["spans"] = [list(s.values()) if isinstance(s, dict) else s for s in fields["spans"]]
     return fields

@@ -47,6 +47,13 @@ async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dic
     return list(await asyncio.gather(*(judge.judge(state) for state in states)))
 
 
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
+
+
 def check_reward(name: str, result: Any) -> dict[str, float]:
     """`result` of judge `name` as a reward: a number is its score. Raises JudgeError."""
     reward = {"score": result} if isinstance(result, Real) else result
@@ -56,7 +63,7 @@ def check_reward(name: str, result: Any) -> dict[str, float]:
             hint='return a finite number, or a dict of finite numbers that holds "score"',
         )
     for key, value in reward.items():
-        if not isinstance(key, str) or not isinstance(value, Real) or not math.isfinite(value):
+        if not isinstance(key, str) or not isinstance(value, Real) or not _is_finite(value):
             raise JudgeError(
                 f"judge {name!r} returned {key!r:.40} = {value!r:.80}",
                 hint="every value of a reward is a finite number (.item() makes one of a tensor)",

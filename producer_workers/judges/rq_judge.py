@@ -83,8 +83,8 @@ class RqAsking:
         """One job from its start to its end. Raises JudgeError."""
         try:
             return self._await(self._enqueue(fields), stop)
-        except (StoreError, TypeError, ValueError) as error:
-            # TypeError, ValueError: the rollout holds what JSON cannot
+        except (StoreError, TypeError, ValueError, RecursionError) as error:
+            # TypeError, ValueError: the rollout holds what JSON cannot; or, with RecursionError, the answer is none
             raise JudgeError(f"judge {self.name!r} could not be asked: {error}") from error
 
     def _enqueue(self, fields: list[dict[str, Any]]) -> Job:

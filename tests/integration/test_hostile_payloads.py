@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import msgpack
-import numpy as np
 import pytest
-import zstandard
 
 from buffer import RolloutGroup, RunLimits, Status, Store, TaskLimits, wire
 from buffer.config.sections import check_name
@@ -16,59 +13,12 @@ from buffer.hand_in import HandIn
 from buffer.job import Job, Result
 from buffer.keys import Keys
 from consumer.rollout_consumer import RolloutConsumer
+from tests.bad_payloads import GROUP, KINDS
 from tests.buffer.scene import FIRST, Scene, extend, rollout
 from tests.consumer.conftest import die
 from tests.servers import Server, start_server
 
 LIMITS = RunLimits(stale_threshold=10_000, role_timeout_ms=60_000, tasks={"math": TaskLimits()})
-
-
-def changed(data: bytes, **fields: object) -> bytes:
-    document = msgpack.unpackb(data, strict_map_key=False)
-    return bytes(msgpack.packb(document | fields))
-
-
-def with_column(data: bytes, name: str, values: np.ndarray) -> bytes:
-    columns = msgpack.unpackb(data)["columns"]
-    columns[name] = {"dtype": columns[name]["dtype"], "data": values.tobytes()}
-    return changed(data, columns=columns)
-
-
-def without(data: bytes, name: str) -> bytes:
-    document = msgpack.unpackb(data)
-    del document[name]
-    return bytes(msgpack.packb(document))
-
-
-def nested(depth: int) -> bytes:
-    return b"\x91" * depth + b"\xc0"
-
-
-def doubled_key(data: bytes) -> bytes:
-    count, rest = data[0], data[1:]
-    return bytes([count + 1]) + rest + bytes(msgpack.packb("schema")) + bytes(msgpack.packb(99))
-
-
-SPOILED: dict[str, Callable[[bytes], bytes]] = {
-    "truncated": lambda data: data[: len(data) // 2],
-    "one byte": lambda data: data[:1],
-    "nothing": lambda data: b"",
-    "trailing bytes": lambda data: data + b"\x00",
-    "another schema": lambda data: changed(data, schema=99),
-    "missing field": lambda data: without(data, "columns"),
-    "wrong lengths": lambda data: with_column(data, "lengths", np.array([2, 70], "<i4")),
-    "nan": lambda data: with_column(data, "logprobs", np.full(8, np.nan, "<f4")),
-    "another group": lambda data: changed(data, gid="math-0000999999"),
-    "deep": lambda data: nested(100_000),
-    "extension type": lambda data: changed(data, members=msgpack.ExtType(5, b"x")),
-    "bad utf-8": lambda data: data.replace(b"math", b"\xff\xfeth"),
-    "keys that are no text": lambda data: bytes(msgpack.packb({1: 2, b"x": 3})),
-    "the same key twice": doubled_key,
-    "zstd bomb": lambda data: zstandard.ZstdCompressor().compress(bytes(300 * 2**20)),
-    "pickle": lambda data: b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.",
-    "random": lambda data: np.random.default_rng(3).bytes(2000),
-    "html": lambda data: b"<!doctype html>",
-}
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +45,17 @@ def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: st
 
 
 def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:
-    scene.enqueue(2 * len(SPOILED))
-    for spoil in SPOILED.values():
+    scene.enqueue(2 * len(KINDS) + 1)
+    for kind in KINDS:
         (bad,), (good,) = scene.claim(1, worker="garbage"), scene.claim(1, worker="good")
         group = extend(scene.run.buffer.read(bad.payload), Status.COMPLETED, FIRST)
-        hand_in(scene, bad, spoil(wire.encode(group)), group, "garbage")
+        hand_in(scene, bad, GROUP[kind](wire.encode(group)), group, "garbage")
         scene.submit(good, worker="good")
+    scene.submit(scene.claim(1, worker="good")[0], worker="good")
     consumer = RolloutConsumer(scene.run)
     consumer.open()
     try:
-        for step in range(1, len(SPOILED) // 2 + 1):
+        for step in range(1, (len(KINDS) + 1) // 2 + 1):
             batch = consumer.take_batch(step, {"math": 2}, deadline_s=60.0)
             assert all(group.scores.tolist() == [1.0, 1.0] for group in batch.groups)
             assert consumer.take_batch(step, {"math": 2}).manifest == batch.manifest
@@ -112,10 +63,10 @@ def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:
     finally:
         die(consumer)
     letters = {letter.gid: letter for letter in scene.run.dead_letters.newest()}
-    assert len(letters) == len(SPOILED)
+    assert len(letters) == len(KINDS)
     assert all(letter.worker == "garbage" and letter.reason for letter in letters.values())
     workers = {worker["id"]: worker for worker in scene.run.fleet.workers()}
-    assert int(workers["garbage"]["quarantined"]) == len(SPOILED)
+    assert int(workers["garbage"]["quarantined"]) == len(KINDS)
     assert "quarantined" not in workers["good"]
     scene.check()
 
