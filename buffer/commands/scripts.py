@@ -12,6 +12,7 @@ from buffer.commands.target import AsJson
 from buffer.limits import SCHEMA
 from buffer.script_header import Slot
 from buffer.scripts import Script, library, sources
+from buffer.worker_keys import SCRIPTS, worker_keys
 
 EPILOG = "Example: rolloutmq scripts --json > scripts.json"
 
@@ -23,7 +24,8 @@ def register(app: typer.Typer) -> None:
 def scripts(as_json: AsJson = False) -> None:
     """List the Lua scripts: one per state change.
 
-    With --json: source, SHA1, keys and arguments of each, which is all that a client in another language needs.
+    With --json: source, SHA1, keys and arguments of each, which is all that a client in another language needs. Keys
+    of a worker's scripts are named: what stands behind rmq:{RUN}:
     """
     if as_json:
         emit({"schema": SCHEMA, "scripts": {name: _as_json(script) for name, script in library().items()}})
@@ -36,6 +38,9 @@ def scripts(as_json: AsJson = False) -> None:
 
 def _as_json(script: Script) -> dict[str, Any]:
     slots = {array: [_slot(slot) for slot in script.header.slots if slot.array == array] for array in ("KEYS", "ARGV")}
+    if script.name in SCRIPTS:
+        keys = worker_keys()
+        slots["KEYS"] = [slot | ({} if slot["tail"] else {"key": keys[slot["names"][0]]}) for slot in slots["KEYS"]]
     after_shebang = sources()[script.name].splitlines()[1:]
     contract = [line.removeprefix("-- ") for line in takewhile(lambda line: line.startswith("-- "), after_shebang)]
     return {
