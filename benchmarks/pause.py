@@ -42,7 +42,7 @@ def pause(server: BenchServer, pauses: int, workers: int) -> Iterator[Figure]:
     yield Figure(section, "p99", float(np.percentile(took_ms, 99)), "ms", 50, "less")
     for low, high in zip((0, *BOUNDS_MS), (*BOUNDS_MS, np.inf), strict=True):
         count = sum(low <= ms < high for ms in took_ms)
-        yield Figure(section, f"{low:g} to {high:g} ms", count, "pauses", detail=True)
+        yield Figure(section, f"{low:g} to {high:g} ms", count, "pauses")
     server.clear()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from buffer.control import ControlState
+from buffer.control_line import ControlLine
 from buffer.errors import Fenced, RunNotFound
 from buffer.job import Job
 from buffer.keys import Keys, valid_name
@@ -107,6 +108,10 @@ class Fleet:
         if reply[0] == "UNKNOWN":
             return Beat(False, None, tuple(held))
         return Beat(True, ControlState.parse(reply[1:7]), tuple(held[int(number) - 1] for number in reply[7:]))
+
+    def open_line(self, worker: str, nonce: str) -> ControlLine:
+        """For hints and receipts of a registered worker; see there. Raises redis.RedisError."""
+        return ControlLine(self._store, self._keys, worker, nonce)
 
     def deregister(self, worker: str, nonce: str) -> bool:
         """Leave. False when leases are still held; they will run out."""

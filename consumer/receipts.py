@@ -11,8 +11,9 @@ from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.consumer")
 
-LOOK_S = 0.001
-"""Between two looks. Receipts come in crowds: one look for each would keep the server from taking the others."""
+RECEIPT_S, LOOK_S = 20e-6, 0.01
+"""What the server needs for a receipt, and between two looks at most. Receipts come in crowds: one look for each would
+keep the server from taking the others."""
 
 
 def await_receipts(run: Run, check: Callable[[], None]) -> None:
@@ -25,4 +26,4 @@ def await_receipts(run: Run, check: Callable[[], None]) -> None:
                 log.warning("no receipt; fencing", extra={"worker": worker})
                 run.fleet.fence(worker)
         run.store.wait_bell(run.keys.bell("receipts"), 0.1)
-        time.sleep(LOOK_S)
+        time.sleep(min(LOOK_S, RECEIPT_S * len(silent)))

@@ -13,7 +13,7 @@ from buffer.control import ControlState, Mode
 
 class HeardControl:
     """`state` is the newest one heard; `ack` the epoch carried out; `receipt` the one that the server knows as carried
-    out. `changed` is called after every change of `state`."""
+    out. `changed` is called after every change of `state`, and of `receipt` where something may be claimed then."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -40,6 +40,14 @@ class HeardControl:
         """`asked`: `epoch` when the question was sent."""
         if asked == self.epoch or state.epoch > self.epoch:
             self._adopt(state)
+
+    def hear_receipt(self, ack: int) -> None:
+        """The server was told that `ack` is carried out. Of two answers, the older one does not undo the newer."""
+        if self.state is None or self.receipt == self.epoch:
+            return
+        self.receipt = ack
+        if ack == self.epoch and self.mode is not Mode.RUN and self.state.lanes:
+            self._changed()  # only now may lanes that are open be claimed from
 
     def _adopt(self, state: ControlState) -> None:
         if self.state is None or state.epoch != self.epoch:

@@ -20,10 +20,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from contextlib import suppress
+from typing import cast
 
 from buffer.control import ControlState, Mode, new_nonce
-from buffer.errors import StoreUnavailable
+from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.fleet import Beat, Pulse
 from buffer.job import Job
 from buffer.keys import LANES
@@ -36,6 +37,7 @@ from producer_workers.heard_control import HeardControl
 from producer_workers.heard_engine import HeardEngine
 from producer_workers.heart import Heart
 from producer_workers.judges.judge_times import JudgeTimes
+from producer_workers.listener import Listener
 from producer_workers.pending_groups import PendingGroups
 from producer_workers.places import Places, Vacancy
 from producer_workers.protection import Protection
@@ -90,7 +92,7 @@ class Worker:
         self._facts = {"engine": engine.name, **(facts or {})}
         self._work, self._protection = PendingGroups(self._end), Protection(run.limits)
         self._changed = asyncio.Event()
-        self._bell: asyncio.Future[bool] | None = None
+        self._bell: asyncio.Task[None] | None = None
         self._control = HeardControl(self._changed.set)
         self._pulse = PulseTaker(engine, self._group_work, self._control, judge_times or JudgeTimes())
         self._stopping = False
@@ -107,31 +109,32 @@ class Worker:
 
         A server that is away does not end it: results are kept and handed in when it is back.
         """
-        loop = asyncio.get_running_loop()
-        _, state = await asyncio.to_thread(self._run.fleet.register, self.id, self._nonce, self._facts)
+        run, worker, nonce, loop = self._run, self.id, self._nonce, asyncio.get_running_loop()
+        _, state = await asyncio.to_thread(run.fleet.register, worker, nonce, self._facts)
         self._control.hear_answer(state, asked=0)
-        answers = (self._hear, self._fail, self._control.hear_hint)
-        heart = Heart(self._run, self.id, self._nonce, self._facts, self._look, loop, *answers)
+        heart = Heart(run, worker, nonce, self._facts, self._look, loop, self._hear, self._end)
+        listener = Listener(run, worker, nonce, self._control, heart.poke)
         heart.start()
-        try:
-            await self._serve(heart)
-        finally:
-            await self._leave(heart)
+        async with listener.listening(self._end):
+            try:
+                await self._serve(listener)
+            finally:
+                await self._leave(heart)
 
-    async def _serve(self, heart: Heart) -> None:
+    async def _serve(self, listener: Listener) -> None:
         try:
             while not (self._stopping or self._finished()):
                 self._changed.clear()
                 self._engine.check_health()
-                await self._follow_control(heart)
+                await self._follow_control(listener)
                 if self._failure:
                     raise self._failure
                 if await self._claim():
                     continue
                 # a worker without room must not take rings from those that have some
                 if self._bell is None and self._vacancy():
-                    self._bell = self._listen()
-                self._bell = await self._wait_for(self._bell)
+                    self._bell = asyncio.create_task(self._listen())
+                await self._wait()
         finally:
             if self._bell:
                 self._bell.cancel()
@@ -139,25 +142,25 @@ class Worker:
     def _finished(self) -> bool:
         return self._control.mode is Mode.FINISH and not self._work
 
-    def _listen(self) -> asyncio.Future[bool]:
-        bell = self._run.keys.bell("workers")
-        return asyncio.ensure_future(asyncio.to_thread(self._run.store.wait_bell, bell, IDLE_S, shared=True))
-
-    async def _wait_for(self, bell: asyncio.Future[bool] | None) -> asyncio.Future[bool] | None:
-        """Until a group ends, the control state changes, or a job may be there. The bell, where it still listens."""
-        change = asyncio.ensure_future(self._changed.wait())
-        waiting: set[asyncio.Future[Any]] = {change, bell} if bell else {change}
-        aborting = self._control.mode is Mode.ABORT and not self._control.obeyed
-        await asyncio.wait(waiting, timeout=ABORT_S if aborting else IDLE_S, return_when=asyncio.FIRST_COMPLETED)
-        change.cancel()
-        if bell is None or not bell.done():
-            return bell
+    async def _listen(self) -> None:
+        """Until a job may be there."""
         try:
-            bell.result()
+            await asyncio.to_thread(self._run.store.wait_bell, self._run.keys.bell("workers"), IDLE_S, shared=True)
             self._deafness.say("")
         except StoreUnavailable as error:
             self._deafness.say(error.hint)
-        return None
+        except RolloutMQError as error:
+            self._failure = error
+        finally:
+            self._bell = None
+            self._changed.set()
+
+    async def _wait(self) -> None:
+        """Until a group ends, the control state changes, or a job may be there."""
+        aborting = self._control.mode is Mode.ABORT and not self._control.obeyed
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_S if aborting else IDLE_S):
+                await self._changed.wait()
 
     # -- control -------------------------------------------------------------
 
@@ -172,13 +175,9 @@ class Worker:
             return "paused"
         return "working" if self._work else "idle"
 
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        self._changed.set()
-
     def _hear(self, beat: Beat, pulse: Pulse) -> None:
         """The answer to a heartbeat that said `pulse`."""
-        self._control.receipt = pulse.ack
+        self._control.hear_receipt(pulse.ack)
         # one that is being handed in may be gone because it arrived; its submit says so
         for job in self._work.cancel(set(beat.lost) - self._group_work.handing_in):
             log.warning("lease lost", extra={"gid": job.gid})
@@ -192,14 +191,14 @@ class Worker:
         if steady and self._places.adapt(self._group_work.shares(self._work.jobs())):
             self._changed.set()
 
-    async def _follow_control(self, heart: Heart) -> None:
+    async def _follow_control(self, listener: Listener) -> None:
         """Bring engine and groups to where the control state wants them; acknowledge once they are there."""
         state = self._control.state
         if state is None:
             return
         if state.epoch != self._control.ack and await self._reach(state) and self._control.state is state:
             self._control.ack = state.epoch
-            heart.poke()
+            listener.hand_in()
         is_paused = state.mode in (Mode.ABORT, Mode.DRAIN) and not self._steered.asleep
         if state.epoch == self._control.ack and is_paused:
             # after the receipt, which must not wait for weights that may never load

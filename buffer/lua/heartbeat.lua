@@ -49,9 +49,5 @@ redis.call('ZADD', workers, int(now), id)
 redis.call('HSET', worker, 'weights', ARGV[5], 'state', ARGV[6], 'tokens_per_s', ARGV[7], 'done', ARGV[8],
   'concurrency', ARGV[9], 'requests', ARGV[10], 'failed', ARGV[11], 'judged', ARGV[12], 'judging_ms', ARGV[13],
   'seen_ms', int(now))
-local must_be_empty = reply[3] == 'abort' or reply[3] == 'drain' or reply[3] == 'finish'
-if ack == num(reply[2]) and not (must_be_empty and redis.call('SCARD', holds) > 0) then
-  if num(redis.call('HGET', worker, 'ack')) < ack then ring(bell, 1) end
-  redis.call('HSET', worker, 'ack', int(ack))
-end
+take_receipt(worker, holds, bell, reply[2], reply[3], ack)
 return reply

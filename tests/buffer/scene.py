@@ -27,6 +27,7 @@ from buffer import (
     new_nonce,
     wire,
 )
+from buffer.control_line import receipt
 from buffer.fleet import Beat
 from buffer.job import Enqueued
 from buffer.payloads import PayloadRef
@@ -122,6 +123,10 @@ class Scene:
     def beat(self, held: Sequence[Job], worker: str = "w0", ack: int = 1) -> Beat:
         pulse = Pulse(ack, FIRST, "ready", 1.0, 0)
         return self.run.fleet.heartbeat(worker, self.worker(worker), pulse, held)
+
+    def receipt(self, ack: int, worker: str = "w0") -> str:
+        """What a control line sends for an epoch that was carried out; the code of the answer."""
+        return str(self.run.store.call("receipt", *receipt(self.keys, worker, self.worker(worker), ack))[0])
 
     def submit(
         self,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
+import redis
 
 from buffer import Mode, PolicyVersion, Run, RunLimits, new_nonce
 from buffer.control import ControlState
@@ -93,6 +96,52 @@ def test_change_is_announced_on_the_channel(scene: Scene) -> None:
     assert ControlState.parse_hint(message["data"]) == scene.run.control.state()
     assert scene.run.control.state().epoch == epoch
     listener.close()
+
+
+def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(scene: Scene) -> None:
+    if scene.run.store.url.startswith("memory:"):
+        pytest.skip("a server in memory has no socket")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    heard: list[int] = []
+    answered: list[tuple[str, int, int]] = []
+
+    def hear(count: int) -> None:
+        while len(heard) + len(answered) < count:
+            assert select.select([line], [], [], 60)[0]
+            line.hear(lambda state: heard.append(state.epoch), lambda *what: answered.append((what[0].mode, *what[1:])))
+
+    with closing(scene.run.fleet.open_line("w0", scene.worker())) as line:
+        line.say(0, heard=1)
+        hear(1)
+        epoch = scene.pause(Mode.ABORT)
+        hear(2)
+        assert heard == [epoch]
+        line.say(epoch, heard=epoch)
+        hear(3)
+        assert scene.run.control.silent_workers() == ["w0"]
+        scene.run.jobs.release("w0", job, "handback")
+        line.say(epoch, heard=epoch)
+        hear(4)
+        assert scene.run.control.silent_workers() == []
+        assert answered == [(Mode.RUN, 0, 1), (Mode.ABORT, epoch, epoch), (Mode.ABORT, epoch, epoch)]
+
+
+def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -> None:
+    if scene.run.store.url.startswith("memory:"):
+        pytest.skip("a server in memory has no socket")
+    scene.worker()
+    answers: list[object] = []
+    with closing(scene.run.fleet.open_line("w0", new_nonce())) as line:
+        line.say(1, heard=1)
+        while not answers:
+            assert select.select([line], [], [], 60)[0]
+            line.hear(answers.append, lambda *what: answers.append(what))
+        assert answers == [(None, 1, 1)]
+        scene.run.store.control.client_kill_filter(_type="pubsub")
+        assert select.select([line], [], [], 60)[0]
+        with pytest.raises(redis.ConnectionError, match="hung up"):
+            line.hear(answers.append, lambda *what: answers.append(what))
 
 
 def test_published_weights_are_the_only_ones_that_may_claim(scene: Scene) -> None:

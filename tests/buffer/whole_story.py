@@ -73,6 +73,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.jobs.forgive("math")
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
     assert run.control.silent_workers() == ["w0"]
+    assert scene.receipt(run.control.state().epoch) == "OK"
     run.control.beat("trainer", scene.trainer)
     run.control.beat("trainer", scene.trainer, closing=True)
     run.control.beat("producer", scene.producer, closing=True)

@@ -161,9 +161,14 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
     hint = "\0".join(["99", "finish", "eval resume fresh", str(FIRST), "/w", "sum"]).encode()
     gids = yard.enqueue(2)
 
+    def lines() -> list[dict[str, str]]:
+        return [client for client in yard.store.control.client_list() if client["name"].endswith("-line")]
+
     async def work() -> None:
         async with yard.working(yard.worker()):
             await yard.until_places(completed=len(gids))
+            await yard.until(lambda: len(lines()) == 1)
+            heard_on = [line["id"] for line in lines()]
             for kind in KINDS:
                 yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
             await yard.until(lambda: caplog.text.count("a hint that nobody can follow") == len(KINDS))
@@ -171,7 +176,7 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
             await yard.receipts(yard.control(Mode.RUN))
             more = await asyncio.to_thread(yard.enqueue, 2)
             await yard.until_places(completed=len(gids) + len(more))
-            assert "hints" in {thread.name for thread in threading.enumerate()}
+            assert [line["id"] for line in lines()] == heard_on
 
     asyncio.run(work())
     yard.check()

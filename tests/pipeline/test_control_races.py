@@ -22,7 +22,7 @@ from buffer.control import ControlState, Mode
 from buffer.errors import Fenced
 from buffer.rollout import RolloutState
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.heart import Heart
+from producer_workers.listener import Listener
 from tests.pipeline.yard import TASK, Yard
 
 LENGTHS = (10, 60)
@@ -135,8 +135,10 @@ class Racers:
 def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    original = Heart._listen_on
-    monkeypatch.setattr(Heart, "_listen_on", lambda heart: None if heart._worker == "deaf" else original(heart))
+    hears = Listener.listen
+    monkeypatch.setattr(
+        Listener, "listen", lambda listener: asyncio.Event().wait() if listener._worker == "deaf" else hears(listener)
+    )
     yard = make_yard(lease_ms=60_000, heartbeat_ms=100)
     racers = Racers(yard, seed)
     gids = yard.enqueue(GROUPS, LENGTHS)

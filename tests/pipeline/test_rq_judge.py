@@ -8,7 +8,6 @@ import pickletools
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from base64 import b64decode
@@ -228,8 +227,6 @@ def test_generation_goes_on_while_a_judge_that_will_fail_is_waited_for(
             await yard.until(lambda: any(int(record["tries"]) > 1 for record in yard.records()))
 
     asyncio.run(scene())
-    # a worker leaves its listener to end by itself; the yard may not close its connection before
-    until(lambda: not any(thread.name == "hints" for thread in threading.enumerate()))
 
 
 def test_cluster_is_refused_with_what_to_set() -> None:

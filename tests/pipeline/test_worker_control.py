@@ -12,7 +12,7 @@ import pytest
 from buffer.control import Mode
 from buffer.open_run import INITIAL
 from buffer.rollout import PolicyVersion, Status
-from producer_workers.heart import Heart
+from producer_workers.listener import Listener
 from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
 from tests.servers import KINDS
 
@@ -156,7 +156,7 @@ def test_nothing_is_aborted_when_a_drain_is_taken_back_while_it_runs(yard: Yard)
 def test_a_deaf_worker_learns_of_a_pause_when_it_next_asks_the_server(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, heartbeat_ms: int
 ) -> None:
-    monkeypatch.setattr(Heart, "_listen_on", lambda self: None)
+    monkeypatch.setattr(Listener, "listen", lambda self: asyncio.Event().wait())
     yard = make_yard(heartbeat_ms=heartbeat_ms, lease_ms=180_000)
 
     async def scenario() -> None:

@@ -126,8 +126,8 @@ def test_every_script_has_a_caller_and_every_call_a_script() -> None:
             ):
                 first = node.args[0]
                 called |= {first.value} if isinstance(first, ast.Constant) else set()
-    # the store itself sends `sync` behind whatever is durable
-    assert called | {"sync"} == set(BODIES) == set(library())
+    # the store itself sends `sync` behind whatever is durable, a worker's control line its receipts
+    assert called | {"sync", "receipt"} == set(BODIES) == set(library())
 
 
 @pytest.mark.parametrize("name", BODIES)

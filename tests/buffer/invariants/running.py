@@ -54,7 +54,7 @@ def a_receipt_means_no_leases(scene: Scene) -> None:
     # an epoch that never was, or no longer is after a loss, confirms nothing
     scene.beat([], ack=epoch + 5)
     assert scene.run.control.silent_workers(epoch) == ["w0"]
-    scene.beat([], ack=epoch)
+    assert scene.receipt(epoch) == "OK"
     assert scene.run.control.silent_workers(epoch) == []
 
 
@@ -182,6 +182,7 @@ def what_drains_works_when_memory_is_full(scene: Scene) -> None:
     scene.raw.config_set("maxmemory", 1)
     try:
         scene.beat([job])
+        scene.receipt(1)
         scene.run.jobs.release("w0", job, "handback")
         scene.take(1)
         scene.run.ledger.commit(scene.trainer, 1, 1)

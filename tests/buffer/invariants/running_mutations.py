@@ -35,11 +35,11 @@ RUNNING = [
     ),
     Mutation(
         "I10",
-        "heartbeat",
-        " and not (must_be_empty and redis.call('SCARD', holds) > 0)",
+        "prelude",
+        "  if must_be_empty and redis.call('SCARD', holds) > 0 then return end\n",
         running.a_receipt_means_no_leases,
     ),
-    Mutation("I10", "heartbeat", "ack == num(reply[2]) and ", running.a_receipt_means_no_leases),
+    Mutation("I10", "prelude", "  if ack ~= num(epoch) then return end\n", running.a_receipt_means_no_leases),
     Mutation(
         "I10",
         "prelude",
@@ -174,7 +174,7 @@ RUNNING = [
     Mutation("I12", "forget", "  count_bytes(bytes, 0, went)\n", running.bytes_that_nobody_needs_are_freed),
     *[
         Mutation("I12", file, "#!lua flags=allow-oom\n", running.what_drains_works_when_memory_is_full, new="#!lua\n")
-        for file in ("heartbeat", "release", "take_batch", "commit")
+        for file in ("heartbeat", "receipt", "release", "take_batch", "commit")
     ],
     Mutation("I13", "claim", "if known[2] == token then", running.a_repeated_call_is_harmless, new="if false then"),
     Mutation(
