@@ -46,11 +46,12 @@ def every_key(keys: Keys) -> dict[str, str]:
         "holds:<id>": keys.holds("w0"),
         "events": keys.events,
         "unpinned": keys.unpinned,
+        "suspects": keys.suspects,
     }
 
 
 def test_table_in_the_docs_names_every_key() -> None:
-    listed = set(re.findall(r"^ +rmq:\{run\}:(\S+) ", buffer.keys.__doc__ or "", re.MULTILINE))
+    listed = set(re.findall(r"^ *rmq:\{run\}:(\S+) ", buffer.keys.__doc__ or "", re.MULTILINE))
     keys = every_key(Keys("demo"))
     assert listed == set(keys)
     for pattern, key in keys.items():
