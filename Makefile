@@ -20,6 +20,13 @@ demo: setup ## train a small model over Redis with two real vLLM workers; about 
 chaos: setup ## about 260 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N repeats one
 	@$(PY) -m tests.chaos --standard --seconds 360 --faults 220 $(if $(SEED),--seed $(SEED))
 
+.PHONY: chaos-mutants chaos-outage
+chaos-mutants: setup ## the same against builds with one line of a script gone: each must be caught; 15 minutes
+	@$(PY) -m tests.chaos --mutants --seconds 35 --faults 45 --seed $(or $(SEED),1)
+
+chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says so once, and goes on
+	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0
+
 soak: setup ## the same for hours: SOAK_ROUNDS of 15 minutes (16)
 	@$(PY) -m tests.chaos --standard --seconds 600 --faults 400 --rounds $(SOAK_ROUNDS) $(if $(SEED),--seed $(SEED))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,10 +33,11 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
     found = [
         *_account(snap),
         *_pauses(snap),
-        *_role(snap.trainer, "trainer", "`rolloutmq train CONFIG`, or `rolloutmq run CONFIG`"),
-        *_role(snap.producer, "producer", "`rolloutmq producer CONFIG`, or `rolloutmq run CONFIG`"),
+        *_role(snap, snap.trainer, "trainer", "`rolloutmq train CONFIG`, or `rolloutmq run CONFIG`"),
+        *_role(snap, snap.producer, "producer", "`rolloutmq producer CONFIG`, or `rolloutmq run CONFIG`"),
         *_workers(snap),
         *_weights(snap),
+        *_unclaimed(snap),
         *_leases(snap),
         *_memory(snap),
         *_stopped(snap),
@@ -44,8 +45,12 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
         *_recovery(snap),
         *_dead(snap),
     ]
+    return worst_first(found)
+
+
+def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
     order: tuple[Level, ...] = ("fault", "stuck", "note")
-    return sorted(found, key=lambda symptom: order.index(symptom.level))
+    return sorted(symptoms, key=lambda symptom: order.index(symptom.level))
 
 
 def last_event_ms(snap: Snapshot) -> int | None:
@@ -78,18 +83,28 @@ def _trainer_pause(snap: Snapshot) -> Symptom:
     return Symptom(level, f"{what}; it waits for {', '.join(late)}", snap.paused_ms, fix)
 
 
-def _role(role: RoleView, name: str, start: str) -> Iterator[Symptom]:
+def _role(snap: Snapshot, role: RoleView, name: str, start: str) -> Iterator[Symptom]:
     if role.alive:
         return
-    words = {"silent": f"the {name} is silent", "closed": f"the {name} has left"}
-    what = words.get(role.word, f"no {name} was opened")
-    yield Symptom("stuck", what, role.silent_ms, f"start it again: {start}; it goes on where it was")
+    if role.silent_ms is None:
+        yield Symptom("stuck", f"no {name} was opened", _age_ms(snap), f"start one: {start}")
+        return
+    what = f"the {name} is silent" if role.word == "silent" else f"the {name} has left"
+    fix = f"start it again: {start}; it goes on where it was"
+    standby = "; one that stands by takes over by itself" if name == "producer" else ""
+    yield Symptom("stuck", what, role.silent_ms, fix + standby)
+
+
+def _age_ms(snap: Snapshot) -> int:
+    """Since the run was made."""
+    return max(0, snap.now_ms - int(snap.meta["created_ms"]))
 
 
 def _workers(snap: Snapshot) -> Iterator[Symptom]:
     if not snap.live_workers:
         what = f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
-        yield Symptom("stuck", what, None, "`rolloutmq worker CONFIG`")
+        since = min((int(worker["silent_ms"]) for worker in snap.workers), default=_age_ms(snap))
+        yield Symptom("stuck", what, since, "`rolloutmq worker CONFIG`")
     for worker in snap.workers:
         if "bad_groups" in worker:
             yield _barred(worker, snap)
@@ -116,7 +131,18 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
     level: Level = "stuck" if len(behind) == len(snap.live_workers) else "note"
     names = ", ".join(f"{worker['id']} has {worker.get('weights') or 'none'}" for worker in behind)
     what = f"the newest weights are {newest}, but {names}; they claim nothing until they have them"
-    yield Symptom(level, what, None, f"can they read {snap.control.get('weights_path', '')}? see their logs")
+    since = max(0, snap.now_ms - int(snap.control["weights_ms"])) if "weights_ms" in snap.control else None
+    yield Symptom(level, what, since, f"can they read {snap.control.get('weights_path', '')}? see their logs")
+
+
+def _unclaimed(snap: Snapshot) -> Iterator[Symptom]:
+    """Groups wait, workers beat, and nothing happens: they serve other tasks or lanes, or have stopped to listen."""
+    quiet_ms, waiting = last_event_ms(snap), snap.places.get("waiting", 0)
+    can_claim = [worker for worker in snap.live_workers if worker.get("weights") == str(snap.weights)]
+    if waiting and can_claim and not snap.leases and snap.mode == "run" and (quiet_ms or 0) > PATIENCE_MS:
+        names = ", ".join(f"{worker['id']} ({worker.get('state', 'silent')})" for worker in can_claim)
+        fix = "do they serve these tasks ([worker] tasks, lanes)? see their logs, or start them again"
+        yield Symptom("stuck", f"{plural(waiting, 'group')} waiting, and nobody claims them: {names}", quiet_ms, fix)
 
 
 def _leases(snap: Snapshot) -> Iterator[Symptom]:

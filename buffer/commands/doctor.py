@@ -8,12 +8,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from buffer.commands.diagnosis import Symptom, describe, diagnose, last_event_ms
+from buffer.commands.diagnosis import Symptom, describe, diagnose, last_event_ms, worst_first
 from buffer.commands.screen import age, console, emit
+from buffer.commands.surroundings import look_around
 from buffer.commands.target import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
-from buffer.errors import StoreUnsafe
+from buffer.errors import RunNotFound, SchemaVersionError, StoreUnsafe
 from buffer.run import Run
 from buffer.server.check import Finding, check_all
+from buffer.store import Store
 from buffer.watch.snapshot import Snapshot, take_snapshot
 
 EPILOG = "Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0"
@@ -34,19 +36,28 @@ def doctor(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = No
     with open_server(redis_url, run_dir) as (store, address):
         findings = store.retrying("check", lambda: check_all(store.servers))
         names = Run.names(store) if run is None else [choose_run(store, run)]
-        snapshots = [take_snapshot(Run.open(store, name)) for name in names]
-    symptoms = {snap.run: diagnose(snap) for snap in snapshots}
+        looks = {name: _look(store, name) for name in names}
     if as_json:
-        runs = {name: [asdict(symptom) for symptom in found] for name, found in symptoms.items()}
+        runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in looks.items()}
         emit({"server": str(address), "findings": [asdict(found) for found in findings], "runs": runs})
     else:
         _show_server(console(), address, findings)
-        for snap in snapshots:
-            _show_run(console(), snap, symptoms[snap.run])
-        if not snapshots:
+        for name, (snap, symptoms) in looks.items():
+            _show_run(console(), name, snap, symptoms)
+        if not looks:
             console().print("\nno run is on this server; `rolloutmq run CONFIG` starts one")
     if bad := [found for found in findings if found.level == "error"]:
         raise StoreUnsafe(f"{address} must not hold a run as it is: {len(bad)} of its settings would lose data or fail")
+
+
+def _look(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
+    """A run and its symptoms; no snapshot where it cannot be opened, which must not hide the others."""
+    try:
+        run = Run.open(store, name)
+    except (RunNotFound, SchemaVersionError) as error:
+        return None, [Symptom("fault", error.message, None, error.hint or "look at it with the version that made it")]
+    snap = take_snapshot(run)
+    return snap, worst_first([*diagnose(snap), *look_around(run, snap)])
 
 
 def _show_server(screen: Console, address: Address, findings: list[Finding]) -> None:
@@ -58,10 +69,10 @@ def _show_server(screen: Console, address: Address, findings: list[Finding]) -> 
             screen.print(Text(f"       {found.fix}"))
 
 
-def _show_run(screen: Console, snap: Snapshot, symptoms: list[Symptom]) -> None:
-    quiet = last_event_ms(snap)
+def _show_run(screen: Console, name: str, snap: Snapshot | None, symptoms: list[Symptom]) -> None:
+    quiet = last_event_ms(snap) if snap else None
     screen.print()
-    screen.print(Text.assemble((f"run {snap.run}", "bold"),
+    screen.print(Text.assemble((f"run {name}", "bold"),
                                (f"  last event {age(quiet)} ago" if quiet is not None else "", "dim")))  # fmt: skip
     for symptom in symptoms:
         mark, style = _LEVELS[symptom.level]

@@ -20,6 +20,9 @@ from buffer.server.nodes import Servers
 
 Level = Literal["ok", "warning", "error"]
 
+FULL = 0.98
+"""Of maxmemory. From there on a call that needs room for a payload may be refused."""
+
 OLDEST_REDIS = (7, 0)
 OLDEST_VALKEY = (7, 2)
 EMBEDDED_HINT = "or leave the URL out: the run then starts an embedded Valkey"
@@ -59,7 +62,7 @@ def check_server(client: redis.Redis) -> list[Finding]:
     info = _read_info(client)
     if info is None:
         return [_unreadable("INFO")]
-    return [*_check_usable(info), *_check_durable(info, _read_settings(client))]
+    return [*_check_usable(info), *_check_durable(info, _read_settings(client)), *_check_room(info)]
 
 
 def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Finding]:
@@ -183,6 +186,18 @@ def _check_durable(info: Mapping[str, Any], settings: Mapping[str, str] | None) 
         yield _unreadable("CONFIG GET")
     else:
         yield _check_fsync(settings["appendfsync"])
+
+
+def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
+    """Only for whoever asks: a server that is full holds its run as well as before."""
+    used, most = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    if most and used >= FULL * most:
+        yield Finding(
+            "warning",
+            f"the server is full: {used / 2**20:.0f} of {most / 2**20:.0f} MiB maxmemory are used",
+            "nothing new is started; what is running can still be handed in, taken and committed",
+            "Let the trainer checkpoint and commit, drop what nobody needs, or CONFIG SET maxmemory to more",
+        )
 
 
 def _check_eviction(policy: str) -> Finding:

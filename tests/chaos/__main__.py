@@ -34,6 +34,17 @@ def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> bool:
     return verdict.clean
 
 
+def run_mutants(plan: Plan, base: Path) -> bool:
+    """Every mutated build, by what it was caught; whether all were."""
+    missed = []
+    for name in MUTATIONS:
+        verdict = ChaosRun(replace(plan, mutation=name), new_folder(base, f"mutant-{name}"), lambda _: None).run()
+        by = ", ".join(f"{kind} ({len(texts)})" for kind, texts in verdict.problems.items() if texts)
+        say(f"{name:>28}  {by or 'NOT CAUGHT'}")
+        missed += [] if by else [name]
+    return not missed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Faults against a whole run.")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000), help="decides which faults, and when")
@@ -43,6 +54,7 @@ def main() -> int:
     parser.add_argument("--fsync", choices=("always", "everysec"), default="always")
     parser.add_argument("--loses", action="store_true", help="cut the end of the server's file off, now and then")
     parser.add_argument("--mutation", choices=("", *MUTATIONS), default="", help="a build that must be caught")
+    parser.add_argument("--mutants", action="store_true", help="every build that must be caught, one after the other")
     parser.add_argument("--folder", type=Path, default=Path("build/chaos"))
     parser.add_argument("--empty", action="store_true", help="the server comes back empty, once; no other faults")
     parser.add_argument("--outage", type=float, default=0.0, help="the server is away for so many seconds, once")
@@ -51,6 +63,8 @@ def main() -> int:
     asked = parser.parse_args()
     names = ("seed", "seconds", "faults", "workers", "fsync", "loses", "mutation")
     plan = Plan(**{name: getattr(asked, name) for name in names})
+    if asked.mutants:
+        return 0 if run_mutants(plan, asked.folder) else 1
     OutageRun.outage_s = asked.outage
     kind = EmptyServerRun if asked.empty else OutageRun if asked.outage else ChaosRun
     clean = []

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
+from tests.chaos.figures import figures
 from tests.chaos.history import Event
 
 Fork = tuple[float, str, int]
@@ -50,15 +50,16 @@ class Checker:
 
     def __init__(self, events: Sequence[Event], rules: Rules) -> None:
         self.events, self.rules = events, rules
-        self._by_op: dict[str, list[Event]] = defaultdict(list)
+        self.by_op: dict[str, list[Event]] = defaultdict(list)
         for event in events:
-            self._by_op[event["op"]].append(event)
+            self.by_op[event["op"]].append(event)
 
     def check(self) -> Verdict:
         """Every promise."""
         verdict = Verdict()
         checks = {
             "lost or doubled": self._account,
+            "miscounted": self._counters,
             "trained twice": self._trained_twice,
             "not what was trained": self._weights,
             "batch changed": self._redelivery,
@@ -69,25 +70,25 @@ class Checker:
         }
         for kind, look in checks.items():
             verdict.problems[kind] = list(look())
-        verdict.figures = self._figures(verdict)
+        verdict.figures = figures(self, verdict.problems)
         return verdict
 
     # -- what the history holds ----------------------------------------------
 
-    def _ok(self, op: str) -> list[Event]:
+    def ok(self, op: str) -> list[Event]:
         """Calls that were answered OK."""
-        return [event for event in self._by_op[op] if event["phase"] == "ok" and event["reply"][0] == "OK"]
+        return [event for event in self.by_op[op] if event["phase"] == "ok" and event["reply"][0] == "OK"]
 
     @cached_property
     def losses(self) -> list[float]:
         """When the server was made to lose what it had acknowledged."""
-        return [event["t"] for event in self._by_op["fault"] if event.get("loses")]
+        return [event["t"] for event in self.by_op["fault"] if event.get("loses")]
 
     @cached_property
     def surviving(self) -> list[Event]:
         """The train steps that are in the last weights, found by walking back from the newest checkpoint's chain."""
-        ends = self._by_op["finished"] or self._by_op["checkpoint"]
-        trained = {event["after"]: event for event in self._by_op["trained"]}
+        ends = self.by_op["finished"] or self.by_op["checkpoint"]
+        trained = {event["after"]: event for event in self.by_op["trained"]}
         chain, steps = (ends[-1]["chain"] if ends else ""), []
         while chain in trained:
             steps.append(trained[chain])
@@ -96,18 +97,18 @@ class Checker:
 
     @cached_property
     def final(self) -> Event:
-        return self._by_op["final"][-1] if self._by_op["final"] else {"places": {}, "cursors": {}, "ledger": {}}
+        return self.by_op["final"][-1] if self.by_op["final"] else {"places": {}, "cursors": {}, "ledger": {}}
 
     @cached_property
     def forks(self) -> list[Fork]:
-        return [(event["t"], event["lineage"], event["step"]) for event in self._by_op["opened"]]
+        return [(event["t"], event["lineage"], event["step"]) for event in self.by_op["opened"]]
 
     @cached_property
     def entered(self) -> set[str]:
         """Every draw that an acknowledged enqueue passed."""
         return {
             f"{event['args']['task']}-{draw:010d}"
-            for event in self._ok("enqueue")
+            for event in self.ok("enqueue")
             for draw in range(int(event["args"]["cursor"]), int(event["reply"][2]))
         }
 
@@ -129,8 +130,25 @@ class Checker:
                 yield f"{gid} is trained, but {found[0]}"
         yield from (f"{gid} is dropped or filtered, which nobody asked for" for gid in self._put_away())
 
+    def _counters(self) -> Iterator[str]:
+        """Entered = waiting + running + judging + pooled + taken + archived + dead + filtered + dropped, as the run
+        counts them and as they are found."""
+        places: dict[str, list[str]] = self.final["places"]
+        for task, counted in self.final.get("counters", {}).items():
+            found = Counter(where[0] for gid, where in places.items() if gid.startswith(f"{task}-"))
+            found["running"] += found["judging"]
+            counted = {**counted, "running": counted["running"] + counted["judging"]}
+            for place in ("running", "taken", "archived", "dead", "filtered", "dropped"):
+                if counted[place] != found[place]:
+                    yield f"{task}: {counted[place]} counted as {place}, {found[place]} found"
+            entered = counted["enqueued"] + counted["put"] + counted["imported"]
+            if entered != (total := sum(gid.startswith(f"{task}-") for gid in places)):
+                yield f"{task}: {entered} counted as entered, {total} found"
+            if counted["enqueued"] != counted["cursor"] + counted["ahead"]:
+                yield f"{task}: {counted['enqueued']} counted as enqueued, the cursor is at {counted['cursor']}"
+
     def _put_away(self) -> Iterator[str]:
-        asked = {event["args"]["gid"] for event in self._by_op["submit"] if event["args"].get("status") == "filtered"}
+        asked = {event["args"]["gid"] for event in self.by_op["submit"] if event["args"].get("status") == "filtered"}
         for gid, found in self.final["places"].items():
             if found == ["dropped"] or (found == ["filtered"] and gid not in asked):
                 yield gid
@@ -148,14 +166,14 @@ class Checker:
         steps = [event["step"] for event in self.surviving]
         if steps != list(range(1, len(steps) + 1)):
             yield f"the last weights come from steps {steps[:5]}…{steps[-5:]}"
-        ends = self._by_op["finished"] or self._by_op["checkpoint"]
+        ends = self.by_op["finished"] or self.by_op["checkpoint"]
         if ends and ends[-1]["step"] != len(steps):
             yield f"the last checkpoint says step {ends[-1]['step']}, its chain has {len(steps)}"
 
     def _redelivery(self) -> Iterator[str]:
         """A step comes again as it was, unless a group was quarantined, or the server lost it."""
         last: dict[int, Event] = {}
-        for event in self._by_op["delivered"]:
+        for event in self.by_op["delivered"]:
             before = last.get(event["step"])
             if before and _content(before) != _content(event) and not self._may_change(before, event):
                 yield f"step {event['step']} of {event['lineage']} is not what {before['lineage']} was given"
@@ -163,14 +181,14 @@ class Checker:
 
     def _may_change(self, before: Event, event: Event) -> bool:
         between = (before["t"], event["t"])
-        moves = [*self._ok("quarantine"), *self._ok("refill")]
+        moves = [*self.ok("quarantine"), *self.ok("refill")]
         changed = [e["t"] for e in moves if int(e["args"]["step"]) == event["step"]]
         return any(between[0] <= t <= between[1] for t in [*changed, *self.losses])
 
     def _staleness(self) -> Iterator[str]:
         """At the first delivery of a batch no group is too old; a recorded one is exempt."""
         known: set[tuple[int, tuple[Any, ...]]] = set()
-        for event in self._by_op["delivered"]:
+        for event in self.by_op["delivered"]:
             if (event["step"], _content(event)) in known:
                 continue
             known.add((event["step"], _content(event)))
@@ -193,14 +211,14 @@ class Checker:
         asked: dict[tuple[str, str], set[str]] = defaultdict(set)
         first: dict[tuple[str, str], float] = {}
         refused: dict[tuple[str, str], float] = {}
-        for event in self._by_op["submit"]:
+        for event in self.by_op["submit"]:
             key = (event["args"]["gid"], event["args"]["token"])
             asked[key].add(event["args"]["crc"])
             first.setdefault(key, event["t"])
             if event["phase"] == "ok" and event["reply"][0] == "FENCED":
                 refused.setdefault(key, event["t"])
         delivered: dict[tuple[str, str], float] = {}
-        for event in self._by_op["delivered"]:
+        for event in self.by_op["delivered"]:
             for group in event["groups"]:
                 key = (group["gid"], group["token"])
                 delivered.setdefault(key, event["t"])
@@ -214,10 +232,10 @@ class Checker:
     def _overtaken(self, first: dict[tuple[str, str], float]) -> Iterator[str]:
         """A result is accepted although another claim of the group was answered before it was handed in."""
         claimed: dict[str, list[tuple[float, str]]] = defaultdict(list)
-        for event in self._by_op["claim"]:
+        for event in self.by_op["claim"]:
             for gid in event["reply"][7::6]:
                 claimed[gid].append((event["t"], event["args"]["token"]))
-        for event in self._ok("submit"):
+        for event in self.ok("submit"):
             gid, token = event["args"]["gid"], event["args"]["token"]
             mine = [t for t, other in claimed[gid] if other == token]
             later = [t for t, other in claimed[gid] if other != token and mine and mine[0] < t < first[gid, token]]
@@ -232,7 +250,7 @@ class Checker:
             maybe = self._perhaps(task)
             missing = [draw for draw in range(cursor) if not passed[draw] and draw not in maybe]
             yield from (f"draw {draw} of {task} was passed over" for draw in missing)
-        for event in self._by_op["delivered"]:
+        for event in self.by_op["delivered"]:
             for group in event["groups"]:
                 row = int(group["gid"][-10:]) % self.rules.rows
                 if (group["row"], group["truth"]) != (row, self.rules.answer_of(row)):
@@ -241,58 +259,29 @@ class Checker:
     def _draws(self, task: str) -> Iterator[str]:
         """Gids of acknowledged enqueues since the last loss, one for each time."""
         since = max(self.losses, default=0.0)
-        for event in self._ok("enqueue"):
+        for event in self.ok("enqueue"):
             if event["args"]["task"] == task and event["t"] > since:
                 for draw in range(int(event["args"]["cursor"]), int(event["reply"][2])):
                     yield f"{task}-{draw:010d}"
 
     def _perhaps(self, task: str) -> set[int]:
         """Draws that an enqueue without an answer may have passed: 64 at most each. After a loss, all before it."""
-        answered = {(e["who"], e["pid"], e["call"]) for e in self._by_op["enqueue"] if e["phase"] == "ok"}
-        calls = [e for e in self._by_op["enqueue"] if e["phase"] == "call" and e["args"]["task"] == task]
+        answered = {(e["who"], e["pid"], e["call"]) for e in self.by_op["enqueue"] if e["phase"] == "ok"}
+        calls = [e for e in self.by_op["enqueue"] if e["phase"] == "call" and e["args"]["task"] == task]
         lost = [int(e["args"]["cursor"]) for e in calls if (e["who"], e["pid"], e["call"]) not in answered]
         before = [int(e["args"]["cursor"]) for e in calls if e["t"] <= max(self.losses, default=0.0)]
         return {draw for start in [*lost, *before] for draw in range(start, start + 64)}
 
     def _liveness(self) -> Iterator[str]:
         """Once the faults are over the run goes on, and reaches its end."""
-        calm = [event["t"] for event in self._by_op["calm"]]
+        calm = [event["t"] for event in self.by_op["calm"]]
         if not calm:
             return
-        if not any(event["t"] > calm[-1] for event in self._by_op["delivered"]):
+        if not any(event["t"] > calm[-1] for event in self.by_op["delivered"]):
             yield "no batch was delivered after the last fault"
-        if not self._by_op["finished"]:
+        if not self.by_op["finished"]:
             yield "the run did not reach its end"
-
-    # -- figures -------------------------------------------------------------
-
-    def _figures(self, verdict: Verdict) -> dict[str, Any]:
-        """What the report says; times in seconds."""
-        submits = [e for e in self._by_op["submit"] if e["phase"] == "ok"]
-        steps = Counter(event["step"] for event in self._by_op["delivered"])
-        progress = [e["t"] for e in self.events if e["op"] in ("delivered", "trained")]
-        progress += [e["t"] for e in submits if e["reply"][0] == "OK"]
-        return {
-            "operations": sum(1 for e in self.events if e.get("phase") == "ok"),
-            "groups_acknowledged": len(self.entered),
-            "groups_trained": sum(len(event["gids"]) for event in self.surviving),
-            "steps": len(self.surviving),
-            "lost": sum(" is nowhere" in text for text in verdict.problems["lost or doubled"]),
-            "doubled": len(verdict.problems["trained twice"])
-            + sum(" and " in text for text in verdict.problems["lost or doubled"]),
-            "fenced": sum(1 for e in submits if e["reply"][0] == "FENCED"),
-            "redelivered": sum(n - 1 for n in steps.values()),
-            "openings": len(self.forks),
-            "faults": len(self._by_op["fault"]),
-            "faults_by_kind": dict(Counter(e["kind"] for e in self._by_op["fault"]).most_common()),
-            "dead": sum(found == ["dead"] for found in self.final["places"].values()),
-            "longest_stall_s": round(_longest_gap(sorted(progress)), 2),
-        }
 
 
 def _content(event: Event) -> tuple[Any, ...]:
     return tuple((group["gid"], group["digest"]) for group in event["groups"])
-
-
-def _longest_gap(times: Sequence[float]) -> float:
-    return max((later - earlier for earlier, later in pairwise(times)), default=0.0)

@@ -62,7 +62,7 @@ class Crew:
     """All clients of a run in `folders`. Each has a link of its own. `env`: what their environment has besides."""
 
     def __init__(self, folders: Folders, wiring: Wiring, history: History, env: dict[str, str]) -> None:
-        self._folders, self._wiring, self._history, self._env = folders, wiring, history, env
+        self.folders, self._wiring, self._history, self._env = folders, wiring, history, env
         self.members: dict[str, Member] = {}
         self.replaced: list[subprocess.Popen[bytes]] = []
         self.surprises: list[str] = []
@@ -76,8 +76,8 @@ class Crew:
         env = {k: v for k, v in os.environ.items() if k != "REDIS_URL"} | self._env
         env |= {OWNER: str(os.getpid()), "OMP_NUM_THREADS": "1"}
         url = self._wiring.link(member.name).url
-        words = ("-m", "tests.chaos.client", member.role, member.name, url, str(self._folders.root), *member.flags)
-        with (self._folders.logs / f"{member.name}.log").open("ab") as log:
+        words = ("-m", "tests.chaos.client", member.role, member.name, url, str(self.folders.root), *member.flags)
+        with (self.folders.logs / f"{member.name}.log").open("ab") as log:
             member.popen = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=log, stderr=log)
         member.started, member.killed = time.monotonic(), False
 
@@ -90,7 +90,7 @@ class Crew:
 
     def are_at_work(self, target: str) -> bool:
         """Whether `target`, and all others but one, are: a run of which nobody is left shows nothing."""
-        working = {name for name, member in self.members.items() if member.is_at_work(self._folders.history)}
+        working = {name for name, member in self.members.items() if member.is_at_work(self.folders.history)}
         return target in working and len(working) >= len(self.members) - 1
 
     def tend(self) -> None:

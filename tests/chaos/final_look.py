@@ -9,10 +9,11 @@ import redis
 
 LANES, POOLS = ("eval", "resume", "fresh"), ("completed", "aborted", "expired")
 ENDS = ("archived", "filtered", "dropped")
+COUNTED = (*ENDS, "dead", "running", "judging", "taken", "enqueued", "put", "imported", "cursor", "ahead")
 
 
 def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
-    """`places` of every gid, `cursors` of the tasks, `freed` steps. Nobody may work on the run meanwhile."""
+    """`places` of every gid, `cursors` of the tasks, what is counted of each, the ledger. Nobody may work meanwhile."""
     raw: Any = client
     start, places = f"rmq:{{{run}}}:", defaultdict(list)
 
@@ -34,8 +35,13 @@ def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
     ledger = {k.decode(): int(v) for k, v in raw.hgetall(f"{start}ledger:train").items() if v.isdigit()}
     for step in range(ledger.get("freed", 0) + 1, ledger.get("taken", 0) + 1):
         found("taken", [line.split()[0] for line in raw.lrange(f"{start}batch:train:{step}", 1, -1)])
-    cursors = {task: int(raw.hget(f"{start}progress:{task}", "cursor") or 0) for task in tasks}
-    return {"places": dict(places), "cursors": cursors, "ledger": ledger}
+    counters = {task: _counters(raw.hgetall(f"{start}progress:{task}")) for task in tasks}
+    cursors = {task: counted["cursor"] for task, counted in counters.items()}
+    return {"places": dict(places), "cursors": cursors, "ledger": ledger, "counters": counters}
+
+
+def _counters(fields: dict[bytes, bytes]) -> dict[str, int]:
+    return {name: int(fields.get(name.encode(), 0)) for name in COUNTED}
 
 
 def _ones(bits: bytes) -> list[int]:

@@ -29,6 +29,9 @@ log = logging.getLogger("rolloutmq.chaos")
 RECOVER_S = 90.0
 """After the last fault: a bound for the run to go on, and then to end."""
 
+MUTANT_S = 20.0
+"""The same of a build that shall be caught: that it stands still is found as well as anything."""
+
 LOOK_S = 0.05
 TAIL_BYTES = 40_000
 """Of a trainer's history: more than one step."""
@@ -52,6 +55,7 @@ class ChaosRun:
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
         self._plan, self._say = plan, say
+        self._recover_s = MUTANT_S if plan.mutation else RECOVER_S
         self._nonce = new_nonce()
         self.folders = Folders(folder.resolve())
         self.folders.make()
@@ -140,12 +144,12 @@ class ChaosRun:
         self._nemesis.calm()
         self.history.note("calm")
         calm = time.time()
-        if not until(lambda: self._tended(lambda: self._has_trained(since=calm + 1)), RECOVER_S):
+        if not until(lambda: self._tended(lambda: self._has_trained(since=calm + 1)), self._recover_s):
             self.crew.surprises.append("nothing was trained after the last fault")
         self.folders.finish.touch()
         # while it ends, who is told to stand by or was just restarted must still be tended
-        until(lambda: self._tended(lambda: self._has_finished()), RECOVER_S)
-        late = self.crew.wait_for_end(RECOVER_S)
+        until(lambda: self._tended(lambda: self._has_finished()), self._recover_s)
+        late = self.crew.wait_for_end(self._recover_s)
         self.crew.surprises += [f"{name} did not leave when the run was over" for name in late]
 
     def _has_finished(self) -> bool:
@@ -181,7 +185,7 @@ class EmptyServerRun(ChaosRun):
         if self._has_trained(since=empty + 1):
             self.crew.surprises.append("something was trained on an empty server")
         self._create_run()
-        if not until(lambda: self._tended(lambda: LOST in self.crew.members["trainer"].exits), RECOVER_S):
+        if not until(lambda: self._tended(lambda: LOST in self.crew.members["trainer"].exits), self._recover_s):
             self.crew.surprises.append("the trainer did not notice that the server is another one")
         self.crew.members["trainer"].flags = ("--regenerate",)
         self._work_for(self._plan.seconds / 2)

@@ -1,7 +1,7 @@
 """Builds that must be caught: all scripts, with one line of one of them gone or changed.
 
-Only such lines as a run of a minute must miss: that take cuts at the staleness limit, for one, hardly shows where
-everybody expires what is too old. Every line that keeps an invariant has a story in tests/buffer/invariants.
+A few for each invariant, which must show within a minute of faults. Every line that keeps an invariant has a story of
+its own in tests/buffer/invariants.
 """
 
 from __future__ import annotations
@@ -11,16 +11,35 @@ from collections.abc import Mapping
 from buffer.scripts import Script, assemble, sources
 
 MUTATIONS = {
+    # I1
+    "reaped-and-gone": ("reap", "    local place = retry_or_bury(keys, gid, max_tries, reason)\n",
+                        "    local place = 'waiting'\n"),
+    "claims-leave-the-job": ("claim", "    redis.call('XDEL', KEYS[i], entry[1])\n", ""),
+    "archived-is-not-counted": ("commit", "    redis.call('HINCRBY', task.progress, 'archived', task.count)\n", ""),
+    # I2
     "zombies-submit": ("submit", "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n", ""),
+    # I3
+    "cursor-stays": ("enqueue", "'cursor', int(cursor + drawn), ", ""),
+    "cursor-is-not-compared": ("enqueue",
+                               "if cursor ~= expected then return {'CURSOR', int(cursor)} end\n", ""),
+    # I4, I5
     "batch-stays-in-pool": ("prelude", "  redis.call('ZREM', pool, unpack(members))\n", ""),
     "batch-is-no-record": (
         "take_batch",
         "if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end\n",
         "",
     ),
-    "reaped-and-gone": ("reap", "    local place = retry_or_bury(keys, gid, max_tries, reason)\n",
-                        "    local place = 'waiting'\n"),
-    "cursor-stays": ("enqueue", "'cursor', int(cursor + drawn), ", ""),
+    # I6
+    "frees-all-that-is-committed": ("commit", "keep = math.min(keep, committed)\n", "keep = committed\n"),
+    # I7
+    "old-trainers-take": ("take_batch",
+                          "if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end\n", ""),
+    # I8
+    "nothing-is-too-old": ("take_batch",
+                           "local cut = threshold == '' and '-inf' or int(step - tonumber(threshold))\n",
+                           "local cut = '-inf'\n"),
+    # I13
+    "a-claim-repeats": ("claim", "if known[2] == token then\n", "if false then\n"),
 }  # fmt: skip
 """Name: (file, what is there, what takes its place)."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -49,7 +50,7 @@ redis.call('HINCRBY', KEYS[2], 'seen_ms', ARGV[1])
 ROOM_BYTES = 20_000
 """What still fits on a full disk."""
 
-OF_PROCESSES = ("kill", "freeze", "term_kill", "term", "replace")
+OF_PROCESSES = ("kill", "freeze", "term_kill", "term", "replace", "older_checkpoint")
 """What hits a process: dealt once all but one are at work."""
 
 PAST_LEASE_S = 1.4 * LEASE_MS / 1000
@@ -93,7 +94,7 @@ class Nemesis:
     def _new_deck(self) -> list[Card]:
         names = list(self._crew.members)
         cards = [Card(kind, name) for kind in OF_PROCESSES[:4] for name in names]
-        cards += [Card("replace", "trainer")] * 2
+        cards += [Card("replace", "trainer"), Card("older_checkpoint", "trainer")] * 2
         cards += [Card(kind, SERVER) for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2]
         cards += [Card(kind, SERVER) for kind in ("rewrite_aof", "clock", "clock", "disk_full")]
         cards += [Card("lose_tail", SERVER)] * 3 if self._loses else []
@@ -115,10 +116,7 @@ class Nemesis:
         card = self._deck.pop(place)
         kind, _, detail = card.kind.partition(":")
         method: Any = getattr(self, f"_{kind}")
-        if detail:
-            method(detail)
-        else:
-            method(card.target)
+        method(detail or card.target)
 
     def _may_deal(self, card: Card) -> bool:
         return card.kind not in OF_PROCESSES or self._crew.are_at_work(card.target)
@@ -177,6 +175,18 @@ class Nemesis:
             self._note("replaced while it slept", target)
             self._crew.replace(target)
             self._in(PAST_LEASE_S, lambda: process.send_signal(signal.SIGCONT))
+
+    def _older_checkpoint(self, target: str) -> None:
+        """The trainer dies, and with it its newest checkpoint: it must go on from the one before."""
+        member = self._crew.members[target]
+        process = member.popen
+        if process is None or not member.send(signal.SIGKILL):
+            return
+        process.wait()
+        *older, newest = [None, *sorted(self._crew.folders.checkpoints.glob("step-*"))]
+        if newest and any(older):
+            shutil.rmtree(newest)
+        self._note("SIGKILL, newest checkpoint lost", target)
 
     # -- the server ----------------------------------------------------------
 

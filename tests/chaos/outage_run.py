@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from tests.chaos.crew import until
-from tests.chaos.harness import RECOVER_S, ChaosRun
+from tests.chaos.harness import ChaosRun
 from tests.chaos.plan import SERVER
 
 MOST_LINES = 8
@@ -29,7 +29,7 @@ class OutageRun(ChaosRun):
         self._set_fsync()
         back = time.time()
         self.history.note("back")
-        if not until(lambda: self._tended(lambda: self._has_trained(since=back)), RECOVER_S):
+        if not until(lambda: self._tended(lambda: self._has_trained(since=back)), self._recover_s):
             self.crew.surprises.append("nothing was trained once the server was back")
         self._work_for(self._plan.seconds / 2)
         ended = [name for name, member in self.crew.members.items() if member.popen is not processes[name]]

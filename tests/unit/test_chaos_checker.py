@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.checker import Checker, Rules, Verdict
+from tests.chaos.final_look import COUNTED
 from tests.chaos.history import Event
 from tests.chaos.mutations import MUTATIONS, scripts_of
 
@@ -35,7 +36,8 @@ class Story:
         self.deliver(4, "l2", version=3, again=True)
         self.note("finished", step=4, chain="c4")
         places = {gid(draw): ["archived"] for draw in range(BATCH * STEPS)} | {gid(8): ["waiting"]}
-        self.note("final", places=places, cursors={"t": 9}, ledger={})
+        counted = dict.fromkeys(COUNTED, 0) | {"archived": BATCH * STEPS, "enqueued": 9, "cursor": 9}
+        self.note("final", places=places, cursors={"t": 9}, ledger={}, counters={"t": counted})
 
     def note(self, op: str, **more: Any) -> Event:
         self._time += 1.0
@@ -112,6 +114,14 @@ def drop(story: Story) -> None:
     final(story)["places"][gid(8)] = ["dropped"]
 
 
+def count_wrongly(story: Story) -> None:
+    final(story)["counters"]["t"]["archived"] += 1
+
+
+def count_what_never_came(story: Story) -> None:
+    final(story)["counters"]["t"]["imported"] += 1
+
+
 def train_twice(story: Story) -> None:
     story.first("trained", step=4)["gids"][0] = gid(0)
     [e for e in story.events if e["op"] == "trained" and e["step"] == 4][-1]["gids"][0] = gid(0)
@@ -182,6 +192,8 @@ PLANTED: dict[Callable[[Story], None], str] = {
     double_place: "lost or doubled",
     archive_untrained: "lost or doubled",
     drop: "lost or doubled",
+    count_wrongly: "miscounted",
+    count_what_never_came: "miscounted",
     train_twice: "trained twice",
     skip_a_step: "not what was trained",
     change_a_batch: "batch changed",
@@ -223,6 +235,7 @@ def test_an_enqueue_without_an_answer_may_have_happened() -> None:
     call["args"], call["call"] = {"task": "t", "cursor": 9}, 99
     story.events.append(call)
     final(story)["cursors"]["t"] = 11
+    final(story)["counters"]["t"] |= {"enqueued": 11, "cursor": 11}
     final(story)["places"] |= {gid(9): ["waiting"], gid(10): ["waiting"]}
     assert judge(story).clean, judge(story)
 
