@@ -10,7 +10,7 @@ from benchmarks.bench_run import TASK, BenchRun
 
 _SLICE = 2000
 
-# KEYS: template record, prefix of the records, pool, progress. ARGV: first draw, groups.
+# KEYS: template record, prefix of the records, pool, progress, cursors. ARGV: first draw, groups.
 _COPY = """
 local template = redis.call('HGETALL', KEYS[1])
 local places = {}
@@ -22,6 +22,7 @@ for draw = tonumber(ARGV[1]), ARGV[1] + ARGV[2] - 1 do
   redis.call('ZADD', KEYS[3], template[places.version], arrival .. ':' .. gid)
 end
 for _, counter in ipairs({'cursor', 'enqueued', 'arrivals'}) do redis.call('HINCRBY', KEYS[4], counter, ARGV[2]) end
+redis.call('HINCRBY', KEYS[5], 'math', ARGV[2])
 """
 
 
@@ -29,7 +30,8 @@ def fill(run: BenchRun, groups: int) -> None:
     """`groups` in the completed pool, without payloads; the first one is made through the scripts."""
     run.make_ready(1, sample.SMALL)
     keys, copy = run.keys, run.raw.register_script(_COPY)
-    names = [keys.group(f"{TASK}-{0:010d}"), keys.groups, keys.pool(TASK, "completed"), keys.progress(TASK)]
+    names = [keys.group(f"{TASK}-{0:010d}"), keys.groups, keys.pool(TASK, "completed")]
+    names += [keys.progress(TASK), keys.cursors]
     for draw in range(1, groups, _SLICE):
         copy(names, [draw, min(_SLICE, groups - draw)])
     run.check()

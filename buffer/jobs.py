@@ -36,8 +36,10 @@ class JobQueue:
 
     def cursor(self, task: str) -> int:
         """The next draw of a task (I3)."""
-        (cursor,) = self._store.each("cursor", [("HGET", self._keys.progress(task), "cursor")], "control")
-        return int(cursor or 0)
+        keys = self._keys
+        asked = [("HGET", keys.cursors, task), ("HGET", keys.progress(task), "cursor")]
+        cursor, copy = self._store.each("cursor", asked, "control")
+        return int(cursor or copy or 0)
 
     def next_draw(self, nonce: str, task: str) -> int:
         """The cursor, once it has passed over what came in before it did (after a loss). Raises Fenced."""
@@ -46,7 +48,7 @@ class JobQueue:
             reply = self._store.call(
                 "pass_over",
                 {"control": keys.control, "progress": keys.progress(task), "groups": keys.groups}
-                | {end: keys.ended(task, end) for end in ENDS},
+                | {"cursors": keys.cursors} | {end: keys.ended(task, end) for end in ENDS},
                 {"nonce": nonce, "task": task, "limit": 500},
             )
             if not int(unfenced(reply, "producer")[2]):
@@ -82,7 +84,7 @@ class JobQueue:
             "enqueue",
             self._start_keys(task)
             | {end: keys.ended(task, end) for end in ENDS}
-            | {"bell": keys.bell("workers"), "events": keys.events, "unpinned": keys.unpinned},
+            | {"bell": keys.bell("workers"), "events": keys.events, "unpinned": keys.unpinned, "cursors": keys.cursors},
             {
                 "nonce": nonce,
                 "operation": operation,

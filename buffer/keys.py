@@ -27,6 +27,8 @@
                                               exported: steps of a consumer (train, eval)
     rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
     rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
+    rmq:{run}:cursors                HASH     next draw by task: what the producer goes by, and workers cannot write
+                                              (ACL); `progress` has a copy, for people and the account
     rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered / dropped
     rmq:{run}:dead                   ZSET     gid by time of death (ms)
     rmq:{run}:dead:<gid>             STRING   why, as JSON
@@ -133,6 +135,7 @@ class Keys:
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.suspects = self.prefix + "suspects"
+        self.cursors = self.prefix + "cursors"
         self.events = self.prefix + "events"
         self.weights = self.prefix + "weights"
         self.manifests = self.prefix + "batch:"

@@ -104,12 +104,15 @@ def read_progress(store: Store, keys: Keys, tasks: list[str], ledger: str = "tra
             pipe.zcard(keys.pool(task, status))
         for lane in LANES:
             pipe.xlen(keys.jobs(task, lane))
+    pipe.hmget(keys.cursors, tasks)
     # last: of a batch that is taken meanwhile the step is seen, rather than what it used: nobody starts too much
     pipe.hget(keys.ledger(ledger), "taken")
-    *rows, taken = store.retrying("progress", pipe.execute)
+    *rows, cursors, taken = store.retrying("progress", pipe.execute)
     width, pooled = 1 + len(POOLS) + len(LANES), 1 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
     counters = {task: {k.decode(): v.decode() for k, v in part[0].items()} for task, part in parts.items()}
+    for task, cursor in zip(tasks, cursors, strict=True):
+        counters[task] |= {"cursor": cursor.decode()} if cursor else {}
     return ProduceProgress(
         next_consumer_step=int(taken or 0) + 1,
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},

@@ -17,7 +17,8 @@
 -- KEYS[14] bytes       HASH
 -- KEYS[15] unpinned    SET
 -- KEYS[16] leases      ZSET*
--- KEYS[17+] payload  STRING x0..128  INIT payload of each draw; none in a cluster
+-- KEYS[17] cursors   HASH*    next draw by task
+-- KEYS[18+] payload  STRING x0..128  INIT payload of each draw; none in a cluster
 -- ARGV[1] nonce     token          of the producer
 -- ARGV[2] operation token          nonce of this call
 -- ARGV[3] task      name
@@ -35,14 +36,14 @@
 local control, progress, ledger, completed = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local jobs_eval, jobs_resume, jobs_fresh, groups = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local archived, filtered, dropped, bell, events = KEYS[9], KEYS[10], KEYS[11], KEYS[12], KEYS[13]
-local bytes, unpinned, leases = KEYS[14], KEYS[15], KEYS[16]
+local bytes, unpinned, leases, cursors = KEYS[14], KEYS[15], KEYS[16], KEYS[17]
 local nonce, operation, task, lane = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local expected, target, threshold = num(ARGV[5]), ARGV[6], ARGV[7]
 local mark, most, patience, draws = num(ARGV[8]), ARGV[9], ARGV[10], (#ARGV - 10) / 2
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
-local done = redis.call('HMGET', progress, 'enqueue_op', 'enqueue_count', 'cursor', 'target')
-local cursor = num(done[3])
+local done = redis.call('HMGET', progress, 'enqueue_op', 'enqueue_count', 'target')
+local cursor = next_draw(cursors, progress, task)
 if done[1] == operation then return {'OK', num(done[2]), int(cursor)} end
 if cursor ~= expected then return {'CURSOR', int(cursor)} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
@@ -53,15 +54,17 @@ if is_full(bytes, mark) and (waiting > 0 or is_refused(bytes, mark, leases, ledg
 end
 local failures = too_many_failures(progress, patience)
 if failures then return {'STOPPED', int(failures)} end
-if target == '' then target = done[4] or '0' end
+if target == '' then target = done[3] or '0' end
 local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, ledger, num(target), threshold, most)
-local function prompt_bytes(i) return KEYS[16 + i] and redis.call('STRLEN', KEYS[16 + i]) or num(ARGV[10 + 2 * i]) end
+local function prompt_bytes(i) return KEYS[17 + i] and redis.call('STRLEN', KEYS[17 + i]) or num(ARGV[10 + 2 * i]) end
 for i = 1, draws do
-  if num(ARGV[9 + 2 * i]) > 0 and (prompt_bytes(i) == 0 or #KEYS > 16 and #KEYS - 16 ~= draws) then
+  if num(ARGV[9 + 2 * i]) > 0 and (prompt_bytes(i) == 0 or #KEYS > 17 and #KEYS - 17 ~= draws) then
     return {'NO_PAYLOAD', string.format('%s-%010d', task, cursor + i - 1)}
   end
 end
 
+-- this first: who may not write it (ACL) is stopped before anything has come in
+redis.call('HSET', cursors, task, int(cursor))
 local enqueued, drawn, came = 0, 0, 0
 for i = 1, draws do
   if enqueued >= free or (enqueued > 0 and mark > 0 and held + came >= mark) then break end
@@ -79,7 +82,7 @@ for i = 1, draws do
       redis.call('HINCRBY', progress, 'dropped', 1)
     else
       local size = prompt_bytes(i)
-      if KEYS[16 + i] then redis.call('PERSIST', KEYS[16 + i]) else redis.call('SADD', unpinned, gid .. ' init 1') end
+      if KEYS[17 + i] then redis.call('PERSIST', KEYS[17 + i]) else redis.call('SADD', unpinned, gid .. ' init 1') end
       -- a record is searched from its beginning: what a take reads and writes of 512 of them comes first
       redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', size, 'crc', '',
         'samples', samples, 'version', '', 'stage', 'waiting', 'status', 'init', 'task', task, 'draw', int(draw),
@@ -91,8 +94,8 @@ for i = 1, draws do
   end
   drawn = i
 end
-redis.call('HSET', progress, 'cursor', int(cursor + drawn), 'target', target,
-  'enqueue_op', operation, 'enqueue_count', enqueued)
+move_cursor(cursors, progress, task, cursor + drawn)
+redis.call('HSET', progress, 'target', target, 'enqueue_op', operation, 'enqueue_count', enqueued)
 count_bytes(bytes, came, 0)
 if enqueued > 0 then
   ring(bell, enqueued)

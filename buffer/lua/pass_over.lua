@@ -7,6 +7,7 @@
 -- KEYS[4] archived  STRING   bitmap
 -- KEYS[5] filtered  STRING   bitmap
 -- KEYS[6] dropped   STRING   bitmap
+-- KEYS[7] cursors   HASH     next draw by task
 -- ARGV[1] nonce token    of the producer
 -- ARGV[2] task  name
 -- ARGV[3] limit 1..512  draws at most
@@ -14,11 +15,10 @@
 -- keeps I1 (ahead goes down as the cursor goes up), I3 (passes over nothing that must still be drawn), I7, I13 (absolute)
 local control, progress, groups = KEYS[1], KEYS[2], KEYS[3]
 local archived, filtered, dropped = KEYS[4], KEYS[5], KEYS[6]
-local nonce, task, limit = ARGV[1], ARGV[2], num(ARGV[3])
+local cursors, nonce, task, limit = KEYS[7], ARGV[1], ARGV[2], num(ARGV[3])
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
-local counts = redis.call('HMGET', progress, 'cursor', 'ahead')
-local cursor, ahead = num(counts[1]), num(counts[2])
+local cursor, ahead = next_draw(cursors, progress, task), num(redis.call('HGET', progress, 'ahead'))
 local stop = cursor + math.min(limit, ahead)
 local draw = cursor
 while draw < stop do
@@ -26,5 +26,8 @@ while draw < stop do
   if not ended and redis.call('EXISTS', groups .. string.format('%s-%010d', task, draw)) == 0 then break end
   draw = draw + 1
 end
-if draw > cursor then redis.call('HSET', progress, 'cursor', int(draw), 'ahead', int(ahead - (draw - cursor))) end
+if draw > cursor then
+  move_cursor(cursors, progress, task, draw)
+  redis.call('HSET', progress, 'ahead', int(ahead - (draw - cursor)))
+end
 return {'OK', int(draw), (draw == stop and stop < cursor + ahead) and 1 or 0}

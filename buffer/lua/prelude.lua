@@ -70,6 +70,16 @@ local function take_receipt(worker, holds, bell, epoch, mode, ack)
   redis.call('HSET', worker, 'ack', int(ack))
 end
 
+-- I3: the next draw of a task. A run of an earlier version has it in its account only, where `move_cursor` leaves a copy.
+local function next_draw(cursors, progress, task)
+  return num(redis.call('HGET', cursors, task) or redis.call('HGET', progress, 'cursor'))
+end
+
+local function move_cursor(cursors, progress, task, cursor)
+  redis.call('HSET', cursors, task, int(cursor))
+  redis.call('HSET', progress, 'cursor', int(cursor))
+end
+
 local function lane_is_open(control, lane)
   local lanes = redis.call('HGET', control, 'lanes') or ''
   return string.find(' ' .. lanes .. ' ', ' ' .. lane .. ' ', 1, true) ~= nil

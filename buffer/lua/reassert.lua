@@ -16,6 +16,7 @@
 -- KEYS[12] garbage     SET
 -- KEYS[13] events      STREAM
 -- KEYS[14] bytes       HASH
+-- KEYS[15] cursors     HASH     next draw by task
 -- ARGV[1] nonce token   of the trainer
 -- ARGV[2] task  name
 -- ARGV[3] first 0..     draw of the first imported group of every task
@@ -26,7 +27,7 @@
 -- keeps I1 (`enqueued` counts what came in; what came in before the cursor got there is `ahead` of it), I2, I6, I7, I12, I13
 local control, groups, jobs, pools, orders, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local ended, leases, holders, dead, dead_letters = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local garbage, events, bytes = KEYS[12], KEYS[13], KEYS[14]
+local garbage, events, bytes, cursors = KEYS[12], KEYS[13], KEYS[14], KEYS[15]
 local nonce, task, first, seen, lost = ARGV[1], ARGV[2], num(ARGV[3]), num(ARGV[4]), num(ARGV[5])
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -37,9 +38,9 @@ for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
   bitmaps[place] = ended .. task .. ':' .. place
   redis.call('STRLEN', bitmaps[place])
 end
-local counts = redis.call('HMGET', account, 'put', 'imported', 'cursor', 'ahead', 'reach', 'lost_to')
-local outside, cursor = first + num(counts[1]) + num(counts[2]), num(counts[3])
-local ahead, reach = num(counts[4]), math.max(cursor, num(counts[5]))
+local counts = redis.call('HMGET', account, 'put', 'imported', 'ahead', 'reach', 'lost_to')
+local outside, cursor = first + num(counts[1]) + num(counts[2]), next_draw(cursors, account, task)
+local ahead, reach = num(counts[3]), math.max(cursor, num(counts[4]))
 
 local draws = {}
 for i = 6, #ARGV - 1, 2 do
@@ -96,9 +97,10 @@ for _, one in ipairs(draws) do
 end
 for name, by in pairs(moved) do redis.call('HINCRBY', account, name, by) end
 redis.call('HSET', control, 'trainer_seen_ms', int(now_ms()))
-if num(counts[6]) >= seen then lost = 0 end
+if num(counts[5]) >= seen then lost = 0 end
 if changed + again + lost > 0 then
-  redis.call('HSET', account, 'cursor', int(cursor), 'ahead', int(ahead), 'reach', int(reach), 'lost_to', int(math.max(seen, num(counts[6]))))
+  move_cursor(cursors, account, task, cursor)
+  redis.call('HSET', account, 'ahead', int(ahead), 'reach', int(reach), 'lost_to', int(math.max(seen, num(counts[5]))))
   redis.call('HINCRBY', account, 'reasserted', changed)
   redis.call('HINCRBY', account, 'regenerated', again + lost)
   log_event(events, 'reasserted', 'task', task, 'groups', changed, 'regenerated', int(again + lost))

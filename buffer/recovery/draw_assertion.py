@@ -83,7 +83,7 @@ class DrawAssertion:
                 "reassert",
                 places(keys)
                 | {"control": keys.control, "ended": keys.ends, "progress": keys.accounts}
-                | {"garbage": keys.garbage, "events": keys.events},
+                | {"garbage": keys.garbage, "events": keys.events, "cursors": keys.cursors},
                 {"nonce": self._nonce, "task": task, "first": IMPORTED_FROM, "seen": seen, "lost": lost},
                 tail_args=[value for ending in part for value in ending],
                 durable=True,

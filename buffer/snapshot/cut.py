@@ -80,6 +80,8 @@ class IndexCut:
         yield from self._list(keys.lineages)
         if counted := self._ask("hgetall", keys.bytes):
             yield self._item("hash", keys.bytes, _flat(counted))
+        if cursors := self._ask("hgetall", keys.cursors):
+            yield self._item("hash", keys.cursors, _flat(cursors))
         for ledger in LEDGERS:
             yield from self._ledger(ledger)
         for task in tasks:

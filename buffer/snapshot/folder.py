@@ -49,7 +49,7 @@ ITEM_BYTES = 16 * 2**20
 """One item is smaller: a reader needs no more memory than this, whatever the snapshot holds."""
 
 KEY = re.compile(
-    r"control|lineages|dead|bytes|"
+    r"control|cursors|lineages|dead|bytes|"
     r"(control|ledger|progress|ended|jobs|pool|order|batch|dead|group|payload|media):[A-Za-z0-9_.:-]+"
 )
 

@@ -19,7 +19,7 @@ MUTATIONS = {
     # I2
     "zombies-submit": ("submit", "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n", ""),
     # I3
-    "cursor-stays": ("enqueue", "'cursor', int(cursor + drawn), ", ""),
+    "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, cursor + drawn)\n", ""),
     "cursor-is-not-compared": ("enqueue",
                                "if cursor ~= expected then return {'CURSOR', int(cursor)} end\n", ""),
     # I4, I5

@@ -161,6 +161,10 @@ def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
         plain("HSET", keys.ledger("train"), "taken", "9"),
         plain("DEL", keys.batch("train", 1)),
         plain("HSET", keys.meta, "max_tries", "0"),
+        plain("HSET", keys.cursors, "math", "0"),
+        plain("HDEL", keys.suspects, "w0"),
+        lambda run: run.fleet.admit("w0"),
+        lambda run: run.jobs.enqueue(scene.producer, "op", "math", run.jobs.cursor("math"), [0], 99),
     ]
     of_all = [
         plain("FLUSHALL"), plain("SET", "rmq:{other}:meta", "x"), plain("GET", "rmq:{other}:meta"),

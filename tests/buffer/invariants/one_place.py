@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from buffer import Status, new_nonce
+from buffer import Status, group_id, new_nonce
 from buffer.errors import Fenced, PayloadMissing
+from buffer.job import Enqueued
 from tests.buffer.scene import Scene
 
 
@@ -44,6 +45,18 @@ def what_expires_is_in_one_pool(scene: Scene) -> None:
     assert scene.pool("completed")[0][0] != gid
     scene.raw.hset(scene.keys.ledger("train"), "taken", 0)
     scene.check()
+
+
+def a_forged_copy_of_the_cursor_moves_nothing(scene: Scene) -> None:
+    """A worker may write the account of a task, but not what the producer goes by."""
+    scene.enqueue(2)
+    for forged in (0, 7, 100):
+        scene.raw.hset(scene.keys.progress("math"), "cursor", forged)
+        assert not scene.run.account.fsck().clean
+        cursor = scene.run.jobs.cursor("math")
+        assert scene.enqueue(1) == Enqueued(1, cursor + 1)
+        scene.check()
+    assert scene.stream("fresh") == [group_id("math", draw) for draw in range(5)]
 
 
 def by_hand_keeps_the_account(scene: Scene) -> None:
@@ -104,6 +117,7 @@ def no_prompt_is_skipped_or_doubled(scene: Scene) -> None:
     assert first == ["math-0000000000", "math-0000000001"]
     # a server that lost its last second: what came in is passed over
     scene.raw.hset(scene.keys.progress("math"), mapping={"cursor": 0, "ahead": 2})
+    scene.raw.hset(scene.keys.cursors, "math", 0)
     again = scene.run.jobs.enqueue(scene.producer, new_nonce(), "math", 0, [2, 2], 1000)
     assert (again.count, again.cursor) == (0, 2)
     assert scene.stream("fresh") == first

@@ -57,7 +57,18 @@ ONE_PLACE = [
         one_place.no_prompt_is_skipped_or_doubled,
         new="if ended > 0 then",
     ),
-    Mutation("I3", "enqueue", "'cursor', int(cursor + drawn), ", one_place.no_prompt_is_skipped_or_doubled),
+    Mutation(
+        "I3",
+        "enqueue",
+        "move_cursor(cursors, progress, task, cursor + drawn)\n",
+        one_place.no_prompt_is_skipped_or_doubled,
+    ),
+    Mutation(
+        "I3",
+        "prelude",
+        "redis.call('HGET', cursors, task) or ",
+        one_place.a_forged_copy_of_the_cursor_moves_nothing,
+    ),
     Mutation("I3", "enqueue", "  if enqueued >= free or ", one_place.nothing_starts_beyond_the_target, new="  if "),
     Mutation(
         "I3",
