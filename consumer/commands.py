@@ -90,6 +90,7 @@ def train(
     log_json("trainer")
     follow_owner()
     from buffer.open_run import open_store, server_url
+    from buffer.traced_run import trace_run
     from consumer.launch.preparation import make_run
 
     store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True)
@@ -99,6 +100,7 @@ def train(
         serve_process("trainer", store, metrics)
     model_dir = settings.policy.model or settings.run.folder / "model"
     run = make_run(store, settings, model_dir, regenerate=regenerate)
+    trace_run(run, "trainer")
     if settings.trainer.loop:
         load_object(settings.trainer.loop, kind="loop of a trainer")(run, settings, model_dir, take_over=take_over)
         return

@@ -17,6 +17,7 @@ from buffer.order import load_order
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.store import Store
+from buffer.tracing import Tracer
 from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.toolbox import tool_schemas
@@ -37,6 +38,7 @@ from producer_workers.should_continue import load_should_continue
 from producer_workers.strategy import strategies_of
 from producer_workers.task_runner import TaskRunner
 from producer_workers.tokenizer import Tokenizer, load_tokenizer
+from producer_workers.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker import Worker
 
 
@@ -89,8 +91,16 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     return engine
 
 
-def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: str, *, restarts: int = 0) -> Worker:
-    """A worker with an agent loop per task; `restarts` of its engine came before.
+def make_worker(
+    config: ProducingConfig,
+    run: Run,
+    engine: Engine,
+    worker_id: str,
+    *,
+    restarts: int = 0,
+    tracer: Tracer | None = None,
+) -> Worker:
+    """A worker with an agent loop per task; `restarts` of its engine came before. `tracer`: who is told of each group.
 
     Raises ConfigError for a loop, a judge or a filter that cannot be loaded.
     """
@@ -100,7 +110,7 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order)
-    times = JudgeTimes()
+    times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
     names = config.worker.tasks or list(config.tasks)
     if unknown := set(names) - set(config.tasks):
         known = ", ".join(config.tasks)
@@ -108,7 +118,7 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
     return Worker(
         run,
         engine,
-        {name: _make_runner(config, run, name, tokenizer, eos_ids, times) for name in names},
+        {name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer) for name in names},
         worker_id=worker_id,
         concurrency=config.worker.concurrency,
         drain_timeout_s=config.worker.drain_timeout_s,
@@ -120,7 +130,13 @@ def make_worker(config: ProducingConfig, run: Run, engine: Engine, worker_id: st
 
 
 def _make_runner(
-    config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer, eos_ids: set[int], times: JudgeTimes
+    config: ProducingConfig,
+    run: Run,
+    name: str,
+    tokenizer: Tokenizer,
+    eos_ids: set[int],
+    times: JudgeTimes,
+    tracer: Tracer | None,
 ) -> TaskRunner:
     task, strategy = config.tasks[name], config.strategy_of(name)
     is_partial = strategy.enable_partial_rollout
@@ -134,7 +150,7 @@ def _make_runner(
     )
     # an evaluation counts every problem, the useless ones too
     is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
-    return TaskRunner(loop, is_partial, is_valid, strategy.group_time_limit_s)
+    return TaskRunner(TracedLoop(loop, tracer) if tracer else loop, is_partial, is_valid, strategy.group_time_limit_s)
 
 
 def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None:

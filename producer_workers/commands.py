@@ -94,10 +94,12 @@ def producer(
     settings = _load(config, overrides)
     log_json("producer")
     follow_owner()
+    from buffer.traced_run import trace_run
     from producer_workers.assembly import make_producer
     from producer_workers.standby import stand_by
 
     run = _open(settings, redis_url, "producer", metrics)
+    trace_run(run, "producer")
     member = make_producer(settings, run)
     # only now: while it waits for its run there is nothing to end in order, and a signal ends the process
     stop = threading.Event()
@@ -165,6 +167,7 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: 
 
 
 async def _work(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> None:
+    from buffer.traced_run import trace_run
     from producer_workers import engine_restarts
     from producer_workers.assembly import make_worker, start_engine
 
@@ -174,12 +177,13 @@ async def _work(settings: ProducingConfig, redis_url: str | None, name: str, met
         return await start_engine(settings, run)
 
     async def work(engine: Engine, restarts: int) -> None:
-        member = make_worker(settings, run, engine, name, restarts=restarts)
+        member = make_worker(settings, run, engine, name, restarts=restarts, tracer=tracer)
         _on_signals(_drain, member)
         await member.run()
 
     _on_signals(os._exit, 130)
     run = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
+    tracer = trace_run(run, name)
     await engine_restarts.serve(start, work, settings.engine.restarts)
 
 

@@ -20,6 +20,7 @@ from buffer.keys import ENDS, IMPORTED_FROM, split_group_id
 from buffer.payloads import PayloadRef
 from buffer.rollout import RolloutState
 from buffer.run import Run
+from buffer.trace_ids import trace_id
 from buffer.watch.group_json import group_json
 
 EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
@@ -52,19 +53,20 @@ def show(
         places = target.run.account.places(task, draw)
         record = target.run.record(gid)
         if not record:
-            _show_ended(gid, _end(target.run, gid, places), as_json)
+            _show_ended(gid, _end(target.run, gid, places), trace_id(target.run.nonce, gid), as_json)
             return
-        letter = target.run.dead_letters.reason(gid)
+        letter, trace = target.run.dead_letters.reason(gid), trace_id(target.run.nonce, gid)
         group = target.run.buffer.read(_payload(gid, record))
     states = group.states if member is None else [_member(group, member)]
     if as_json:
         emit(
-            {"gid": gid, "places": places, "record": record, "dead_letter": letter} | group_json(group, states, tokens)
+            {"gid": gid, "places": places, "record": record, "dead_letter": letter, "trace_id": trace}
+            | group_json(group, states, tokens)
         )
         return
     screen = console()
     screen.print(Text.assemble((gid, "bold"), "  ", state(" + ".join(places) or "lost")))
-    screen.print(facts([(name, plain(record[name])) for name in _SHORT if record.get(name)]))
+    screen.print(facts([*((name, plain(record[name])) for name in _SHORT if record.get(name)), ("trace", trace)]))
     if letter:
         screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
     _show_group(screen, group, states, tokens)
@@ -88,16 +90,17 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     raise AccountError(f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups")
 
 
-def _show_ended(gid: str, end: str, as_json: bool) -> None:
+def _show_ended(gid: str, end: str, trace: str, as_json: bool) -> None:
     why = {
         "archived": "trained and committed; its bytes are freed",
         "filtered": "judged useless for training; its bytes are freed",
         "dropped": "too old, not usable, or dropped by hand; its bytes are freed",
     }
     if as_json:
-        emit({"gid": gid, "places": [end], "record": None, "members": []})
+        emit({"gid": gid, "places": [end], "record": None, "members": [], "trace_id": trace})
     else:
         console().print(Text.assemble((gid, "bold"), "  ", state(end), f" {why[end]}"))
+        console().print(facts([("trace", trace)]))
 
 
 def _payload(gid: str, record: dict[str, str]) -> PayloadRef:

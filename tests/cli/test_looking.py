@@ -15,6 +15,7 @@ import pytest
 from buffer import Store, group_id, new_nonce
 from buffer.recovery.position import Position
 from buffer.server.embedded import EmbeddedServer
+from buffer.trace_ids import trace_id
 from tests.cli.conftest import ROOT, Command, json_of, rolloutmq
 from tests.cli.populate import ESCAPE, Scene, write_steps
 
@@ -161,7 +162,8 @@ def test_show_of_a_waiting_group_has_its_prompt(scene: Scene, command: Command) 
 @pytest.mark.parametrize(("draw", "end"), [(0, "archived"), (6, "filtered")])
 def test_show_of_an_ended_group_says_how_it_ended(scene: Scene, command: Command, draw: int, end: str) -> None:
     assert f"[{end}" in command("show", gid(draw)).stdout
-    assert json_of(command("show", gid(draw), "--json"))["places"] == [end]
+    told = json_of(command("show", gid(draw), "--json"))
+    assert (told["places"], told["trace_id"]) == ([end], trace_id(scene.run.nonce, gid(draw)))
 
 
 def test_show_of_a_dead_letter_says_why(scene: Scene, command: Command) -> None:

@@ -1,0 +1,127 @@
+"""The trace of a group, put together from what real processes told of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from buffer import Store
+from buffer.config.loader import load_config
+from buffer.open_run import create_run
+from buffer.trace_ids import root_span_id, trace_id
+from buffer.traced_run import trace_run
+from buffer.tracing import SWITCH
+from consumer.config import TrainingConfig
+from consumer.rollout_consumer import RolloutConsumer
+from tests.pipeline.site import Site
+
+LIFE = ["enqueue", "wait", "claim", "generate", "submit", "take", "train", "commit"]
+
+
+class Collector:
+    """An OTLP endpoint. `spans`: those that came, by trace; `who`: the process of each, by its span id."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[Span]] = defaultdict(list)
+        self.who: dict[str, str] = {}
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                collector.take(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200)
+                self.send_header("Content-Type", "application/x-protobuf")
+                self.end_headers()
+                self.wfile.write(service.ExportTraceServiceResponse().SerializeToString())
+
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    def take(self, body: bytes) -> None:
+        for resource in service.ExportTraceServiceRequest.FromString(body).resource_spans:
+            names = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                self.spans[span.trace_id.hex()].append(span)
+                self.who[span.span_id.hex()] = names["service.instance.id"]
+
+    def named(self, trace: str, name: str) -> list[Span]:
+        return [span for span in self.spans[trace] if span.name == name]
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    made = Collector()
+    thread = threading.Thread(target=made.server.serve_forever)
+    thread.start()
+    monkeypatch.setenv(SWITCH, "otlp")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{made.server.server_port}")
+    yield made
+    made.server.shutdown()
+    thread.join()
+    made.server.server_close()
+
+
+@pytest.mark.timeout(300)
+def test_one_trace_holds_a_groups_life_in_three_processes(
+    make_site: Callable[..., Site], collector: Collector
+) -> None:
+    site = make_site(steps=2)
+    site.server.start()
+    config = load_config(TrainingConfig, site.config, [])
+    store = Store(site.server.url)
+    run = create_run(store, config, config.policy.model)  # type: ignore[arg-type]
+    tracer = trace_run(run, "trainer")
+    assert tracer
+    consumer = RolloutConsumer(run)
+    consumer.open()
+    processes = [site.start("producer"), site.start("worker", "--id", "w0")]
+    taken: list[str] = []
+    for step in (1, 2):
+        site.until(lambda: run.buffer.is_ready({"sums": 4}), "a batch")
+        batch = consumer.take_batch(step, run.limits.mix().shares(step))
+        taken += batch.manifest.gids
+        consumer.commit(step, keep=step)
+        consumer.publish_weights(step, str(site.model), "")
+    consumer.finish()
+    assert [process.wait() for process in processes] == [0, 0], site.words()
+    consumer.close()
+    tracer.flush()
+    for gid in taken:
+        check_life(collector, trace_id(run.nonce, gid), root_span_id(run.nonce, gid))
+    store.close()
+
+
+def check_life(collector: Collector, trace: str, root: str) -> None:
+    """Each stage once, in order, by the process that did it; all but the first are parts of the first."""
+    told = {name: collector.named(trace, name) for name in LIFE}
+    # a group that was there before anybody looked at the line has no wait
+    assert {name: len(spans) for name, spans in told.items()} == dict.fromkeys(LIFE, 1)
+    spans = [told[name][0] for name in LIFE]
+    assert [span.start_time_unix_nano for span in spans] == sorted(span.start_time_unix_nano for span in spans)
+    assert [collector.who[span.span_id.hex()] for span in spans] == ["producer", *["w0"] * 4, *["trainer"] * 3]
+    assert (spans[0].span_id.hex(), spans[0].parent_span_id) == (root, b"")
+    assert {span.parent_span_id.hex() for span in spans[1:]} == {root}
+    judged = collector.named(trace, "judge")
+    assert [span.parent_span_id for span in judged] == [told["generate"][0].span_id] * 4
+
+
+def test_without_the_switch_a_run_stays_as_it_is(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    site = make_site()
+    with site.server as server:
+        store = Store(server.url)
+        run = create_run(store, load_config(TrainingConfig, site.config, []), site.model)
+        parts = (run.jobs, run.buffer, run.ledger)
+        assert trace_run(run, "worker") is None
+        assert parts == (run.jobs, run.buffer, run.ledger)
+        store.close()
