@@ -55,11 +55,17 @@ class DrawAssertion:
     def revive(self, position: Position) -> None:
         """Let what is archived and was not trained be drawn again; an imported group cannot be, and is dropped."""
         for task in self._limits.training_tasks:
-            known = self._known(task)
-            drawn, imported = _of(position.trained.tasks, task), _of(position.trained.imported, task)
-            ends = [(draw, "again") for draw in _missing(known.archived, drawn.to_bools())]
-            ends += [(IMPORTED_FROM + n, "dropped") for n in _missing(known.imported, imported.to_bools())]
-            self._assert(task, ends, 0, 0)
+            self._assert(task, self._untrained(task, position), 0, 0)
+
+    def has_untrained(self, position: Position) -> bool:
+        """Whether there is any such group."""
+        return any(self._untrained(task, position) for task in self._limits.training_tasks)
+
+    def _untrained(self, task: str, position: Position) -> list[Ending]:
+        known = self._known(task)
+        drawn, imported = _of(position.trained.tasks, task), _of(position.trained.imported, task)
+        again = [(draw, "again") for draw in _missing(known.archived, drawn.to_bools())]
+        return again + [(IMPORTED_FROM + n, "dropped") for n in _missing(known.imported, imported.to_bools())]
 
     def _known(self, task: str) -> _Draws:
         progress, archived = self._keys.progress(task), self._keys.ended(task, "archived")

@@ -7,7 +7,8 @@ compared with that, at every opening; where nothing is lost nothing is written. 
 1. a batch that is not one of S's history is dissolved: its groups are ready again
 2. batches since the oldest checkpoint kept come back as they were, if their bytes are still there; if not, they and
    all before them can be delivered no more, and S is the oldest checkpoint that opens without `regenerate`
-3. every other draw that was trained is archived, wherever it came back to life
+3. every other draw that was trained is archived, wherever it came back to life; one that only a trainer before a
+   `regenerate` had trained, which the server forgot, too, is drawn again
 4. the ledger goes on after S
 
 Each of these is one script, or slices of one, that changes nothing when repeated. A trainer that dies between two
@@ -153,6 +154,7 @@ class Reassertion:
         if first > taken + 1:  # there is a hole: what is before it can be delivered no more
             self._ledger.commit(self._nonce, taken, taken)
         self._draws.end(position, lives)
+        self._revive()
         if first > taken + 1:
             self._done.oldest = first - 1
             self._reset_ledger(first - 1, restorable)
@@ -175,13 +177,18 @@ class Reassertion:
     def _go_below(self) -> None:
         """Let all that was archived after S be drawn again; its bytes are gone."""
         self._ledger.archive.forget(everything=True)
+        self._draws.end(self._position, set())
+        self._revive()
+        self._done.oldest = self._position.step
+        self._reset_ledger(self._position.step, [])
+
+    def _revive(self) -> None:
+        if not self._draws.has_untrained(self._position):
+            return
         # a prompt that is still listed as garbage must not be freed once it is written again
         while self._payloads.collect():
             pass
-        self._draws.end(self._position, set())
         self._draws.revive(self._position)
-        self._done.oldest = self._position.step
-        self._reset_ledger(self._position.step, [])
 
     def _reset_ledger(self, step: int, still_to_come: list[Manifest]) -> None:
         position = self._position

@@ -241,6 +241,28 @@ def test_going_back_below_what_is_freed_generates_what_came_after(scene: Scene, 
     trainer.save()
     scene.check()
 
+def test_what_was_trained_only_before_a_regenerate_that_the_server_forgot_is_drawn_again(
+    scene: Scene, trainer: Trainer
+) -> None:
+    """All checkpoints were lost, training began anew with other groups, and the server fell back to before that."""
+    scene.ready(0, 0)
+    trainer.train(1)
+    trainer.save()
+    moment = trainer.now()
+    trainer.open(Position(), regenerate=True)
+    assert trainer.train(1).gids == gids(1)
+    trainer.save()
+    trainer.lose_all_since(moment)
+    assert place(scene, 0) == ["archived"]
+
+    trainer.open()
+    assert [place(scene, draw) for draw in (0, 1)] == [[], ["archived"]]
+    assert scene.run.jobs.cursor("math") == 0
+    scene.check()
+    scene.ready(0)
+    assert trainer.train(2).gids == gids(0)
+    scene.check()
+
 
 def test_imported_groups_that_the_server_forgot_are_dropped_unless_they_were_trained(
     scene: Scene, trainer: Trainer

@@ -67,9 +67,12 @@ class Crew:
         self.claimed: list[tuple[str, Mode]] = []
 
     def start(self) -> None:
+        self.register()
+        self._thread.start()
+
+    def register(self) -> None:
         self._run.control.open_producer(self.producer, take_over=True)
         self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
-        self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -77,10 +80,14 @@ class Crew:
         if self._error:
             raise self._error
 
+    def serve(self) -> None:
+        """Until `stop`, in this thread."""
+        while not self._stop.wait(0.01):
+            self._turn()
+
     def _serve(self) -> None:
         try:
-            while not self._stop.wait(0.01):
-                self._turn()
+            self.serve()
         except BaseException as error:
             self._error = error
 

@@ -1,0 +1,267 @@
+"""A trainer that dies at lines drawn by chance, again and again, while its disk and its server lose what they may lose.
+
+usage: python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES
+Forks, from one warm process, a crew and a trainer for each life. SIGKILL ends the trainer at a line of the files that
+take, train, write a checkpoint, commit and publish; then the server is killed, too. Between two lives, by chance, the
+server is put back to the end of the life before, the newest checkpoint is lost, or all of them are. Prints a line for
+each life, and at last {"deaths": …, "places": …, "moved": …, "differs": …}: how far the last checkpoint is from a
+learner that trained the same batches and never died.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import orjson
+import torch
+from safetensors.torch import load_file
+
+import consumer
+from buffer import Run, Store, wire
+from buffer.errors import LedgerError, LostRun
+from buffer.open_run import create_run, wait_for_run
+from buffer.server.embedded import EmbeddedServer
+from buffer.step_log import StepLog
+from consumer.advantages import estimate_advantages
+from consumer.checkpoint import CheckpointFolder
+from consumer.config import TrainingConfig
+from consumer.learner import Learner
+from consumer.rollout_consumer import Batch
+from consumer.trainer import OPTIMIZER, Trainer
+from tests.consumer.crew import Crew
+
+STEPS, GROUPS = 6, 3
+LINES = 1500
+"""A life ends at one of so many lines; a whole run has 2300."""
+REFUSED, CHANGED = 7, 99
+"""Exit codes: the server has freed or lost what this trainer needs; a batch that came again was another one."""
+
+PACKAGES = Path(consumer.__file__).parents[1]
+FILES = {
+    str(PACKAGES / name)
+    for name in (
+        "consumer/trainer.py",
+        "consumer/checkpoint.py",
+        "consumer/step_log.py",
+        "consumer/model_folder.py",
+        "consumer/rollout_consumer.py",
+        "consumer/batch_reader.py",
+        "consumer/weights/shared_folder.py",
+        "buffer/ledger.py",
+        "buffer/recovery/opening.py",
+        "buffer/recovery/reassertion.py",
+        "buffer/recovery/position.py",
+    )
+}
+
+
+class Lives:
+    """A run of `folder`, and all that happens to it."""
+
+    def __init__(self, folder: Path, model: Path, seed: int, lives: int) -> None:
+        self.folder, self.model, self.draw, self.lives = folder, model, random.Random(seed), lives
+        self.server = EmbeddedServer(folder / "server")
+        self.deliveries = folder / "deliveries"
+        self.deliveries.mkdir(parents=True)
+        self.config = make_config(folder, model)
+        self.checkpoints = CheckpointFolder(self.config.run.folder / "checkpoints")
+        self.places: list[str] = []
+
+    def run(self) -> None:
+        """Lives until one comes to its end; for the last of them no death is appointed."""
+        regenerate, number, code = False, 0, -1
+        while code:
+            number += 1
+            self.server.start()
+            crew = fork(self.serve)
+            at = self.draw.randint(1, LINES) if number < self.lives else 0
+            code = wait_for(fork(partial(self.train, at, regenerate)))
+            os.kill(crew, signal.SIGKILL)
+            wait_for(crew)
+            self.server.kill()
+            regenerate = code == REFUSED
+            fault = self.lose() if code == -signal.SIGKILL else "nothing"
+            say({"life": number, "died": self.place(), "code": code, "lost": fault, "left": self.checkpoints.steps()})
+            if code not in (0, REFUSED, -signal.SIGKILL):
+                raise SystemExit(f"life {number} ended with {code}")
+
+    # -- the processes ---------------------------------------------------------
+
+    def serve(self) -> None:
+        crew = Crew(wait_for_run(Store(self.server.url), "lives"), {"math": 40 * GROUPS}, stamp=0)
+        crew.register()
+        crew.serve()
+
+    def train(self, at: int, regenerate: bool) -> None:
+        store = Store(self.server.url)
+        trainer = Trainer(create_run(store, self.config, self.model), self.config, self.model)
+        trainer.consumer.take_batch = self.noting(trainer.consumer.take_batch)  # type: ignore[method-assign]
+        if at:
+            sys.settrace(dying_at(at, self.folder / "place"))
+        try:
+            trainer.fit(take_over=True, regenerate=regenerate)
+        except (LedgerError, LostRun) as error:
+            sys.stderr.write(f"refused: {error}\n")
+            os._exit(REFUSED)
+
+    def noting(self, take: Callable[..., Batch]) -> Callable[..., Batch]:
+        """Every batch is written down; a step that is delivered again must be what it was, and so must a group."""
+
+        def noted(step: int, *args: Any, **more: Any) -> Batch:
+            batch = take(step, *args, **more)
+            files = {f"step-{step}": "\n".join(batch.manifest.gids).encode()}
+            files |= {group.gid: wire.encode(group) for group in batch.groups}
+            for name, data in files.items():
+                file = self.deliveries / name
+                if file.exists() and file.read_bytes() != data:
+                    sys.stderr.write(f"{name} was {file.read_bytes()!r:.300} and is {data!r:.300}\n")
+                    os._exit(CHANGED)
+                file.with_suffix(".tmp").write_bytes(data)
+                file.with_suffix(".tmp").rename(file)
+            return batch
+
+        return noted
+
+    def place(self) -> str:
+        file = self.folder / "place"
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        file.unlink(missing_ok=True)
+        self.places += [text] if text else []
+        return text
+
+    # -- what is lost ----------------------------------------------------------
+
+    def lose(self) -> str:
+        """One of the faults, while the server is down. What need not come back as it was is no longer compared."""
+        fault = self.draw.choice(["nothing", "nothing", "second", "checkpoint", "both", "all checkpoints"])
+        past, steps = self.folder / "server.past", self.checkpoints.steps()
+        if fault in ("second", "both") and past.exists():
+            shutil.rmtree(self.server.folder)
+            copy(past, self.server.folder)
+        if fault in ("checkpoint", "both") and len(steps) > 1:
+            shutil.rmtree(self.checkpoints.path(steps[-1]))
+        if fault == "all checkpoints":
+            shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
+        if fault in ("second", "both", "all checkpoints"):
+            self.forget((self.checkpoints.steps() or [0])[0])
+        shutil.rmtree(past, ignore_errors=True)
+        copy(self.server.folder, past)
+        return fault
+
+    def forget(self, step: int) -> None:
+        """What is behind the oldest checkpoint may be made of other groups: their bytes may be gone, too."""
+        for file in self.deliveries.glob("step-*"):
+            if int(file.name.removeprefix("step-")) > step:
+                file.unlink()
+
+    # -- judging ---------------------------------------------------------------
+
+    def judge(self) -> None:
+        log = StepLog(self.config.run.folder / "steps.jsonl")
+        log.read_new()
+        assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
+        assert log.trained_twice() == {}
+        self.server.start()
+        store = Store(self.server.url)
+        run = Run.open(store, "lives")
+        run.janitor.sweep()
+        audit, trained = run.account.fsck(), int(run.progress("math")["archived"])
+        store.close()
+        self.server.kill()
+        assert audit.clean, audit.faults
+        assert trained == self.checkpoints.steps()[0] * GROUPS, trained
+        say({"deaths": len(self.places), "places": sorted(set(self.places))} | self.replay(log))
+
+    def replay(self, log: StepLog) -> dict[str, float]:
+        learner = Learner(self.model, self.config.learner, device="cpu", seed=self.config.run.seed)
+        first = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
+        for step in log.steps:
+            groups = [wire.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
+            scores, lengths = [group.scores for group in groups], [group.lengths for group in groups]
+            learner.train_step(groups, estimate_advantages("grpo", scores, lengths))
+        last, wanted = load_file(self.checkpoints.path(STEPS) / OPTIMIZER), learner.state_tensors()
+        assert last.keys() == wanted.keys()
+        weights = [name for name in wanted if name.startswith(("model/", "optimizer/"))]
+        return {
+            "differs": max(float((last[n].double() - wanted[n].double()).abs().max()) for n in weights),
+            "moved": max(float((first[n] - wanted[n]).abs().max()) for n in weights if n in first),
+        }
+
+
+def make_config(folder: Path, model: Path) -> TrainingConfig:
+    dataset = {"kind": "jsonl", "path": "problems.jsonl"}
+    return TrainingConfig.model_validate(
+        {
+            "run": {"name": "lives", "dir": folder / "run", "seed": 3},
+            "plan": {"steps": STEPS, "batch_size": GROUPS},
+            "policy": {"model": model, "max_staleness": 1000},
+            "lease": {"lease_ms": 2000, "heartbeat_ms": 100},
+            "tasks": {"math": {"judge": "exact_match", "prompt_repeat_k": 4, "dataset": dataset}},
+            "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "keep_checkpoints": 2, "device": "cpu"},
+            "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5},
+        }
+    )
+
+
+def dying_at(line: int, note: Path) -> Any:
+    """For `sys.settrace`: SIGKILL before the `line`-th line of FILES that this thread comes to."""
+    seen = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if event == "line":
+            seen += 1
+            if seen == line:
+                name = Path(frame.f_code.co_filename).name
+                note.write_text(f"{name}:{frame.f_lineno} {frame.f_code.co_name}", encoding="utf-8")
+                os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    return lambda frame, event, arg: count if frame.f_code.co_filename in FILES else None
+
+
+def copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.sock"))
+
+
+def fork(work: Callable[[], None]) -> int:
+    """A child that does it, and ends without any clean-up."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def wait_for(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def say(line: dict[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    lives = Lives(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    try:
+        lives.run()
+        lives.judge()
+    finally:
+        lives.server.kill()

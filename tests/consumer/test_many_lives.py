@@ -1,0 +1,35 @@
+"""A trainer that is killed between any two lines, and loses checkpoints and server state on top of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [4])
+def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
+    model_dir: Path, tmp_path: Path, seed: int
+) -> None:
+    """Every group at most once, none that was committed missing, batches that come again the same: many_lives judges.
+
+    More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES`.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.consumer.many_lives", str(tmp_path / "lives"), str(model_dir), str(seed), "6"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
+    report = orjson.loads(done.stdout.splitlines()[-1])
+    assert report["deaths"] > 0
+    assert report["moved"] > 1e-3
+    assert report["differs"] == 0.0
