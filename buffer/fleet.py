@@ -19,7 +19,8 @@ from buffer.store import Store
 class Pulse:
     """What a worker says of itself with a heartbeat. `heard`, the control epoch that it knew then, it keeps.
     `concurrency`: groups that it would have in work at once; 0 = it does not say. `requests`: what its engine has,
-    None where it does not say. Since it started: groups `done` and `failed`, answers of judges, their `judging_ms`."""
+    None where it does not say. Since it started: groups `done` and `failed`, answers of judges, their `judging_ms`, and
+    how many were failures; of the newest answers the median and the 99th percentile."""
 
     ack: int
     weights: PolicyVersion
@@ -32,6 +33,9 @@ class Pulse:
     failed: int = 0
     judged: int = 0
     judging_ms: int = 0
+    judge_failures: int = 0
+    judge_p50_ms: int = 0
+    judge_p99_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,9 @@ class Fleet:
                 "failed": pulse.failed,
                 "judged": pulse.judged,
                 "judging_ms": pulse.judging_ms,
+                "judge_failures": pulse.judge_failures,
+                "judge_p50_ms": pulse.judge_p50_ms,
+                "judge_p99_ms": pulse.judge_p99_ms,
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )

@@ -22,6 +22,7 @@ class PulseTaker:
     def take(self, state: str, concurrency: int) -> Pulse:
         weights, heard = self._engine.version(), self._control.epoch
         load = self._engine.load() if isinstance(self._engine, TellsLoad) else None
+        half, most = self._judge_times.quantiles(0.5, 0.99)
         return Pulse(
             ack=self._control.ack,
             weights=weights,
@@ -34,6 +35,9 @@ class PulseTaker:
             failed=self._work.failed,
             judged=self._judge_times.asked,
             judging_ms=round(1000 * self._judge_times.seconds),
+            judge_failures=self._judge_times.failed,
+            judge_p50_ms=round(1000 * half),
+            judge_p99_ms=round(1000 * most),
         )
 
     def _tokens_per_s(self) -> float:

@@ -21,6 +21,9 @@ _NUMBERS = (
     "requests",
     "judged",
     "judging_ms",
+    "judge_failures",
+    "judge_p50_ms",
+    "judge_p99_ms",
     "quarantined",
     "bad_groups",
     "barred_for_ms",
@@ -39,7 +42,7 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
     With engine, state, weights, time since the last heartbeat, groups held and how many it would
     hold, requests in the engine (load), tokens per second, groups done, groups that
     failed or that a trainer could not use (bad). One that is barred claims nothing more until
-    `rolloutmq continue --worker ID`. --json has how long its judges take.
+    `rolloutmq continue --worker ID`. Then how long their judges take, and how often these failed.
     """
     with open_target(redis_url, run_dir, run) as target:
         rows = target.run.fleet.workers()
@@ -50,6 +53,8 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
         console().print("No worker has joined. Start one with: rolloutmq worker CONFIG")
     else:
         console().print(workers_table(rows, lease_ms, weights))
+        if judging := [row for row in rows if row.get("judged", "0") != "0"]:
+            console().print(judges_table(judging))
 
 
 def workers_table(rows: list[dict[str, str]], lease_ms: int, newest: str) -> Table:
@@ -78,6 +83,18 @@ def _holds(row: dict[str, str]) -> str:
     """Groups in work, of how many there may be."""
     most = row.get("concurrency", "0")
     return row["holds"] if most == "0" else f"{row['holds']}/{most}"
+
+
+def judges_table(rows: list[dict[str, str]]) -> Table:
+    """How long the newest answers of judges took, and how many of all were failures."""
+    numbers = ["judged", "failed", "median", "99 of 100 within"]
+    grid = table("worker", *numbers, right=numbers)
+    for row in rows:
+        failures = row.get("judge_failures", "0")
+        times = [age(int(row.get(name, "0"))) for name in ("judge_p50_ms", "judge_p99_ms")]
+        failed = Text(failures, style="dim" if failures == "0" else "red")
+        grid.add_row(plain(row["id"]), row["judged"], failed, *times)
+    return grid
 
 
 def _bad(row: dict[str, str]) -> Text:

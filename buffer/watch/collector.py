@@ -137,6 +137,10 @@ def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
     yield counter("worker_groups_failed", "Failed in its hands.", ["worker"], _per_worker("failed"))
     yield counter("worker_judgements", "Answers of its judges.", ["worker"], _per_worker("judged"))
     yield counter("worker_judge_seconds", "What it waited for them.", ["worker"], _per_worker("judging_ms", 0.001))
+    yield counter("worker_judge_failures", "Of these, failures.", ["worker"], _per_worker("judge_failures"))
+    for share in ("p50", "p99"):
+        text, read = f"{share} of its newest answers.", _per_worker(f"judge_{share}_ms", 0.001)
+        yield gauge(f"worker_judge_{share}_seconds", text, ["worker"], read)
     yield gauge("leases", "Groups that run or are judged.", [], _one(lambda s: s.leases))
     yield gauge("leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue))
     yield gauge("dead_letters", "Groups that failed for good and wait for an operator.", [], _one(lambda s: s.dead))

@@ -6,27 +6,50 @@ An rq judge's time includes the queue: it is what a rollout waits, not what a ju
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 
+from buffer.errors import JudgeError
 from buffer.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 
+NEWEST = 1024
+"""Answers that quantiles are of."""
+
 
 class JudgeTimes:
-    """`asked`: answers so far, failures too; `seconds`: what all of them took together."""
+    """`asked`: answers so far, failures too; `failed`: the failures; `seconds`: what all of them took together.
+
+    Measured on the event loop, read by the heartbeat's thread.
+    """
 
     def __init__(self) -> None:
-        self.asked, self.seconds = 0, 0.0
+        self.asked, self.failed, self.seconds = 0, 0, 0.0
+        self._newest: deque[float] = deque(maxlen=NEWEST)
+        self._lock = Lock()
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         began = time.monotonic()
         try:
             yield
+        except JudgeError:
+            self.failed += 1
+            raise
         finally:
+            took = time.monotonic() - began
+            with self._lock:
+                self._newest.append(took)
             self.asked += 1
-            self.seconds += time.monotonic() - began
+            self.seconds += took
+
+    def quantiles(self, *shares: float) -> list[float]:
+        """Seconds that these shares of the newest answers took at most; 0 where there is none."""
+        with self._lock:
+            newest = sorted(self._newest)
+        return [newest[min(int(share * len(newest)), len(newest) - 1)] if newest else 0.0 for share in shares]
 
     def watch(self, judge: AnyJudge | None) -> AnyJudge | None:
         """The same judge, with its time taken."""

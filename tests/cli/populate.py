@@ -63,7 +63,8 @@ class Scene:
         self.beat(worker, ack=1)
 
     def beat(self, worker: str, *, ack: int, state: str = "ready") -> None:
-        pulse = Pulse(ack, WEIGHTS, state, 120.0, 4, concurrency=8)
+        judges = {"judged": 40, "judging_ms": 8000, "judge_failures": 3, "judge_p50_ms": 150, "judge_p99_ms": 2500}
+        pulse = Pulse(ack, WEIGHTS, state, 120.0, 4, concurrency=8, **judges)
         self.run.fleet.heartbeat(worker, self.workers[worker], pulse, [])
 
     def claim(self, worker: str, limit: int) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,9 +211,12 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
     assert rows["w0"]["alive"]
     assert rows["w0"]["concurrency"] == 8
     assert "nonce" not in rows["w0"]
+    assert (rows["w0"]["judge_s"], rows["w0"]["judge_failures"], rows["w0"]["judge_p99_ms"]) == (0.2, 3, 2500)
     told = command("workers").stdout
     assert "[ready    ]" in told
     assert "1/8" in told
+    assert re.search(r"w0 +40 +3 +0\.1 s|w0 +40 +3 +0\.2 s", told), "0.15 s"
+    assert "2.5 s" in told
 
 
 def test_top_prints_calm_lines_in_a_pipe(scene: Scene, command: Command) -> None:

@@ -20,7 +20,8 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-NOTHING_TO_SAY = {"rate": 0, "concurrency": 1, "requests": "", "failed": 0, "judged": 0, "judging_ms": 0}
+NUMBERS = ("rate", "failed", "judged", "judging_ms", "judge_failures", "judge_p50_ms", "judge_p99_ms")
+NOTHING_TO_SAY = {"concurrency": 1, "requests": "", **dict.fromkeys(NUMBERS, 0)}  # for people
 
 
 class Abort(Exception):

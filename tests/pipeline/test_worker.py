@@ -372,8 +372,10 @@ def test_a_worker_says_how_it_fares(yard: Yard) -> None:
         async with yard.working(worker):
             await yard.until_places(completed=3, dead=1)
             # two rollouts each, three tries of the poisoned one
-            fares = {"done": "3", "failed": "3", "requests": "0", "judged": str(2 * 3 + 2 * 3)}
+            fares = {"done": "3", "failed": "3", "requests": "0", "judged": str(2 * 3 + 2 * 3), "judge_failures": "6"}
             await yard.until(lambda: fares.items() <= yard.run.fleet.workers()[0].items())
-            assert int(yard.run.fleet.workers()[0]["judging_ms"]) >= 12 * 5
+            told = yard.run.fleet.workers()[0]
+            assert int(told["judging_ms"]) >= 12 * 5
+            assert int(told["judge_p99_ms"]) >= int(told["judge_p50_ms"]) >= 5
 
     asyncio.run(scenario())
