@@ -12,7 +12,7 @@ from buffer.keys import split_group_id
 from buffer.payloads import PayloadRef
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
-ReleaseKind = Literal["handback", "aborted", "failed"]
+ReleaseKind = Literal["handback", "aborted", "failed", "lost"]
 
 
 @dataclass(frozen=True, slots=True)

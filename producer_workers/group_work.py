@@ -2,6 +2,9 @@
 
 Invariant: a group ends in exactly one call to the server, a submit or a release, and while the server is away that
 call is repeated, not given up: a result that was paid for is not lost to an outage.
+
+An engine that dies costs a try whatever it was sampling, since one of these may have killed it. Which one is found by
+the last try, which is made alone: so a prompt that kills engines becomes a dead letter, and nothing beside it does.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from buffer.errors import Fenced, PayloadMissing, RolloutMQError, StoreUnavailable, WireError
 from buffer.group import GROUP_TIME, RolloutGroup
@@ -19,6 +22,7 @@ from buffer.rollout import RolloutState, Status
 from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.said_once import SaidOnce
+from producer_workers.shared_engine import SharedEngine
 from producer_workers.task_runner import TaskRunner
 
 log = logging.getLogger("rolloutmq.worker")
@@ -33,7 +37,7 @@ class GroupWork:
     `handing_in`: jobs whose last call is on its way. The server may have ended their leases because it arrived.
     """
 
-    def __init__(self, run: Run, engine: Engine, runners: Mapping[str, TaskRunner], worker_id: str) -> None:
+    def __init__(self, run: Run, engine: SharedEngine, runners: Mapping[str, TaskRunner], worker_id: str) -> None:
         self._run, self._engine, self._runners, self._worker = run, engine, runners, worker_id
         self.tokens = self.done = self.failed = 0
         self.handing_in: set[Job] = set()
@@ -51,14 +55,14 @@ class GroupWork:
             known = len(group.response_ids)
             began, spent = time.monotonic(), group.shared["extra"].get(GROUP_TIME, 0.0)
             self._members[job] = group.states
-            states = self._members[job] = await self._runners[job.task].generate(group.states, self._engine, job.gid)
+            states = self._members[job] = await self._generate(job, group)
             made = RolloutGroup(job.gid, job.task, states)
             made.shared["extra"] = {**made.shared["extra"], GROUP_TIME: round(spent + time.monotonic() - began, 6)}
             await self._hand_in(job, made, known)
         except Fenced as error:
             log.warning("result not wanted: %s", error, extra={"gid": job.gid})
-        except EngineDeadError:
-            await self._release(job, "handback", "the engine died")
+        except EngineDeadError as error:
+            await self._release(job, "lost" if self._is_guilty(job) else "handback", str(error))
             raise
         except Exception as error:  # one group's failure is not the worker's: it is counted, kept with its reason
             unknown = not isinstance(error, RolloutMQError)
@@ -67,6 +71,18 @@ class GroupWork:
         finally:
             self.handing_in.discard(job)
             self._members.pop(job, None)
+            self._engine.alone.discard(job.gid)
+
+    async def _generate(self, job: Job, group: RolloutGroup) -> list[RolloutState]:
+        """Sampled and judged. Where every try is the last one, to be alone would be for ever."""
+        if job.tries >= self._run.limits.max_tries > 1:
+            self._engine.alone.add(job.gid)
+        return await self._runners[job.task].generate(group.states, cast(Engine, self._engine), job.gid)
+
+    def _is_guilty(self, job: Job) -> bool:
+        """Whether the engine's death costs a try: it costs nobody the last one who was not alone."""
+        is_last = job.tries >= self._run.limits.max_tries
+        return job.gid in self._engine.suspects and (not is_last or job.gid in self._engine.alone)
 
     async def hand_back(self, job: Job) -> None:
         """Give a group back whose work was cancelled, because the worker leaves; its lease runs out otherwise."""

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import cast
 
 from buffer.control import ControlState, Mode, new_nonce
 from buffer.errors import RolloutMQError, StoreUnavailable
@@ -34,7 +33,6 @@ from buffer.serving import Serves
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.group_work import GroupWork
 from producer_workers.heard_control import HeardControl
-from producer_workers.heard_engine import HeardEngine
 from producer_workers.heart import Heart
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.listener import Listener
@@ -43,6 +41,7 @@ from producer_workers.places import Places, Vacancy
 from producer_workers.protection import Protection
 from producer_workers.pulse import PulseTaker
 from producer_workers.said_once import SaidOnce
+from producer_workers.shared_engine import SharedEngine
 from producer_workers.steered_engine import SteeredEngine
 from producer_workers.task_runner import TaskRunner
 from producer_workers.weight_pull import WeightPull
@@ -85,8 +84,7 @@ class Worker:
     ) -> None:
         self._run, self._engine, self._steered = run, engine, SteeredEngine(engine, WeightPull(run))
         self.id, self._nonce = worker_id, new_nonce()
-        heard = cast(Engine, HeardEngine(engine, self._hear_answer))
-        self._group_work = GroupWork(run, heard, runners, worker_id)
+        self._group_work = GroupWork(run, SharedEngine(engine, self._hear_answer), runners, worker_id)
         self._places = Places(run, engine, concurrency, Serves(frozenset(runners), frozenset(lanes)))
         self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
         self._facts = {"engine": engine.name, **(facts or {})}
@@ -275,6 +273,7 @@ class Worker:
             if self._failure is None:
                 await self._wind_down()
         except EngineDeadError as error:
+            self._failure = error
             log.error("the engine died while this worker left: %s", error)
         finally:
             await self._hand_back()
@@ -293,6 +292,8 @@ class Worker:
             await self._work.wait(HAND_BACK_S)
 
     async def _hand_back(self) -> None:
-        """Give back, unharmed, what could not be ended."""
+        """Give back, unharmed, what could not be ended; what died with its engine gives itself back."""
+        if isinstance(self._failure, EngineDeadError):
+            await self._work.wait(HAND_BACK_S)
         for job in await self._work.cancel_all():
             await self._group_work.hand_back(job)

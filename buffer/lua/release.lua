@@ -16,7 +16,8 @@
 -- KEYS[14] expired     ZSET     pool of the task
 -- ARGV[1] gid       gid
 -- ARGV[2] token     token                    of the claim
--- ARGV[3] kind      handback|aborted|failed  waits again | to the pool of aborted groups | a try is used up
+-- ARGV[3] kind      handback|aborted|failed|lost  waits again | to the pool of aborted groups | a try is used up |
+--                                            the same, but nobody knows whether by the group's fault
 -- ARGV[4] max_tries 1..1_000_000
 -- ARGV[5] reason    text..16384              JSON, kept as the dead letter
 -- ARGV[6] lag       ''|0..                   steps by which single tokens expire earlier than groups; '' = they do not
@@ -41,9 +42,11 @@ redis.call('SREM', holds, gid)
 redis.call('HINCRBY', progress, 'running', -1)
 redis.call('HSET', record, 'released', token)
 local place
-if kind == 'failed' then
-  redis.call('HINCRBY', progress, 'failed', 1)
-  redis.call('HINCRBY', progress, 'failures_in_row', 1)
+if kind == 'failed' or kind == 'lost' then
+  if kind == 'failed' then
+    redis.call('HINCRBY', progress, 'failed', 1)
+    redis.call('HINCRBY', progress, 'failures_in_row', 1)
+  end
   place = retry_or_bury({groups = groups, jobs_resume = jobs_resume, jobs_eval = jobs_eval, dead = dead,
     dead_letters = dead_letters, progress = progress}, gid, max_tries, reason)
 else

@@ -154,7 +154,7 @@ def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> N
     for filtered in (False, True):
         with pytest.raises(Fenced):
             scene.run.buffer.submit("w0", old, group, 4, filtered=filtered)
-    kinds: tuple[ReleaseKind, ...] = ("handback", "aborted", "failed")
+    kinds: tuple[ReleaseKind, ...] = ("handback", "aborted", "failed", "lost")
     for kind in kinds:
         with pytest.raises(Fenced):
             scene.run.jobs.release("w0", old, kind)

@@ -45,7 +45,7 @@ task, worker, pick = st.sampled_from(TASKS), st.sampled_from(WORKERS), st.intege
 slot, lives = st.integers(0, 1), st.sampled_from([0, 0, 1, 2, 3, 5])
 few, some = st.integers(0, 3), st.integers(1, 4)
 outcome = st.sampled_from(["completed", "aborted", "aborted", "filtered"])
-kind = st.sampled_from(["handback", "aborted", "failed"])
+kind = st.sampled_from(["handback", "aborted", "failed", "lost"])
 pool = st.sampled_from(["aborted", "expired"])
 mode = st.sampled_from(["abort", "drain", "keep", "run"])
 samples = st.lists(st.sampled_from([1, 1, 1, 0]), min_size=1, max_size=6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from buffer.errors import ModelError
 from producer_workers import engine_restarts
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.engines.base import Engine, EngineDeadError, Generation
 from producer_workers.engines.config import VllmConfig
 from tests.engines.tiny_model import write_tiny_model
 from tests.pipeline.yard import FIRST, SLOW_S, Yard
@@ -53,7 +54,7 @@ def test_groups_end_on_the_engine_that_replaces_a_dead_one(yard: Yard) -> None:
 
     asyncio.run(scenario())
     assert site.members == [0, 1, 2]
-    assert {record["tries"] for record in yard.records()} == {"0"}
+    assert {record["tries"] for record in yard.records()} <= {"0", "1", "2"}
     assert yard.leases() == 0
     yard.check()
 
@@ -89,24 +90,46 @@ def test_a_restart_that_fails_counts_and_a_first_start_that_fails_ends_it() -> N
     assert len(starts) == 3
 
 
+class WatchedVllm:
+    """A real engine that does what a test says when a request of a group comes to it."""
+
+    def __init__(self, engine: Engine, seen: Callable[[str], None]) -> None:
+        self._engine, self._seen = engine, seen
+
+    async def generate(self, request_id: str, *about: Any) -> Generation:
+        asyncio.get_running_loop().call_later(0.1, self._seen, request_id.partition("/")[0])
+        return await self._engine.generate(request_id, *about)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-def test_a_killed_vllm_process_costs_no_group_a_try(yard: Yard, tmp_path: Path) -> None:
+def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_it(
+    make_yard: Callable[..., Yard], tmp_path: Path
+) -> None:
     """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine ends the work."""
-    gids = yard.enqueue(4, (400, 400))
+    yard = make_yard(max_tries=2)
+    poison, *others = yard.enqueue(4, (400, 400))
     model = write_tiny_model(tmp_path / "model", seed=1)
-    config = VllmConfig(max_model_len=512, max_num_seqs=2, kv_cache_memory_bytes=32 << 20, omp_threads=1)
-    engines: list[Engine] = []
+    config = VllmConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=32 << 20, omp_threads=1)
+    killed: list[int] = []
+
+    def kill(gid: str) -> None:
+        for child in psutil.Process().children(recursive=True):
+            if gid == poison and "VLLM" in child.name():
+                killed.append(child.pid)
+                child.kill()
 
     async def start() -> Engine:
-        engines.append(build_engine(config, model, FIRST))
-        await engines[-1].start()
-        return engines[-1]
+        engine = build_engine(config, model, FIRST)
+        await engine.start()
+        return cast(Engine, WatchedVllm(engine, kill))
 
-    async def work(engine: Engine, restarts: int) -> None:
+    async def work(engine: Engine, _: int) -> None:
         member = yard.worker(engine=engine, concurrency=4)
-        killer = None if restarts else asyncio.create_task(kill_when(lambda: yard.places().get("running") == 4))
-        ender = asyncio.create_task(yard.until_places(completed=4))
+        ender = asyncio.create_task(yard.until_places(completed=3, dead=1))
         ender.add_done_callback(lambda _: member.stop())
         try:
             await member.run()
@@ -116,17 +139,10 @@ def test_a_killed_vllm_process_costs_no_group_a_try(yard: Yard, tmp_path: Path) 
             raise
         finally:
             ender.cancel()
-            if killer:
-                await killer
 
-    async def kill_when(running: Callable[[], bool]) -> None:
-        await yard.until(running)
-        for child in psutil.Process().children(recursive=True):
-            if "VLLM" in child.name():
-                child.kill()
-
-    asyncio.run(engine_restarts.serve(start, work, 1))
-    assert len(engines) == 2
-    assert {len(yard.group(gid).response_ids) for gid in gids} == {800}
-    assert {record["tries"] for record in yard.records()} == {"0"}
+    asyncio.run(engine_restarts.serve(start, work, 2))
+    assert len(set(killed)) == 2
+    assert {len(yard.group(gid).response_ids) for gid in others} == {800}
+    assert "process ended" in str(yard.run.dead_letters.reason(poison))
+    assert yard.counters().get("failures_in_row", 0) == 0
     yard.check()

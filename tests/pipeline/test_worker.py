@@ -86,7 +86,7 @@ def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard) -> No
 
 
 @on_both
-def test_groups_are_handed_back_unharmed_when_the_engine_dies(yard: Yard) -> None:
+def test_no_group_is_lost_when_the_engine_dies(yard: Yard) -> None:
     yard.enqueue(6, (50, 50))
 
     async def scenario() -> None:
@@ -101,7 +101,9 @@ def test_groups_are_handed_back_unharmed_when_the_engine_dies(yard: Yard) -> Non
         asyncio.run(scenario())
     assert yard.leases() == 0
     assert sum(yard.places().values()) == 6
-    assert {record["tries"] for record in yard.records()} == {"0"}
+    # any of those that were in the engine may have killed it
+    assert {record["tries"] for record in yard.records()} in ({"0", "1"}, {"1"})
+    assert yard.counters().get("failures_in_row", 0) == 0
     asyncio.run(others())
     yard.check()
 

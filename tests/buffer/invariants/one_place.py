@@ -85,7 +85,7 @@ def an_old_token_changes_nothing(scene: Scene) -> None:
     (new,) = scene.claim(worker="w1")
     before = scene.dump()
     assert scene.beat([old]).lost == (old,)
-    for kind in ("handback", "aborted", "failed"):
+    for kind in ("handback", "aborted", "failed", "lost"):
         with pytest.raises(Fenced):
             scene.run.jobs.release("w0", old, kind)
     with pytest.raises(Fenced):

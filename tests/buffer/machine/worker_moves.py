@@ -124,7 +124,7 @@ class WorkerMoves(World):
             assert self.totals() == before
             return
         self.scene.run.jobs.release(worker, job, kind)
-        if kind == "failed":
+        if kind in ("failed", "lost"):
             self.wait_or_die(group)
             return
         group.tries -= 1
