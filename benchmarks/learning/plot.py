@@ -16,10 +16,10 @@ WINDOW = 8
 PANELS = {
     "corrected, staleness at its bound": ("train step", True, False),
     "not corrected, staleness at its bound": ("train step", False, False),
-    "corrected, at its bound: a core for sampling, one for training": ("seconds, from processor times", True, False),
+    "corrected, a core for sampling and one for training": ("seconds, from processor times", True, False),
     "corrected, overlapping, as measured": ("seconds", True, True),
 }
-"""Title: unit of the x axis, `corrected` and `overlaps` of the trials."""
+"""Title: unit of the x axis, `corrected` and `overlaps` of the trials. One without trials is left out."""
 
 
 def plot(lines: Path, file: Path) -> None:
@@ -32,18 +32,20 @@ def plot(lines: Path, file: Path) -> None:
     trials = [orjson.loads(line) for line in lines.read_bytes().splitlines()]
     bounds = sorted({trial["setting"]["staleness"] for trial in trials})
     colors = dict(zip(bounds, plt.get_cmap("viridis_r")(np.linspace(0.1, 1, len(bounds))), strict=True))
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8.5), sharey=True, layout="constrained")
-    for axis, (title, (unit, *kind)) in zip(axes.flat, PANELS.items(), strict=True):
+    there = {_kind(trial)[:2] for trial in trials}
+    panels = {title: panel for title, panel in PANELS.items() if panel[1:] in there}
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 5), sharey=True, layout="constrained", squeeze=False
+    )
+    for axis, (title, (unit, *kind)) in zip(axes[0], panels.items(), strict=True):
         for bound, color in colors.items():
             seeds = [trial for trial in trials if _kind(trial) == (*kind, bound)]
             if seeds:
                 _draw(axis, seeds, unit, color, f"staleness {bound} (n = {len(seeds)})")
         axis.set(title=title, xlabel=unit, ylim=(0, 1))
         axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(loc="upper left", fontsize="small")
-    for axis in axes[:, 0]:
-        axis.set_ylabel(f"reward, mean of {WINDOW} steps")
+        axis.legend(loc="upper left", fontsize="small")
+    axes[0, 0].set_ylabel(f"reward, mean of {WINDOW} steps")
     figure.savefig(file, dpi=100)
     plt.close(figure)
 

@@ -36,7 +36,7 @@ class Setting:
     staleness: int = 0
     corrected: bool = True
     seed: int = 0
-    steps: int = 80
+    steps: int = 100
     batch: int = 32
     k: int = 8
     overlaps: bool = False
