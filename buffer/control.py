@@ -8,7 +8,9 @@ person's pause.
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +84,8 @@ class RoleHolder:
     seen_ms: int
     now_ms: int
     timeout_ms: int
+    name: str = ""
+    """where a producer runs"""
 
     @property
     def silent_ms(self) -> int | None:
@@ -98,7 +102,8 @@ class RoleHolder:
         if not self.nonce:
             return f"the last {self.role} left in order {self.silent_ms / 1000:.0f} s ago"
         word = "is alive" if self.is_alive else f"was last heard of {self.silent_ms / 1000:.0f} s ago"
-        return f"the {self.role} {self.nonce[:8]}… {word}"
+        where = f" ({self.name})" if self.name else ""
+        return f"the {self.role} {self.nonce[:8]}…{where} {word}"
 
 
 def _unreadable(fields: Sequence[str]) -> ScriptError:
@@ -187,7 +192,7 @@ class RunControl:
         return reply[1:]
 
     def open_producer(self, nonce: str, *, run_nonce: str = "", take_over: bool = False) -> ControlState:
-        """Become the active producer. Raises RoleHeld or LostRun."""
+        """Become the active producer, under the name of this process. Raises RoleHeld or LostRun."""
         keys = self._keys
         reply = self._store.call(
             "producer_open",
@@ -197,10 +202,22 @@ class RunControl:
                 "nonce": nonce,
                 "take_over": int(take_over),
                 "timeout_ms": self._limits.role_timeout_ms,
+                "name": f"process {os.getpid()} on {socket.gethostname()}"[:128],
             },
             durable=True,
         )
         return ControlState.parse(opened(reply, "producer", keys.run)[1:])
+
+    def report_curriculum(self, nonce: str, step: int, reason: str) -> None:
+        """The producer says why the curriculum's answer after `step` is not followed; "": it is. Raises Fenced."""
+        keys = self._keys
+        text = reason.encode(errors="replace")[:2000].decode(errors="ignore")
+        reply = self._store.call(
+            "curriculum",
+            {"control": keys.control, "events": keys.events},
+            {"nonce": nonce, "step": step, "reason": text},
+        )
+        unfenced(reply, "producer")
 
     def beat(self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0) -> ControlState:
         """Say that the holder of a role lives, or gives it up, and how long it has waited in all. Raises Fenced."""
@@ -216,13 +233,14 @@ class RunControl:
 
         def ask() -> list[Any]:
             with self._store.control.pipeline(transaction=False) as pipe:
-                pipe.hmget(self._keys.control, role, f"{role}_seen_ms")
+                pipe.hmget(self._keys.control, role, f"{role}_seen_ms", f"{role}_name")
                 pipe.execute_command("TIME")
                 return list(pipe.execute())
 
-        (nonce, seen), (seconds, micros) = self._store.retrying("role", ask)
+        (nonce, seen, name), (seconds, micros) = self._store.retrying("role", ask)
         now_ms = int(seconds) * 1000 + int(micros) // 1000
-        return RoleHolder(role, (nonce or b"").decode(), int(seen or 0), now_ms, self._limits.role_timeout_ms)
+        timeout_ms = self._limits.role_timeout_ms
+        return RoleHolder(role, (nonce or b"").decode(), int(seen or 0), now_ms, timeout_ms, (name or b"").decode())
 
     def _no_run(self) -> RunNotFound:
         return RunNotFound(

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from buffer.config.byte_size import ByteSize
 from buffer.config.loader import Section
+from buffer.config.problem import FIXED
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
 from buffer.mix import Reweighting, newest_parts
 from buffer.staleness import stale_threshold
 
+_BY_WORKERS = "each worker reads it when it starts; change the config, then start the workers again, one by one"
+_FIXED: dict[str, Any] = {
+    "group_time_limit_s": _BY_WORKERS,
+    "enable_partial_rollout": _BY_WORKERS,
+    "is_valid_sample_fn": _BY_WORKERS,
+    "should_continue_fn": "the producer reads it when it starts; change the config, then start the producer again",
+    "sync_weights_interval": "it is what ages are counted in; start another run",
+    "max_token_staleness": "the pools are scored by it; start another run",
+}
+
 
 class LiveTaskSettings(Section):
     """tasks.<name>: of one training task."""
+
+    model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 
     weight: float | None = Field(None, ge=0, allow_inf_nan=False)
     """its share of a batch, from the first step on for which nothing was started"""
@@ -37,6 +50,8 @@ class LiveTaskSettings(Section):
 
 class LiveSettings(Section):
     """All of them; None is left as it is."""
+
+    model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 
     max_staleness: int | None = Field(None, ge=0)
     """how many publications old the weights of a rollout may be"""

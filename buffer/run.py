@@ -14,7 +14,7 @@ from typing import Any
 
 from buffer import memory
 from buffer.account import Account
-from buffer.control import RunControl, new_nonce
+from buffer.control import RunControl, new_nonce, unfenced
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
 from buffer.dead_letters import DeadLetters
@@ -217,26 +217,27 @@ class Run:
         self.limits.adopt(RunLimits.from_meta(meta))
         self._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
 
-    def set(self, settings: LiveSettings) -> dict[str, tuple[Any, Any]]:
-        """Change limits while the run goes on; what changed, by name: (before, after). Raises ConfigError."""
+    def set(self, settings: LiveSettings, *, producer: str = "") -> dict[str, tuple[Any, Any]]:
+        """Change limits while the run goes on; what changed, by name: (before, after). Raises ConfigError; Fenced where
+        `producer`, who says so, is not the producer any more."""
         operation = new_nonce()
         while True:
             self.refresh_limits()
             wanted = settings.applied(self.limits, self.ledger.steps()[0])
             changes = differences(self.limits, wanted)
-            reply = self._set(operation, wanted.to_meta(changes))
+            reply = unfenced(self._set(operation, wanted.to_meta(changes), producer), "producer")
             if reply[0] == "NO_RUN":
                 raise RunNotFound(f"there is no run {self.name!r} any more")
             if reply[0] != "CONFLICT":  # somebody else changed something meanwhile: look again
                 self.refresh_limits()
                 return changes
 
-    def _set(self, operation: str, fields: list[str]) -> list[Any]:
+    def _set(self, operation: str, fields: list[str], producer: str) -> list[Any]:
         keys = self.keys
         return self.store.call(
             "set_limits",
-            {"meta": keys.meta, "events": keys.events, "bell": keys.bell("producer")},
-            {"operation": operation, "version": self._limits_stamp[0]},
+            {"meta": keys.meta, "control": keys.control, "events": keys.events, "bell": keys.bell("producer")},
+            {"operation": operation, "version": self._limits_stamp[0], "producer": producer},
             tail_args=fields,
             durable=True,
         )

@@ -89,8 +89,8 @@ class BatchOutlook:
         # a run that was stopped overnight had no producer for hours: what counts is how long it is missed
         missed_s = self._waited_s if holder.silent_ms is None else min(self._waited_s, holder.silent_ms / 1000)
         if self._timeout_s is not None and missed_s >= self._timeout_s:
-            hint = "start one: `rolloutmq producer CONFIG`; with --standby, another one takes over by itself"
-            raise ProducerGone(f"step {self._step} waits for groups, and {holder}", hint=hint)
+            hint = "see its log, then `rolloutmq producer CONFIG`; with --standby, another one takes over by itself"
+            raise ProducerGone(f"step {self._step} waits for groups, and {holder}; no standby took over", hint=hint)
         if not self._has_warned and missed_s >= 1.0:
             log.warning("step %d waits for groups, and %s; a standby may take over", self._step, holder)
             self._has_warned = True

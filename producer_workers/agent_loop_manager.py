@@ -148,7 +148,7 @@ class AgentLoopManager:
         self._look_at_limits()
         progress = self._run.read_progress(self._samplers)
         if self._curriculum:
-            self._curriculum.follow(progress)
+            self._curriculum.follow(progress, self.nonce)
         seen = contexts(self._run.limits, state, progress)
         try:
             started = sum(self._produce(context) for context in seen.values())

@@ -7,7 +7,7 @@
 
 Called by the active producer after each train step, with everything that was counted so far (buffer/progress.py). What
 it returns is checked, versioned and told like `rolloutmq set`, and holds from the first step on for which nothing was
-started. A function that fails changes nothing: the weights stay, and the log says why.
+started. A function that fails changes nothing: the weights stay, and log, events, `status` and `doctor` say why.
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ class Curriculum:
         self._run, self._function = run, function
         self._step = 0
 
-    def follow(self, progress: ProduceProgress) -> None:
-        """Ask, if a train step was taken since the last time, and set the weights if they are others."""
+    def follow(self, progress: ProduceProgress, producer: str) -> None:
+        """Ask, if a train step was taken since the last time, and set the weights if they are others. Raises Fenced
+        where `producer`, who asks, is not the producer any more."""
         step = progress.next_consumer_step - 1
         if step <= self._step:
             return
-        self._step = step
-        if settings := self._ask(progress):
-            try:
-                self._run.set(settings)
-            except ConfigError as error:
-                log.error("the curriculum's weights are refused: %s", error, extra={"step": step})
+        self._step, reason = step, ""
+        try:
+            if settings := self._ask(progress):
+                self._run.set(settings, producer=producer)
+        except ConfigError as error:
+            reason = str(error)
+            log.error("the task weights stay: %s", reason, extra={"step": step}, exc_info=error.__cause__)
+        self._run.control.report_curriculum(producer, step, reason)
 
     def _ask(self, progress: ProduceProgress) -> LiveSettings | None:
         try:
@@ -65,10 +68,8 @@ class Curriculum:
             settings = LiveSettings.model_validate({"tasks": {task: {"weight": w} for task, w in weights.items()}})
         except ValidationError as error:
             reasons = "; ".join(f"{part['loc'][1]}: {part['msg']}" for part in error.errors())
-            log.error("the curriculum's weights are refused: %s", reasons, extra={"step": self._step})
-            return None
-        except Exception:  # the user's function: whatever it raises, production goes on with the old weights
-            log.exception("the curriculum failed; the task weights stay", extra={"step": self._step})
-            return None
+            raise ConfigError(f"the curriculum's weights are refused: {reasons}") from None
+        except Exception as error:  # the user's function: whatever it raises, production goes on with the old weights
+            raise ConfigError(f"the curriculum failed: {type(error).__name__}: {error}") from error
         now = self._run.limits.newest_weights()
         return settings if any(now.get(task) != weight for task, weight in weights.items()) else None

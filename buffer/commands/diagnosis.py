@@ -41,6 +41,7 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
         *_leases(snap),
         *_memory(snap),
         *_stopped(snap),
+        *_curriculum(snap),
         *_supply(snap),
         *_recovery(snap),
         *_dead(snap),
@@ -180,6 +181,12 @@ def _stopped(snap: Snapshot) -> Iterator[Symptom]:
         elif halt == "enough":
             what = f"task {task.account.task} has enough up to step {task.progress['halt_step']}, says its {reason}"
             yield Symptom("note", what, None, "that batch is as large as what is ready")
+
+
+def _curriculum(snap: Snapshot) -> Iterator[Symptom]:
+    if reason := snap.control.get("curriculum_error"):
+        what = f"task weights stay what they are since step {snap.control['curriculum_step']}: {reason}"
+        yield Symptom("note", what, None, "mend the function of [plan] curriculum, and start the producer again")
 
 
 def _supply(snap: Snapshot) -> Iterator[Symptom]:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from buffer.commands.screen import age, bar, console, count, emit, facts, plural, state, table
+from buffer.commands.screen import age, bar, console, count, emit, facts, plain, plural, state, table
 from buffer.commands.target import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
 from buffer.run import Run
 from buffer.watch.snapshot import RoleView, Snapshot, TaskView, take_snapshot
@@ -59,6 +59,7 @@ def show(screen: Console, snap: Snapshot) -> None:
         ("train step", f"{snap.taken} taken · {snap.committed} committed · {snap.freed} freed"),
         ("trainer", role_text(snap.trainer)),
         ("producer", role_text(snap.producer)),
+        *curriculum_facts(snap),
         ("workers", workers_text(snap)),
         ("memory", memory_text(snap)),
         ("dead letters", Text(f"{snap.dead}  (rolloutmq ls --stage dead)", style="yellow") if snap.dead else "0"),
@@ -72,6 +73,12 @@ def show(screen: Console, snap: Snapshot) -> None:
         screen.print(staleness_text(task, snap.stale_threshold))
         if losses := losses_text(task):
             screen.print(losses)
+
+
+def curriculum_facts(snap: Snapshot) -> list[tuple[str, Text]]:
+    """Why the curriculum is not followed; nothing where it is."""
+    reason = snap.control.get("curriculum_error", "")
+    return [("curriculum", Text(f"not followed: {plain(reason)}", style="yellow"))] if reason else []
 
 
 def mode_text(snap: Snapshot) -> Text:

@@ -21,6 +21,9 @@ from buffer.masking import mask_url
 RENAMED = "x-renamed"
 """Key of a section's JSON schema: names that earlier versions used, and what to write instead."""
 
+FIXED = "x-fixed"
+"""The same: names of what cannot change while a run goes on, and why."""
+
 Location = Sequence[str | int]
 
 
@@ -75,7 +78,7 @@ def _tell(model: type[BaseModel], problem: _Problem) -> str:
         case "missing":
             return f"{where}: missing"
         case "extra_forbidden":
-            return f"{where}: unknown key{_suggest(model, problem.details['loc'])}"
+            return f"{where}: {_suggest(model, problem.details['loc'])}"
         case "union_tag_invalid":
             key = str(context["discriminator"]).strip("'")
             return f"{where}.{key} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
@@ -113,6 +116,12 @@ def _suggest(model: type[BaseModel], location: Location) -> str:
     schema = model.model_json_schema()
     *parents, last = location
     node, key = _descend(schema, parents), str(last)
+    if why := node.get(FIXED, {}).get(key):
+        return f"cannot change while a run goes on: {why}"
+    return f"unknown key{_suggest_known(schema, node, key)}"
+
+
+def _suggest_known(schema: Mapping[str, Any], node: Mapping[str, Any], key: str) -> str:
     if renamed := node.get(RENAMED, {}).get(key):
         return f"; it is now {renamed}"
     known = list(node.get("properties", {}))

@@ -7,10 +7,11 @@
 -- ARGV[2] nonce      token          of this producer
 -- ARGV[3] take_over  0|1            1 = although another one still beats
 -- ARGV[4] timeout_ms 0..86_400_000  silence after which a holder counts as gone
+-- ARGV[5] name       text..128      where it runs, for people
 -- replies OK control… | LOST nonce | HELD silent_ms
 -- keeps I7 (one producer), I13 (natural key: the nonce)
 local meta, control, events = KEYS[1], KEYS[2], KEYS[3]
-local run_nonce, nonce, take_over, timeout_ms = ARGV[1], ARGV[2], ARGV[3], num(ARGV[4])
+local run_nonce, nonce, take_over, timeout_ms, name = ARGV[1], ARGV[2], ARGV[3], num(ARGV[4]), ARGV[5]
 
 local actual = redis.call('HGET', meta, 'nonce') or ''
 if actual == '' or (run_nonce ~= '' and run_nonce ~= actual) then return {'LOST', actual} end
@@ -21,6 +22,9 @@ local silent_ms = now - num(holder[2])
 if (holder[1] or '') ~= '' and holder[1] ~= nonce and silent_ms < timeout_ms and take_over ~= '1' then
   return {'HELD', int(silent_ms)}
 end
-redis.call('HSET', control, 'producer', nonce, 'producer_seen_ms', int(now))
-if holder[1] ~= nonce then log_event(events, 'producer_opened', 'nonce', nonce) end
+redis.call('HSET', control, 'producer', nonce, 'producer_seen_ms', int(now), 'producer_name', name)
+if holder[1] ~= nonce then
+  redis.call('HDEL', control, 'curriculum_step', 'curriculum_error')
+  log_event(events, 'producer_opened', 'nonce', nonce, 'name', name)
+end
 return {'OK', unpack(control_state(control))}

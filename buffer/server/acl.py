@@ -1,7 +1,7 @@
 """Who may do what on the server: one user per role of a run, as lines of a Redis or Valkey ACL file.
 
     role      writes                                                                     runs
-    producer  groups, waiting lines, accounts, cursors, control (its own role)           enqueue, reissue, janitor
+    producer  groups, waiting lines, accounts, cursors, control, limits                  enqueue, reissue, janitor
     worker    groups, leases, waiting lines, pools, accounts; no ledger, batch, control  claim to submit, reap
     judge     keys of rq                                                                 rq jobs
     trainer   everything of the run                                                      take, commit, publish, pause
@@ -46,7 +46,7 @@ _RQ = "(~rq:* +@read +@write +@transaction -@dangerous)"
 _RQ_WORKER = ("(~rq:* +eval +evalsha)", "&rq:*", "+@pubsub", "+@transaction", "+client|list")
 
 ROLES = {
-    "producer": Role((*_GROUPS, "control", "cursors", "ledger:*", "batch:*", "ended:*"), (_SETTINGS,)),
+    "producer": Role((*_GROUPS, "control", "cursors", "meta", "ledger:*", "batch:*", "ended:*"), (_SETTINGS,)),
     "worker": Role(_GROUPS, (_SETTINGS, _RQ)),
     # what a model wrote runs there: it sees nothing of the run
     "judge": Role((), (_SETTINGS, _RQ, *_RQ_WORKER), sees=False),

@@ -23,6 +23,7 @@ def describe(snap: Snapshot) -> dict[str, Any]:
         "steps": {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed},
         "trainer": _role_json(snap.trainer),
         "producer": _role_json(snap.producer),
+        "curriculum_error": snap.control.get("curriculum_error") or None,
         "stale_threshold": snap.stale_threshold,
         "tasks": {task.account.task: _task_json(task) for task in snap.tasks},
         "workers": [_worker_json(worker) for worker in snap.workers],

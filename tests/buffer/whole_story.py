@@ -71,6 +71,8 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.halts.say(scene.producer, "math", Halt("broken", 0, "no rows"))
     run.halts.say(scene.producer, "code", Halt("enough", 3, "half"))
     run.jobs.forgive("math")
+    run.control.report_curriculum(scene.producer, 1, "no data")
+    run.control.report_curriculum(scene.producer, 2, "")
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
     assert run.control.silent_workers() == ["w0"]
     assert scene.receipt(run.control.state().epoch) == "OK"

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from buffer import Mode, PolicyVersion, ProduceBatchStatus
-from buffer.errors import RoleHeld, TaskStopped
+from buffer import Mode, PolicyVersion, ProduceBatchStatus, new_nonce
+from buffer.commands.diagnosis import diagnose
+from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.progress import ProduceProgress, TaskProgress
+from buffer.watch.snapshot import take_snapshot
 from producer_workers.agent_loop_manager import AgentLoopManager
 from tests.pipeline.mixture import TASKS, Mixture
 
@@ -211,5 +213,27 @@ def test_curriculum_that_is_wrong_changes_nothing_and_says_so_once_a_step(
         site.publish(1)
         site.rounds(3)
         assert len(site.take(2).groups) == 7
-    assert caplog.text.count(said) == 1
+        snap = take_snapshot(site.run)
+    assert sum(said in record.getMessage() for record in caplog.records) == 1
+    assert site.run.limits.newest_weights() == {"math": 2, "code": 1, "idle": 0}
+    assert said in snap.control["curriculum_error"]
+    assert [symptom for symptom in diagnose(snap) if said in symptom.what]
+    assert "curriculum" in {name for _, (_, name, _) in site.run.events.read()}
+
+
+def test_a_producer_that_was_taken_over_weighs_nothing(make_mixture: Callable[..., Mixture]) -> None:
+    """It was slow, in the user's function, while another one took over."""
+
+    def weights(progress: ProduceProgress) -> dict[str, float]:
+        site.run.control.open_producer(new_nonce(), take_over=True)
+        return {"idle": 7}
+
+    site = make_mixture(curriculum=weights)
+    site.run.control.open_producer(site.manager.nonce)
+    site.rounds(2)
+    site.take(1)
+    site.publish(1)
+    with pytest.raises(Fenced):
+        site.rounds(1)
+    site.run.refresh_limits()
     assert site.run.limits.newest_weights() == {"math": 2, "code": 1, "idle": 0}

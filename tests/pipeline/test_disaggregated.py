@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -171,8 +172,10 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
             processes[1].wait()
             yard.publish(2)
             consumer.producer_timeout_s = 3.0
-            with pytest.raises(ProducerGone, match=f"the producer {second.nonce[:8]}… was last heard of") as gone:
+            with pytest.raises(ProducerGone, match=f"the producer {second.nonce[:8]}… ") as gone:
                 take(consumer, 3)
+            assert f"(process {processes[1].pid} on {socket.gethostname()}) was last heard of" in str(gone.value)
+            assert "no standby took over" in str(gone.value)
             assert "rolloutmq producer" in gone.value.hint
         finally:
             for process in processes:

@@ -6,7 +6,7 @@ import pytest
 
 from buffer.config.dataset import JsonlDataset
 from buffer.config.file import ConfigFile
-from buffer.config.loader import Section, load_config
+from buffer.config.loader import Section, load_config, parse_settings
 from buffer.config.sections import (
     LeaseSection,
     PolicySection,
@@ -17,6 +17,7 @@ from buffer.config.sections import (
 from buffer.config.strategy import StrategySection
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
+from buffer.live_settings import LiveSettings
 from buffer.masking import mask_url
 
 
@@ -57,6 +58,11 @@ def problems(folder: Path, text: str, *overrides: str) -> str:
         load(folder, text, *overrides)
     assert str(folder / "run.toml") in str(caught.value) or "--set" in str(caught.value)
     return str(caught.value)
+
+
+def test_what_cannot_change_in_a_run_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="group_time_limit_s: cannot change while a run goes on: each worker reads"):
+        parse_settings(LiveSettings, ["tasks.math.group_time_limit_s=3"])
 
 
 def test_config_has_the_documented_defaults_when_only_the_needed_is_given(tmp_path: Path) -> None:
