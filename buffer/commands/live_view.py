@@ -35,13 +35,14 @@ class LiveView:
     """Draws snapshots of one run.
 
     `total_steps`: where the run ends, if known. `lines`: what else is to be said under the title (the launcher puts
-    the phase of its run there). `trouble`: a red line, for example while the server is away.
+    the phase of its run there). `prompt`: which keys there are, or what was asked. `trouble`: a red line, for example
+    while the server is away.
     """
 
     def __init__(self, *, run_dir: Path | None = None, total_steps: int | None = None) -> None:
         self.run_dir, self.total_steps = run_dir, total_steps
         self.lines: list[str] = []
-        self.trouble = ""
+        self.prompt = self.trouble = ""
 
     def history(self) -> History:
         """An empty history that reads the run's step log."""
@@ -55,6 +56,7 @@ class LiveView:
         """The whole screen."""
         parts: list[RenderableType] = [self._title(snap)]
         parts += [Text(plain(line), style="cyan") for line in self.lines]
+        parts += [Text(plain(self.prompt), style="bold")] if self.prompt else []
         parts += [Text(self.trouble, style="bold red")] if self.trouble else []
         parts += ["", *_curves(history), "", groups_table(snap)]
         for task in snap.training:

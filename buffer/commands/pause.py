@@ -15,7 +15,7 @@ import typer
 
 from buffer.commands.screen import age, console, emit, plural
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
-from buffer.control import Mode
+from buffer.control import ControlState, Mode
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.run import Run
 from buffer.watch.snapshot import take_snapshot
@@ -24,7 +24,7 @@ PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
 CONTINUE_EPILOG = "Example: rolloutmq continue --wait"
 
 _POLL_S = 0.05
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 class PauseMode(StrEnum):
@@ -111,9 +111,8 @@ def _admit(run: Run, worker: str, as_json: bool) -> None:
         console().print(f"{worker} was not barred")
 
 
-def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
-    say: Say = (lambda line: None) if as_json else console().print
-    start = time.monotonic()
+def hold(run: Run, mode: Mode, say: Say) -> tuple[ControlState, bool]:
+    """The operator's mode, and what is to be said of it; the control state, and whether it is new."""
     before = run.control.state()
     is_orphan = mode is Mode.RUN and take_snapshot(run).is_orphaned
     changed = _operator_mode(run) is not mode or is_orphan
@@ -121,6 +120,13 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     if is_orphan:
         say(f"run {run.name}: its trainer is gone and had paused it ({before.mode}); that pause is ended, too")
     say(_headline(run, mode, state.mode, state.epoch, changed))
+    return state, changed
+
+
+def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
+    say: Say = (lambda line: None) if as_json else console().print
+    start = time.monotonic()
+    state, changed = hold(run, mode, say)
     timeout_s = run.limits.pause_timeout_s if timeout_s is None else timeout_s
     silent = _wait(run, state.epoch, start, timeout_s, say) if wait else run.control.silent_workers(state.epoch)
     took_s = time.monotonic() - start

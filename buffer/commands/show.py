@@ -5,7 +5,8 @@ Which weights made which tokens is drawn as a bar per member, one colour per pol
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import orjson
 import typer
@@ -29,6 +30,12 @@ _BAR = 40
 _SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples", "tokens",
           "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
 
+_WHY_GONE = {
+    "archived": "trained and committed",
+    "filtered": "judged useless for training",
+    "dropped": "too old, not usable, or dropped by hand",
+}
+
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(show)
@@ -47,29 +54,44 @@ def show(
 
     Which weights made which tokens is drawn as a bar for every rollout, one colour per policy version.
     """
-    task, draw = split_group_id(gid)
+    split_group_id(gid)
     with open_target(redis_url, run_dir, run) as target:
-        _check_known(target.run, task)
-        places = target.run.account.places(task, draw)
-        record = target.run.record(gid)
-        if not record:
-            _show_ended(gid, _end(target.run, gid, places), trace_id(target.run.nonce, gid), as_json)
-            return
-        letter, trace = target.run.dead_letters.reason(gid), trace_id(target.run.nonce, gid)
-        group = target.run.buffer.read(_payload(gid, record))
-    states = group.states if member is None else [_member(group, member)]
-    if as_json:
-        emit(
-            {"gid": gid, "places": places, "record": record, "dead_letter": letter, "trace_id": trace}
-            | group_json(group, states, tokens)
-        )
-        return
-    screen = console()
-    screen.print(Text.assemble((gid, "bold"), "  ", state(" + ".join(places) or "lost")))
-    screen.print(facts([*((name, plain(record[name])) for name in _SHORT if record.get(name)), ("trace", trace)]))
-    if letter:
-        screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
-    _show_group(screen, group, states, tokens)
+        found = find_group(target.run, gid)
+    if not as_json:
+        print_group(console(), found, member, tokens)
+    elif found.group is None:
+        emit({"gid": gid, "places": found.places, "record": None, "members": [], "trace_id": found.trace})
+    else:
+        about = {"gid": gid, "places": found.places, "record": found.record, "dead_letter": found.letter}
+        emit(about | {"trace_id": found.trace} | group_json(found.group, _chosen(found.group, member), tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundGroup:
+    """What there is of a group; `group` is None for one that has ended, in `places`."""
+
+    gid: str
+    trace: str
+    places: list[str]
+    record: dict[str, str]
+    letter: Any = None
+    group: RolloutGroup | None = None
+
+
+def find_group(run: Run, gid: str) -> FoundGroup:
+    """Raises ConfigError for one that never was, AccountError for one that is lost."""
+    task, draw = split_group_id(gid)
+    _check_known(run, task)
+    places = run.account.places(task, draw)
+    record, trace = run.record(gid), trace_id(run.nonce, gid)
+    if not record:
+        return FoundGroup(gid, trace, [_end(run, gid, places)], {})
+    letter = run.dead_letters.reason(gid)
+    return FoundGroup(gid, trace, places, record, letter, run.buffer.read(_payload(gid, record)))
+
+
+def _chosen(group: RolloutGroup, member: int | None) -> list[RolloutState]:
+    return group.states if member is None else [_member(group, member)]
 
 
 def _check_known(run: Run, task: str) -> None:
@@ -90,19 +112,6 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     raise AccountError(f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups")
 
 
-def _show_ended(gid: str, end: str, trace: str, as_json: bool) -> None:
-    why = {
-        "archived": "trained and committed; its bytes are freed",
-        "filtered": "judged useless for training; its bytes are freed",
-        "dropped": "too old, not usable, or dropped by hand; its bytes are freed",
-    }
-    if as_json:
-        emit({"gid": gid, "places": [end], "record": None, "members": [], "trace_id": trace})
-    else:
-        console().print(Text.assemble((gid, "bold"), "  ", state(end), f" {why[end]}"))
-        console().print(facts([("trace", trace)]))
-
-
 def _payload(gid: str, record: dict[str, str]) -> PayloadRef:
     crc = "" if record["payload"] == "init" else record.get("crc", "")
     return PayloadRef(gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc)
@@ -116,6 +125,22 @@ def _member(group: RolloutGroup, index: int) -> RolloutState:
 
 
 # for people -----------------------------------------------------------------------------------------------------
+
+
+def print_group(screen: Console, found: FoundGroup, member: int | None = None, tokens: bool = False) -> None:
+    """All of a group, or one rollout of it."""
+    gid, letter, record = found.gid, found.letter, found.record
+    if found.group is None:
+        (end,) = found.places
+        screen.print(Text.assemble((gid, "bold"), "  ", state(end), f" {_WHY_GONE[end]}; its bytes are freed"))
+        screen.print(facts([("trace", found.trace)]))
+        return
+    states = _chosen(found.group, member)
+    screen.print(Text.assemble((gid, "bold"), "  ", state(" + ".join(found.places) or "lost")))
+    screen.print(facts([*((name, plain(record[name])) for name in _SHORT if record.get(name)), ("trace", found.trace)]))
+    if letter:
+        screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
+    _show_group(screen, found.group, states, tokens)
 
 
 def _show_group(screen: Console, group: RolloutGroup, states: list[RolloutState], tokens: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -11,8 +13,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from buffer.commands.keyboard import Keyboard
 from buffer.commands.live_view import LiveView
 from buffer.commands.screen import console, emit_line
+from buffer.commands.steering import Steering
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
 from buffer.errors import StoreUnavailable
 from buffer.run import Run
@@ -38,10 +42,10 @@ def top(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a run live; Ctrl-C leaves.
+    """Watch a run live; q or Ctrl-C leaves.
 
-    Steps, rewards, groups by place, staleness, workers, and who waits for whom. Where the output is no terminal,
-    one calm line every few seconds.
+    Steps, rewards, groups by place, staleness, workers, and who waits for whom. Keys pause the run (asked twice),
+    continue it, and open a group. Where the output is no terminal, one calm line every few seconds.
     """
     left = iter(range(looks - 1, -1, -1)) if looks else None
     with open_target(redis_url, run_dir, run) as target:
@@ -53,13 +57,32 @@ def top(
         if as_json:
             _stream(target.run, view, is_over, every or CALM_S)
         else:
-            watch(target.run, view, console(), is_over, every_s=every)
+            screen = console()
+            with _keys(screen) as keyboard:
+                steering = Steering(target.run, view, keyboard) if keyboard else None
+                watch(target.run, view, screen, is_over, every_s=every, steering=steering)
+
+
+@contextmanager
+def _keys(screen: Console) -> Iterator[Keyboard | None]:
+    """The keyboard, where somebody sits at it."""
+    if screen.is_terminal and sys.stdin.isatty():
+        with Keyboard(sys.stdin.fileno()) as keyboard:
+            yield keyboard
+    else:
+        yield None
 
 
 def watch(
-    run: Run, view: LiveView, screen: Console, is_over: Callable[[], bool], *, every_s: float | None = None
+    run: Run,
+    view: LiveView,
+    screen: Console,
+    is_over: Callable[[], bool],
+    *,
+    every_s: float | None = None,
+    steering: Steering | None = None,
 ) -> None:
-    """Show `run` until `is_over()`, asked after every look. The last frame stays on the screen.
+    """Show `run` until `is_over()`, asked after every look, or until `steering` is. The last frame stays on the screen.
 
     A server that is away is part of the show: the last frame stays, with a red line, until it is back.
     """
@@ -75,7 +98,16 @@ def watch(
                 live.update(view.render(last, history), refresh=True)
             if is_over():
                 return
-            time.sleep(every_s or REDRAW_S)
+            if steering is None:
+                time.sleep(every_s or REDRAW_S)
+                continue
+            steering.wait(every_s or REDRAW_S)
+            if steering.is_over:
+                return
+            if steering.wants_group:
+                live.stop()
+                steering.show_group(screen)
+                live.start()
 
 
 def _look(run: Run, view: LiveView, history: History) -> Snapshot | None:
