@@ -89,8 +89,9 @@ class RoleHolder:
 
     @property
     def silent_ms(self) -> int | None:
-        """Since its last heartbeat; None where nobody ever held the role."""
-        return max(0, self.now_ms - self.seen_ms) if self.seen_ms else None
+        """Since its last heartbeat; None where nobody ever held the role. One that lies ahead of now is as old as that:
+        the clock was stepped back, and whoever lives has beaten since."""
+        return abs(self.now_ms - self.seen_ms) if self.seen_ms else None
 
     @property
     def is_alive(self) -> bool:

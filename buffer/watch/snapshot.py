@@ -260,7 +260,7 @@ def _asked(header: bytes | None, task: str) -> int:
 
 def _role(control: dict[str, str], role: str, now_ms: int, timeout_ms: int) -> RoleView:
     seen = control.get(f"{role}_seen_ms")
-    silent_ms = None if seen is None else max(0, now_ms - int(seen))
+    silent_ms = None if seen is None else abs(now_ms - int(seen))
     return RoleView(bool(control.get(role)), silent_ms, timeout_ms)
 
 

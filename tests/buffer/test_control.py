@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from buffer import Mode, PolicyVersion, Run, RunLimits, new_nonce
-from buffer.control import ControlState
-from buffer.errors import Fenced, RunExists, RunNotFound, SchemaVersionError
+from buffer.control import ControlState, Role
+from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")
@@ -85,6 +85,20 @@ def test_trainer_that_was_replaced_changes_nothing(scene: Scene) -> None:
     with pytest.raises(Fenced):
         scene.run.control.set_mode("trainer", Mode.ABORT, nonce=old)
     assert scene.dump() == before
+
+
+@pytest.mark.parametrize("role", ["trainer", "producer"])
+def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(scene: Scene, role: Role) -> None:
+    def opened() -> None:
+        scene.open_trainer() if role == "trainer" else scene.run.control.open_producer(new_nonce())
+
+    opened()
+    seen_ms = scene.now_ms() + 3_600_000
+    scene.raw.hset(scene.keys.control, f"{role}_seen_ms", seen_ms)
+    assert not scene.run.control.holder(role).is_alive
+    opened()
+    with pytest.raises(RoleHeld):
+        opened()
 
 
 def test_change_is_announced_on_the_channel(scene: Scene) -> None:

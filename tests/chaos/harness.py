@@ -14,7 +14,6 @@ from buffer.control import new_nonce
 from buffer.open_run import INITIAL
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
 from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.crew import Crew, until
@@ -23,6 +22,7 @@ from tests.chaos.final_look import look
 from tests.chaos.history import Event, History, parse, read_history
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.plan import BY_RQ, INLINE, LEASE_MS, LOST, ROWS, RUN, SERVER, SYNC_INTERVAL, Folders, limits
+from tests.chaos.stepped_server import SteppedServer
 
 log = logging.getLogger("rolloutmq.chaos")
 
@@ -60,7 +60,7 @@ class ChaosRun:
         self.folders = Folders(folder.resolve())
         self.folders.make()
         self.history = History(self.folders.history, "harness")
-        self._server = EmbeddedServer(self.folders.root / SERVER)
+        self._server = SteppedServer(self.folders.root / SERVER)
         self._wiring = Wiring(str(self._server.socket_path), lambda *what: self._nemesis.told(*what))
         env = {"CHAOS_MUTATION": plan.mutation}
         self.crew = Crew(self.folders, self._wiring, self.history, env)
@@ -93,6 +93,8 @@ class ChaosRun:
 
     def _start(self) -> bool:
         """Start everything; whether a first step is trained."""
+        if not self._server.can_step:
+            self._say("no libfaketime (Debian: faketime): clocks are stepped only in what scripts remember of them")
         self._server.start()
         self._set_fsync()
         self._create_run()

@@ -19,11 +19,11 @@ from typing import Any
 
 import redis
 
-from buffer.server.embedded import EmbeddedServer
 from tests.chaos.crew import Crew
 from tests.chaos.faulty_link import Strike, Wiring
 from tests.chaos.history import History
 from tests.chaos.plan import LEASE_MS, RUN, SERVER
+from tests.chaos.stepped_server import SteppedServer
 
 ERRORS = (
     "LOADING Redis is loading the dataset in memory",
@@ -76,7 +76,7 @@ class Nemesis:
         seed: int,
         crew: Crew,
         wiring: Wiring,
-        server: EmbeddedServer,
+        server: SteppedServer,
         history: History,
         after_start: Callable[[], None],
         *,
@@ -179,10 +179,9 @@ class Nemesis:
     def _older_checkpoint(self, target: str) -> None:
         """The trainer dies, and with it its newest checkpoint: it must go on from the one before."""
         member = self._crew.members[target]
-        process = member.popen
-        if process is None or not member.send(signal.SIGKILL):
+        if member.popen is None or not member.send(signal.SIGKILL):
             return
-        process.wait()
+        member.popen.wait()
         *older, newest = [None, *sorted(self._crew.folders.checkpoints.glob("step-*"))]
         if newest and any(older):
             shutil.rmtree(newest)
@@ -242,10 +241,14 @@ class Nemesis:
         self._in(SPELL_S, lambda: self._ask("CONFIG", "SET", "maxmemory", "0"))
 
     def _clock(self, _: str) -> None:
-        """The server's clock steps: what scripts remember of it is as far in the past, or in the future."""
+        """The server's clock steps; without libfaketime, what scripts remember of it goes the other way."""
         step_ms = self._random.choice((-1, 1)) * self._random.randrange(LEASE_MS, 3_600_000)
         start = f"rmq:{{{RUN}}}:"
-        self._on_server("clock step", "EVAL", STEP, "2", f"{start}leases", f"{start}clock", str(step_ms))
+        if not self._server.can_step:
+            self._on_server("clock step", "EVAL", STEP, "2", f"{start}leases", f"{start}clock", str(step_ms))
+            return
+        self._server.step_to(step_ms // 1000)
+        self._note("server clock stepped", SERVER, seconds=step_ms // 1000)
 
     def _disk_full(self, _: str) -> None:
         """The file may not grow any more. A server with appendfsync always gives up; others say MISCONF."""
