@@ -17,8 +17,8 @@ setup: ## make .venv and install everything (CPU or CUDA builds); a second call 
 demo: setup ## train a small model over Redis with two real vLLM workers; about 3 minutes on 2 cores
 	@.venv/bin/rolloutmq run configs/demo.toml
 
-chaos: setup ## about 260 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N repeats one
-	@$(PY) -m tests.chaos --standard --seconds 360 --faults 220 $(if $(SEED),--seed $(SEED))
+chaos: setup ## about 280 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N repeats one
+	@$(PY) -m tests.chaos --standard --seconds 400 --faults 240 $(if $(SEED),--seed $(SEED))
 
 .PHONY: chaos-mutants chaos-outage
 chaos-mutants: setup ## the same against builds with one line of a script gone: each must be caught; 15 minutes
@@ -26,6 +26,10 @@ chaos-mutants: setup ## the same against builds with one line of a script gone: 
 
 chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says so once, and goes on
 	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0
+
+.PHONY: chaos-deaths
+chaos-deaths: setup ## how long work rests after the death of a worker, the trainer, the producer, the server; 4 minutes
+	@$(PY) -m tests.chaos --deaths --faults 0 --seed $(or $(SEED),1)
 
 soak: setup ## the same for hours: SOAK_ROUNDS of 15 minutes (16)
 	@$(PY) -m tests.chaos --standard --seconds 600 --faults 400 --rounds $(SOAK_ROUNDS) $(if $(SEED),--seed $(SEED))

@@ -8,11 +8,14 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from tests.chaos.checker import Verdict
 from tests.chaos.harness import ChaosRun, EmptyServerRun, Plan, new_folder
 from tests.chaos.history import read_history
 from tests.chaos.mutations import MUTATIONS
 from tests.chaos.outage_run import OutageRun
-from tests.chaos.report import lines, recoveries, write_report
+from tests.chaos.plan import LEASE_MS
+from tests.chaos.recovery_run import RecoveryRun, table
+from tests.chaos.report import lines, recoveries, write_report, write_sum
 
 
 def say(text: str) -> None:
@@ -20,18 +23,30 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> bool:
-    """One run with its report; whether it was clean."""
-    what = {EmptyServerRun: "-empty", OutageRun: "-away"}.get(kind, "-loses" * plan.loses)
+def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> Verdict:
+    """One run with its report."""
+    what = {EmptyServerRun: "-empty", OutageRun: "-away", RecoveryRun: "-deaths"}.get(kind, "-loses" * plan.loses)
     say(f"seed {plan.seed}, appendfsync {plan.fsync}{what.replace('-', ', ')}")
     chaos = kind(plan, new_folder(base, f"{plan.fsync}{what}-{plan.seed}"), say)
     verdict = chaos.run()
     events = read_history(chaos.folders.history)
     path = write_report(chaos.folders.root, asdict(plan), verdict, events)
-    for line in lines(verdict, recoveries(events)):
+    for line in [*lines(verdict, recoveries(events)), *(table(events) if kind is RecoveryRun else ())]:
         say(line)
     say(f"{'clean' if verdict.clean else 'NOT CLEAN'}; report: {path}")
-    return verdict.clean
+    return verdict
+
+
+def run_standard(plan: Plan, base: Path) -> bool:
+    """All three kinds of run; whether they were clean."""
+    losing = replace(plan, seconds=plan.seconds / 5, faults=plan.faults // 5, fsync="everysec")
+    verdicts = [run(plan, base), run(replace(losing, loses=True), base)]
+    empty = run(replace(losing, seconds=20.0, faults=0), base, EmptyServerRun)
+    say(f"seed {plan.seed}, all together")
+    figures = [verdict.figures for verdict in verdicts] + [empty.figures | {"empty": True}]
+    for line in write_sum(base, figures, 2 * LEASE_MS / 1000):
+        say(line)
+    return all(verdict.clean for verdict in [*verdicts, empty])
 
 
 def run_mutants(plan: Plan, base: Path) -> bool:
@@ -58,6 +73,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/chaos"))
     parser.add_argument("--empty", action="store_true", help="the server comes back empty, once; no other faults")
     parser.add_argument("--outage", type=float, default=0.0, help="the server is away for so many seconds, once")
+    parser.add_argument("--deaths", action="store_true", help="how long work rests after deaths, one by one")
     parser.add_argument("--standard", action="store_true", help="all three kinds of run, one after the other")
     parser.add_argument("--rounds", type=int, default=1, help="runs one after the other, each with the next seed")
     asked = parser.parse_args()
@@ -66,14 +82,13 @@ def main() -> int:
     if asked.mutants:
         return 0 if run_mutants(plan, asked.folder) else 1
     OutageRun.outage_s = asked.outage
-    kind = EmptyServerRun if asked.empty else OutageRun if asked.outage else ChaosRun
-    clean = []
-    for seed in range(plan.seed, plan.seed + asked.rounds):
-        clean.append(run(replace(plan, seed=seed), asked.folder, kind))
-        if asked.standard:
-            losing = replace(plan, seed=seed, seconds=plan.seconds / 5, faults=plan.faults // 5, fsync="everysec")
-            clean.append(run(replace(losing, loses=True), asked.folder))
-            clean.append(run(replace(losing, seconds=20.0, faults=0), asked.folder, EmptyServerRun))
+    plans = [replace(plan, seed=seed) for seed in range(plan.seed, plan.seed + asked.rounds)]
+    if asked.standard:
+        clean = [run_standard(one, asked.folder) for one in plans]
+    else:
+        special = (asked.empty, EmptyServerRun), (asked.outage, OutageRun), (asked.deaths, RecoveryRun)
+        kind = next((kind for is_asked, kind in special if is_asked), ChaosRun)
+        clean = [run(one, asked.folder, kind).clean for one in plans]
     return 0 if all(clean) else 1
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from tests.chaos.figures import figures
-from tests.chaos.history import Event
+from tests.chaos.history import CLAIMED, Event
 
 Fork = tuple[float, str, int]
 """(time, lineage, the step that it forks from)"""
@@ -233,7 +233,7 @@ class Checker:
         """A result is accepted although another claim of the group was answered before it was handed in."""
         claimed: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for event in self.by_op["claim"]:
-            for gid in event["reply"][7::6]:
+            for gid in event["reply"][CLAIMED]:
                 claimed[gid].append((event["t"], event["args"]["token"]))
         for event in self.ok("submit"):
             gid, token = event["args"]["gid"], event["args"]["token"]

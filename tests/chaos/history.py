@@ -31,6 +31,9 @@ RECORDED = {
 }  # fmt: skip
 """Scripts whose answers the checker reads."""
 
+CLAIMED = slice(7, None, 8)
+"""Gids in the answer of a claim: behind OK and 6 of control, 8 words for each group."""
+
 _DULL = {"claim": 8, "take_batch": 2, "reissue": 2}
 """Answers shorter than this say that nothing was given; there are very many of them."""
 

@@ -179,13 +179,12 @@ class Nemesis:
     def _older_checkpoint(self, target: str) -> None:
         """The trainer dies, and with it its newest checkpoint: it must go on from the one before."""
         member = self._crew.members[target]
-        if member.popen is None or not member.send(signal.SIGKILL):
-            return
-        member.popen.wait()
-        *older, newest = [None, *sorted(self._crew.folders.checkpoints.glob("step-*"))]
-        if newest and any(older):
-            shutil.rmtree(newest)
-        self._note("SIGKILL, newest checkpoint lost", target)
+        if member.popen is not None and member.send(signal.SIGKILL):
+            member.popen.wait()
+            *older, newest = [None, *sorted(self._crew.folders.checkpoints.glob("step-*"))]
+            if newest and any(older):
+                shutil.rmtree(newest)
+            self._note("SIGKILL, newest checkpoint lost", target)
 
     # -- the server ----------------------------------------------------------
 

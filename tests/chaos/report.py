@@ -12,6 +12,11 @@ import orjson
 from tests.chaos.checker import Verdict
 from tests.chaos.history import Event
 
+TARGETS = {"faults": 200, "groups_acknowledged": 20_000}
+"""What a standard run shall reach, all its runs together."""
+
+SUMMED = ("operations", *TARGETS, "groups_trained", "lost", "doubled", "fenced", "redelivered")
+
 COLOURS = {"wire": "#4c72b0", "server": "#c44e52", "SIG": "#dd8452", "replaced": "#8172b3"}
 
 
@@ -24,6 +29,20 @@ def write_report(folder: Path, plan: Any, verdict: Verdict, events: Sequence[Eve
     path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     plot_timeline(folder / "timeline.png", events)
     return path
+
+
+def write_sum(folder: Path, figures: Sequence[Mapping[str, Any]], longest_s: float) -> list[str]:
+    """`standard.json`: several runs together, beside what they shall reach; the lines that say so."""
+    total = {name: sum(one[name] for one in figures) for name in SUMMED}
+    # an empty server stands still until somebody says --regenerate
+    total["longest_stall_s"] = max((one["longest_stall_s"] for one in figures if "empty" not in one), default=0.0)
+    reached = {name: total[name] >= least for name, least in TARGETS.items()}
+    reached |= {name: not total[name] for name in ("lost", "doubled")}
+    reached["longest_stall_s"] = total["longest_stall_s"] < longest_s
+    report = {"total": total, "reached": reached}
+    (folder / "standard.json").write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+    marks = {True: "reached", False: "NOT REACHED"}
+    return [f"{n.replace('_', ' '):>24}  {v}  {marks[reached[n]] if n in reached else ''}" for n, v in total.items()]
 
 
 def recoveries(events: Sequence[Event]) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Story:
         for name in [] if again else gids:
             token = f"token-{name}"
             control = ["1", "run", "", "", "", ""]
-            self.note("claim", phase="ok", args={"token": token}, reply=["OK", *control, name, "", "", "", "", ""])
+            self.note("claim", phase="ok", args={"token": token}, reply=["OK", *control, name, *[""] * 7])
             self.script("submit", ["OK", "1"], gid=name, token=token, crc="c", status="completed")
         groups = [facts(name, lineage, version) for name in gids]
         self.note("delivered", step=step, lineage=lineage, groups=groups)
