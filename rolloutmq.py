@@ -6,6 +6,7 @@ shows it. `--help` loads no torch, vllm or transformers: a sub-command imports t
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -92,13 +93,19 @@ def main() -> None:
     except RolloutMQError as error:
         if os.environ.get("ROLLOUTMQ_DEBUG"):
             traceback.print_exc()
-        typer.echo(mask_url(f"error: {error.message}"), err=True)
-        if error.hint:
-            typer.echo(mask_url(f"hint:  {error.hint}"), err=True)
+        typer.echo(_told(error, as_json="--json" in sys.argv), err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         # typer turns the ones inside of a command into 130 itself
         sys.exit(130)
+
+
+def _told(error: RolloutMQError, *, as_json: bool) -> str:
+    message, hint = mask_url(error.message), mask_url(error.hint)
+    if as_json:
+        told = {"error": message, "hint": hint, "kind": type(error).__name__, "exit_code": error.exit_code}
+        return json.dumps(told, ensure_ascii=False)
+    return f"error: {message}" + (f"\nhint:  {hint}" if hint else "")
 
 
 if __name__ == "__main__":

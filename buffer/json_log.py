@@ -12,17 +12,17 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger, message, then whatever the caller gave as `extra`."""
+    """time, level, run, role, id, logger, message, then whatever the caller gave as `extra` (gid, step, …)."""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, role: str, run: str, name: str) -> None:
         super().__init__()
-        self._process = process
+        self._who = {"run": run, "role": role, "id": name}
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
             "level": record.levelname.lower(),
-            "process": self._process,
+            **self._who,
             "logger": record.name,
             "message": record.getMessage(),
         }
@@ -32,9 +32,9 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(entry, default=str).decode()
 
 
-def log_json(process: str, level: int = logging.INFO) -> None:
-    """Send this process's log to stderr as JSON lines; libraries only from warnings on."""
+def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> None:
+    """Send this process's log to stderr as JSON lines; libraries only from warnings on. `name`: which of its role."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process))
+    handler.setFormatter(JsonFormatter(role, run, name or role))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("rolloutmq").setLevel(level)

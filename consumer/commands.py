@@ -87,7 +87,7 @@ def train(
     checkpoint knows is told again; nothing is trained twice.
     """
     settings = _load(config, overrides)
-    log_json("trainer")
+    log_json("trainer", settings.run.name)
     follow_owner()
     from buffer.open_run import open_store, server_url
     from buffer.traced_run import trace_run

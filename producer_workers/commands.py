@@ -71,7 +71,7 @@ def worker(
     """
     settings = _load(config, overrides)
     name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
-    log_json(name)
+    log_json("worker", settings.run.name, name)
     follow_owner()
     asyncio.run(_work(settings, redis_url, name, metrics))
 
@@ -92,7 +92,7 @@ def producer(
     if standby and take_over:
         raise ConfigError("--standby waits for the other producer, --take-over ends it", hint="choose one of them")
     settings = _load(config, overrides)
-    log_json("producer")
+    log_json("producer", settings.run.name)
     follow_owner()
     from buffer.traced_run import trace_run
     from producer_workers.assembly import make_producer
@@ -118,7 +118,7 @@ def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers:
     SIGTERM lets them finish what they judge. `rq info` shows queue, workers and failures.
     """
     settings = _load(config, overrides)
-    log_json("judge")
+    log_json("judge", settings.run.name)
     follow_owner()
     from buffer.open_run import open_store, server_url
     from producer_workers.judges.rq_queue import judge_url

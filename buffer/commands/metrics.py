@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 EPILOG = """
 \b
-Examples: rolloutmq metrics                                     once, to the terminal
-          rolloutmq metrics --serve                             http://127.0.0.1:9464/metrics
+Examples: rolloutmq metrics            once, to the terminal
+          rolloutmq metrics --json     workers wanted, by run
+          rolloutmq metrics --serve    http://127.0.0.1:9464/metrics
           rolloutmq metrics --serve --host 0.0.0.0 --token-file token
-          rolloutmq metrics --json                              workers wanted, by run
 """
 PORT = 9464
 

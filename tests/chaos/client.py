@@ -125,7 +125,7 @@ def judge(url: str) -> None:
 
 def main(role: str, name: str, url: str, root: str, *flags: str) -> None:
     faulthandler.enable()
-    log_json(name)
+    log_json(role, RUN, name)
     follow_owner()
     folders = Folders(Path(root))
     if role == "judge":

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import orjson
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -19,7 +20,7 @@ from buffer.traced_run import trace_run
 from buffer.tracing import SWITCH
 from consumer.config import TrainingConfig
 from consumer.rollout_consumer import RolloutConsumer
-from tests.pipeline.site import Site
+from tests.pipeline.site import Process, Site
 
 LIFE = ["enqueue", "wait", "claim", "generate", "submit", "take", "train", "commit"]
 
@@ -92,11 +93,21 @@ def test_one_trace_holds_a_groups_life_in_three_processes(
         consumer.publish_weights(step, str(site.model), "")
     consumer.finish()
     assert [process.wait() for process in processes] == [0, 0], site.words()
+    assert [logged_by(process) for process in processes] == [
+        {("site", "producer", "producer")},
+        {("site", "worker", "w0")},
+    ]
     consumer.close()
     tracer.flush()
     for gid in taken:
         check_life(collector, trace_id(run.nonce, gid), root_span_id(run.nonce, gid))
     store.close()
+
+
+def logged_by(process: Process) -> set[tuple[str, str, str]]:
+    """(run, role, id) of the lines in its log."""
+    lines = [orjson.loads(line) for line in process.said().splitlines() if line.startswith("{")]
+    return {(line["run"], line["role"], line["id"]) for line in lines}
 
 
 def check_life(collector: Collector, trace: str, root: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,32 @@ def test_every_command_line_is_one(words: list[str]) -> None:
     command = group.commands[words[0]]
     with command.make_context(words[0], list(words[1:])) as context:
         assert not context.args
+
+
+def test_the_image_is_made_of_files_that_exist_and_runs_as_nobody_special() -> None:
+    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    instructions = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    copied = [words.split()[:-1] for name, words in instructions if name == "COPY" and "--from" not in words]
+    ignored = (DOCKER.parent / ".dockerignore").read_text(encoding="utf-8").split()
+    for source in (source for sources in copied for source in sources):
+        assert (DOCKER.parent / source).exists(), source
+        assert source not in ignored, source
+    last = {name: words for name, words in instructions}  # of each kind, the last one counts
+    assert int(last["USER"]) > 0
+    assert json.loads(last["ENTRYPOINT"]) == ["tini", "--", "rolloutmq"]
+    assert {words.split()[0] for name, words in instructions if name == "FROM"} == {"python:${PYTHON}"}
+    images = [service["image"] for service in COMPOSE["services"].values() if "rolloutmq" not in service["image"]]
+    assert all(re.search(r":v?\d+\.\d+", image) for image in images), images
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_puts_the_manifests_together(tmp_path: Path) -> None:
+    folder = shutil.copytree(DOCKER / "kubernetes", tmp_path / "kubernetes")
+    shutil.copy(DOCKER.parent / "configs" / "demo.toml", folder / "run.toml")
+    built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    kinds = {document["kind"] for document in yaml.safe_load_all(built.stdout)}
+    assert kinds == {document["kind"] for _, document in MANIFESTS} - {"Kustomization"} | {"ConfigMap"}
 
 
 def test_compose_files_are_valid() -> None:
