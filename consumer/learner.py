@@ -29,6 +29,7 @@ from consumer.losses import TokenColumns, derived_metrics, policy_loss, token_we
 from consumer.model_folder import load_model, save_model
 from consumer.packing import GroupColumns, MicroBatch, Packer
 from consumer.ranks import ALONE, Ranks
+from consumer.row_sharing import keeps_samples_apart
 from consumer.sharding import shard, whole, write_weights
 from consumer.target_logits import TargetLogits
 from consumer.token_logprobs import token_logprobs
@@ -49,12 +50,12 @@ class Learner:
         self.model = load_model(model_dir).to(self.device).train()
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._packer = Packer(config.token_budget, share_rows=keeps_samples_apart(self.model))
         self._policy = self._module(self.model)
         self.parameters = dict(self.model.named_parameters())
         # The reference is the model of the folder for good, also after a resume: KL is measured to the start.
         with_reference = config.loss.kl_coef > 0
         self.reference = self._module(load_model(model_dir).to(self.device).eval()) if with_reference else None
-        self._packer = Packer(config.token_budget)
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=config.learning_rate,

@@ -78,12 +78,15 @@ class MicroBatch:
 
 
 class Packer:
-    """Packs groups into micro-batches of at most `token_budget` slots; a longer sample gets its own."""
+    """Packs groups into micro-batches of at most `token_budget` slots; a longer sample gets its own.
 
-    def __init__(self, token_budget: int) -> None:
+    `share_rows`: off for a model that does not keep samples of one row apart (`consumer.row_sharing`).
+    """
+
+    def __init__(self, token_budget: int, *, share_rows: bool = True) -> None:
         if token_budget < 1:
             raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
-        self.token_budget = token_budget
+        self.token_budget, self._share_rows = token_budget, share_rows
 
     def pack(
         self,
@@ -141,7 +144,7 @@ class Packer:
                 row = int(np.argmax(free >= totals[sample]))
                 if free[row] >= totals[sample]:
                     slots[place] = row * width + width - free[row]
-                    free[row] -= totals[sample]
+                    free[row] -= totals[sample] if self._share_rows else width
             here = slots >= 0
             yield order[here], slots[here], int((free < width).sum()), width
             order = order[~here]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from buffer import PolicyVersion
+from buffer import PolicyVersion, ProduceBatchStatus
 from buffer.config.loader import load_config
 from buffer.open_run import open_store, server_url
 from buffer.recovery.position import Position
@@ -61,6 +61,7 @@ class FsdpLoop:
     def train(self) -> None:
         self.publish(self.position.step)
         last, every = self.config.plan.steps, self.config.trainer.checkpoint_every_steps
+        interval = self.config.policy.sync_weights_interval
         counts = self.run.limits.mix().shares
         for batch in BatchDataset(self.consumer, counts, first=self.position.step + 1, last=last):
             metrics = self.controller.fit(batch.groups)
@@ -69,7 +70,9 @@ class FsdpLoop:
                 self.log.add_step(batch.step, self.leader.lineage, batch.manifest.gids, metrics)
             if batch.step % every == 0 or batch.step == last:
                 self.checkpoint(batch.step)
-            self.publish(batch.step)
+            is_too_old = batch.status is ProduceBatchStatus.EXPIRED_BATCH
+            if batch.step % interval == 0 or batch.step == last or is_too_old:
+                self.publish(batch.step)
         if self.leader:
             self.leader.finish()
         self.consumer.close()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import OPTConfig, OPTForCausalLM
 
 from buffer.errors import ConfigError, WireError
 from buffer.group import RolloutGroup
+from consumer.learner import Learner
+from consumer.learner_config import LearnerConfig
 from consumer.model_folder import load_model
 from consumer.packing import MicroBatch, Packer
+from consumer.row_sharing import keeps_samples_apart
 from consumer.target_logits import TargetLogits
 from consumer.token_logprobs import token_logprobs
 from tests.unit.tiny import build_model, make_group
@@ -106,6 +111,56 @@ def test_samples_of_one_row_do_not_see_each_other(tmp_path: Path) -> None:
     together = token_logprobs(TargetLogits(model), packed).logprobs
     for sample, number in enumerate(packed.advantages.tolist()):
         torch.testing.assert_close(together[packed.sample == sample], alone[number], atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> TargetLogits:
+    return TargetLogits(load_model(build_model(tmp_path_factory.mktemp("model"))).eval())
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes=SHAPES, budget=st.integers(20, 200), data=st.data())
+def test_another_sample_changes_nothing_wherever_it_was_packed(
+    policy: TargetLogits, shapes: list[tuple[int, list[int]]], budget: int, data: st.DataObject
+) -> None:
+    """One rollout gets other tokens, prompt and all; empty ones and fully masked ones are packed beside it."""
+    groups = make_groups(shapes)
+    for group in groups:
+        group.mask[: group.lengths[0]] = 0
+    for batch in Packer(budget).pack(groups, number_samples(groups)):
+        before = token_logprobs(policy, batch).logprobs
+        changed = data.draw(st.integers(0, len(batch.advantages) - 1))
+        inputs, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        own = batch.logit_index[batch.sample == changed]
+        start = int(own[0]) - int(positions[own[0]])
+        inputs[start : int(own[-1]) + 2] = (inputs[start : int(own[-1]) + 2] + 7) % 90
+        after = token_logprobs(policy, replace(batch, input_ids=inputs.view_as(batch.input_ids))).logprobs
+        others = batch.sample != changed
+        torch.testing.assert_close(after[others], before[others], atol=1e-6, rtol=0)
+        assert not torch.equal(after[~others], before[~others])
+
+
+def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
+    tmp_path: Path, policy: TargetLogits, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OPT's attention does not see that positions start again."""
+    assert keeps_samples_apart(policy.model)
+    shape = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(vocab_size=128, num_hidden_layers=2, num_attention_heads=2, **shape))
+    model.save_pretrained(tmp_path)
+    learner = Learner(tmp_path, LearnerConfig(token_budget=200))
+    assert "OPTForCausalLM crosses samples" in caplog.text
+    groups = make_groups([(7, [9, 2, 1]), (3, [2, 0, 4])])
+    (update,) = learner.pack(groups).updates
+    assert all(len(batch.rollout) == len(batch.input_ids) for batch in update.batches)
+    (mixed,) = Packer(200).pack_pad_dispatch(groups)
+    assert len(mixed.rollout) > len(mixed.input_ids), "no row would hold two samples: this would test nothing"
+    alone = {int(b.rollout[0]): learner.logprobs(b) for b in Packer(1).pack_pad_dispatch(groups)}
+    for batch in update.batches:
+        together = learner.logprobs(batch)
+        for sample, rollout in enumerate(batch.rollout.tolist()):
+            torch.testing.assert_close(together[batch.sample == sample], alone[rollout], atol=2e-5, rtol=1e-4)
 
 
 def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> None:
