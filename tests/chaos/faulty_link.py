@@ -5,6 +5,7 @@
     mid_request  half of it arrives                      throttle  replies come as a trickle
     after        carried out, and nobody hears of it     split     replies come in pieces of some bytes
     mid_reply    half of the reply arrives               half_open nothing passes, and nobody is told
+                                                         stall     what is asked comes later than its lease
     answer       an error instead of an answer; the server never sees the command
 
 All but `answer` and the spells end the connection, too.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from tests.chaos.resp import Command, split_commands
 
 STRIKES = ("before", "mid_request", "after", "mid_reply", "answer")
-SPELLS = ("delay", "throttle", "split", "half_open")
+SPELLS = ("delay", "throttle", "split", "half_open", "stall")
 
 DELAY_S = 0.2
 TRICKLE_BYTES, TRICKLE_S = 512, 0.01
@@ -133,6 +134,8 @@ class _Relay:
         while data := await self._from_client.read(65536):
             if await self._is_cut_by_half_open():
                 return
+            while self._link.is_under("stall"):
+                await asyncio.sleep(SETTLE_S)
             commands, rest = split_commands(rest + data)
             alone = len(commands) == 1 and not rest and self._is_quiet
             for command in commands:

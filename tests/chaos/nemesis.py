@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from itertools import count
 from typing import Any
 
@@ -95,6 +96,7 @@ class Nemesis:
         names = list(self._crew.members)
         cards = [Card(kind, name) for kind in OF_PROCESSES[:4] for name in names]
         cards += [Card("replace", "trainer"), Card("older_checkpoint", "trainer")] * 2
+        cards += [Card("stall", name) for name, member in self._crew.members.items() if member.role == "worker"] * 2
         cards += [Card(kind, SERVER) for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2]
         cards += [Card(kind, SERVER) for kind in ("rewrite_aof", "clock", "clock", "disk_full")]
         cards += [Card("lose_tail", SERVER)] * 3 if self._loses else []
@@ -282,18 +284,12 @@ class Nemesis:
     def _mid_reply(self, target: str) -> None:
         self._wiring.link(target).arm(Strike("mid_reply"))
 
-    def _spell(self, kind: str, target: str) -> None:
-        self._wiring.link(target).cast(kind, SPELL_S)
-        self._note(f"wire {kind}", target, seconds=SPELL_S)
+    def _spell(self, kind: str, target: str, seconds: float = SPELL_S) -> None:
+        self._wiring.link(target).cast(kind, seconds)
+        self._note(f"wire {kind}", target, seconds=seconds)
 
-    def _delay(self, target: str) -> None:
-        self._spell("delay", target)
-
-    def _throttle(self, target: str) -> None:
-        self._spell("throttle", target)
-
-    def _split(self, target: str) -> None:
-        self._spell("split", target)
-
-    def _half_open(self, target: str) -> None:
-        self._spell("half_open", target)
+    _delay = partialmethod(_spell, "delay")
+    _throttle = partialmethod(_spell, "throttle")
+    _split = partialmethod(_spell, "split")
+    _half_open = partialmethod(_spell, "half_open")
+    _stall = partialmethod(_spell, "stall", seconds=PAST_LEASE_S)
