@@ -12,7 +12,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -221,13 +222,28 @@ class RunControl:
         unfenced(reply, "producer")
 
     def beat(self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0) -> ControlState:
-        """Say that the holder of a role lives, or gives it up, and how long it has waited in all. Raises Fenced."""
+        """Say that the holder of a role lives, or gives it up, and how long it has waited in all.
+        Raises Fenced; LostRun where the server, which came back empty, has never seen anybody in that role."""
         reply = self._store.call(
             "beat",
             {"control": self._keys.control},
             {"role": role, "nonce": nonce, "closing": int(closing), "waited_ms": int(waited_s * 1000)},
         )
-        return ControlState.parse(unfenced(reply, role)[1:])
+        with self.telling_loss(role):
+            return ControlState.parse(unfenced(reply, role)[1:])
+
+    @contextmanager
+    def telling_loss(self, role: Role) -> Iterator[None]:
+        """Who is refused by a server that never saw a holder of the role has lost the run, and not the role."""
+        try:
+            yield
+        except Fenced as error:
+            control, key = self._store.control, self._keys.control
+            if self._store.retrying("role", lambda: control.hexists(key, role)):
+                raise
+            what = f"the server does not hold this run {self._keys.run!r} any more: its data was lost"
+            hint = "`rolloutmq train CONFIG --regenerate` goes on from the newest checkpoint; start the others again"
+            raise LostRun(what, hint=hint) from error
 
     def holder(self, role: Role) -> RoleHolder:
         """Who holds a role, and since when it is silent. One round trip."""

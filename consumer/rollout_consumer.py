@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 from buffer.control import Mode, new_nonce
@@ -120,8 +121,7 @@ class RolloutConsumer:
                 log.warning("the role could not be given up, it will run out: %s", error)
 
     def check_role(self) -> None:
-        """Ask the server; Fenced if another trainer was opened. Call it before you write what the next one would read:
-        a checkpoint, a log."""
+        """Raises Fenced if another trainer was opened: call it before you write what that one would read."""
         self._run.control.beat("trainer", self.nonce, waited_s=self.waits.seconds)
 
     def stop(self) -> None:
@@ -184,9 +184,9 @@ class RolloutConsumer:
         return self._take(wait, step, counts, strict)
 
     def _take(self, wait: BatchWait, step: int, counts: Mapping[str, int], strict: bool) -> Manifest:
-        return wait.until_taken(
-            step, counts, lambda asked: self._run.ledger.take(self.nonce, step, asked, strict=strict)
-        )
+        take = partial(self._run.ledger.take, self.nonce, step, strict=strict)
+        with self._run.control.telling_loss("trainer"):
+            return wait.until_taken(step, counts, take)
 
     def put_aside(self, step: int, reasons: Mapping[str, str]) -> Manifest:
         """Quarantine groups of a taken step that cannot be used, each with why, and wait for others in their places;

@@ -375,3 +375,16 @@ def test_full_memory_is_an_error_for_who_gives_no_way_to_write_a_checkpoint(
     with at_work(consumer._run, math=100), pytest.raises(CheckpointNow, match="not committed") as caught:
         take_on()
     assert "commit" in caught.value.hint
+
+
+def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    producer = new_nonce()
+    run.control.open_producer(producer)
+    for key in run.store.control.scan_iter(f"rmq:{{{run.name}}}:*"):
+        run.store.control.delete(key)
+    with pytest.raises(LostRun, match="its data was lost") as lost:
+        consumer.take_batch(1, {"math": 1}, deadline_s=60.0)
+    assert "--regenerate" in lost.value.hint
+    with pytest.raises(LostRun):
+        run.control.beat("producer", producer)
