@@ -7,4 +7,5 @@ dialect.py   what all requests and answers have in common
 chat_completion.py, text_completion.py   the two ways to ask
 session.py   a conversation, or several, as tokens: what is trained
 segment.py   one stretch of tokens that the model really had before it
+verifiers_agent.py   environments of verifiers as agents
 """

@@ -94,8 +94,8 @@ class GatewayAgentLoop:
         try:
             reward = await self._run(task, session)
         except AgentError as error:
-            # an agent that stumbles over a session that ended is not to blame
-            reward = None
+            # an agent that stumbles over a session that ended is not to blame; it has earned nothing, if it is to say
+            reward = None if self._judge else {"score": 0.0}
             if not session.interrupted.is_set() and not session.is_full:
                 return [(_failed(state, str(error)), None)]
         if session.interrupted.is_set():

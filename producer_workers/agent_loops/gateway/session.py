@@ -37,6 +37,10 @@ _RAW = "raw"
 """In place of a role: a segment of text, or tokens, that no chat template wrote; the only message of it."""
 
 
+_FULL = "this model's maximum context length is reached: all max_tokens of the session are used up"
+"""In words by which agents know the matter."""
+
+
 class SessionClosed(RolloutMQError):
     """Nothing more is generated for this session: its budget is used up, or it was interrupted."""
 
@@ -99,7 +103,7 @@ class Session:
 
     def _check_open(self) -> None:
         if self.interrupted.is_set() or self.is_full:
-            raise SessionClosed("interrupted" if self.interrupted.is_set() else "the session's max_tokens are used up")
+            raise SessionClosed("interrupted" if self.interrupted.is_set() else _FULL)
 
     async def _generate(
         self, number: int, context: Segment, max_tokens: int | None, stops: Sequence[str]

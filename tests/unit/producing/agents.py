@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
 }
@@ -65,7 +65,7 @@ async def calculate(task: Any) -> None:
     messages: list[Any] = list(task.messages)
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         while True:
-            reply = await client.chat.completions.create(model="any", messages=messages, tools=[TOOL])  # type: ignore[list-item]
+            reply = await client.chat.completions.create(model="any", messages=messages, tools=[TOOL])
             message = reply.choices[0].message
             if not message.tool_calls:
                 assert reply.choices[0].finish_reason == "stop"

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,12 @@ from buffer.rollout import RolloutState, SampleParams, Status, VersionSpan
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask
+from producer_workers.agent_loops.gateway.verifiers_agent import verifiers_agent
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines.base import EngineDeadError, Generation
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.rehearsal import FIRST, RehearsalError, rehearse
-from tests.unit.producing.agents import PROGRAM
+from tests.unit.producing.agents import PROGRAM, TOOL
 from tests.unit.producing.letter_engine import LetterEngine
 
 MINE = "tests.unit.producing.agents:"
@@ -232,11 +234,49 @@ def _texts(states: list[RolloutState], index: int) -> list[list[int]]:
     return [np.concatenate([np.asarray(s.prompt_ids), s.response_ids]).tolist() for s in chosen]
 
 
+class ToolEnvironment:
+    """As of verifiers 0.3, whose package wants another openai: what its ToolEnv asks, and how it is scored."""
+
+    class Client:
+        def __init__(self, asks: openai.AsyncOpenAI) -> None:
+            self.asks = asks
+
+    def __init__(self) -> None:
+        self.rubric = self
+
+    async def rollout(self, row: dict[str, Any], client: Client, model: str, sampling_args: Any) -> dict[str, Any]:
+        messages, state = list(row["prompt"]), {"answer": row["answer"], "error": None}
+        while True:
+            reply = await client.asks.chat.completions.create(
+                model=model, messages=messages, tools=[TOOL], **sampling_args
+            )
+            said = reply.choices[0].message
+            if not said.tool_calls:
+                return state | {"said": said.content}
+            kept = said.model_dump() | {"content": said.content or None, "reasoning_content": None}
+            messages += [kept, *({"role": "tool", "tool_call_id": call.id, "content": "5"} for call in said.tool_calls)]
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        state["reward"], state["metrics"] = float(state["answer"] in state["said"]), {"num_turns": 2}
+
+
+def test_an_environment_of_verifiers_plays_its_own_rollout(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = SimpleNamespace(OpenAIChatCompletionsClient=ToolEnvironment.Client)
+    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(clients=clients))
+    engine = Recorder(chat, [CALL, "it is 5"])
+    given = questions("2 + 3?")
+    given[0].ground_truth = "5"
+    (state,) = run(loop_of(chat, agent=verifiers_agent(ToolEnvironment())), engine, given)
+    engine.check([state])
+    assert (state.reward, len(turns_of(state))) == ({"score": 1.0, "num_turns": 2.0}, 2)
+
+
 def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> None:
     engine = Recorder(chat)
     (state,) = run(loop_of(chat, "talks_for_ever"), engine, questions("go", max_tokens=40))
     engine.check([state])
-    assert state.status is Status.COMPLETED
+    assert (state.status, state.reward) == (Status.COMPLETED, {"score": 0.0})
     assert sum(len(made.token_ids) for made in engine.said) == 40
 
 
