@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from buffer.errors import WireError
+from buffer.structured_output import StructuredOutput
 
 
 class Status(StrEnum):
@@ -105,6 +106,7 @@ class SampleParams(BaseModel):
     repetition_penalty: float = Field(1.0, gt=0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    structured: StructuredOutput | None = None
 
 
 class ToolCall(BaseModel):

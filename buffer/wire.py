@@ -87,6 +87,7 @@ def _check_members(members: list[Member], columns: Columns) -> None:
         for span in member.get("spans", ()):
             if span[0] + span[1] > tokens:
                 raise WireError(f"at members.{place}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens")
+        check_nesting(member["sample"].get("structured"))
         if calls := member.get("tool_calls"):
             check_nesting([call.get("arguments") for call in calls])
         if member.get("routed_experts") is False:

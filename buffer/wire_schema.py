@@ -25,6 +25,18 @@ class _Map(Struct, forbid_unknown_fields=True, gc=False):
     """A map that holds nothing else; made, looked at and thrown away, so the garbage collector need not know it."""
 
 
+class Structure(_Map):
+    """`StructuredOutput`."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.json_schema, self.regex, self.choice)) != 1:
+            raise ValueError("structured output is one of json_schema, regex and choice")
+
+
 class Sample(_Map):
     """`SampleParams`."""
 
@@ -39,6 +51,7 @@ class Sample(_Map):
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1
     presence_penalty: float = 0
     frequency_penalty: float = 0
+    structured: Structure | None = None
 
 
 class Call(_Map):

@@ -24,6 +24,7 @@ from buffer.order import BUILT_IN as ORDERS
 from buffer.rollout import SampleParams
 from buffer.server.url import SCHEMES
 from buffer.staleness import stale_threshold
+from buffer.structured_output import StructuredOutput
 
 
 def check_name(name: str) -> str:
@@ -201,6 +202,9 @@ class SampleParamsSection(Section):
     seed: int | None = None
     """unset: the engine draws as it likes; set: every rollout gets a seed of its own, derived from this one, the run's,
     the group and its place, so that the same weights sample the same response again"""
+
+    structured: StructuredOutput | None = None
+    """what a response must look like: {choice = [...]}, {regex = "..."} or {json_schema = {...}}; engines vllm, http"""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> SampleParamsSection:

@@ -101,9 +101,9 @@ class SingleTurnAgentLoop:
 
     def _abort(self, state: RolloutState) -> None:
         """Keeps why an ended one has ended: it only waits for the others."""
-        if not self._partial_rollout:
-            state.reset_response()
         ended = state.finish_reason in ("stop", "length")
+        if not self._partial_rollout or (state.sample_params.structured and not ended):
+            state.reset_response()
         state.status, state.finish_reason = Status.ABORTED, state.finish_reason if ended else "abort"
 
     async def _complete(self, state: RolloutState, reason: str) -> None:

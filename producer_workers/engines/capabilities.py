@@ -8,6 +8,13 @@ from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
+class StructuresOutput(Protocol):
+    """Whether it keeps a response to `SampleParams.structured`. Without it, a task that asks for that is refused."""
+
+    structures_output: bool
+
+
+@runtime_checkable
 class AbortsSome(Protocol):
     """It can end some requests and go on with the others. Without it, nothing is aborted while a group is protected."""
 

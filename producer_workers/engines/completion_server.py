@@ -102,6 +102,13 @@ class CompletionServer:
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(f"{self.url} reports no logprobs", hint=IDS_HINT) from error
 
+    async def text(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> str:
+        """A response as text, for questions about the server itself. Raises ServerRefusal."""
+        answer = await self._call(
+            "POST", "/v1/completions", 60.0, {"model": self.model, "prompt": prompt_ids, **sampling}
+        )
+        return str(answer["choices"][0]["text"])
+
     async def check_health(self) -> None:
         await self._call("GET", "/health", HEALTH_S)
 

@@ -23,14 +23,15 @@ from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
     Generation,
+    GenerationError,
     PauseMode,
     WeightsError,
 )
 from producer_workers.engines.completion_server import CompletionServer, ServerGone, ServerRefusal, gather_quietly
 from producer_workers.engines.config import HttpConfig
 from producer_workers.engines.http_request import HttpRequest
-from producer_workers.engines.logprob_check import check_logprobs
 from producer_workers.engines.model_folder import Shapes, check_same_tensors, has_tied_head, read_shapes
+from producer_workers.engines.server_checks import check_logprobs, keeps_to_a_structure
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class HttpEngine:
         self._server = CompletionServer(config.url, config.model, config.api_key)
         self._updates = config.weights == "update"
         self._shapes: Shapes = {}
-        self._tied_head = False
+        self._tied_head = self.structures_output = False
         self._requests: set[HttpRequest] = set()
         self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
         self._closed, self._paused = True, False
@@ -72,6 +73,7 @@ class HttpEngine:
             if self._updates:  # first, as a worker that died may have left it paused
                 await self._take_over_weights()
             await check_logprobs(self._server)
+            self.structures_output = await keeps_to_a_structure(self._server)
         except (ServerGone, ServerRefusal) as error:
             await self._server.close()
             raise EngineError(error.message, hint=error.hint) from error
@@ -85,6 +87,10 @@ class HttpEngine:
 
     async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
         self.check_health()
+        if params.structured and not self.structures_output:
+            raise GenerationError(
+                f"{self._config.url} does not keep to `structured_outputs`", hint="see sample.structured of the task"
+            )
         request = HttpRequest(request_id, prompt_ids, params)
         self._requests.add(request)
         try:
@@ -183,6 +189,7 @@ class HttpEngine:
             await gather_quietly({part})
             del self._parts[request]
             request.stamp(version)
+            request.end_part()
         if not part.cancelled():
             part.result()
 

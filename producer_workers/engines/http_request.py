@@ -11,6 +11,7 @@ from buffer.rollout import SampleParams
 from producer_workers.engines.base import FinishReason
 from producer_workers.engines.completion_server import Piece
 from producer_workers.engines.response import GrowingResponse
+from producer_workers.engines.vllm_api import structure_arguments
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """Reasons that end a response; any other one ("abort") only ends a part of it."""
@@ -44,7 +45,13 @@ class HttpRequest(GrowingResponse):
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
+            **({"structured_outputs": structure_arguments(params.structured)} if params.structured else {}),
         }
+
+    def end_part(self) -> None:
+        """Where it is not the last: a structure cannot be gone on with in its middle, so the next part begins anew."""
+        if self._params.structured and not self.finish_reason:
+            self.forget()
 
     def hear(self, piece: Piece) -> None:
         """What the server said."""

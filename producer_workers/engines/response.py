@@ -34,6 +34,10 @@ class GrowingResponse:
             start, length = last.start, last.length + length
         self._spans.append(VersionSpan(start, length, version.version, version.lineage))
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.token_ids, self._logprobs, self._spans = [], [], []
+
     def finish(self, reason: FinishReason) -> None:
         """End it here, unless it has ended."""
         self.finish_reason = self.finish_reason or reason

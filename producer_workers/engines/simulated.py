@@ -69,6 +69,7 @@ class SimulatedEngine:
     """Engine protocol without a model. Stop strings are ignored: there is no text."""
 
     name = "simulated"
+    structures_output = True  # as stop strings: ignored
 
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         self._config = config

@@ -97,6 +97,8 @@ class TransformersEngine:
     async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
         self.check_health()
         self._check_prompt(prompt_ids)
+        if params.structured:
+            raise GenerationError("the transformers engine cannot keep to a structure", hint="use kind vllm or http")
         request = _Request(request_id, prompt_ids, params)
         if params.stops and self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._model_dir)

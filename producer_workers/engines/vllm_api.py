@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.rollout import SampleParams
+from buffer.structured_output import StructuredOutput
 from producer_workers.engines.base import EngineError
 from producer_workers.engines.config import VllmConfig
 
@@ -48,6 +49,7 @@ class VllmApi:
     engine: Any
     arguments: Any
     sampling: Any
+    structured: Any
     final_only: Any
     engine_dead: type[Exception]
     refused: tuple[type[Exception], ...]
@@ -72,6 +74,7 @@ def import_vllm() -> VllmApi:
         engine=async_llm.AsyncLLM,
         arguments=import_module("vllm.engine.arg_utils").AsyncEngineArgs,
         sampling=vllm.SamplingParams,
+        structured=import_module("vllm.sampling_params").StructuredOutputsParams,
         final_only=import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
         engine_dead=import_module("vllm.v1.engine.exceptions").EngineDeadError,
         refused=_refusals(),
@@ -122,6 +125,12 @@ def sampling_arguments(params: SampleParams) -> dict[str, Any]:
         "detokenize": bool(params.stops),
         "skip_clone": True,
     }
+
+
+def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
+    """The fields of vLLM's StructuredOutputsParams."""
+    given = structured.model_dump(exclude_none=True)
+    return {"json": given.pop("json_schema"), **given} if "json_schema" in given else given
 
 
 def _check_version(version: str) -> None:

@@ -36,7 +36,13 @@ from producer_workers.engines.model_folder import (
     has_tied_head,
     read_shapes,
 )
-from producer_workers.engines.vllm_api import VllmApi, engine_arguments, import_vllm, sampling_arguments
+from producer_workers.engines.vllm_api import (
+    VllmApi,
+    engine_arguments,
+    import_vllm,
+    sampling_arguments,
+    structure_arguments,
+)
 from producer_workers.engines.vllm_statistics import VllmStatistics
 
 logger = logging.getLogger(__name__)
@@ -50,6 +56,7 @@ class VllmEngine:
     """Engine protocol over vLLM, for its CPU and its CUDA build."""
 
     name = "vllm"
+    structures_output = True
 
     def __init__(self, config: VllmConfig, model_dir: Path, version: PolicyVersion) -> None:
         self._config = config
@@ -90,10 +97,10 @@ class VllmEngine:
         self.check_health()
         assert self._api is not None
         submitted = self._version
-        sampling = self._api.sampling(**sampling_arguments(params), output_kind=self._api.final_only)
         final = None
         self._requests.add(request_id)
         try:
+            sampling = self._sampling(params)
             prompt = self._api.wrap_prompt(prompt_ids.tolist())
             async for output in self._llm.generate(prompt, sampling, request_id):
                 final = output
@@ -108,6 +115,13 @@ class VllmEngine:
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
         return _generation(final.outputs[0], submitted)
+
+    def _sampling(self, params: SampleParams) -> Any:
+        assert self._api is not None
+        structure = self._api.structured(**structure_arguments(params.structured)) if params.structured else None
+        return self._api.sampling(
+            **sampling_arguments(params), structured_outputs=structure, output_kind=self._api.final_only
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         self.check_health()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from buffer.rollout import PolicyVersion, SampleParams, VersionSpan
+from buffer.structured_output import StructuredOutput
 from producer_workers.engines.base import Engine, Generation, GenerationError, WeightsError
-from producer_workers.engines.capabilities import AbortsSome, EngineLoad, TellsLoad
+from producer_workers.engines.capabilities import AbortsSome, EngineLoad, StructuresOutput, TellsLoad
 from tests.engines.conftest import FIRST, Folders, Run
-from tests.engines.tiny_model import reference_logprobs
+from tests.engines.tiny_model import allowed_logprobs, reference_logprobs
 
 PROMPT = np.array([40, 41, 42, 43, 44], dtype=np.int32)
 NEXT = PolicyVersion("main", 4)
@@ -313,3 +315,44 @@ class ModelContract(EngineContract):
             return await asyncio.gather(*calls)
 
         assert [len(made.token_ids) for made in run(scenario())] == [4, 4, 4]
+
+    def test_a_structure_is_kept_to_with_logprobs_of_what_was_allowed(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folders.first)
+        params = SampleParams(max_tokens=8, structured=StructuredOutput(choice=["a", "b"]))
+        if not isinstance(engine, StructuresOutput):
+            with pytest.raises(GenerationError, match="cannot keep to a structure"):
+                run(generate(engine, params))
+            return
+        allowed = [tokenizer.convert_tokens_to_ids(text) for text in "ab"]
+        expected = dict(zip(allowed, allowed_logprobs(folders.first, PROMPT.tolist(), allowed), strict=True))
+        for seed in range(8):
+            made = run(generate(engine, params.model_copy(update={"seed": seed})))
+            token, end = made.token_ids.tolist()
+            assert (made.finish_reason, end) == ("stop", tokenizer.eos_token_id)
+            assert made.logprobs == pytest.approx([expected[token], 0.0], abs=TOLERANCE)
+
+    def test_a_structure_survives_an_update_and_a_bad_one_is_refused_alone(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        if not isinstance(engine, StructuresOutput):
+            pytest.skip("this engine keeps to no structure")
+        from transformers import AutoTokenizer
+
+        params = SampleParams(max_tokens=900, structured=StructuredOutput(regex="[ab]{400}"))
+
+        async def scenario() -> Generation:
+            running = asyncio.create_task(generate(engine, params))
+            await asyncio.sleep(0.2)
+            await engine.load_weights(folders.second, NEXT)
+            with pytest.raises(GenerationError):
+                await generate(engine, SampleParams(structured=StructuredOutput(json_schema={"type": "nonsense"})))
+            return await running
+
+        made = run(scenario())
+        text = AutoTokenizer.from_pretrained(folders.first).decode(made.token_ids, skip_special_tokens=True)
+        assert re.fullmatch("[ab]{400}", text)
+        assert sum(span.length for span in made.spans) == len(made.token_ids)

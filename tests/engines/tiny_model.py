@@ -65,6 +65,17 @@ def reference_logprobs(folder: Path, prompt: list[int], response: list[int], tem
     return [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
 
 
+def allowed_logprobs(folder: Path, prompt: list[int], allowed: list[int]) -> list[float]:
+    """Logprobs of the tokens that may come after `prompt`, where only these may."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1, allowed]
+    return [float(logprob) for logprob in torch.log_softmax(logits, -1)]
+
+
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

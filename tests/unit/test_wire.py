@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from buffer import MediaRef, RolloutGroup, RolloutState, SampleParams, Status, ToolCall, VersionSpan, wire, wire_reader
 from buffer.errors import SchemaVersionError, WireError
+from buffer.structured_output import StructuredOutput
 from tests.fuzz.promise import keep, plain
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,9 @@ PARAMS = st.builds(
     max_tokens=st.integers(1, 9999),
     stops=st.lists(TEXT, max_size=2),
     seed=st.none() | st.integers(0, 2**63 - 1),
+    structured=st.none()
+    | st.builds(StructuredOutput, regex=st.text(min_size=1, max_size=5))
+    | st.builds(StructuredOutput, json_schema=st.dictionaries(TEXT, JSON, max_size=2)),
 )
 CALLS = st.builds(
     ToolCall, id=TEXT, name=TEXT, arguments=st.none() | st.dictionaries(TEXT, JSON, max_size=2), raw_arguments=TEXT

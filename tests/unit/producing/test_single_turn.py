@@ -12,6 +12,7 @@ import pytest
 
 from buffer.errors import ConfigError, JudgeError, WireError
 from buffer.rollout import PolicyVersion, RolloutState, SampleParams, Status, VersionSpan
+from buffer.structured_output import StructuredOutput
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError, GenerationError
@@ -93,9 +94,11 @@ def test_resumed_rollout_is_the_same_wherever_it_was_cut(tokenizer: Any) -> None
         assert (state.status, len(bench.judged)) == (Status.COMPLETED, 1)
 
 
-def test_aborted_rollout_is_reset_when_partial_rollout_is_off(tokenizer: Any) -> None:
-    bench = Bench(tokenizer)
-    (state,) = bench.run(group(1), abort_at=4)
+@pytest.mark.parametrize("structured", [None, StructuredOutput(regex="a+")], ids=["plain", "structured"])
+def test_aborted_rollout_is_reset_when_it_cannot_go_on(tokenizer: Any, structured: StructuredOutput | None) -> None:
+    """Partial rollout is off, or nobody can go on in the middle of a structure."""
+    bench = Bench(tokenizer, partial=structured is not None)
+    (state,) = bench.run(group(1, structured=structured), abort_at=4)
     assert (state.status, len(state.response_ids), state.spans) == (Status.ABORTED, 0, [])
     (state,) = bench.run([state])
     assert [done for _, done, _ in bench.engine.requests] == [0]

@@ -1,9 +1,9 @@
-"""Whether a server reports logprobs of what it samples from: by experiment, since no API says which kind they are."""
+"""What a server does, by experiment, since no API says it: what its logprobs are of, if it keeps to a structure."""
 
 from __future__ import annotations
 
 from producer_workers.engines.base import EngineError, GenerationError
-from producer_workers.engines.completion_server import CompletionServer
+from producer_workers.engines.completion_server import CompletionServer, ServerRefusal
 
 PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
 ENOUGH = 1e-3
@@ -30,3 +30,13 @@ async def check_logprobs(server: CompletionServer) -> None:
             raise EngineError(f"{server.url} reports logprobs before temperature and top-p", hint=hint)
         return
     raise EngineError(f"{server.url} gave the same logprob to any two tokens", hint="is it a language model?")
+
+
+async def keeps_to_a_structure(server: CompletionServer) -> bool:
+    """Whether `structured_outputs` counts: most servers pass over a field that they do not know."""
+    only = "a7-b8"
+    try:
+        said = await server.text(PROBES[0], {"max_tokens": 16, "structured_outputs": {"choice": [only]}})
+    except ServerRefusal:
+        return False
+    return said == only
