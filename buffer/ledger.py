@@ -99,20 +99,24 @@ class BatchLedger:
         unfenced(reply, "trainer")
         raise ScriptError(f"take_batch: {reply}")
 
-    def quarantine(self, nonce: str, step: int, entry: ManifestEntry, reason: str) -> Manifest:
+    def quarantine(
+        self, nonce: str, step: int, entry: ManifestEntry, reason: str, *, is_workers_fault: bool = True
+    ) -> Manifest:
         """Swap a group that cannot be used for the next ready one of its task; without one its place stays open.
 
         The batch must be taken and not committed. Returns its new revision, which is what `take` returns from now on;
-        the group is a dead letter with `reason`, and counts against its worker, which is barred after BAD_GROUPS of
-        them within BAD_WINDOW_MS. Raises Fenced, LedgerError.
+        the group is a dead letter with `reason`. If it `is_workers_fault`, it counts against its worker, which is
+        barred after BAD_GROUPS of them within BAD_WINDOW_MS. Raises Fenced, LedgerError.
         """
-        reply = self._in_order(nonce, lambda: self._quarantine(nonce, step, entry, reason))
+        reply = self._in_order(nonce, lambda: self._quarantine(nonce, step, entry, reason, is_workers_fault))
         manifest = self._quarantined(reply, step, entry.gid)
         if manifest is None:
             raise LedgerError(f"the manifest of step {step} is gone")
         return manifest
 
-    def _quarantine(self, nonce: str, step: int, entry: ManifestEntry, reason: str) -> list[str]:
+    def _quarantine(
+        self, nonce: str, step: int, entry: ManifestEntry, reason: str, is_workers_fault: bool
+    ) -> list[str]:
         keys, (task, _) = self._keys, split_group_id(entry.gid)
         text = reason[:2000].encode(errors="replace").decode()
         return self._store.call(
@@ -138,7 +142,7 @@ class BatchLedger:
                 "gid": entry.gid,
                 "token": entry.payload.token,
                 "reason": orjson.dumps(text).decode(),
-                "most": BAD_GROUPS,
+                "most": BAD_GROUPS if is_workers_fault else 0,
                 "window_ms": BAD_WINDOW_MS,
             },
             durable=True,

@@ -85,7 +85,9 @@ class BatchReader:
     def _put_aside(self, ledger: BatchLedger, step: int, entry: ManifestEntry, why: str) -> Manifest:
         log.error("group quarantined in step %s: %s", step, why, extra={"gid": entry.gid})
         self.quarantined += 1
-        return ledger.quarantine(self._nonce, step, entry, why)
+        # what the server has lost, in a failover say, would bar every honest worker of the run
+        fault = not why.startswith(PayloadMissing.__name__)
+        return ledger.quarantine(self._nonce, step, entry, why, is_workers_fault=fault)
 
     def _bad(self, manifest: Manifest) -> Iterator[tuple[ManifestEntry, RolloutMQError]]:
         for entry in manifest.entries:

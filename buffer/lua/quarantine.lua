@@ -20,7 +20,7 @@
 -- ARGV[3] gid    gid
 -- ARGV[4] token  token        of the payload in the manifest
 -- ARGV[5] reason text..16384  a JSON string
--- ARGV[6] most   1..1_000_000  bad groups of a worker within the window that bar it
+-- ARGV[6] most   0..1_000_000  bad groups of a worker within the window that bar it; 0: this one is not its fault
 -- ARGV[7] window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
 --       | BLOCKED task | UNORDERED task
@@ -81,7 +81,7 @@ redis.call('SET', dead_letters .. gid, '{"reason":' .. reason .. ',"worker":"' .
 redis.call('HINCRBY', progress, 'dead', 1)
 redis.call('HINCRBY', progress, 'quarantined', 1)
 if is_known then redis.call('HINCRBY', worker_records .. owner, 'quarantined', 1) end
-if owner ~= '' then
+if owner ~= '' and most > 0 then
   local now = now_ms()
   local since, bad, barred_ms = string.match(redis.call('HGET', suspects, owner) or '', '^(%d+) (%d+) (%d+)$')
   if not since or (barred_ms == '0' and now - num(since) > window_ms) then since, bad, barred_ms = int(now), 0, '0' end

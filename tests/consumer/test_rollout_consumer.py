@@ -12,6 +12,7 @@ import pytest
 from buffer import NotReady, Run, new_nonce, wire
 from buffer.control import Mode
 from buffer.errors import CheckpointNow, Fenced, LedgerError, LostRun, RoleHeld, StoreError
+from buffer.ledger import BAD_GROUPS
 from buffer.store import Store
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from tests.consumer.conftest import Trainers, die
@@ -108,6 +109,18 @@ def test_a_group_that_cannot_be_read_is_swapped_and_the_batch_is_the_same_again(
     assert again.manifest == batch.manifest
     assert content(again) == content(batch)
     assert run.account.fsck().clean
+
+
+@pytest.mark.parametrize(("data", "is_barred"), [(None, False), (b"\xc1 no msgpack", True)])
+def test_what_the_server_has_lost_is_no_fault_of_the_worker(
+    run: Run, trainer: Trainers, data: bytes | None, is_barred: bool
+) -> None:
+    with at_work(run, math=BAD_GROUPS + 1):
+        wait_until(lambda: run.buffer.count("math") == BAD_GROUPS + 1, "all groups")
+    for number in range(BAD_GROUPS):
+        spoil(run, f"math-{number:010d}", data)
+    assert len(trainer(run).take_batch(1, {"math": BAD_GROUPS + 1}, strict=False).groups) == 1
+    assert any("bad_groups" in worker for worker in run.fleet.workers()) is is_barred
 
 
 def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(run: Run, trainer: Trainers) -> None:
