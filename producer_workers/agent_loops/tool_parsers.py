@@ -4,8 +4,8 @@
     llama     {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>, several with ; between (Llama 3)
     mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3), or [TOOL_CALLS]name{...} (v11)
 
-A parser never raises: what looks like a call and cannot be read becomes one whose `arguments` are None, so that the
-model is told, and may try again.
+What a model thinks before it speaks (up to </think>) calls nothing. A parser never raises: what looks like a call and
+cannot be read becomes one whose `arguments` are None, so that the model is told, and may try again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,20 @@ def parse_mistral(text: str) -> list[ToolCall]:
     return _number(_call(orjson.dumps(item).decode()) for item in listed)
 
 
-PARSERS: dict[str, ToolParser] = {"hermes": parse_hermes, "llama": parse_llama, "mistral": parse_mistral}
+def split_thought(text: str) -> tuple[str, str]:
+    """(what a turn thinks, with the mark that ends it; what it says)"""
+    thought, mark, said = text.partition("</think>")
+    return (thought + mark, said) if mark else ("", text)
+
+
+def _of_what_is_said(parse: ToolParser) -> ToolParser:
+    return lambda text: parse(split_thought(text)[1])
+
+
+PARSERS: dict[str, ToolParser] = {
+    name: _of_what_is_said(parse)
+    for name, parse in {"hermes": parse_hermes, "llama": parse_llama, "mistral": parse_mistral}.items()
+}
 
 
 def _number(calls: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> list[ToolCall]:

@@ -24,7 +24,7 @@ from buffer.errors import ConfigError, RolloutMQError
 from buffer.rollout import SampleParams, ToolCall
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
-from producer_workers.agent_loops.tool_parsers import PARSERS
+from producer_workers.agent_loops.tool_parsers import PARSERS, split_thought
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.tokenizer import Tokenizer, aside, encode_chat
 
@@ -198,7 +198,8 @@ class Session:
         text = self._text(made, skip_special_tokens=True)
         if not calls:
             return {"role": "assistant", "content": _before(text, stops)}, text, []
-        content = raw.partition(CALL_MARKS[self._parser])[0].strip()
+        thought, said = split_thought(raw)
+        content = (thought + said.partition(CALL_MARKS[self._parser])[0]).strip()
         return (
             {"role": "assistant", "content": content, "tool_calls": [_as_openai(call) for call in calls]},
             text,

@@ -57,6 +57,19 @@ def test_a_call_that_cannot_be_read_has_no_arguments_and_keeps_its_text(parser: 
     assert call.raw_arguments
 
 
+@pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'),
+        ("llama", '{"name": "rm", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS]rm{}"),
+    ],
+)
+def test_what_is_only_thought_of_is_not_called(parser: str, call: str) -> None:
+    assert PARSERS[parser](f"<think>\n{call} would be bad\n</think>\n\nI will not.") == []
+    assert found(PARSERS[parser](f"<think>\n{call}?\n</think>\n\n{call}")) == [("rm", {})]
+
+
 @given(st.text(alphabet='<tool_call>{}[]"\\;:,TOLCAS name/arguments|1', max_size=200))
 def test_parsers_never_raise(text: str) -> None:
     for parser in PARSERS.values():
