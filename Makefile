@@ -6,7 +6,7 @@ FUZZ_S ?= 300
 SOAK_ROUNDS ?= 16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-machine bench fuzz images compose lint format type arch check gpu-check chaos soak clean
+.PHONY: help setup demo test test-unit test-machine bench fuzz audit images compose lint format type arch check gpu-check chaos soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,10 +50,18 @@ bench: setup ## measure against raw Redis, naive ways and ideal fleets; 20 minut
 bench-learning: setup ## reward by step and wall time for several staleness bounds; about 25 minutes, goes on where it was stopped
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning
 
-fuzz: setup ## coverage-guided fuzz of the decoder, FUZZ_S seconds (300); corpus and findings in build/fuzz
+fuzz: setup ## coverage-guided fuzz of the decoder, then of all other entrances, FUZZ_S seconds each (300); see build/fuzz
 	@mkdir -p build/fuzz
-	@$(PY) -m tests.fuzz.decoder -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=20 -rss_limit_mb=2048 \
-		-artifact_prefix=build/fuzz/ build/fuzz/corpus
+	@for entrance in decoder entrances; do \
+		$(PY) -m tests.fuzz.$$entrance -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=20 -rss_limit_mb=2048 \
+			$(if $(SEED),-seed=$(SEED)) -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$entrance || exit; \
+	done
+
+audit: setup ## known vulnerabilities of all packages in .venv, by pip-audit, which asks pypi.org
+	@$(PY) -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=20)' 2>/dev/null || \
+		{ echo "not audited: the database of vulnerabilities at pypi.org cannot be reached"; exit 3; }
+	@test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && build/audit/bin/pip install -q pip-audit; }
+	@build/audit/bin/pip-audit --progress-spinner off --path "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')"
 
 test-machine: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
 	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/test_machine.py -k valkey

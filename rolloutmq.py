@@ -92,7 +92,7 @@ def main() -> None:
         app(prog_name="rolloutmq")
     except RolloutMQError as error:
         if os.environ.get("ROLLOUTMQ_DEBUG"):
-            traceback.print_exc()
+            typer.echo(mask_url(traceback.format_exc()), err=True)
         typer.echo(_told(error, as_json="--json" in sys.argv), err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

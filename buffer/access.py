@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from buffer.errors import ConfigError
 
@@ -15,6 +16,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def host_of(header: str) -> str:
+    """The name in a header `Host: NAME[:PORT]`, without brackets; "" where there is none."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return "?"
 
 
 def carries(token: str, authorization: str) -> bool:

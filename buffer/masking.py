@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 # Greedy up to the last "@": a password may hold unescaped ":" and "@", and masking too much is the safe side.
-_USER_INFO = re.compile(r"(://[^:@/\s]*):[^\s'\"]*@")
+# A URL whose scheme was forgotten or mistyped holds one, too.
+_USER_INFO = re.compile(r"([^:@/\s'\"]*):(?!//)[^\s'\"]*@")
 _QUERY = re.compile(r"([?&](?:password|ssl_password|sentinel_password)=)[^&\s'\"]+", re.IGNORECASE)
 
 

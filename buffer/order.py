@@ -65,10 +65,18 @@ def is_custom(order: str) -> bool:
     return order not in BUILT_IN
 
 
-def load_order(order: str) -> OrderFunction | None:
-    """The function of a user's order policy; None for those that are listed above. Raises ConfigError."""
+def load_order(order: str, named: str) -> OrderFunction | None:
+    """The function of a user's order policy; None for those that are listed above. Raises ConfigError.
+
+    `order` is what the run says, and so the server: it is imported only if the user's own config or command `named` it.
+    """
     if not is_custom(order):
         return None
+    if order != named:
+        raise ConfigError(
+            f"the run takes groups in the order of {order!r}, which nobody here has named",
+            hint=f"if you trust that code: [policy] order = {order!r} in the config of this process; import: --order",
+        )
     function: OrderFunction = load_object(order, kind="order policy", built_in=BUILT_IN)
     return function
 

@@ -110,7 +110,7 @@ def make_worker(
     _check_structures(config, engine)
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
-    run.buffer.order_function = load_order(run.limits.order)
+    run.buffer.order_function = load_order(run.limits.order, config.policy.order)
     times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
     names = config.worker.tasks or list(config.tasks)
     if unknown := set(names) - set(config.tasks):

@@ -60,6 +60,7 @@ def test_no_file_has_the_name_of_a_stdlib_module() -> None:
 def test_nothing_is_unpickled_or_evaluated() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib"}
     calls = {"eval", "exec", "compile", "__import__"}
+    options = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remote_code": True}
     files = [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]
     found = []
     for path in [*files, ROOT / "rolloutmq.py"]:
@@ -70,7 +71,26 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
                 found.append(f"{path}: imports {names}")
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in calls:
                 found.append(f"{path}:{node.lineno} calls {ast.unparse(node.func)}")
+            if isinstance(node, ast.keyword) and getattr(node.value, "value", None) is options.get(node.arg or "", ...):
+                found.append(f"{path}:{node.value.lineno} says {ast.unparse(node)}")
     assert found == []
+
+
+def test_who_loads_code_by_name_is_known() -> None:
+    """Each of these has the name from a config or a command; what a server says is only compared (buffer/order.py)."""
+    known = {
+        "buffer/order.py", "consumer/commands.py", "producer_workers/agent_loops/agent_loop.py",
+        "producer_workers/agent_loops/gateway/loop.py", "producer_workers/agent_loops/multi_turn.py",
+        "producer_workers/agent_loops/toolbox.py", "producer_workers/curriculum.py",
+        "producer_workers/datasets/open.py", "producer_workers/datasets/record.py", "producer_workers/judges/load.py",
+        "producer_workers/sample_filters.py", "producer_workers/should_continue.py",
+    }  # fmt: skip
+    found = set()
+    for path in [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_object"):
+                found.add(str(path.relative_to(ROOT)))
+    assert found == known
 
 
 def test_docker_is_no_package() -> None:

@@ -92,6 +92,9 @@ def import_groups(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
     task: Annotated[str | None, typer.Option(help="Task of the run. Default: the one that each line names.")] = None,
     from_line: Annotated[int, typer.Option(min=1, help="Begin with this line.")] = 1,
+    order: Annotated[
+        str, typer.Option(metavar="MODULE:FUNCTION", help="The run's order policy, where it is a function of yours.")
+    ] = "",
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -103,7 +106,7 @@ def import_groups(
     group; it gets a gid of its own. What a line may hold is what export writes.
     """
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
-        target.run.buffer.order_function = load_order(target.run.limits.order)
+        target.run.buffer.order_function = load_order(target.run.limits.order, order)
         done = target.run.import_groups(file, task=task, from_line=from_line, advance=advance)
     if as_json:
         emit({"file": str(file), "groups": done.groups, "rollouts": done.rollouts, "too_old": done.too_old})

@@ -51,15 +51,15 @@ def open_client(url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_
     if not url.startswith("unix"):
         settings["socket_keepalive"] = True
     try:
-        if "+sentinel://" in url:
-            return _primary(url, settings)
-        client: redis.Redis = redis.Redis.from_url(url, **settings)
-    except ValueError:
+        client = _primary(url, settings) if "+sentinel://" in url else redis.Redis.from_url(url, **settings)
+        # an option that no connection knows is told now, not at the first command
+        client.connection_pool.connection_class(**client.connection_pool.connection_kwargs)
+    except (ValueError, TypeError):
         # its message may hold a part of the password
         raise ConfigError(
             f"this is no URL of a Redis server: {mask_url(url)}",
             hint="redis://[user:password@]host:port/0, unix:///path or redis+sentinel://host:port,host:port/service; "
-            "write special characters of a password as %XX",
+            "write special characters of a password as %XX; options behind ? are those of redis-py",
         ) from None
     return client
 

@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import orjson
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from buffer.access import carries, is_loopback
+from buffer.access import carries, host_of, is_loopback
 from buffer.errors import ConfigError
 
 Answer = Callable[[str, list[tuple[str, str]]], Any]
@@ -64,6 +64,10 @@ class MetricsEndpoint:
     def _answer(self, request: dict[str, Any], start: Answer) -> Iterable[bytes]:
         if self._token and not carries(self._token, request.get("HTTP_AUTHORIZATION", "")):
             return _say(start, "401 Unauthorized", b"a token is wanted: Authorization: Bearer TOKEN\n")
+        # without a token, a page elsewhere whose name suddenly means 127.0.0.1 must not read this
+        host = host_of(request.get("HTTP_HOST", ""))
+        if host and not self._token and not is_loopback(host):
+            return _say(start, "400 Bad Request", b"ask for it as localhost, or give it a token\n")
         if request["PATH_INFO"] == "/metrics":
             answer: Iterable[bytes] = self._metrics(request, start)
             return answer

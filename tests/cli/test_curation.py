@@ -56,7 +56,8 @@ def test_import_asks_the_function_of_the_run(
     done = command("import", str(tmp_path / "f.jsonl"))
     assert (done.returncode, "my_policy_of_import" in done.stderr) == (2, True)
     assert client.zcard(keys.order("math")) == 0
-    done = command("import", str(tmp_path / "f.jsonl"), "--run-dir", str(server.folder), cwd=tmp_path)
+    named = ("--order", "my_policy_of_import:longest_first", "--run-dir", str(server.folder))
+    done = command("import", str(tmp_path / "f.jsonl"), *named, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [score for _, score in client.zrange(keys.order("math"), 0, -1, withscores=True)] == [-3.0]
 

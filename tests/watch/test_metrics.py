@@ -46,6 +46,18 @@ def endpoint(scene: Scene) -> Iterator[MetricsEndpoint]:
     served.close()
 
 
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[", "10.0.0.1"])
+def test_a_page_elsewhere_whose_name_means_this_machine_reads_nothing(endpoint: MetricsEndpoint, host: str) -> None:
+    request = urllib.request.Request(f"{endpoint.url}/metrics", headers={"Host": host})
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        urllib.request.urlopen(request, timeout=30)
+    refused.value.close()
+    for own in ("localhost:1", "127.0.0.1", "[::1]:9"):
+        fetch_as = urllib.request.Request(f"{endpoint.url}/metrics", headers={"Host": own})
+        with urllib.request.urlopen(fetch_as, timeout=30) as answer:
+            assert answer.status == 200
+
+
 def test_metrics_say_what_status_says(scene: Scene, endpoint: MetricsEndpoint) -> None:
     found = samples(fetch(f"{endpoint.url}/metrics"))
     task = next(t for t in scene.run.account.totals().tasks if t.task == "math")
