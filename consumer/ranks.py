@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import orjson
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+
+def join() -> None:
+    """Make the process group of a program that torchrun started, also where `--max-restarts` began it anew.
+
+    All attempts share torchrun's store, and a rank may find there where one listened that is dead (torch 2.13: "Gloo
+    connectFullMesh failed", at every attempt after the first): so each attempt has keys of its own.
+    """
+    store, rank, size = next(rendezvous("env://"))
+    own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
 class Ranks:

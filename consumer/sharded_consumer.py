@@ -5,7 +5,7 @@ pickle); each reads the groups that `balanced_shares` gives it by their tokens. 
 says what it read, and with what checksum of the manifest, before any of them may train. Whoever cannot read, or dies,
 fails the step on all ranks; nothing is committed, and the same step is delivered again, byte for byte (I5).
 
-    dist.init_process_group("gloo")                      # torchrun
+    consumer.ranks.join()                                # the process group of torchrun, restarts included
     consumer = ShardedConsumer(run)
     consumer.open(position=position)
     batch = consumer.take_batch(step, {"math": 16})      # this rank's groups; batch.manifest is the whole batch's

@@ -1,9 +1,10 @@
 """Several ranks with FSDP2: every rank reads its share of a batch, holds its shard of the weights, writes its part.
 
 rolloutmq server, rolloutmq producer and rolloutmq worker of the config run already; then
-torchrun --nproc-per-node 2 -m consumer.examples.fsdp_loop configs/my_run.toml
+torchrun --nproc-per-node 2 --max-restarts 3 -m consumer.examples.fsdp_loop configs/my_run.toml
 
-When a rank dies, torchrun ends the others; the same command goes on from the newest checkpoint that is whole.
+When a rank dies, torchrun ends the others and starts all again; so does the same command later. They go on from the
+newest checkpoint that is whole, and what came after it is delivered again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from consumer.config import TrainingConfig
 from consumer.launch.preparation import make_run
 from consumer.learner import Learner
 from consumer.model_folder import copy_tokenizer
+from consumer.ranks import join
 from consumer.sharded_consumer import ShardedConsumer
 from consumer.sharded_writing import write_together
 from consumer.step_log import StepWriter
@@ -102,7 +104,7 @@ class FsdpLoop:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    join()
     loop = FsdpLoop(load_config(TrainingConfig, Path(sys.argv[1]), sys.argv[2:]))
     loop.open()
     loop.train()

@@ -165,9 +165,9 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("site", ["unused:train"], indirect=True)
-def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site: Site, tmp_path: Path) -> None:
+def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site: Site) -> None:
     """The other rank notices; started again, both go on from the newest checkpoint that is whole."""
-    command = [sys.executable, "-m", "tests.consumer.fsdp_ranks", str(site.file), str(tmp_path), "3"]
+    command = [sys.executable, "-m", "tests.consumer.fsdp_ranks", str(site.file), "3"]
     env = os.environ | {"REDIS_URL": site.url}
     with at_work(site.run, math=STEPS * GROUPS):
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=280, check=False)
