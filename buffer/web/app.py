@@ -34,6 +34,7 @@ from buffer.errors import AccountError, ConfigError, RolloutMQError, RunNotFound
 from buffer.keys import split_group_id
 from buffer.payloads import PayloadRef
 from buffer.run import Run
+from buffer.trace_ids import trace_id
 from buffer.watch.group_json import group_json
 from buffer.watch.history import History
 from buffer.web.tokens import TokenTexts
@@ -82,6 +83,7 @@ class RunView:
             raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(self._run.limits.tasks)}")
         record, places = self._run.record(gid), self._run.account.places(task, draw)
         told = {"gid": gid, "places": places, "record": record, "dead_letter": self._run.dead_letters.reason(gid)}
+        told["trace_id"] = trace_id(self._run.nonce, gid)
         return _answer(told | (self._members(gid, record) if record else {"members": []}))
 
     def _members(self, gid: str, record: dict[str, str]) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def make_app(
 ) -> Starlette:
     """The application. `hosts`: names under which it may be asked for; `is_over`: when streams end."""
     watcher = Watcher(run, History(run_dir), is_over)
-    view = RunView(run, watcher, TokenTexts(run_dir), token, read_needs_token=read_needs_token)
+    view = RunView(run, watcher, TokenTexts(_model_folders(run, run_dir)), token, read_needs_token=read_needs_token)
 
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "page.html")
@@ -164,6 +166,12 @@ def make_app(
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(_SafeHeaders)],
         exception_handlers=errors,
     )
+
+
+def _model_folders(run: Run, run_dir: Path | None) -> list[Path]:
+    """The run's own model, and what workers loaded last: the model it began with, or newer weights."""
+    newest = run.control.state().weights_path
+    return [*([run_dir / "model"] if run_dir else []), *([Path(newest)] if newest else [])]
 
 
 class _SafeHeaders:

@@ -1,4 +1,4 @@
-"""The text of single tokens, for the colours of the rollout viewer, where the run's folder has a tokenizer."""
+"""The text of single tokens, for the colours of the rollout viewer, where a tokenizer of the run can be read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-PLACES = ("model/tokenizer.json", "tokenizer.json")
-
 
 class TokenTexts:
-    """`run_dir`: the run's folder, None where it is not known: tokens are then shown by their ids."""
+    """`folders`: where a tokenizer may be, of the run's model or of any of its weights. Where none is, tokens are shown
+    by their ids."""
 
-    def __init__(self, run_dir: Path | None) -> None:
-        self._files = [run_dir / place for place in PLACES] if run_dir else []
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._files = [folder / "tokenizer.json" for folder in folders]
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.errors import DatasetError, ModelError
+from buffer.web.tokens import TokenTexts
 from consumer.model_folder import load_model, load_tokenizer, new_folder
 from consumer.tiny_model import build_tiny_model
 from consumer.tiny_model_config import TinyModelConfig
@@ -134,3 +135,12 @@ def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> Non
     with ThreadPoolExecutor(4) as threads:
         models = list(threads.map(load_model, [model_dir] * 12))
     assert not any(parameter.is_meta for model in models for parameter in model.parameters())
+
+
+def test_a_browser_is_told_the_text_of_each_token(model_dir: Path, tmp_path: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(model_dir).encode(QUESTION, add_special_tokens=False)
+    texts = TokenTexts([tmp_path / "no model here", model_dir]).of(ids)
+    assert texts is not None
+    assert "".join(texts) == QUESTION
+    assert len(texts) == len(ids) > 3
+    assert TokenTexts([tmp_path]).of(ids) is None

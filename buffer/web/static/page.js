@@ -32,8 +32,9 @@ function showRun() {
       .filter(([, name]) => curves[name].length)
       .map(([title, name, digits]) => panel(title, number(curves[name].at(-1), digits), curve(title, curves[name]))),
     panel("Who waits", "share of the watched time", Object.entries(waits).map(([who, wait]) => bar(who, wait.share, 1, `${number(100 * wait.share)} %`, wait.now ? "near" : ""))),
-    panel("Memory", null, bar("payloads", status.memory.held_bytes, status.memory.high_bytes || status.memory.held_bytes, bytes(status.memory.held_bytes)),
-      el("p", { class: "dim" }, status.memory.high_bytes ? `new prompts wait from ${bytes(status.memory.low_bytes)} on` : "no limit is set")),
+    panel("Memory", null, ...(status.memory.high_bytes
+      ? [bar("payloads", status.memory.held_bytes, status.memory.high_bytes, bytes(status.memory.held_bytes)), el("p", { class: "dim" }, `new prompts wait from ${bytes(status.memory.low_bytes)} on`)]
+      : [el("p", {}, `payloads hold ${bytes(status.memory.held_bytes)}`), el("p", { class: "dim" }, "no limit is set")])),
   ];
   for (const [name, task] of tasks) {
     const ages = Object.entries(task.staleness), most = Math.max(1, ...ages.map(([, n]) => n));
@@ -42,9 +43,10 @@ function showRun() {
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
       task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null));
   }
-  const columns = [["place", (row) => row], ...tasks.map(([name, task]) => [name, (row) => number(task.places[row]), true])];
+  const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
+  const columns = [["place", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
   const groups = panel("Groups by place", null, table(columns, PLACES));
-  groups.classList.add("wide");
+  groups.classList.add(tasks.length > 3 ? "wide" : "tall");
   return [el("div", { class: "panels" }, groups, parts)];
 }
 
@@ -89,7 +91,7 @@ async function showDead() {
 
 function showEvents() {
   const details = ({ at_ms, event, ...fields }) => Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ");
-  return [table([["when", (e) => new Date(e.at_ms).toLocaleTimeString()], ["event", (e) => e.event], ["", details]], [...look.events].reverse())];
+  return [table([["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", details]], [...look.events].reverse())];
 }
 
 function act(path, words) {

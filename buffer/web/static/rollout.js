@@ -8,7 +8,7 @@ const COLOURS = {
 };
 
 export function showGroup(told, colour, choose, acts) {
-  const records = Object.entries(told.record || {}).filter(([name, value]) => value && !["entry", "token"].includes(name));
+  const records = Object.entries({ ...told.record, trace: told.trace_id }).filter(([name, value]) => value && !["entry", "token"].includes(name));
   const parts = [
     el("p", {}, el("a", { href: "#/groups" }, "← groups")),
     el("h2", {}, told.gid, " ", el("small", {}, told.places.join(" + ") || "lost")),
