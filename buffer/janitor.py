@@ -28,6 +28,9 @@ REAP = 200
 EXPIRE = 250
 """Groups that one sweep moves out of one pool at most."""
 
+IN_TURN = 50
+"""Sweeps in the time of one lease, by all who sweep in turn; whoever sweeps by itself comes on top."""
+
 FREE = 200
 """Payloads freed in one round trip; a sweep makes at most FREE_ROUNDS of them."""
 
@@ -109,6 +112,18 @@ class Janitor:
             or freed == FREE * FREE_ROUNDS,
             grace_ms=reaped.grace_ms,
         )
+
+    def sweep_in_turn(self) -> Swept:
+        """As one of many: leases and bytes only, and nothing where anybody has swept a moment ago. 1,000 workers would
+        else sweep 200 times a second, for a tenth of what they cost the server."""
+        fields = self._store.retrying(
+            "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
+        )
+        seen_ms, swept_ms = (int(field or 0) for field in fields)
+        if 0 <= seen_ms - swept_ms < self._limits.lease_ms / IN_TURN:
+            return Swept()
+        # a disk that hangs must not stop the heart of a worker
+        return self.sweep(files=False, archive=False)
 
     def _is_there(self) -> bool:
         """Whether the server holds the run; one that came back empty is given it again by the trainer."""

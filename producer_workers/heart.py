@@ -71,8 +71,7 @@ class Heart:
                 self._beat(is_due)
                 # leases of dead workers must run out, and memory be freed, even when the producer is down
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
-                    # a disk that hangs must not stop the heart
-                    self._run.janitor.sweep(files=False, archive=False)
+                    self._run.janitor.sweep_in_turn()
                     swept = time.monotonic()
                 self._silence.say("")
             except StoreUnavailable as error:

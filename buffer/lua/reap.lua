@@ -39,6 +39,7 @@ local silent = redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_tim
 for _, id in ipairs(silent) do redis.call('SCARD', holders .. id) end
 
 local grace = tick(clock, now, lease_ms)
+redis.call('HSET', clock, 'swept_ms', int(now))
 -- deadlines further away than one lease were given before the clock stepped back
 for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. int(now + lease_ms), '+inf', 'LIMIT', 0, limit)) do
   redis.call('ZADD', leases, int(now + lease_ms), gid)

@@ -35,6 +35,19 @@ def neglect(scene: Scene) -> Scene:
     return scene
 
 
+def test_one_of_many_sweeps_only_where_nobody_has_a_moment_ago(scene: Scene) -> None:
+    janitor, clock, lease_ms = scene.run.janitor, scene.keys.clock, scene.run.limits.lease_ms
+    # by how much the last sweep is older; less than nothing where the server's clock went back since
+    for behind_ms, sweeps in ((0, False), (lease_ms, True), (-60_000, True)):
+        scene.enqueue(1)
+        scene.claim(9)
+        scene.expire_leases()
+        scene.raw.hset(clock, "swept_ms", int(scene.raw.hget(clock, "seen_ms")) - behind_ms)
+        swept = janitor.sweep_in_turn()
+        assert (swept.reaped + swept.buried > 0) == sweeps
+        janitor.sweep()
+
+
 def test_sweep_does_all_there_is_to_do_and_says_so(scene: Scene) -> None:
     swept = neglect(scene).run.janitor.sweep()
     # payloads: result and prompt of the archived group and of the two that are dropped
