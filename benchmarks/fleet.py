@@ -30,6 +30,7 @@ from producer_workers.engines.base import Generation
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.distributions import Fixed
 from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.rehearsal import Characters
 from producer_workers.task_runner import TaskRunner
 from producer_workers.worker import Worker
@@ -160,9 +161,14 @@ def _engine(plan: FleetPlan, meter: Meter) -> MeteredEngine:
 
 def _worker(plan: FleetPlan, run: Run, engine: MeteredEngine, name: str) -> Worker:
     partial = plan.partial_rollout
-    loop = SingleTurnAgentLoop(judge=None, tokenizer=Characters(), eos_ids={VOCABULARY}, partial_rollout=partial)
+    judge = FunctionJudge("none", _worth_nothing)
+    loop = SingleTurnAgentLoop(judge=judge, tokenizer=Characters(), eos_ids={VOCABULARY}, partial_rollout=partial)
     runners = {plan.task: TaskRunner(loop, partial)}
     return Worker(run, engine, runners, worker_id=name, concurrency=plan.concurrency, drain_timeout_s=0.0)
+
+
+async def _worth_nothing(**_: object) -> float:
+    return 0.0
 
 
 def _answer(
