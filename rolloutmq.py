@@ -18,6 +18,7 @@ import typer
 import buffer.commands
 import consumer.commands
 import producer_workers.commands
+from buffer.commands.screen import plain
 from buffer.errors import RolloutMQError
 from buffer.masking import mask_url
 
@@ -105,7 +106,7 @@ def _told(error: RolloutMQError, *, as_json: bool) -> str:
     if as_json:
         told = {"error": message, "hint": hint, "kind": type(error).__name__, "exit_code": error.exit_code}
         return json.dumps(told, ensure_ascii=False)
-    return f"error: {message}" + (f"\nhint:  {hint}" if hint else "")
+    return plain(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
 
 
 if __name__ == "__main__":

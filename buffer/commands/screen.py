@@ -12,7 +12,8 @@ from typing import Any
 
 import orjson
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -45,9 +46,17 @@ _VERSION_STYLES = (
 )
 
 
+class PlainConsole(Console):
+    """A console on which no text steers the terminal, wherever it comes from: see `plain`."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console that colours nothing by guessing; NO_COLOR and pipes are respected by rich."""
-    return Console(highlight=False, emoji=False, markup=False, stderr=stderr)
+    return PlainConsole(highlight=False, emoji=False, markup=False, stderr=stderr)
 
 
 def emit(document: Any) -> None:
