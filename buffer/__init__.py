@@ -17,6 +17,7 @@ from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.order import Finished
 from buffer.pools import PoolSizes
+from buffer.recovery.position import Position
 from buffer.replay_buffer import ReplayBuffer
 from buffer.rollout import (
     MediaRef,
@@ -48,6 +49,7 @@ __all__ = [
     "NotReady",
     "PolicyVersion",
     "PoolSizes",
+    "Position",
     "ProduceBatchStatus",
     "Pulse",
     "ReplayBuffer",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer import Store
+from buffer import Manifest, Position, Store
 from buffer.config.loader import load_config
 from buffer.open_run import create_run
 from buffer.step_log import StepLog
@@ -139,6 +141,42 @@ def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
         train(*arguments, take_over=True)  # type: ignore[arg-type]
     check(site)
     assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
+
+
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands in consumer/README.md. It dies after its second commit, and is started again."""
+    text = (ROOT / "consumer" / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(# reinforce\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
+    program = tmp_path / "reinforce.py"
+    program.write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"])
+    add, commit, trained = Position.add, RolloutConsumer.commit, list[tuple[int, list[str]]]()
+
+    def noting(self: Position, manifest: Manifest) -> None:
+        add(self, manifest)
+        trained.append((manifest.step, manifest.gids))
+
+    def dying(self: RolloutConsumer, step: int, *, keep: int) -> None:
+        commit(self, step, keep=keep)
+        if step == 2:
+            raise Killed
+
+    monkeypatch.setattr(Position, "add", noting)
+    with at_work(site.run, math=STEPS * GROUPS):
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutConsumer, "commit", dying)
+            with pytest.raises(Killed):
+                runpy.run_path(str(program))
+        runpy.run_path(str(program))
+    assert [step for step, _ in trained] == [1, 2, 3, 4]
+    assert len({gid for _, gids in trained for gid in gids}) == STEPS * GROUPS
+    assert site.run.ledger.steps() == (STEPS, STEPS, STEPS)
+    assert site.run.control.state().weights.version == STEPS
+    assert site.run.account.fsck().clean
 
 
 @pytest.mark.timeout(600)
