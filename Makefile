@@ -22,7 +22,7 @@ chaos: setup ## about 280 faults against whole runs, judged from what clients sa
 
 .PHONY: chaos-mutants chaos-outage
 chaos-mutants: setup ## the same against builds with one line of a script gone: each must be caught; 15 minutes
-	@$(PY) -m tests.chaos --mutants --seconds 35 --faults 45 --seed $(or $(SEED),1)
+	@$(PY) -m tests.chaos --mutants --seconds 50 --faults 120 --seed $(or $(SEED),4)
 
 chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says so once, and goes on
 	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0

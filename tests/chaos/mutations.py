@@ -1,7 +1,8 @@
 """Builds that must be caught: all scripts, with one line of one of them gone or changed.
 
-A few for each invariant, which must show within a minute of faults. Every line that keeps an invariant has a story of
-its own in tests/buffer/invariants; what is guarded twice (the cursor: a fence, compare-and-set) shows only there.
+A few, which must show within a minute of faults. Every line that keeps an invariant has a story of its own in
+tests/buffer/invariants; what is guarded twice shows only there: the cursor (a fence, compare-and-set), the step of a
+trainer that was replaced (it may not commit either), a claim that is repeated (its lost groups run out).
 """
 
 from __future__ import annotations
@@ -29,15 +30,10 @@ MUTATIONS = {
     ),
     # I6
     "frees-all-that-is-committed": ("commit", "keep = math.min(keep, committed)\n", "keep = committed\n"),
-    # I7
-    "old-trainers-take": ("take_batch",
-                          "if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end\n", ""),
     # I8
     "nothing-is-too-old": ("take_batch",
                            "local cut = threshold == '' and '-inf' or int(step - tonumber(threshold))\n",
                            "local cut = '-inf'\n"),
-    # I13
-    "a-claim-repeats": ("claim", "if known[2] == token then\n", "if false then\n"),
 }  # fmt: skip
 """Name: (file, what is there, what takes its place)."""
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_build_without_a_line_is_caught(name: str, tmp_path: Path) -> None:
-    plan = Plan(seed=1, seconds=60.0, faults=60, mutation=name)
+    plan = Plan(seed=4, seconds=50.0, faults=120, mutation=name)
     assert not ChaosRun(plan, tmp_path, print).run().clean
 
 
