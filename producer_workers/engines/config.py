@@ -13,7 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from producer_workers.engines.distributions import Distribution, Fixed, LogNormal
 
 # The engine's promises (ids in, logprobs as sampled, versions per token) hang on these.
-OWNED_ARGUMENTS = frozenset({"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"})
+OWNED_ARGUMENTS = frozenset(
+    {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
+    | {"enable_lora", "max_lora_rank", "max_loras"}
+)
 
 
 class EngineSettings(BaseModel):
@@ -41,6 +44,9 @@ class VllmConfig(EngineSettings):
     enforce_eager: bool | None = None
     enable_sleep_mode: bool = Field(False, description="can give its GPU memory back while paused; CUDA only")
     omp_threads: int | None = Field(None, ge=1, description="CPU threads; 1 where engines share a machine")
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = Field(
+        None, description="sample with a LoRA adapter of this rank at most: what is published are adapters, no weights"
+    )
     report_load: bool = Field(False, description="look at how full it is; [worker] concurrency = 'auto' sets it")
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume, abort")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")

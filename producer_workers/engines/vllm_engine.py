@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollout import PolicyVersion, SampleParams, VersionSpan
+from buffer.rollout import PolicyVersion, SampleParams
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
-    FinishReason,
     Generation,
     GenerationError,
     PauseMode,
@@ -36,6 +35,8 @@ from producer_workers.engines.model_folder import (
     has_tied_head,
     read_shapes,
 )
+from producer_workers.engines.vllm_adapter import VllmAdapter
+from producer_workers.engines.vllm_answer import generation_of
 from producer_workers.engines.vllm_api import (
     VllmApi,
     engine_arguments,
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 HEALTH_INTERVAL_S = 0.5
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VllmEngine:
@@ -65,6 +65,7 @@ class VllmEngine:
         self._version = version
         self._shapes: Shapes = {}
         self._tied_head = False
+        self._adapter: VllmAdapter | None = None
         self._api: VllmApi | None = None
         self._llm: Any = None
         self._paused = False
@@ -78,6 +79,9 @@ class VllmEngine:
         check_model_folder(self._model_dir)
         self._shapes = read_shapes(self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
+        if self._config.max_lora_rank:
+            self._adapter = VllmAdapter(self._shapes, self._config.max_lora_rank)
+            self._loaded_from = self._adapter.first
         on_cpu = is_cpu_build()
         prepare_environment(self._config, on_cpu=on_cpu)
         try:
@@ -90,6 +94,8 @@ class VllmEngine:
                 f"vLLM could not load {self._model_dir}: {error}", hint="its own log lines above say why"
             ) from error
         self._api, self._dead = api, None
+        if self._adapter:
+            await self._load(self._adapter.first)
         await self._name_weights(self._version)
         logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
 
@@ -102,7 +108,8 @@ class VllmEngine:
         try:
             sampling = self._sampling(params)
             prompt = self._api.wrap_prompt(prompt_ids.tolist())
-            async for output in self._llm.generate(prompt, sampling, request_id):
+            adapter = self._adapter.request(self._loaded_from) if self._adapter else None
+            async for output in self._llm.generate(prompt, sampling, request_id, lora_request=adapter):
                 final = output
         except self._api.engine_dead as error:
             raise self._declare_dead("vLLM's engine process ended") from error
@@ -114,7 +121,7 @@ class VllmEngine:
             self._requests.discard(request_id)
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
-        return _generation(final.outputs[0], submitted)
+        return generation_of(final.outputs[0], submitted)
 
     def _sampling(self, params: SampleParams) -> Any:
         assert self._api is not None
@@ -143,8 +150,7 @@ class VllmEngine:
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         self.check_health()
-        shapes = await asyncio.to_thread(read_shapes, path)
-        check_same_tensors(self._shapes, shapes, path, tied_head=self._tied_head)
+        await asyncio.to_thread(self._check_weights, path)
         # Shielded: a caller that gives up must not leave the engine paused between two sets of weights.
         self._updating = asyncio.create_task(self._update(path, version))
         await asyncio.shield(self._updating)
@@ -193,6 +199,8 @@ class VllmEngine:
         await asyncio.to_thread(llm.shutdown)
         # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by then.
         llm.shutdown = lambda *_: None
+        if self._adapter:
+            self._adapter.close()
 
     async def _stop_listening(self, llm: Any) -> None:
         """End vLLM's own loop first: it would report the end of the process that it reads from as an error."""
@@ -206,7 +214,8 @@ class VllmEngine:
 
     def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
         api = import_vllm()
-        arguments = api.arguments(**engine_arguments(self._config, self._model_dir, on_cpu=on_cpu))
+        adapter = self._adapter.arguments() if self._adapter else {}
+        arguments = api.arguments(**engine_arguments(self._config, self._model_dir, on_cpu=on_cpu), **adapter)
         loggers = [self._statistics.of_engine] if self._config.report_load else None
         return api, api.engine.from_engine_args(arguments, stat_loggers=loggers)
 
@@ -230,7 +239,18 @@ class VllmEngine:
                 if not self._paused and self._dead is None:
                     await self._control(self._llm.resume_generation(), "resuming after an update")
 
+    def _check_weights(self, path: Path) -> None:
+        if self._adapter:
+            self._adapter.check(path)
+        else:
+            check_same_tensors(self._shapes, read_shapes(path), path, tied_head=self._tied_head)
+
     async def _load(self, path: Path) -> None:
+        if self._adapter:
+            call = self._llm.add_lora(self._adapter.request(path, replaces=True))
+            if not await self._control(call, "loading an adapter", self._config.load_timeout_s):
+                raise WeightsError(f"vLLM took no adapter from {path}")
+            return
         call = self._llm.collective_rpc("rolloutmq_load_weights", args=(str(path.resolve()),))
         await self._control(call, "loading weights", self._config.load_timeout_s)
 
@@ -277,21 +297,3 @@ class VllmEngine:
     def _declare_dead(self, why: str) -> EngineDeadError:
         self._dead = self._dead or why
         return EngineDeadError(f"the vLLM engine is gone: {self._dead}", hint="restart the worker")
-
-
-def _generation(output: Any, submitted: PolicyVersion) -> Generation:
-    """Columns of one CompletionOutput. `submitted`: the version for a vLLM without labels per token."""
-    token_ids = np.asarray(output.token_ids, dtype="<i4")
-    logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
-    labels = getattr(output, "weight_versions", None)
-    if labels is None:
-        spans = [_span(str(submitted), 0, len(token_ids))]
-    else:
-        spans = [_span(label.version, label.start, label.end) for label in labels]
-    kept = tuple(span for span in spans if span.length)
-    return Generation(token_ids, logprobs, kept, REASONS[output.finish_reason])
-
-
-def _span(label: str, start: int, end: int) -> VersionSpan:
-    version = PolicyVersion.parse(label)
-    return VersionSpan(start, end - start, version.version, version.lineage)
