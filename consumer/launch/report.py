@@ -57,7 +57,8 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     log.read_new()
     evaluations = read_evaluations(folder)
     plot(log.steps, evaluations, folder / "report.png")
-    console.print(_accuracy_table(evaluations, config.plan.steps))
+    if evaluations:
+        console.print(_accuracy_table(evaluations, config.plan.steps))
     console.print(_account_table(audit))
     twice = log.trained_twice()
     lost, doubled = len(audit.lost), len(audit.doubled)
