@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
 
@@ -32,9 +32,20 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(entry, default=str).decode()
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is at that time: a bar that is drawn there puts lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
 def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> None:
     """Send this process's log to stderr as JSON lines; libraries only from warnings on. `name`: which of its role."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(JsonFormatter(role, run, name or role))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("rolloutmq").setLevel(level)

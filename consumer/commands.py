@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,6 +109,9 @@ def train(
     from consumer.trainer import Trainer
 
     trainer = Trainer(run, settings, model_dir)
+    if sys.stderr.isatty():  # a bar in place of a line per step
+        trainer.shows_progress = True
+        logging.getLogger("rolloutmq.trainer").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: trainer.consumer.stop())
     if not trainer.fit(take_over=take_over, regenerate=regenerate):

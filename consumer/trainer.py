@@ -29,6 +29,7 @@ from consumer.evaluation_plan import EvaluationPlan, say_why
 from consumer.learner import Learner
 from consumer.metric_writers import MetricWriter, open_writers
 from consumer.model_folder import copy_tokenizer
+from consumer.progress_bar import ProgressBar
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from consumer.step_log import StepWriter
 from consumer.step_metrics import Throughput, Timing, batch_metrics, production_metrics
@@ -50,6 +51,8 @@ class Trainer:
         self._weights = open_transport(config, run)
         self._log = StepWriter(folder)
         self._writers: list[MetricWriter] = []
+        self.shows_progress = False
+        """draw a bar on the terminal"""
         self.consumer = RolloutConsumer(run)
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         launch = config.launch
@@ -96,6 +99,8 @@ class Trainer:
             self._share.sleep()
         config = self._config
         self._writers = open_writers(config.trainer.writers, config.run.folder, config.run.name, position.step + 1)
+        if self.shows_progress:
+            self._writers.append(ProgressBar(position.step, self._run.limits.steps))
         if position.step:  # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
