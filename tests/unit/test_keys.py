@@ -38,6 +38,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "ledger:<name>": keys.ledger("train"),
         "batch:<name>:<step>": keys.batch("train", 3),
         "progress:<task>": keys.progress("math"),
+        "cursors": keys.cursors,
         "ended:<task>:<place>": keys.ended("math", "archived"),
         "dead": keys.dead,
         "dead:<gid>": keys.dead_letter("math-0000000001"),
