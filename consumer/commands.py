@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from buffer.config.loader import load_config
 from buffer.dotted_path import load_object
+from buffer.errors import ConfigError
 from buffer.json_log import log_json
 from buffer.server.lifeline import follow_owner
 
@@ -89,6 +91,8 @@ def train(
     checkpoint knows is told again; nothing is trained twice.
     """
     settings = _load(config, overrides)
+    if not settings.trainer.loop:
+        _check_alone(config)
     log_json("trainer", settings.run.name)
     follow_owner()
     from buffer.open_run import open_store, server_url
@@ -140,6 +144,16 @@ def gpu_check(
     from consumer.launch.gpu_check import check_gpu
 
     check_gpu(steps)
+
+
+def _check_alone(config: Path) -> None:
+    """Under torchrun each rank would open the run, and fence the others."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise ConfigError(
+            f"`rolloutmq train` is one process, and torchrun started {ranks} of it",
+            hint=f"torchrun --nproc-per-node {ranks} --max-restarts 3 -m consumer.examples.fsdp_loop {config}",
+        )
 
 
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
