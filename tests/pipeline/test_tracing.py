@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import orjson
 import pytest
@@ -22,6 +23,7 @@ from consumer.config import TrainingConfig
 from consumer.rollout_consumer import RolloutConsumer
 from tests.pipeline.site import Process, Site
 
+WHO = {"enqueue": "producer", "take": "trainer", "train": "trainer", "commit": "trainer"}
 LIFE = ["enqueue", "wait", "claim", "generate", "submit", "take", "train", "commit"]
 
 
@@ -76,7 +78,8 @@ def test_one_trace_holds_a_groups_life_in_three_processes(
 ) -> None:
     site = make_site(steps=2)
     site.server.start()
-    config = load_config(TrainingConfig, site.config, [])
+    # no lease runs out on a machine that is busy: each group is made once
+    config = load_config(TrainingConfig, site.config, ["lease.lease_ms=120000"])
     store = Store(site.server.url)
     run = create_run(store, config, config.policy.model)  # type: ignore[arg-type]
     tracer = trace_run(run, "trainer")
@@ -101,6 +104,7 @@ def test_one_trace_holds_a_groups_life_in_three_processes(
     tracer.flush()
     for gid in taken:
         check_life(collector, trace_id(run.nonce, gid), root_span_id(run.nonce, gid))
+    assert any(collector.named(trace_id(run.nonce, gid), "wait") for gid in taken)
     store.close()
 
 
@@ -113,11 +117,13 @@ def logged_by(process: Process) -> set[tuple[str, str, str]]:
 def check_life(collector: Collector, trace: str, root: str) -> None:
     """Each stage once, in order, by the process that did it; all but the first are parts of the first."""
     told = {name: collector.named(trace, name) for name in LIFE}
-    # a group that was there before anybody looked at the line has no wait
-    assert {name: len(spans) for name, spans in told.items()} == dict.fromkeys(LIFE, 1)
-    spans = [told[name][0] for name in LIFE]
-    assert [span.start_time_unix_nano for span in spans] == sorted(span.start_time_unix_nano for span in spans)
-    assert [collector.who[span.span_id.hex()] for span in spans] == ["producer", *["w0"] * 4, *["trainer"] * 3]
+    # a group that came between a look at the line and the claim has no wait
+    assert [name for name in LIFE if len(told[name]) != 1] in ([], ["wait"])
+    spans = [told[name][0] for name in LIFE if told[name]]
+    # by its end, a stage has seen the beginning of the one before
+    assert all(before.start_time_unix_nano <= after.end_time_unix_nano for before, after in pairwise(spans))
+    for span in spans:
+        assert collector.who[span.span_id.hex()] == WHO.get(span.name, "w0")
     assert (spans[0].span_id.hex(), spans[0].parent_span_id) == (root, b"")
     assert {span.parent_span_id.hex() for span in spans[1:]} == {root}
     judged = collector.named(trace, "judge")
