@@ -36,7 +36,7 @@ TIDY = "producer trainer operator"
 STEER = "trainer operator"
 
 WRITES = {
-    "meta": STEER, "control": TIDY, "clock": ALL, "lineages": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
+    "meta": TIDY, "control": TIDY, "clock": ALL, "lineages": STEER, "jobs:<task>:<lane>": ALL, "bell:<who>": ALL,
     "group:<gid>": ALL, "leases": ALL, "pool:<task>:<status>": ALL, "order:<task>:completed": ALL,
     "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "hold": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
@@ -52,11 +52,11 @@ CHANGES = {
          "refresh", "register", "reissue", "release", "reorder", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(
-        ("beat", "commit", "dissolve_batch", "enqueue", "forget", "producer_open", "reassert", "refill",
-         "rescore", "reset_ledger", "restore_batch", "take_batch"), TIDY
+        ("beat", "commit", "create_run", "curriculum", "dissolve_batch", "enqueue", "forget", "producer_open",
+         "reassert", "refill", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
-        ("admit", "control", "create_run", "publish_weights", "quarantine", "set_limits", "trainer_open"), STEER
+        ("admit", "control", "publish_weights", "quarantine", "trainer_open"), STEER
     ),
 }  # fmt: skip
 """Roles that can change a run with a script: because it is their work, or because they may write its keys anyway."""
