@@ -62,7 +62,10 @@ class GroupWork:
         except Fenced as error:
             log.warning("result not wanted: %s", error, extra={"gid": job.gid})
         except EngineDeadError as error:
-            await self._release(job, "lost" if self._is_guilty(job) else "handback", str(error))
+            kind: ReleaseKind = "lost" if self._is_guilty(job) else "handback"
+            # once: the worker may claim it again before it knows that its engine is dead
+            self._engine.suspects.discard(job.gid)
+            await self._release(job, kind, str(error))
             raise
         except Exception as error:  # one group's failure is not the worker's: it is counted, kept with its reason
             unknown = not isinstance(error, RolloutMQError)

@@ -115,10 +115,11 @@ def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_
     model = write_tiny_model(tmp_path / "model", seed=1)
     config = VllmConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=32 << 20, omp_threads=1)
     killed: list[int] = []
+    engines_of_other_tests = psutil.Process().children(recursive=True)
 
     def kill(gid: str) -> None:
         for child in psutil.Process().children(recursive=True):
-            if gid == poison and "VLLM" in child.name():
+            if gid == poison and "VLLM" in child.name() and child not in engines_of_other_tests:
                 killed.append(child.pid)
                 child.kill()
 
