@@ -76,6 +76,12 @@ class ControlState:
         return state
 
 
+def silence_ms(now_ms: int, seen_ms: int) -> int:
+    """Since a holder of a role was seen. If that lies ahead of now, it is as long ago: the clock was stepped back, and
+    whoever lives has beaten since. `silence_ms` of prelude.lua decides the same."""
+    return abs(now_ms - seen_ms)
+
+
 @dataclass(frozen=True, slots=True)
 class RoleHolder:
     """Who holds a role; times in milliseconds of the server's clock. `nonce` is empty where it was given up."""
@@ -90,9 +96,8 @@ class RoleHolder:
 
     @property
     def silent_ms(self) -> int | None:
-        """Since its last heartbeat; None where nobody ever held the role. One that lies ahead of now is as old as that:
-        the clock was stepped back, and whoever lives has beaten since."""
-        return abs(self.now_ms - self.seen_ms) if self.seen_ms else None
+        """Since its last heartbeat; None where nobody ever held the role."""
+        return silence_ms(self.now_ms, self.seen_ms) if self.seen_ms else None
 
     @property
     def is_alive(self) -> bool:

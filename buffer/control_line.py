@@ -37,6 +37,13 @@ def receipt(keys: Keys, worker: str, nonce: str, ack: int) -> tuple[dict[str, st
     return {"control": keys.control, **named}, {"nonce": nonce, "ack": ack}
 
 
+def _socket_of(connection: Any) -> Any:
+    found = getattr(connection, "_sock", None)
+    if not isinstance(found, socket.socket):
+        raise redis.ConnectionError("a server in memory has no socket")
+    return found
+
+
 def _read_hint(message: bytes) -> ControlState | None:
     try:
         return ControlState.parse_hint(message)
@@ -54,10 +61,12 @@ class ControlLine:
         client = open_client(store.servers.url_of(keys.control), name=f"{store.name}-line", timeout_s=CONNECT_S)
         self._client, self._script = client, store.scripts["receipt"]
         self._whose = (keys, worker, nonce)
-        self._connection: Any = client.connection_pool.get_connection()
-        self._socket: Any = getattr(self._connection, "_sock", None)
-        if not isinstance(self._socket, socket.socket):
-            raise redis.ConnectionError("a server in memory has no socket")
+        try:
+            self._connection: Any = client.connection_pool.get_connection()
+            self._socket = _socket_of(self._connection)
+        except BaseException:
+            client.close()
+            raise
         self._reader = hiredis.Reader(notEnoughData=_NOT_YET)
         self._asked: deque[tuple[int, int]] = deque()
         self._verb = "EVAL"

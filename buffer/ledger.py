@@ -121,19 +121,12 @@ class BatchLedger:
         text = reason[:2000].encode(errors="replace").decode()
         return self._store.call(
             "quarantine",
-            {
-                "control": keys.control,
-                "ledger": keys.ledger(self.name),
-                "batch": keys.batch(self.name, step),
-                "groups": keys.groups,
-                "completed": keys.pool(task, "completed"),
-                "progress": keys.progress(task),
+            self._swap_keys(step, task)
+            | {
                 "dead": keys.dead,
                 "dead_letters": keys.dead_letters,
                 "worker_records": keys.worker_records,
                 "bell": keys.bell("producer"),
-                "events": keys.events,
-                "order": keys.order(task),
                 "suspects": keys.suspects,
             },
             {
@@ -147,6 +140,20 @@ class BatchLedger:
             },
             durable=True,
         )
+
+    def _swap_keys(self, step: int, task: str) -> dict[str, str]:
+        """Of a batch that was taken, and of what is ready to take a place in it."""
+        keys = self._keys
+        return {
+            "control": keys.control,
+            "ledger": keys.ledger(self.name),
+            "batch": keys.batch(self.name, step),
+            "groups": keys.groups,
+            "completed": keys.pool(task, "completed"),
+            "progress": keys.progress(task),
+            "events": keys.events,
+            "order": keys.order(task),
+        }
 
     def _quarantined(self, reply: list[str], step: int, what: str) -> Manifest | None:
         """The manifest after `quarantine` of a group, or `refill` for a task."""
@@ -179,19 +186,9 @@ class BatchLedger:
         return NotReady(still) if still else manifest
 
     def _refill(self, nonce: str, step: int, task: str) -> list[str]:
-        keys = self._keys
         return self._store.call(
             "refill",
-            {
-                "control": keys.control,
-                "ledger": keys.ledger(self.name),
-                "batch": keys.batch(self.name, step),
-                "groups": keys.groups,
-                "completed": keys.pool(task, "completed"),
-                "progress": keys.progress(task),
-                "events": keys.events,
-                "order": keys.order(task),
-            },
+            self._swap_keys(step, task),
             {"nonce": nonce, "step": step, "task": task},
             durable=True,
         )

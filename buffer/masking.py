@@ -8,10 +8,9 @@ import re
 # A URL whose scheme was forgotten or mistyped holds one, too.
 _USER_INFO = re.compile(r"([^:@/\s'\"]*):(?!//)[^\s'\"]*@")
 # An "@" behind the name of a password may end the user information, or stand in that password.
-_BOTH = re.compile(
-    r"([^:@/\s'\"]*):(?!//)[^\s'\"]*[?&](?:password|ssl_password|sentinel_password)=[^\s'\"]*@[^\s'\"]*", re.IGNORECASE
-)
-_QUERY = re.compile(r"([?&](?:password|ssl_password|sentinel_password)=)[^&\s'\"]+", re.IGNORECASE)
+_NAMED = r"[?&](?:password|ssl_password|sentinel_password)="
+_BOTH = re.compile(rf"([^:@/\s'\"]*):(?!//)[^\s'\"]*{_NAMED}[^\s'\"]*@[^\s'\"]*", re.IGNORECASE)
+_QUERY = re.compile(rf"({_NAMED})[^&\s'\"]+", re.IGNORECASE)
 
 
 def mask_url(text: str) -> str:

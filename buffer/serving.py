@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from buffer.chance import CHANCE
 from buffer.keys import LANES
 from buffer.limits import RunLimits
 
@@ -36,7 +36,7 @@ def serving_order(
         if not (weight := weights[task]):
             # what still waits of it is of an earlier mix, and needed before all others
             return -1.0, 0.0
-        return has.get(task, 0) / weight, -(random.random() ** (1.0 / weight))
+        return has.get(task, 0) / weight, -(CHANCE.random() ** (1.0 / weight))
 
     evals = [(task, "eval") for task in limits.eval_tasks]
     lines = evals + [(task, lane) for lane in ("resume", "fresh") for task in sorted(weights, key=turn)]

@@ -9,7 +9,6 @@ Where a key lies is `buffer.server.nodes`' business.
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ import redis
 from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
 
 from buffer.bulk import Asked, Command, Parts, pipelined, receive, send
+from buffer.chance import CHANCE
 from buffer.durability import Durability
 from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
 from buffer.masking import mask_url
@@ -282,7 +282,7 @@ class Store:
         self._outages.failed(what, error)
         self.retries += 1
         self.servers.look_again()
-        pause = random.uniform(0.0, min(2.0, 0.05 * 2.0 ** min(attempt, 10)))
+        pause = CHANCE.uniform(0.0, min(2.0, 0.05 * 2.0 ** min(attempt, 10)))
         time.sleep(min(left, pause) if left > 0 else pause)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:

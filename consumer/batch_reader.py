@@ -36,13 +36,17 @@ class BatchReader:
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """The groups of a batch. One whose bytes are gone, damaged or no group is swapped for another that is ready,
         and told of; where none is, the batch is smaller, and may be empty."""
+        may_try_again = True
         while True:
             try:
                 return manifest, self._run.buffer.load(manifest, known) if manifest.entries else []
             except (WireError, PayloadMissing):
-                for entry, error in self._bad(manifest):
-                    why = f"{type(error).__name__}: {error}"
-                    manifest = self._put_aside(ledger, manifest.step, entry, why)
+                bad = list(self._bad(manifest))
+                if not bad and not may_try_again:
+                    raise  # together they cannot be read, one by one they can: there is nobody to put aside
+                known, may_try_again = None, bool(bad)
+            for entry, error in bad:
+                manifest = self._put_aside(ledger, manifest.step, entry, f"{type(error).__name__}: {error}")
 
     def read_whole(
         self, ledger: BatchLedger, manifest: Manifest, known: Known | None, wait: BatchWait, *, strict: bool

@@ -24,7 +24,7 @@ if redis.call('HGET', control, who .. '_op') == operation then return {'OK', unp
 
 redis.call('HSET', control, who .. '_mode', mode, who .. '_lanes', lanes, who .. '_op', operation)
 local trainer = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms', 'trainer_mode')
-local is_gone = (trainer[1] or '') == '' or math.abs(now_ms() - num(trainer[2])) >= (orphan_ms or math.huge)
+local is_gone = (trainer[1] or '') == '' or silence_ms(now_ms(), trainer[2]) >= (orphan_ms or math.huge)
 if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then
   redis.call('HSET', control, 'trainer_mode', 'run', 'trainer_lanes', lanes)
 end

@@ -7,6 +7,10 @@ local function now_ms()
   return num(time[1]) * 1000 + math.floor(num(time[2]) / 1000)
 end
 
+-- Since a holder of a role was seen. If that lies ahead of now, it is as long ago: the clock was stepped back, and
+-- whoever lives has beaten since.
+local function silence_ms(now, seen) return math.abs(now - num(seen)) end
+
 -- Lua numbers are doubles: tostring(1700000000123) would be 1.7e+12.
 local function int(value) return string.format('%.0f', value) end
 

@@ -18,8 +18,7 @@ if actual == '' or (run_nonce ~= '' and run_nonce ~= actual) then return {'LOST'
 
 local holder = redis.call('HMGET', control, 'producer', 'producer_seen_ms')
 local now = now_ms()
--- seen far ahead of now: the clock was stepped back, and whoever lived has beaten since
-local silent_ms = math.abs(now - num(holder[2]))
+local silent_ms = silence_ms(now, holder[2])
 if (holder[1] or '') ~= '' and holder[1] ~= nonce and silent_ms < timeout_ms and take_over ~= '1' then
   return {'HELD', int(silent_ms)}
 end

@@ -29,8 +29,7 @@ local is_other = run_nonce ~= '' and run_nonce ~= actual
 if actual == '' or (is_other and not (is_new and regenerate)) then return {'LOST', actual} end
 if is_new and step > 0 and not regenerate then return {'EMPTY', actual} end
 local now = now_ms()
--- seen far ahead of now: the clock was stepped back, and whoever lived has beaten since
-local silent_ms = math.abs(now - num(holder[2]))
+local silent_ms = silence_ms(now, holder[2])
 local again = holder[1] == nonce
 if (holder[1] or '') ~= '' and not again and silent_ms < timeout_ms and take_over ~= '1' then
   return {'HELD', int(silent_ms)}

@@ -8,7 +8,6 @@ moved, or moves, is an error that passes: `Store` waits, and the map is read aga
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -17,6 +16,7 @@ import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
+from buffer.chance import CHANCE
 from buffer.server.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Servers:
 
     def _ask(self) -> list[str]:
         # all nodes that were ever seen, in any order: one that is cut off must not be believed for ever
-        urls = random.sample(self._nodes, len(self._nodes))
+        urls = CHANCE.sample(self._nodes, len(self._nodes))
         for url in urls[:-1]:
             try:
                 return self._slots_seen_by(url)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.account import TaskAccount
+from buffer.control import silence_ms
 from buffer.event_log import Event, parse_event
 from buffer.keys import LANES
 from buffer.memory import MemoryUse
@@ -260,7 +261,7 @@ def _asked(header: bytes | None, task: str) -> int:
 
 def _role(control: dict[str, str], role: str, now_ms: int, timeout_ms: int) -> RoleView:
     seen = control.get(f"{role}_seen_ms")
-    silent_ms = None if seen is None else abs(now_ms - int(seen))
+    silent_ms = None if seen is None else silence_ms(now_ms, int(seen))
     return RoleView(bool(control.get(role)), silent_ms, timeout_ms)
 
 

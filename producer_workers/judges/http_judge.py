@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from typing import Any
 
 import orjson
 
+from buffer.chance import CHANCE
 from buffer.config.sections import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.rollout import RolloutState
@@ -48,7 +48,7 @@ class HttpJudge:
                         f"judge {self.name}: {error}", hint="[tasks.<name>.judging] retries, timeout_s"
                     ) from error
                 log.warning("judge %s: %s; asking again, %d tries left", self.name, error, tries_left)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s * CHANCE.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise AssertionError("unreachable")
 

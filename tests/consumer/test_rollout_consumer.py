@@ -11,7 +11,7 @@ import pytest
 
 from buffer import NotReady, Run, new_nonce, wire
 from buffer.control import Mode
-from buffer.errors import CheckpointNow, Fenced, LedgerError, LostRun, RoleHeld, StoreError
+from buffer.errors import CheckpointNow, Fenced, LedgerError, LostRun, PayloadMissing, RoleHeld, StoreError
 from buffer.ledger import BAD_GROUPS
 from buffer.store import Store
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
@@ -121,6 +121,28 @@ def test_what_the_server_has_lost_is_no_fault_of_the_worker(
         spoil(run, f"math-{number:010d}", data)
     assert len(trainer(run).take_batch(1, {"math": BAD_GROUPS + 1}, strict=False).groups) == 1
     assert any("bad_groups" in worker for worker in run.fleet.workers()) is is_barred
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_batch_that_fails_although_each_of_its_groups_can_be_read_is_tried_twice(
+    run: Run, trainer: Trainers, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    consumer, load, left = trainer(run), run.buffer.load, [failures]
+
+    def failing(*args: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise PayloadMissing("all of them together")
+        return load(*args)
+
+    monkeypatch.setattr(run.buffer, "load", failing)
+    with at_work(run, math=2):
+        if failures == 1:
+            assert len(consumer.take_batch(1, {"math": 2}).groups) == 2
+        else:
+            with pytest.raises(PayloadMissing):
+                consumer.take_batch(1, {"math": 2})
+    assert len(run.dead_letters) == left[0] == 0
 
 
 def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(run: Run, trainer: Trainers) -> None:
