@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.servers import redis_client, run_name, server
+from tests.servers import redis_client, run_name, server, server_of
 
 # No network, no compiler warm-up, no thread pinning: tests share few cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,7 +25,7 @@ os.environ.pop("REDIS_URL", None)
 settings.register_profile("rolloutmq", settings(), deadline=None)
 settings.load_profile("rolloutmq")
 
-__all__ = ["redis_client", "run_name", "server"]
+__all__ = ["redis_client", "run_name", "server", "server_of"]
 
 
 @pytest.fixture(autouse=True)

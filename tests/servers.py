@@ -10,9 +10,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,19 @@ def start_server(kind: str, folder: Path) -> Iterator[Server]:
             yield Server(kind, url)
 
 
-def _server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server of each kind for the whole session; tests keep apart by `run_name`."""
-    with start_server(request.param, tmp_path_factory.mktemp(request.param)) as started:
-        yield started
+@pytest.fixture(scope="session")
+def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """One server of each kind for the whole session, started when it is first asked for."""
+    with ExitStack() as stack:
+        yield cache(lambda kind: stack.enter_context(start_server(kind, tmp_path_factory.mktemp(kind))))
+
+
+def _server(request: pytest.FixtureRequest, server_of: Callable[[str], Server]) -> Server:
+    """The session's server of this kind; tests keep apart by `run_name`.
+
+    Not started here: pytest forgets a parameter's fixture at the next parameter, and comes back to it in each file.
+    """
+    return server_of(request.param)
 
 
 server = pytest.fixture(scope="session", params=KINDS, name="server")(_server)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,7 @@ from tests.pipeline.mixture import LIMITS as MIXED
 from tests.pipeline.mixture import Mixture
 from tests.pipeline.site import Site
 from tests.pipeline.yard import LIMITS, Yard
-from tests.servers import Server, start_server
-
-
-@pytest.fixture(scope="session")
-def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
-    """One server of each kind for the session, started when it is first asked for."""
-    with ExitStack() as stack:
-        yield cache(lambda kind: stack.enter_context(start_server(kind, tmp_path_factory.mktemp(kind))))
+from tests.servers import Server
 
 
 @pytest.fixture
