@@ -91,6 +91,17 @@ class TrainingConfig(ConfigFile):
         return self
 
     @model_validator(mode="after")
+    def _engine_takes_what_is_published(self) -> TrainingConfig:
+        """Adapters where it wants adapters. The engine's section is the other side's; a loop of yours may do either."""
+        engine, lora = self.engine if isinstance(self.engine, dict) else {}, self.learner.lora
+        most = engine.get("max_lora_rank")
+        if lora and engine.get("kind", "vllm") == "vllm" and not (isinstance(most, int) and most >= lora.rank):
+            raise ValueError(f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank, of that or more")
+        if most and lora is None and self.trainer.loop is None:
+            raise ValueError("[engine] max_lora_rank is set, and no [learner.lora]: nobody would publish adapters")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_fits(self) -> TrainingConfig:
         section, interval = self.evaluation, self.policy.sync_weights_interval
         if section.every_steps is not None and section.every_steps % interval:

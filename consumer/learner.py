@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from buffer.errors import ModelError
+from buffer.errors import ConfigError, ModelError
+from buffer.tensor_files import model_checksum
+from consumer.adapter import Adapter
 from consumer.importance import Samples
 from consumer.learner_config import LearnerConfig
 from consumer.learner_state import capture, restore
@@ -47,15 +50,16 @@ class Learner:
     ) -> None:
         self.config, self.device, self.step, self.ranks = config, torch.device(device), 0, ranks
         torch.manual_seed(seed)
-        self.model = load_model(model_dir).to(self.device).train()
+        # what is not trained needs no more digits than the forward pass has
+        frozen = torch.bfloat16 if config.lora and config.bf16 else None
+        self.model = load_model(model_dir, dtype=frozen).to(self.device).train()
+        self._adapter = self._add_adapter(model_dir)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._packer = Packer(config.token_budget, share_rows=keeps_samples_apart(self.model))
         self._policy = self._module(self.model)
-        self.parameters = dict(self.model.named_parameters())
-        # The reference is the model of the folder for good, also after a resume: KL is measured to the start.
-        with_reference = config.loss.kl_coef > 0
-        self.reference = self._module(load_model(model_dir).to(self.device).eval()) if with_reference else None
+        self.parameters = self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
+        self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=config.learning_rate,
@@ -126,23 +130,31 @@ class Learner:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resume needs of this rank, on the CPU; names in `consumer.learner_state`."""
-        return capture(self.parameters, self._optimizer, self.step, self.device)
+        identity = self._adapter.state_tensors() if self._adapter else {}
+        return identity | capture(self.parameters, self._optimizer, self.step, self.device)
 
     def on_device(self) -> tuple[list[torch.nn.Module], torch.optim.Optimizer]:
         """What of it takes memory of the device, for `DeviceShare`."""
-        return [module for module in (self._policy, self.reference) if module is not None], self._optimizer
+        modules = dict.fromkeys((self._policy, self.reference))
+        return [module for module in modules if module is not None], self._optimizer
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_tensors()`. ModelError, and nothing changed, if they are of another model."""
+        if self._adapter:
+            self._adapter.check_state(state)
         self.step = restore(state, self.parameters, self._optimizer, self.device)
 
     def save_weights(self, folder: Path, *, to_publish: bool = False) -> None:
-        """Write config.json and safetensors weights into `folder`, as Hugging Face and vLLM read them.
+        """Write config.json and safetensors weights into `folder`, as Hugging Face and vLLM read them; of an adapter,
+        what PEFT and vLLM read.
 
         `to_publish`: in the numbers that the forward pass uses. With `bf16` that halves the bytes; an engine in
         bfloat16 would round them to the same. With several ranks each writes its share: all must call it.
         """
         dtype = torch.bfloat16 if to_publish and self.config.bf16 else None
+        if self._adapter:
+            self._adapter.save(folder, dtype=dtype)
+            return
         if self.ranks.size == 1:
             save_model(self.model, folder, dtype=dtype)
             return
@@ -165,7 +177,19 @@ class Learner:
     @torch.no_grad()
     def _of_reference(self, batch: MicroBatch) -> Tensor:
         assert self.reference
-        return self._score(self.reference, batch)
+        with self._adapter.off() if self._adapter else nullcontext():
+            return self._score(self.reference, batch)
+
+    def _load_reference(self, model_dir: Path) -> TargetLogits:
+        """The model of the folder for good, also after a resume: KL is measured to the start."""
+        return self._policy if self._adapter else self._module(load_model(model_dir).to(self.device).eval())
+
+    def _add_adapter(self, model_dir: Path) -> Adapter | None:
+        if self.config.lora is None:
+            return None
+        if self.ranks.size > 1:
+            raise ConfigError("a LoRA adapter trains on one rank only", hint="leave out [learner.lora], or use one GPU")
+        return Adapter(self.model, self.config.lora, model_checksum(model_dir))
 
     def _module(self, model: PreTrainedModel) -> TargetLogits:
         policy = TargetLogits(model)

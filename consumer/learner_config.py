@@ -59,6 +59,19 @@ class LossConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """[learner.lora]: a LoRA adapter is trained, saved and published, and the model stays as it is."""
+
+    rank: int = Field(16, ge=1, le=256)
+    """of each pair of matrices; at most [engine] max_lora_rank"""
+    alpha: float = Field(32.0, gt=0)
+    """the product of a pair is added alpha / rank times"""
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """the linear layers that get one, by the last part of their name"""
+
+
 class LearnerConfig(Section):
     """[learner]: optimizer, schedule and batch layout."""
 
@@ -85,4 +98,6 @@ class LearnerConfig(Section):
     """forward pass, and published weights, in bfloat16; parameters and optimizer stay float32"""
     gradient_checkpointing: bool = False
     """compute activations again in the backward pass, in place of keeping them: less memory, a third more time"""
+    lora: LoraConfig | None = None
+    """train a LoRA adapter in place of the weights (`pip install 'rolloutmq[lora]'`); unset: the weights"""
     loss: LossConfig = LossConfig()

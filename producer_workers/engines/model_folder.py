@@ -2,21 +2,25 @@
 
 Invariant: a folder that passes here has complete safetensors files. A half-copied file is the usual way for
 weights to be bad, and a loader that meets it in the middle of a running engine has already overwritten half
-a model. File format: https://github.com/huggingface/safetensors#format.
+a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import orjson
 
+from buffer import tensor_files
+from buffer.errors import ModelError
+from buffer.tensor_files import read_header
 from producer_workers.engines.base import EngineError, WeightsError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""What makes a folder one of a LoRA adapter (adapter_folder.py)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -45,19 +49,11 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up one checkpoint: the shards that an index names, else all there are."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(orjson.loads(index.read_bytes())["weight_map"].values())
-        except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise WeightsError(f"{index} is not an index of weights: {error!r}") from error
-        files = [folder / str(name) for name in sorted(names)]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"{folder} has no *.safetensors", hint="save it with safetensors, not as a pickle")
-    return files
+    """The files that make up one checkpoint. Raises WeightsError."""
+    try:
+        return tensor_files.weight_files(folder)
+    except ModelError as error:
+        raise WeightsError(error.message, hint=error.hint) from error
 
 
 def has_tied_head(folder: Path) -> bool:
@@ -73,6 +69,9 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
     may be stored or left out: writers differ.
     """
     optional = {"lm_head.weight"} if tied_head else set()
+    if (folder / ADAPTER_CONFIG).is_file():
+        hint = "set [engine] max_lora_rank of the worker, or leave out [learner.lora]"
+        raise WeightsError(f"{folder} holds a LoRA adapter, and the engine samples with whole weights", hint=hint)
     missing = sorted(old.keys() - new.keys() - optional)
     unknown = sorted(new.keys() - old.keys() - optional)
     changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
@@ -86,7 +85,8 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
 
 def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
-        header, data_bytes = _read_header(file)
+        header, begin = read_header(file)
+        data_bytes = file.stat().st_size - begin
         tensors = {name: value for name, value in header.items() if name != "__metadata__"}
         expected = max((value["data_offsets"][1] for value in tensors.values()), default=0)
         shapes = {name: tuple(value["shape"]) for name, value in tensors.items()}
@@ -98,13 +98,3 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             hint="was it copied completely?",
         )
     return shapes
-
-
-def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header, and how many bytes of tensors follow it."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 0 < length <= MAX_HEADER_BYTES:
-            raise ValueError(f"impossible header of {length} bytes")
-        header = orjson.loads(stream.read(length))
-    return header, file.stat().st_size - 8 - length

@@ -80,7 +80,7 @@ class VllmEngine:
         self._shapes = read_shapes(self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
         if self._config.max_lora_rank:
-            self._adapter = VllmAdapter(self._shapes, self._config.max_lora_rank)
+            self._adapter = VllmAdapter(self._model_dir, self._shapes, self._config.max_lora_rank)
             self._loaded_from = self._adapter.first
         on_cpu = is_cpu_build()
         prepare_environment(self._config, on_cpu=on_cpu)

@@ -39,8 +39,13 @@ class Killed(BaseException):
     """Stands for SIGKILL: nobody catches it."""
 
 
+with_adapter_too = pytest.mark.parametrize("config", [None, {"rank": 4}], ids=["weights", "adapter"], indirect=True)
+
+
 @pytest.fixture
-def config(tmp_path: Path, run: Run) -> TrainingConfig:
+def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> TrainingConfig:
+    """Its parameter is [learner.lora]."""
+    lora = getattr(request, "param", None)
     dataset = {"kind": "jsonl", "path": "problems.jsonl"}
     return TrainingConfig.model_validate(
         {
@@ -48,7 +53,8 @@ def config(tmp_path: Path, run: Run) -> TrainingConfig:
             "plan": {"steps": STEPS, "batch_size": GROUPS},
             "tasks": {"math": {"judge": "exact_match", "dataset": dataset}, "quiz": {"eval_of": "math"}},
             "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "device": "cpu"},
-            "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5},
+            "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5, "lora": lora},
+            "engine": {"max_lora_rank": 8} if lora else {},
             "evaluation": {"groups": 3},
         }
     )
@@ -77,9 +83,14 @@ def published(run: Run) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Any]:
+def ends() -> dict[bool, dict[str, Any]]:
+    return {False: {}, True: {}}
+
+
+@pytest.fixture
+def undisturbed(ends: dict[bool, dict[str, Any]], config: TrainingConfig) -> dict[str, Any]:
     """What a trainer that nobody disturbed ends with; made by the first test that asks."""
-    return {}
+    return ends[config.learner.lora is not None]
 
 
 def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> None:
@@ -97,6 +108,7 @@ def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> 
         assert torch.equal(tensor, state[name]), name
 
 
+@with_adapter_too
 def test_undisturbed_trainer_ends_with_a_clean_account(
     run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -104,9 +116,11 @@ def test_undisturbed_trainer_ends_with_a_clean_account(
         assert train(run, config, model_dir)
     check_end(run, config, undisturbed)
     # what makes the comparison of the other tests mean something: training did move the weights
-    start = load_file(model_dir / "model.safetensors")
+    start = Learner(model_dir, config.learner, seed=3).parameters
     assert any(not torch.equal(start[n], undisturbed["state"][f"model/{n}"]) for n in start)
-    assert len(list((config.run.folder / "weights").iterdir())) == 2
+    kept = list((config.run.folder / "weights").iterdir())
+    assert len(kept) == 2
+    assert all((folder / "adapter_config.json").exists() == bool(config.learner.lora) for folder in kept)
 
 
 CRASHES: list[tuple[type, str, int]] = [
@@ -163,6 +177,7 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
     check_end(run, config, undisturbed)
 
 
+@with_adapter_too
 def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
     run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

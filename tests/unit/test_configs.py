@@ -17,7 +17,7 @@ from buffer.config.loader import load_config
 from buffer.config.sections import JUDGES, JudgingSection, SampleParamsSection, TaskSection
 from buffer.errors import ConfigError
 from consumer.config import TrainingConfig
-from consumer.learner_config import LossConfig
+from consumer.learner_config import LoraConfig, LossConfig
 from producer_workers.config import ProducingConfig
 from producer_workers.engines.config import EngineConfig, VllmConfig
 from producer_workers.judges.load import BUILT_IN, load_judge, put_together
@@ -109,6 +109,7 @@ def _models() -> Iterator[tuple[str, type[BaseModel]]]:
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 yield name, field.annotation
     yield "learner.loss", LossConfig
+    yield "learner.lora", LoraConfig
     yield from (("engine", model) for model in get_args(get_args(EngineConfig)[0]))
     yield "tasks.<name>", TaskSection
     yield "tasks.<name>.sample", SampleParamsSection
@@ -129,7 +130,7 @@ def test_readme_names_every_section_and_key_and_no_other() -> None:
     wanted: dict[str, set[str]] = {}
     for name, model in _models():
         wanted.setdefault(name, set()).update(model.model_fields)
-    wanted["learner"].discard("loss")
+    wanted["learner"] -= {"loss", "lora"}
     for part in ("sample", "dataset"):
         wanted["tasks.<name>"].discard(part)
     assert _documented() == wanted

@@ -14,7 +14,7 @@ from buffer.errors import ModelError
 from buffer.group import RolloutGroup
 from consumer.advantages import grpo_advantages
 from consumer.learner import Learner
-from consumer.learner_config import LearnerConfig, LossConfig
+from consumer.learner_config import LearnerConfig, LoraConfig, LossConfig
 from consumer.model_folder import load_model
 from tests.unit.tiny import build_model, make_group
 
@@ -40,7 +40,12 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"updates_per_batch": 2, "old_policy": "current"}, {"loss": {"kl_coef": 0.1, "entropy_coef": 0.01}}],
+    [
+        {},
+        {"updates_per_batch": 2, "old_policy": "current"},
+        {"loss": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+        {"lora": LoraConfig(rank=4), "loss": {"kl_coef": 0.1}},
+    ],
 )
 def test_learner_continues_bit_for_bit_after_save_and_load(
     model_dir: Path, tmp_path: Path, options: dict[str, Any]

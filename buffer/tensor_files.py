@@ -1,0 +1,81 @@
+"""safetensors files, read from their headers alone: no tensor, no torch.
+
+File format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from buffer.errors import ModelError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+
+BASE = "rolloutmq_base"
+"""In the metadata of an adapter's file: the checksum of the model that it is for."""
+
+BLOCKS, BLOCK_BYTES = 4, 4096
+"""What is read of a tensor for a model's checksum: so many blocks, evenly spaced. All of it, where that is less."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that make up one checkpoint: the shards that an index names, else all there are. Raises ModelError."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(orjson.loads(index.read_bytes())["weight_map"].values())
+        except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index} is not an index of weights: {error!r}") from error
+        files = [folder / str(name) for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no *.safetensors", hint="save it with safetensors, not as a pickle")
+    return files
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The JSON header, and where the tensors begin, in bytes. Raises OSError, ValueError."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise ValueError(f"impossible header of {length} bytes")
+        return orjson.loads(stream.read(length)), 8 + length
+
+
+def model_checksum(folder: Path) -> str:
+    """Which weights `folder` holds: BLAKE2b, 16 bytes in hex, however they are cut into files. Raises ModelError.
+
+    Of each tensor name, type, shape and some blocks: a second or two for a large model. That tells models apart
+    (training moves nearly every number); whether a file is whole is the business of weights_manifest.py.
+    """
+    digests: dict[str, bytes] = {}
+    for file in weight_files(folder):
+        try:
+            header, begin = read_header(file)
+            facts = {name: value for name, value in header.items() if name != "__metadata__"}
+            with file.open("rb") as stream:
+                digests |= {name: _digest(stream, begin, value) for name, value in facts.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{file} is no safetensors file: {error!r}", hint="is the copy complete?") from error
+    whole = blake2b(digest_size=16)
+    for name in sorted(digests):
+        whole.update(name.encode() + b"\0" + digests[name])
+    return whole.hexdigest()
+
+
+def _digest(stream: Any, begin: int, facts: Mapping[str, Any]) -> bytes:
+    first, last = facts["data_offsets"]
+    digest = blake2b(orjson.dumps([facts["dtype"], facts["shape"]]), digest_size=16)
+    size = last - first
+    step = max(size // BLOCKS, 1)
+    all_of_it = size <= BLOCKS * BLOCK_BYTES
+    for place in range(0, size, BLOCK_BYTES) if all_of_it else range(0, BLOCKS * step, step):
+        stream.seek(begin + first + place)
+        digest.update(stream.read(min(BLOCK_BYTES, size - place)))
+    return digest.digest()
