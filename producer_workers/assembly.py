@@ -26,7 +26,7 @@ from producer_workers.curriculum import Curriculum, load_weight_function
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
-from producer_workers.engines.capabilities import StructuresOutput, TellsLoad
+from producer_workers.engines.capabilities import TellsLoad, structures
 from producer_workers.engines.config import VllmConfig
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
@@ -133,7 +133,7 @@ def make_worker(
 def _check_structures(config: ProducingConfig, engine: Engine) -> None:
     """A response that nobody keeps to its structure would only look like a bad model."""
     wanted = [name for name, task in config.tasks.items() if task.sample.structured]
-    if wanted and not (isinstance(engine, StructuresOutput) and engine.structures_output):
+    if wanted and not structures(engine):
         what = f"the engine {engine.name} cannot keep to sample.structured of task {wanted[0]!r}"
         raise ConfigError(what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`")
 

@@ -14,6 +14,11 @@ class StructuresOutput(Protocol):
     structures_output: bool
 
 
+def structures(engine: object) -> bool:
+    """Whether `engine` keeps responses to a structure."""
+    return isinstance(engine, StructuresOutput) and engine.structures_output
+
+
 @runtime_checkable
 class AbortsSome(Protocol):
     """It can end some requests and go on with the others. Without it, nothing is aborted while a group is protected."""

@@ -12,7 +12,8 @@ from pydantic import Field, field_validator
 from producer_workers.agent_loops.gateway.dialect import Json, Request, usage
 from producer_workers.agent_loops.gateway.session import Session, Turn
 
-_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+_WORDS = ("role", "name", "tool_call_id")
+_MESSAGE_KEYS = (*_WORDS, "tool_calls")
 
 
 class ChatRequest(Request):
@@ -22,12 +23,6 @@ class ChatRequest(Request):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    response_format: None = None
-
-    @field_validator("response_format", mode="before")
-    @classmethod
-    def _plain_text(cls, value: Any) -> Any:
-        return None if value == {"type": "text"} else value
 
     @field_validator("messages")
     @classmethod
@@ -39,8 +34,8 @@ class ChatRequest(Request):
         return bool(self.logprobs)
 
     async def ask(self, session: Session) -> Turn:
-        tools = None if self.tool_choice == "none" else self.tools
-        return await session.chat(self.messages, tools, self.max_completion_tokens or self.max_tokens, self.stops)
+        tools = None if self.tool_choice == "none" else self.tools or None
+        return await session.chat(self.messages, tools, self.wishes(self.max_completion_tokens or self.max_tokens))
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
         choice = {
@@ -52,7 +47,7 @@ class ChatRequest(Request):
         return self.frame(f"chatcmpl-{name}", "chat.completion") | {"choices": [choice], "usage": usage(turn)}
 
     def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        frame = self.frame(f"chatcmpl-{name}", "chat.completion.chunk")
+        frame = self.frame(f"chatcmpl-{name}", "chat.completion.chunk") | self.no_usage
         calls = [call | {"index": place} for place, call in enumerate(turn.message.get("tool_calls", ()))]
         delta = turn.message | ({"tool_calls": calls} if calls else {})
         logprobs = self._logprobs(turn, pieces)
@@ -71,15 +66,27 @@ class ChatRequest(Request):
 
 def plain_message(message: Json) -> Json:
     """What a message says, in one form: the same conversation shall compare equal. ValueError for anything but text."""
-    content = message.get("content")
-    if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise ValueError("only text can be asked")
-        content = "".join(str(part.get("text", "")) for part in content)
     kept = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = [_plain_call(call) for call in kept["tool_calls"]]
-    return kept | {"content": content or ""}
+    if not all(isinstance(kept.get(key, ""), str) for key in _WORDS) or "role" not in kept:
+        raise ValueError(f"a message has a role; {', '.join(_WORDS)} are texts")
+    calls = kept.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls is a list")
+    if calls:
+        kept["tool_calls"] = [_plain_call(call) for call in calls]
+    return kept | {"content": _plain_content(message.get("content"))}
+
+
+def _plain_content(content: Any) -> str:
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return "".join(_text(part) for part in parts)
+
+
+def _text(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise ValueError("only text can be asked")
 
 
 def _plain_call(call: Any) -> Json:

@@ -87,9 +87,8 @@ class GatewayAgentLoop:
         session = Session(
             name, engine, self._tokenizer, self._delta, self._eos_ids, state.sample_params, self._parser
         )  # fmt: skip
-        task = AgentTask(
-            endpoint.url, endpoint.admit(session), state.messages, state.data_source, state.extra, state.ground_truth
-        )
+        key = endpoint.admit(session)
+        task = AgentTask(endpoint.url, key, state.messages, state.data_source, state.extra, state.ground_truth)
         state.session_id = name
         try:
             reward = await self._run(task, session)
@@ -98,6 +97,8 @@ class GatewayAgentLoop:
             reward = None if self._judge else {"score": 0.0}
             if not session.interrupted.is_set() and not session.is_full:
                 return [(_failed(state, str(error)), None)]
+        finally:
+            endpoint.dismiss(key)
         if session.interrupted.is_set():
             state.status, state.finish_reason = Status.ABORTED, "abort"
             return [(state, None)]

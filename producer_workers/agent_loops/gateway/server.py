@@ -5,6 +5,7 @@ Who asks is known by the token of a session, which is random, stands in place of
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import secrets
@@ -13,6 +14,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError
@@ -28,6 +30,9 @@ log = logging.getLogger("rolloutmq.worker")
 LARGEST_REQUEST = 64 * 2**20
 """Bytes of one request: a whole conversation."""
 
+MOST_FAULTS, LONGEST_REFUSAL = 8, 4096
+"""Faults of a request that are told of, and characters of what is said: a request may have a million."""
+
 
 class Endpoint:
     """`async with Endpoint(tokenizer) as endpoint`: `url` is what an OpenAI client calls its base URL.
@@ -38,6 +43,7 @@ class Endpoint:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._sessions: dict[str, Session] = {}
+        self._answering: dict[str, set[asyncio.Task[Any]]] = {}
         self.url, self.failure = "", None
 
     url: str
@@ -46,11 +52,17 @@ class Endpoint:
     def admit(self, session: Session) -> str:
         """The key under which an agent may use a session."""
         key = f"rmq-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
+        self._sessions[key], self._answering[key] = session, set()
         return key
 
+    def dismiss(self, key: str) -> None:
+        """The agent of this session has ended. What it, or what it left behind, still asks for is not sampled."""
+        del self._sessions[key]
+        for request in self._answering.pop(key):
+            request.cancel()
+
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_in_their_form])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -72,13 +84,14 @@ class Endpoint:
     ) -> None:
         await self._runner.cleanup()
 
-    def _session(self, request: web.Request) -> Session | None:
-        said = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        known = [session for key, session in self._sessions.items() if hmac.compare_digest(key.encode(), said)]
-        return known[0] if known else None
+    def _key(self, request: web.Request) -> str | None:
+        """The key that a request has, if it is one of a session."""
+        kind, _, said = request.headers.get("Authorization", "").partition(" ")
+        told = said.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
+        return next((key for key in self._sessions if hmac.compare_digest(key.encode(), told)), None)
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._session(request) is None:
+        if self._key(request) is None:
             return _refuse(401, "this key belongs to no session", "invalid_api_key")
         return web.json_response(
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "rolloutmq"}]}
@@ -91,14 +104,24 @@ class Endpoint:
         return await self._serve(request, TextRequest)
 
     async def _serve(self, request: web.Request, kind: type[ChatRequest | TextRequest]) -> web.StreamResponse:
-        session = self._session(request)
-        if session is None:
-            return _refuse(401, "this key belongs to no session", "invalid_api_key")
+        key, answering = self._key(request), asyncio.current_task()
+        if key is None:
+            return _refuse(401, "this key belongs to no session, or to one that has ended", "invalid_api_key")
+        assert answering is not None
+        requests = self._answering[key]
+        requests.add(answering)
+        try:
+            return await self._answer(request, kind, self._sessions[key])
+        finally:
+            requests.discard(answering)
+
+    async def _answer(
+        self, request: web.Request, kind: type[ChatRequest | TextRequest], session: Session
+    ) -> web.StreamResponse:
         try:
             asked = kind.model_validate_json(await request.read())
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-            return _refuse(400, f"this request cannot be recorded for training: {wrong}", "unsupported")
+            return _refuse_fields(error)
         try:
             turn = await asked.ask(session)
         except SessionClosed as error:
@@ -117,7 +140,7 @@ class Endpoint:
     async def _reply(self, request: web.Request, asked: Asked, turn: Turn) -> web.StreamResponse:
         pieces = await aside(self._pieces, turn) if asked.wants_logprobs else []
         name = secrets.token_hex(8)
-        if not asked.stream:
+        if not asked.wants_stream:
             return web.json_response(asked.answer(turn, name, pieces))
         return await _stream(request, list(asked.chunks(turn, name, pieces)))
 
@@ -142,7 +165,32 @@ async def _unknown(request: web.Request) -> web.Response:
     return _refuse(404, message + (hint if "/responses" in request.path else ""), "unsupported")
 
 
-def _refuse(status: int, message: str, code: str) -> web.Response:
+@web.middleware
+async def _in_their_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What goes wrong on the way to an answer, or within, as OpenAI's clients know errors."""
+    try:
+        return await handler(request)
+    except web.HTTPRequestEntityTooLarge:
+        return _refuse(413, f"a request has {LARGEST_REQUEST} bytes at most", "request_too_large")
+    except web.HTTPException as error:
+        return _refuse(error.status, error.reason, "bad_request")
+    except web.RequestPayloadError as error:  # a body that is not what its headers say
+        return _refuse(400, str(error), "bad_request")
+    except OSError:  # the agent has gone
+        raise
+    except Exception as error:  # a fault of this program, or of a tokenizer: whoever asked shall know
+        log.exception("a request of an agent failed", extra={"path": request.path})
+        return _refuse(500, f"{type(error).__name__}: {error}", "internal_error")
+
+
+def _refuse_fields(error: ValidationError) -> web.Response:
+    wrong = error.errors(include_url=False, include_input=False)
+    told = "; ".join(": ".join(filter(None, [".".join(map(str, e["loc"])), e["msg"]])) for e in wrong[:MOST_FAULTS])
+    field = str(wrong[0]["loc"][0]) if wrong[0]["loc"] else None
+    return _refuse(400, f"this request cannot be recorded for training: {told}", "unsupported", field)
+
+
+def _refuse(status: int, message: str, code: str, field: str | None = None) -> web.Response:
     # a client that would try again is told not to: what was refused now is refused then
-    headers = {"x-should-retry": "false"}
-    return web.json_response(refusal(message, code), status=status, headers=headers)
+    headers, kind = {"x-should-retry": "false"}, "server_error" if status >= 500 else "invalid_request_error"
+    return web.json_response(refusal(message[:LONGEST_REFUSAL], code, kind, field), status=status, headers=headers)

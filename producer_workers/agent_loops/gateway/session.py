@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +23,9 @@ import orjson
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.rollout import SampleParams, ToolCall
 from producer_workers.agent_loops.chat_delta import ChatDelta
+from producer_workers.agent_loops.gateway.budget import TokenBudget
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
+from producer_workers.agent_loops.gateway.wishes import Wishes
 from producer_workers.agent_loops.tool_parsers import PARSERS, split_thought
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.tokenizer import Tokenizer, aside, encode_chat
@@ -34,7 +36,10 @@ CALL_MARKS = {"hermes": "<tool_call>", "llama": "{", "mistral": "[TOOL_CALLS]"}
 """Where the calls of a turn begin; what stands before is its text."""
 
 _RAW = "raw"
-"""In place of a role: a segment of text, or tokens, that no chat template wrote; the only message of it."""
+"""In place of tools: a segment of text, or tokens, that no chat template wrote; its only message has it as its role."""
+
+MOST_SEGMENTS = 256
+"""Of one session. Each is a rollout with a whole context of its own, so they are what a session's bytes come from."""
 
 
 _FULL = "this model's maximum context length is reached: all max_tokens of the session are used up"
@@ -69,49 +74,64 @@ class Session:
     ) -> None:
         self.name, self._engine, self._tokenizer, self._delta = name, engine, tokenizer, delta
         self._eos_ids, self._params, self._parser = frozenset(eos_ids), params, parser
-        self._requests, self._sampled = itertools.count(), 0
+        self._requests, self._running, self._budget = itertools.count(), 0, TokenBudget(params.max_tokens)
         self._seen: list[Segment] = []
         self.segments: list[Segment] = []
         self.interrupted = asyncio.Event()
 
     @property
     def is_full(self) -> bool:
-        return self._sampled >= self._params.max_tokens
+        return self._budget.left <= 0
 
-    async def chat(self, messages: Messages, tools: Any, max_tokens: int | None, stops: Sequence[str]) -> Turn:
-        """One turn of the model. Raises SessionClosed, ConfigError (the chat template refuses), GenerationError."""
-        number = self._begin()
-        parent, context = await aside(self._context, messages, tools)
-        made = await self._generate(number, context, max_tokens, stops)
-        message, text, calls = await aside(self._message, number, made, stops, bool(tools))
-        self._keep(parent, context, made, [*messages, message], text, calls)
-        return Turn(message, made, len(context.ids))
+    async def chat(self, messages: Messages, tools: Any, wishes: Wishes) -> Turn:
+        """One turn of the model. Raises SessionClosed, ConfigError (what cannot be asked), GenerationError.
 
-    async def complete(self, prompt: str | list[int], max_tokens: int, stops: Sequence[str]) -> Turn:
+        One that is cancelled is as if it had never been asked: nothing of it is trained.
+        """
+        with self._request(wishes) as number:
+            parent, context = await aside(self._context, messages, tools)
+            made = await self._generate(number, parent, context, wishes)
+            message, text, calls = await aside(self._message, number, made, wishes.stops, bool(tools))
+            self._keep(parent, context, made, [*messages, message], text, calls)
+            return Turn(message, made, len(context.ids))
+
+    async def complete(self, prompt: str | list[int], wishes: Wishes) -> Turn:
         """What comes behind a text, or behind tokens. Raises as `chat` does."""
-        number = self._begin()
-        parent, context = await aside(self._raw_context, prompt)
-        made = await self._generate(number, context, max_tokens, stops)
-        text = await aside(self._text, made, skip_special_tokens=True)
-        self._keep(parent, context, made, [{"role": _RAW, "content": _content(context) + text}], text, [])
-        return Turn({"role": "assistant", "content": _before(text, stops)}, made, len(context.ids))
+        with self._request(wishes) as number:
+            parent, context = await aside(self._raw_context, prompt)
+            made = await self._generate(number, parent, context, wishes)
+            text = await aside(self._text, made, skip_special_tokens=True)
+            self._keep(parent, context, made, [{"role": _RAW, "content": _content(context) + text}], text, [])
+            return Turn({"role": "assistant", "content": _before(text, wishes.stops)}, made, len(context.ids))
 
-    def _begin(self) -> int:
-        """The number of a new request."""
+    @contextmanager
+    def _request(self, wishes: Wishes) -> Iterator[int]:
+        """One request, from its beginning to its end: its number."""
         self._check_open()
-        return next(self._requests)
+        wishes.check(self._params, self._engine)
+        self._running += 1
+        try:
+            yield next(self._requests)
+        finally:
+            self._running -= 1
 
     def _check_open(self) -> None:
         if self.interrupted.is_set() or self.is_full:
             raise SessionClosed("interrupted" if self.interrupted.is_set() else _FULL)
 
-    async def _generate(
-        self, number: int, context: Segment, max_tokens: int | None, stops: Sequence[str]
-    ) -> Generation:
-        self._check_open()  # again, since another request may have used up the tokens while this one was encoded
-        params = self._sampling(number, max_tokens, stops)
-        made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
-        self._sampled += len(made.token_ids)
+    def _check_room(self, parent: Segment | None) -> None:
+        """Whatever runs may become a segment of its own."""
+        adds_one = parent not in self.segments or self._running > 1
+        if adds_one and len(self.segments) + self._running > MOST_SEGMENTS:
+            raise ConfigError(f"this session has {MOST_SEGMENTS} contexts, and no more: go on with one of them")
+
+    async def _generate(self, number: int, parent: Segment | None, context: Segment, wishes: Wishes) -> Generation:
+        self._check_room(parent)
+        async with self._budget.reserve(wishes.max_tokens) as allowed:
+            self._check_open()  # again, since another request may have used up the tokens while this one waited
+            params = wishes.applied_to(self._params, number, allowed)
+            made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
+            self._budget.spend(len(made.token_ids))
         if made.finish_reason == "abort":
             self.interrupted.set()
             raise SessionClosed("interrupted")
@@ -134,7 +154,9 @@ class Session:
         parent = self._parent(messages, tools)
         if parent is not None:
             was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
-            has_thought = any("</think>" in str(message["content"]) for message in parent.messages)
+            has_thought = any(
+                "</think>" in str(said["content"]) for said in parent.messages if said["role"] == "assistant"
+            )
             new = [_for_template(message) for message in messages[len(parent.messages) :]]
             try:
                 tokens = self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
@@ -152,7 +174,7 @@ class Session:
     def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
         """The same for a text or tokens without a chat: a segment goes on where the prompt begins with all of it."""
         if isinstance(prompt, str):
-            fitting = [s for s in self._seen if s.messages[0]["role"] == _RAW and prompt.startswith(_content(s))]
+            fitting = [s for s in self._seen if s.tools == _RAW and prompt.startswith(_content(s))]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
             new = self._encode(prompt.removeprefix(_content(parent)) if parent else prompt)
         else:
@@ -162,25 +184,12 @@ class Session:
             prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=False))
         said = [{"role": _RAW, "content": prompt}]
         if parent is None:
-            return None, Segment.begin(said, None, new)
-        return parent, parent.read(np.array(new, "<i4"), said)
+            return None, Segment.begin(said, _RAW, new)
+        return parent, replace(parent.read(np.array(new, "<i4"), said), tools=_RAW)
 
     def _encode(self, text: str) -> list[int]:
         # special tokens that are written out are meant: whoever asks for a text writes the chat by itself
         return [int(token) for token in cast(Any, self._tokenizer).encode(text, add_special_tokens=False)]
-
-    def _sampling(self, number: int, max_tokens: int | None, stops: Sequence[str]) -> SampleParams:
-        """The task's, for the trainer counts on it; only length and stop strings may be the agent's."""
-        params, left = self._params, self._params.max_tokens - self._sampled
-        return params.model_copy(
-            update={
-                "max_tokens": min(left, max_tokens or left),
-                "min_tokens": 0,
-                "stops": [*params.stops, *stops],
-                # the same seed again would say the same again
-                "seed": None if params.seed is None else (params.seed + number) % 2**32,
-            }
-        )
 
     def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
         ids = made.token_ids.tolist()

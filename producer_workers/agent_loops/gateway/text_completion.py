@@ -13,10 +13,13 @@ from producer_workers.agent_loops.gateway.session import Session, Turn
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
+USUAL_TOKENS = 16
+"""As that API has it."""
+
 
 class TextRequest(Request):
     prompt: Annotated[str, Field(min_length=1)] | Tokens
-    max_tokens: int = Field(16, ge=1)  # as that API has it
+    max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0)
     echo: Literal[False] | None = None
     suffix: None = None
@@ -36,14 +39,14 @@ class TextRequest(Request):
         return self.logprobs is not None
 
     async def ask(self, session: Session) -> Turn:
-        return await session.complete(self.prompt, self.max_tokens, self.stops)
+        return await session.complete(self.prompt, self.wishes(self.max_tokens or USUAL_TOKENS))
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
         choice = self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}
         return self.frame(f"cmpl-{name}", "text_completion") | {"choices": [choice], "usage": usage(turn)}
 
     def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        frame = self.frame(f"cmpl-{name}", "text_completion")
+        frame = self.frame(f"cmpl-{name}", "text_completion") | self.no_usage
         yield frame | {"choices": [self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}]}
         if self.wants_usage:
             yield frame | {"choices": [], "usage": usage(turn)}

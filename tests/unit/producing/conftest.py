@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,3 +51,11 @@ def readme_block() -> Callable[[str], str]:
         return found[1]
 
     return block
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> Any:
+    """The tokenizer, with a template that knows tools."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
+    return tokenizer

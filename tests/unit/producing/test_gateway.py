@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,117 +12,23 @@ from typing import Any
 
 import numpy as np
 import openai
-import orjson
 import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.rollout import RolloutState, SampleParams, Status, VersionSpan
+from buffer.rollout import RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask
 from producer_workers.agent_loops.gateway.verifiers_agent import verifiers_agent
 from producer_workers.agent_loops.multi_turn import turns_of
-from producer_workers.engines.base import EngineDeadError, Generation
+from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.rehearsal import FIRST, RehearsalError, rehearse
 from tests.unit.producing.agents import PROGRAM, TOOL
-from tests.unit.producing.letter_engine import LetterEngine
+from tests.unit.producing.recorder import MINE, Recorder, loop_of, questions, run
 
-MINE = "tests.unit.producing.agents:"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-
-
-class Recorder(LetterEngine):
-    """Says the turns of a script, or random bytes that no tokenizer would give back; notes all it read and said.
-
-    Every token has a logprob of its own, every request weights of its own. `cut`: sessions that are aborted when they
-    ask for the second time.
-    """
-
-    def __init__(self, tokenizer: Any, script: list[str] | None = None) -> None:
-        super().__init__(tokenizer, np.empty(0, "<i4"))
-        self.tokenizer, self.dice = tokenizer, np.random.default_rng(0)
-        self.lines = script
-        self.read: list[NDArray[np.int32]] = []
-        self.said: list[Generation] = []
-        self.cut: set[int] = set()
-        self.dead = False
-
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
-        self.requests.append((request_id, len(prompt_ids), params))
-        await asyncio.sleep(0.001)
-        if self.dead:
-            raise EngineDeadError("gone")
-        _, session, request = request_id.split("/")
-        if int(session) in self.cut and int(request) > 0:
-            return Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "abort")
-        number = len(self.said)
-        if self.lines is None:
-            ids = [*self.dice.integers(3, 259, self.dice.integers(1, 9)).tolist(), self.tokenizer.eos_token_id]
-        else:
-            odd = self.tokenizer.get_vocab()["ÿ"]  # no text: it would come back from the agent as other tokens
-            ids = [odd, *self.tokenizer.encode(self.lines[number]), self.tokenizer.eos_token_id]
-        cut = ids[: params.max_tokens]
-        logprobs = (-number - np.arange(len(cut)) / 1024).astype("<f4")
-        spans = (VersionSpan(0, len(cut), number, self.now.lineage),)
-        made = Generation(np.array(cut, "<i4"), logprobs, spans, "stop" if len(cut) == len(ids) else "length")
-        self.read.append(prompt_ids.copy())
-        self.said.append(made)
-        return made
-
-    def check(self, states: list[RolloutState]) -> None:
-        """All that was read and sampled is there, exactly so; every sampled token is trained once; nothing else is."""
-        whole, trained = [], []
-        for state in states:
-            assert state.prompt_ids is not None
-            assert state.response_mask is not None
-            whole.append(np.concatenate([state.prompt_ids, state.response_ids]).tolist())
-            places = np.flatnonzero(state.response_mask)
-            versions = {n: s.version for s in state.spans for n in range(s.start, s.start + s.length)}
-            assert sorted(versions) == places.tolist()
-            assert not state.logprobs[state.response_mask == 0].any()
-            trained += [(versions[n], int(state.response_ids[n]), float(state.logprobs[n])) for n in places.tolist()]
-        sampled = []
-        for number, (read, made) in enumerate(zip(self.read, self.said, strict=True)):
-            context = [*read.tolist(), *made.token_ids.tolist()]
-            assert any(ids[: len(context)] == context for ids in whole), f"request {number} is in no rollout"
-            pairs = zip(made.token_ids.tolist(), made.logprobs.tolist(), strict=True)
-            sampled += [(number, token, logprob) for token, logprob in pairs]
-        assert sorted(trained) == sorted(sampled)
-        assert len({tuple(state.prompt_ids.tolist()) for state in states if state.prompt_ids is not None}) == 1
-
-
-@pytest.fixture
-def chat(tokenizer: Any) -> Any:
-    """The tokenizer, with a template that knows tools."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
-    return tokenizer
-
-
-def loop_of(tokenizer: Any, agent: Any = "wander", **options: Any) -> GatewayAgentLoop:
-    agent = MINE + agent if isinstance(agent, str) and ":" not in agent else agent
-    common = {"judge": None, "tokenizer": tokenizer, "eos_ids": [tokenizer.eos_token_id], "agent": agent}
-    return GatewayAgentLoop(**{**common, **options})
-
-
-def questions(*texts: str, **params: Any) -> list[RolloutState]:
-    sampling = SampleParams(seed=7, **params)
-    return [
-        RolloutState(index=n, messages=[{"role": "user", "content": text}], sample_params=sampling)
-        for n, text in enumerate(texts)
-    ]
-
-
-def run(loop: GatewayAgentLoop, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
-    async def scene() -> list[RolloutState]:
-        made = await loop.generate_group(states, engine, "math-0000000001")
-        for _ in range(10):  # the agents' clients close their connections
-            await asyncio.sleep(0.01)
-        return made
-
-    return asyncio.run(scene())
 
 
 def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(chat: Any) -> None:
@@ -311,43 +213,6 @@ def test_a_dead_engine_is_the_workers_matter(chat: Any) -> None:
     engine.dead = True
     with pytest.raises(EngineDeadError):
         run(loop_of(chat), engine, questions("x"))
-
-
-@pytest.mark.parametrize(
-    ("other", "body", "status", "said"),
-    [
-        ("rmq-guessed", {"messages": [{"role": "user", "content": "x"}]}, 401, "belongs to no session"),
-        (None, {"messages": [{"role": "user", "content": "x"}], "n": 2}, 400, "n: "),
-        (None, {"messages": []}, 400, "messages: "),
-        (None, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
-        (None, {"messages": [{"role": "poet", "content": "x"}]}, 400, "no such role: poet"),
-        (None, {"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}, 400, "response_format"),
-        ("completions", {"prompt": ["a", "b"]}, 400, "one prompt at a time"),
-        ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of: "),
-        ("responses", {"input": "x"}, 404, "let the agent use chat completions"),
-        ("embeddings", {"input": "x"}, 404, "there are POST /v1/chat/completions"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused(chat: Any, other: str | None, body: Any, status: int, said: str) -> None:
-    """`other`: a key, or a path, than the right one."""
-    answers = []
-    key = other if other and other.startswith("rmq-") else None
-    path = "chat/completions" if other in (None, key) else other
-
-    def ask(task: AgentTask) -> float:
-        assert task.base_url.startswith("http://127.0.0.1:")
-        headers = {"Authorization": f"Bearer {key or task.api_key}"}
-        request = urllib.request.Request(f"{task.base_url}/{path}", orjson.dumps(body), headers)
-        try:
-            urllib.request.urlopen(request, timeout=60)
-        except urllib.error.HTTPError as error:
-            answers.append((error.code, error.read().decode()))
-            error.close()
-        return 0.0
-
-    run(loop_of(chat, agent=ask), Recorder(chat), questions("x"))
-    assert answers[0][0] == status
-    assert said in answers[0][1]
 
 
 def test_options_are_checked_when_the_loop_is_made(chat: Any) -> None:
