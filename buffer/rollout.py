@@ -207,11 +207,13 @@ class RolloutState(BaseModel):
     ) -> None:
         """Add newly sampled tokens behind the ones that are there (partial rollout).
 
-        `routed_experts` is of the whole, old tokens included. Columns that do not cover the new tokens are forgotten.
+        `routed_experts` is of the whole, old tokens included; rows that are there stay, being of the pass that sampled
+        these tokens. Columns that do not cover the new tokens are forgotten.
         """
         done = len(self.response_ids)
         if len(token_ids):
-            self.ref_logprobs, self.values, self.routed_experts = None, None, routed_experts
+            self.ref_logprobs, self.values = None, None
+            self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
         if self.response_mask is not None:
@@ -242,6 +244,16 @@ class RolloutState(BaseModel):
         self.response_mask, self.ref_logprobs, self.values, self.routed_experts = None, None, None, None
         self.spans, self.reward = [], None
         self.finish_reason, self.error, self.status = None, None, Status.INIT
+
+
+def with_known_rows(
+    known: NDArray[np.int16] | str | None, whole: NDArray[np.int16] | str | None
+) -> NDArray[np.int16] | str | None:
+    """Routed experts of a whole sequence, but for the rows that were known before: these stay."""
+    if isinstance(known, np.ndarray) and isinstance(whole, np.ndarray):
+        joined: NDArray[np.int16] = np.concatenate([known, as_column(whole[len(known) :], "<i2")])
+        return joined
+    return whole
 
 
 def expert_rows(prompt: int, response: int) -> int:

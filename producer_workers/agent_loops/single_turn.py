@@ -96,7 +96,8 @@ class SingleTurnAgentLoop:
         request_id = f"{gid}/{state.index}/{next(self._attempts)}"
         tokens = np.concatenate([state.prompt_ids, state.response_ids])
         generation = await engine.generate(request_id, tokens, _what_is_left(state))
-        state.append(generation.token_ids, generation.logprobs, generation.spans)
+        experts = generation.routed_experts
+        state.append(generation.token_ids, generation.logprobs, generation.spans, routed_experts=experts)
         return generation.finish_reason
 
     def _abort(self, state: RolloutState) -> None:

@@ -41,13 +41,16 @@ class Generation:
     """What one request made.
 
     token_ids: int32[n], a stop token included. logprobs: float32[n], natural log, of each token as it was
-    sampled (temperature and top-p applied). spans: cover [0, n) in order, none of length 0.
+    sampled (temperature and top-p applied). spans: cover [0, n) in order, none of length 0. routed_experts:
+    int16[P + n - 1, layers, top_k], the choices for every token of prompt and response but the last, where the engine
+    records them and made a token.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    routed_experts: NDArray[np.int16] | None = None
 
 
 class Engine(Protocol):

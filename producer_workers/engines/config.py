@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from producer_workers.engines.distributions import Distribution, Fixed, LogNormal
 
 # The engine's promises (ids in, logprobs as sampled, versions per token) hang on these.
 OWNED_ARGUMENTS = frozenset(
     {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
-    | {"enable_lora", "max_lora_rank", "max_loras"}
+    | {"enable_return_routed_experts", "enable_lora", "max_lora_rank", "max_loras"}
 )
 
 
@@ -47,6 +47,7 @@ class VllmConfig(EngineSettings):
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = Field(
         None, description="sample with a LoRA adapter of this rank at most: what is published are adapters, no weights"
     )
+    routed_experts: bool = Field(False, description="hand in which experts a mixture of experts chose for each token")
     report_load: bool = Field(False, description="look at how full it is; [worker] concurrency = 'auto' sets it")
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume, abort")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
@@ -73,6 +74,14 @@ class HttpConfig(EngineSettings):
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _records_no_experts(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and "routed_experts" in settings:
+            why = "vLLM's server tells experts in whole answers, and this engine reads a stream"
+            raise ValueError(f"routed_experts: {why}; kinds vllm and transformers record them")
+        return settings
+
 
 class TransformersConfig(EngineSettings):
     """A small model in the worker's own process, by transformers: where vLLM does not run, or to compare with it."""
@@ -81,6 +90,7 @@ class TransformersConfig(EngineSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_num_seqs: int = Field(16, ge=1, description="requests that get a token in each round; more wait in line")
+    routed_experts: bool = Field(False, description="hand in which experts a mixture of experts chose for each token")
 
 
 class SimulatedConfig(EngineSettings):

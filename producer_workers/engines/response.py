@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from buffer.rollout import PolicyVersion, VersionSpan
 from producer_workers.engines.base import FinishReason, Generation
@@ -46,4 +47,8 @@ class GrowingResponse:
         """The whole. It must have ended."""
         assert self.finish_reason is not None
         token_ids, logprobs = np.asarray(self.token_ids, dtype="<i4"), np.asarray(self._logprobs, dtype="<f4")
-        return Generation(token_ids, logprobs, tuple(self._spans), self.finish_reason)
+        return Generation(token_ids, logprobs, tuple(self._spans), self.finish_reason, self.routed_experts())
+
+    def routed_experts(self) -> NDArray[np.int16] | None:
+        """Of prompt and response, as of `Generation`; None where nobody recorded them."""
+        return None

@@ -36,6 +36,7 @@ from producer_workers.engines.model_folder import (
     read_shapes,
 )
 from producer_workers.engines.response import GrowingResponse
+from producer_workers.engines.routing_recorder import RoutedTokens, RoutingRecorder
 from producer_workers.engines.token_sampler import sample
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,12 @@ class _Request(GrowingResponse):
         self.generator = torch.Generator()
         self.generator.manual_seed(params.seed) if params.seed is not None else self.generator.seed()
         self.cache: Any = None
+        self.experts = RoutedTokens()
         self.error: Exception | None = None
         self.ended = asyncio.get_running_loop().create_future()
+
+    def routed_experts(self) -> NDArray[np.int16] | None:
+        return self.experts.whole()
 
     def settle(self) -> None:
         """Tell who waits, if it has ended."""
@@ -73,6 +78,7 @@ class TransformersEngine:
         self._config, self._model_dir, self._version = config, model_dir, version
         self._device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self._model: Any = None
+        self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
         self._shapes: Shapes = {}
         self._requests: dict[int, _Request] = {}
@@ -86,7 +92,7 @@ class TransformersEngine:
         check_model_folder(self._model_dir)
         self._shapes = read_shapes(self._model_dir)
         try:
-            self._model = await asyncio.to_thread(self._load, self._model_dir)
+            self._model, self._recorder = await asyncio.to_thread(self._load, self._model_dir)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise EngineError(f"transformers cannot load {self._model_dir}: {error}") from error
         self._stop_ids = _eos_ids(self._model)
@@ -133,11 +139,11 @@ class TransformersEngine:
         shapes = await asyncio.to_thread(read_shapes, path)
         check_same_tensors(self._shapes, shapes, path, tied_head=has_tied_head(self._model_dir))
         try:
-            model = await asyncio.to_thread(self._load, path)
+            model, recorder = await asyncio.to_thread(self._load, path)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise WeightsError(f"transformers cannot load {path}: {error}", hint="the old weights still run") from error
         async with self._lock:
-            self._model, self._version = model, version
+            self._model, self._recorder, self._version = model, recorder, version
             for request in self._requests.values():
                 request.cache = None
 
@@ -205,6 +211,8 @@ class TransformersEngine:
         ids = torch.tensor([tokens[known:]], device=self._device)
         output = self._model(ids, past_key_values=request.cache, use_cache=True, logits_to_keep=1)
         request.cache, params = output.past_key_values, request.params
+        if self._recorder:
+            request.experts.add(known, self._recorder.take())
         logits, stop_ids = output.logits[0, -1].cpu(), self._stop_ids.union(params.stop_token_ids)
         token, logprob = sample(logits, params, request.prompt, request.token_ids, stop_ids, request.generator)
         request.add([token], [logprob])
@@ -233,7 +241,7 @@ class TransformersEngine:
         if not len(prompt_ids) or int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= size:
             raise GenerationError(f"a prompt is empty, or has ids outside of the model's {size}")
 
-    def _load(self, path: Path) -> Any:
+    def _load(self, path: Path) -> tuple[Any, RoutingRecorder | None]:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging as their_logging
 
@@ -242,7 +250,8 @@ class TransformersEngine:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=getattr(torch, self._config.dtype), local_files_only=True
         )
-        return model.eval().to(self._device)
+        model = model.eval().to(self._device)
+        return model, RoutingRecorder(model) if self._config.routed_experts else None
 
 
 def _load_tokenizer(folder: Path) -> Any:

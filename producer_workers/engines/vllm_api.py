@@ -6,7 +6,7 @@ Invariant: no other file imports vLLM, so a new version is judged by reading thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         "use_tqdm_on_load": False,
     }
     given = {name: value for name, value in chosen.items() if value is not None}
-    return defaults | given | owned | config.extra_args
+    return defaults | given | owned | _routing_arguments(config) | config.extra_args
 
 
 def sampling_arguments(params: SampleParams) -> dict[str, Any]:
@@ -131,6 +131,22 @@ def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
     """The fields of vLLM's StructuredOutputsParams."""
     given = structured.model_dump(exclude_none=True)
     return {"json": given.pop("json_schema"), **given} if "json_schema" in given else given
+
+
+def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
+    """What has vLLM tell the experts of each token. EngineError where this one cannot.
+
+    It copies them out of its Model Runner V2 alone, whose kernels are Triton's; wheels for CPUs come without Triton.
+    """
+    if not config.routed_experts:
+        return {}
+    argument, what = "enable_return_routed_experts", "this vLLM cannot tell which experts a model chose"
+    if argument not in {field.name for field in fields(import_module("vllm.engine.arg_utils").AsyncEngineArgs)}:
+        raise EngineError(f"{what}: it has no {argument}", hint="0.32 has it; or set [engine] routed_experts = false")
+    if not import_module("vllm.triton_utils").HAS_TRITON:
+        hint = "CUDA builds have it; on a CPU, kind transformers records experts"
+        raise EngineError(f"{what}: its Model Runner V2 needs Triton, which is not there", hint=hint)
+    return {argument: True}
 
 
 def _check_version(version: str) -> None:

@@ -121,7 +121,7 @@ class VllmEngine:
             self._requests.discard(request_id)
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
-        return generation_of(final.outputs[0], submitted)
+        return generation_of(final.outputs[0], submitted, len(prompt_ids))
 
     def _sampling(self, params: SampleParams) -> Any:
         assert self._api is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ from buffer.rollout import PolicyVersion, RolloutState, SampleParams
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask
 from producer_workers.agent_loops.multi_turn import turns_of
+from producer_workers.engines import build_engine
 from producer_workers.engines import vllm_engine as module
-from producer_workers.engines.base import Engine, Generation, WeightsError
+from producer_workers.engines.base import Engine, EngineError, Generation, GenerationError, WeightsError
+from producer_workers.engines.config import VllmConfig
+from producer_workers.engines.vllm_answer import generation_of
 from producer_workers.tokenizer import load_tokenizer
 from tests.engines.conformance import (
     LONG,
@@ -137,3 +141,30 @@ def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
         assert len(turns_of(state)) == 3
         assert np.abs(said[places - 1, ids[places]] - state.logprobs[trained]).max() < TOLERANCE
         assert not state.logprobs[state.response_mask == 0].any()
+
+
+def test_routed_experts_are_refused_where_vllm_has_no_triton(run: Run[None], folders: Folders) -> None:
+    if import_module("vllm.triton_utils").HAS_TRITON:
+        pytest.skip("this vLLM has Triton: test_vllm_experts.py asks it")
+    with pytest.raises(EngineError, match="Triton") as caught:
+        run(build_engine(VllmConfig(routed_experts=True), folders.first, FIRST).start())
+    assert "kind transformers" in caught.value.hint
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(4, "uint8"), (4, "uint16"), (3, "uint8"), (None, "uint8")], ids=str)
+def test_routed_experts_of_vllm_become_a_column_or_an_error(rows: int | None, kind: str) -> None:
+    """Of vLLM's own class: 3 tokens of prompt and 2 after them are 4 that were routed."""
+    outputs, flat = import_module("vllm.outputs"), import_module("vllm.logprobs").FlatLogprobs
+    given = None if rows is None else np.full((rows, 2, 8), 255, kind)
+    output = outputs.CompletionOutput(
+        0, "", [5, 6], None, flat(logprobs=[-1.0, -2.0]), finish_reason="stop", routed_experts=given
+    )
+    if rows == 3:
+        with pytest.raises(GenerationError, match="of 3 tokens"):
+            generation_of(output, FIRST, 3)
+        return
+    experts = generation_of(output, FIRST, 3).routed_experts
+    assert (experts is None) == (rows is None)
+    if experts is not None:
+        assert (experts.shape, experts.dtype.str) == ((4, 2, 8), "<i2")
+        assert experts.max() == 255

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 VOCABULARY = 320
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 
 def write_tiny_model(
-    folder: Path, *, seed: int, hidden: int = 64, architecture: str = "qwen3", tied: bool = False
+    folder: Path,
+    *,
+    seed: int,
+    hidden: int = 64,
+    architecture: str = "qwen3",
+    tied: bool = False,
+    dense_layers: Sequence[int] = (),
 ) -> Path:
     """Save a model and its tokenizer to `folder`. Two seeds are two checkpoints of one model.
 
-    `tied`: the output head is the embedding matrix, and no tensor of the file is named after it.
+    `tied`: the output head is the embedding matrix, and no tensor of the file is named after it. `dense_layers`: those
+    of a mixture of experts that have none.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,7 +52,7 @@ def write_tiny_model(
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            "mlp_only_layers": list(dense_layers),
         }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings), dtype=torch.float32)
@@ -63,6 +74,27 @@ def reference_logprobs(folder: Path, prompt: list[int], response: list[int], tem
     logits[:, model.config.eos_token_id] = -torch.inf
     logprobs = torch.log_softmax(logits, -1)
     return [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
+
+
+def gates_choose(folder: Path, tokens: list[int], experts: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """Whether `experts`, of the first tokens, are the best by their logits in a plain forward pass: bool[rows].
+
+    To 0.001: sums in another order decide between two that are as good. A layer without experts has zeros.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config, rows = model.config, len(experts)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    right: NDArray[np.bool_] = (experts[:, config.mlp_only_layers] == 0).all((1, 2))
+    sparse = [layer for layer in range(config.num_hidden_layers) if layer not in config.mlp_only_layers]
+    for layer, of_layer in zip(sparse, logits, strict=True):
+        ranked, chosen = np.sort(of_layer[:rows].numpy()), np.sort(experts[:, layer].astype(np.int64))
+        least = np.take_along_axis(of_layer[:rows].numpy(), chosen, 1).min(1)
+        right &= (np.diff(chosen) > 0).all(1) & (least >= ranked[:, -config.num_experts_per_tok] - 1e-3)
+    return right
 
 
 def allowed_logprobs(folder: Path, prompt: list[int], allowed: list[int]) -> list[float]:

@@ -69,6 +69,7 @@ def test_append_forgets_columns_that_no_longer_cover_all_tokens() -> None:
     forgotten: list[Any] = [made.values, made.ref_logprobs]
     assert forgotten == [None, None]
     assert isinstance(made.routed_experts, np.ndarray)
+    assert made.routed_experts.ravel().tolist() == [1, 1, 0]  # what is there stays
     made.append(np.array([7], "<i4"), np.array([-2.0], "<f4"), [])
     assert made.routed_experts is None
 

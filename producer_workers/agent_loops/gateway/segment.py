@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.rollout import RolloutState, ToolCall, VersionSpan
+from buffer.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
 
 Messages = Sequence[dict[str, Any]]
@@ -21,7 +21,8 @@ Messages = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """ids int32[n], mask uint8[n] (1 = sampled and trained), logprobs float32[n]; spans over ids.
+    """ids int32[n], mask uint8[n] (1 = sampled and trained), logprobs float32[n]; spans over ids. experts: those that
+    were chosen for all ids but the last, where the engine tells.
 
     messages: the conversation that `ids` say, as the agent sees it; tools: what the model was told it may call.
     """
@@ -35,6 +36,7 @@ class Segment:
     calls: tuple[ToolCall, ...] = ()
     text: str = ""
     finish_reason: str = ""
+    experts: NDArray[np.int16] | str | None = None
 
     @classmethod
     def begin(cls, messages: Messages, tools: Any, prompt: Sequence[int]) -> Segment:
@@ -70,6 +72,7 @@ class Segment:
             calls=(*self.calls, *calls),
             text=text,
             finish_reason=made.finish_reason,
+            experts=with_known_rows(self.experts, made.routed_experts),
         )
 
     def untrained(self) -> Segment:
@@ -95,6 +98,7 @@ class Segment:
             tuple(state.tool_calls),
             state.response,
             state.finish_reason or "",
+            state.routed_experts,
         )
 
     def fill(self, state: RolloutState, prompt: int) -> None:
@@ -104,6 +108,7 @@ class Segment:
         state.response_mask = self.mask[prompt:]
         state.spans = [span._replace(start=span.start - prompt) for span in self.spans]
         state.response, state.tool_calls, state.finish_reason = self.text, list(self.calls), self.finish_reason
+        state.routed_experts = self.experts
 
 
 def common_prompt(segments: Sequence[Segment]) -> int:
