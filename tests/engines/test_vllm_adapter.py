@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.rollout import PolicyVersion
+from buffer.store import Store
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation, WeightsError
+from tests.engines.adapter_run import AdapterRun
 from tests.engines.conformance import LONG, PROMPT, TOLERANCE, generate, interrupt, sampling, worst_difference
 from tests.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
+from tests.servers import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 RANK, ALPHA = 4, 8
+REDIS = {"weights_transport": "redis"}
+FOLDER = {"weights_transport": "folder", "max_staleness": 1}
 VERSIONS = [PolicyVersion("main", number) for number in (1, 2)]
 
 
@@ -57,6 +62,29 @@ def engine(run: Run[None], folders: Folders) -> Iterator[Engine]:
     run(engine.start())
     yield engine
     run(engine.shutdown())
+
+
+@pytest.mark.parametrize("policy", [REDIS, FOLDER], ids=["redis", "folder"])
+def test_every_token_of_a_run_was_sampled_with_the_adapter_that_its_stamp_names(
+    engine: Engine,
+    run: Run[None],
+    folders: Folders,
+    server_of: Callable[[str], Server],
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: dict[str, Any],
+) -> None:
+    """Trained here, published through the server or a folder, sampled with by vLLM, and trained on again."""
+    store = Store(server_of("valkey").url, deadline_s=30.0)
+    played = AdapterRun(store, run_name, tmp_path, folders.first, policy)
+    run(played.play(engine, monkeypatch))
+    store.close()
+    assert played.worst() < TOLERANCE
+    assert played.worst(version=0) > 0.1  # the first one changes nothing: these are the model's own logprobs
+    if policy is REDIS:  # what a step is given was sampled by the weights before it, so trainer and engine agree
+        assert played.versions() == [{0}, {1}, {2}, {3}]
+        assert all(step["mismatch/abs_logprob"] < TOLERANCE for step in played.metrics())
 
 
 def test_adapters_take_each_others_place_while_tokens_flow(
