@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.rollout import PolicyVersion, SampleParams
+from producer_workers.engines.adapter_folder import is_adapter
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
@@ -38,6 +39,7 @@ from producer_workers.engines.model_folder import (
 from producer_workers.engines.response import GrowingResponse
 from producer_workers.engines.routing_recorder import RoutedTokens, RoutingRecorder
 from producer_workers.engines.token_sampler import sample
+from producer_workers.engines.transformers_adapter import TransformersAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class TransformersEngine:
         self._model: Any = None
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
+        self._has_first_model = True
         self._shapes: Shapes = {}
         self._requests: dict[int, _Request] = {}
         self._paused = False
@@ -91,6 +94,7 @@ class TransformersEngine:
     async def start(self) -> None:
         check_model_folder(self._model_dir)
         self._shapes = read_shapes(self._model_dir)
+        self._adapter = TransformersAdapter(self._model_dir, self._shapes)
         try:
             self._model, self._recorder = await asyncio.to_thread(self._load, self._model_dir)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -136,6 +140,9 @@ class TransformersEngine:
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Sampling goes on while they are read; only the switch is between two steps."""
         self.check_health()
+        if is_adapter(path):
+            await self._load_adapter(path, version)
+            return
         shapes = await asyncio.to_thread(read_shapes, path)
         check_same_tensors(self._shapes, shapes, path, tied_head=has_tied_head(self._model_dir))
         try:
@@ -143,9 +150,8 @@ class TransformersEngine:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise WeightsError(f"transformers cannot load {path}: {error}", hint="the old weights still run") from error
         async with self._lock:
-            self._model, self._recorder, self._version = model, recorder, version
-            for request in self._requests.values():
-                request.cache = None
+            self._has_first_model = False
+            self._switch(model, recorder, version)
 
     async def sleep(self) -> None:
         raise EngineError("the transformers engine cannot sleep", hint="use an engine of kind vllm on shared GPUs")
@@ -231,6 +237,24 @@ class TransformersEngine:
             request.finish("abort")
             request.settle()
             self._requests.pop(id(request), None)
+
+    # -- weights ---------------------------------------------------------------------------------------
+
+    async def _load_adapter(self, path: Path, version: PolicyVersion) -> None:
+        """Into the model that this engine started with, wherever the last weights came from."""
+        await asyncio.to_thread(self._adapter.check, path)
+        model, recorder = self._model, self._recorder
+        if not self._has_first_model:
+            model, recorder = await asyncio.to_thread(self._load, self._model_dir)
+        async with self._lock:
+            await asyncio.to_thread(self._adapter.put_into, model, path)
+            self._has_first_model = True
+            self._switch(model, recorder, version)
+
+    def _switch(self, model: Any, recorder: RoutingRecorder | None, version: PolicyVersion) -> None:
+        self._model, self._recorder, self._version = model, recorder, version
+        for request in self._requests.values():
+            request.cache = None
 
     # -- model -----------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from producer_workers.strategy import strategies_of
 from producer_workers.task_runner import TaskRunner
 from producer_workers.worker import Worker
 
-TASK, STEPS, TOKENS = "sums", 4, 48
+TASK, STEPS, TOKENS = "sums", 4, 32
 PROBLEMS = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
 
 
@@ -146,6 +146,7 @@ class AdapterRun:
 def stamped(state: RolloutState) -> NDArray[np.int64]:
     """The version of each token, from spans that must cover the response."""
     versions = [span.version for span in state.spans for _ in range(span.length)]
+    assert state.logprobs is not None
     assert len(versions) == len(state.response_ids) == len(state.logprobs) > 0
     return np.array(versions)
 
@@ -153,6 +154,7 @@ def stamped(state: RolloutState) -> NDArray[np.int64]:
 @torch.no_grad()
 def _logprobs(model: Any, state: RolloutState) -> NDArray[np.float32]:
     """float32[n], of the response's tokens."""
+    assert state.prompt_ids is not None
     tokens = torch.tensor(np.concatenate([state.prompt_ids, state.response_ids]), dtype=torch.int64)
     logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1].float(), -1)
     column: NDArray[np.float32] = logprobs.gather(1, tokens[1:, None])[len(state.prompt_ids) - 1 :, 0].numpy()

@@ -18,6 +18,7 @@ from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from producer_workers.engines.config import HttpConfig, SimulatedConfig, VllmConfig
 from producer_workers.engines.distributions import Fixed
+from tests.engines.tiny_adapter import write_adapter
 from tests.engines.tiny_model import write_tiny_model
 from tests.engines.vllm_server import vllm_server
 
@@ -59,6 +60,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         truncated=truncated,
         wider=write_tiny_model(root / "wider", seed=1, hidden=128),
     )
+
+
+@pytest.fixture(scope="session")
+def adapters(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two for the first model; the model that each makes of it lies in its "merged"."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(root / str(seed), folders.first, seed) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="session")
