@@ -2,64 +2,123 @@
 
     hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them (Hermes 2, Qwen 2.5 and 3)
     llama     {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>, several with ; between (Llama 3)
-    mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3), or [TOOL_CALLS]name{...} (v11)
+    mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3), or [TOOL_CALLS]name[ARGS]{...} (from v11)
 
-What a model thinks before it speaks (up to </think>) calls nothing. A parser never raises: what looks like a call and
-cannot be read becomes one whose `arguments` are None, so that the model is told, and may try again.
+What a model thinks before it speaks (up to </think> or [/THINK]) calls nothing. Marks within the texts of a call's
+arguments are text. A parser never raises: what looks like a call and cannot be read becomes one whose `arguments` are
+None, so that the model is told, and may try again.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
 
+from buffer.errors import WireError
 from buffer.rollout import ToolCall
+from buffer.wire_reader import check_nesting
 
 ToolParser = Callable[[str], list[ToolCall]]
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_MISTRAL_V11 = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", re.DOTALL)
+_THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
+
+_BEGINS = {
+    "hermes": re.compile(r"<tool_call>\s*"),
+    "llama": re.compile(r"(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|;)\s*(?=\{)"),
+    "mistral": re.compile(r"\[TOOL_CALLS\]\s*(?:([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{))?"),
+}
+"""What stands before the JSON of a call; a name, where it is not in there."""
+
+_HERMES_ENDS, _MISTRAL_ENDS = re.compile(r"\s*(?:</tool_call>|\Z)"), re.compile(r"\s*(?=\[TOOL_CALLS\]|\Z)")
+
+_DECODER = json.JSONDecoder(strict=False)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """The calls in the text of one turn, in order."""
-    return _number(_call(found[1]) for found in _HERMES.finditer(text))
+    marked = _marked(text, "hermes", _HERMES_ENDS, "</tool_call>")
+    return _number(_call(text[start:end].strip()) for _, start, end in marked)
 
 
 def parse_llama(text: str) -> list[ToolCall]:
-    body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not body.startswith("{"):
-        return []
-    return _number(_call(part) for part in _objects(body))
+    if begin := _BEGINS["llama"].match(text):
+        return _number(_call(part) for part in _objects(text[begin.end() :]))
+    return []
 
 
 def parse_mistral(text: str) -> list[ToolCall]:
-    if v11 := list(_MISTRAL_V11.finditer(text)):
-        return _number((found[1], found[2]) for found in v11)
-    _, marker, body = text.partition("[TOOL_CALLS]")
-    if not marker:
-        return []
-    listed = _loads(body.strip())
-    if not isinstance(listed, list):
-        return _number([("", body.strip())])
-    return _number(_call(orjson.dumps(item).decode()) for item in listed)
+    found: list[tuple[str, str]] = []
+    for name, start, end in _marked(text, "mistral", _MISTRAL_ENDS, "[TOOL_CALLS]"):
+        raw = text[start:end].strip()
+        listed = None if name else _loads(raw)
+        if isinstance(listed, list):
+            found += [_call(orjson.dumps(item).decode()) for item in listed]
+        else:
+            found.append((name, raw))
+    return _number(found)
 
 
-def split_thought(text: str) -> tuple[str, str]:
-    """(what a turn thinks, with the mark that ends it; what it says)"""
-    thought, mark, said = text.partition("</think>")
-    return (thought + mark, said) if mark else ("", text)
+def split_thought(text: str, parser: str) -> tuple[str, str]:
+    """(what a turn thinks, with the mark that ends it; what it says). A mark within a call's JSON ends no thought."""
+    place = 0
+    while mark := _THOUGHT_ENDS.search(text, place):
+        call = _end_of_call_around(text, place, mark.start(), parser)
+        if call is None:
+            return text[: mark.end()], text[mark.end() :]
+        place = call
+    return "", text
 
 
-def _of_what_is_said(parse: ToolParser) -> ToolParser:
-    return lambda text: parse(split_thought(text)[1])
+def before_calls(text: str, parser: str) -> str:
+    """What a turn with calls says before the first one, its thought included."""
+    thought, said = split_thought(text, parser)
+    begin = _BEGINS[parser].search(said)
+    return thought + (said[: begin.start()] if begin else said)
+
+
+def _end_of_call_around(text: str, start: int, place: int, parser: str) -> int | None:
+    """Where the JSON of a call ends that began behind `start` and goes on at `place`."""
+    while begin := _BEGINS[parser].search(text, start, place):
+        end = _end_of_json(text, begin.end())
+        if end is not None and end > place:
+            return end
+        start = end or begin.end() + 1
+    return None
+
+
+def _marked(text: str, parser: str, ends: re.Pattern[str], closes: str) -> Iterator[tuple[str, int, int]]:
+    """(name, start, end) of what stands behind each mark: JSON and `ends`, or else all up to `closes`."""
+    place = 0
+    while begin := _BEGINS[parser].search(text, place):
+        start = begin.end()
+        end = _end_of_json(text, start)
+        if end is None or not ends.match(text, end):
+            closed = text.find(closes, start)
+            end = closed if closed >= 0 else len(text)
+        yield (begin[1] or "" if begin.re.groups else ""), start, end
+        place = end
+
+
+def _end_of_json(text: str, start: int) -> int | None:
+    """The place behind the JSON object or array that begins at `start`; None where there is none."""
+    if not text.startswith(("{", "["), start):
+        return None
+    try:
+        return _DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _of_what_is_said(name: str, parse: ToolParser) -> ToolParser:
+    return lambda text: parse(split_thought(text, name)[1])
 
 
 PARSERS: dict[str, ToolParser] = {
-    name: _of_what_is_said(parse)
+    name: _of_what_is_said(name, parse)
     for name, parse in {"hermes": parse_hermes, "llama": parse_llama, "mistral": parse_mistral}.items()
 }
 
@@ -90,24 +149,18 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """JSON objects that follow each other with ; between; the rest where one cannot be read."""
-    start, depth, in_string, escaped = 0, 0, False, False
-    for place, letter in enumerate(text):
-        if in_string:
-            in_string, escaped = escaped or letter != '"', letter == "\\" and not escaped
-        elif letter == '"':
-            in_string = True
-        elif letter in "{}":
-            depth += 1 if letter == "{" else -1
-            if depth == 0 and letter == "}":
-                yield text[start : place + 1].lstrip("; \n")
-                start = place + 1
-    if depth or in_string:
-        yield text[start:].lstrip("; \n")
+    """JSON objects that follow each other with ; between; the rest where one cannot be read. Prose calls nothing."""
+    while "{" in text:
+        end = _end_of_json(text, 0) if text.startswith("{") else None
+        yield text[:end].strip()
+        text = "" if end is None else text[end:].lstrip("; \n")
 
 
 def _loads(text: str) -> Any:
+    """The value of a text of JSON; None where it is none, or nested deeper than a group may be."""
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        value = orjson.loads(text)
+        check_nesting([value])
+    except (orjson.JSONDecodeError, WireError):
         return None
+    return value

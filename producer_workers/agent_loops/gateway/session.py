@@ -26,14 +26,11 @@ from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.budget import TokenBudget
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
 from producer_workers.agent_loops.gateway.wishes import Wishes
-from producer_workers.agent_loops.tool_parsers import PARSERS, split_thought
+from producer_workers.agent_loops.tool_parsers import PARSERS, before_calls
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.tokenizer import Tokenizer, aside, encode_chat
 
 log = logging.getLogger("rolloutmq.worker")
-
-CALL_MARKS = {"hermes": "<tool_call>", "llama": "{", "mistral": "[TOOL_CALLS]"}
-"""Where the calls of a turn begin; what stands before is its text."""
 
 _RAW = "raw"
 """In place of tools: a segment of text, or tokens, that no chat template wrote; its only message has it as its role."""
@@ -207,13 +204,9 @@ class Session:
         text = self._text(made, skip_special_tokens=True)
         if not calls:
             return {"role": "assistant", "content": _before(text, stops)}, text, []
-        thought, said = split_thought(raw)
-        content = (thought + said.partition(CALL_MARKS[self._parser])[0]).strip()
-        return (
-            {"role": "assistant", "content": content, "tool_calls": [_as_openai(call) for call in calls]},
-            text,
-            calls,
-        )
+        content = before_calls(raw, self._parser).strip()
+        told = {"role": "assistant", "content": content, "tool_calls": [_as_openai(call) for call in calls]}
+        return told, text, calls
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
