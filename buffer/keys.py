@@ -35,8 +35,9 @@
     rmq:{run}:workers                ZSET     worker by last heartbeat (ms of the server's clock)
     rmq:{run}:worker:<id>            HASH     engine, weights, state, acknowledged epoch, counters
     rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest first ([policy]
-                                              weights_transport = "redis")
+                                              weights_transport = "redis"), or announced ("gloo", "nccl")
     rmq:{run}:weights:<lineage>:<version> STRING  manifest of one; its files in chunks: …:<version>:1, :2 …
+                                              or, without chunks, how to meet the trainer that has them
     rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
     rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: groups it handed in that no trainer
                                               can use, and since when it may claim nothing (0: it may)

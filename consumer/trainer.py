@@ -83,6 +83,7 @@ class Trainer:
         finally:
             for writer in self._writers:
                 writer.close()
+            self._weights.close()
             self.consumer.close()
         return True
 

@@ -10,10 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 from buffer.control import ControlState
 from producer_workers.engines.base import Engine, WeightsError
-from producer_workers.engines.capabilities import AbortsSome
+from producer_workers.engines.capabilities import AbortsSome, ReceivesWeights
 from producer_workers.weight_pull import WeightPull
 
 log = logging.getLogger("rolloutmq.worker")
@@ -76,8 +77,7 @@ class SteeredEngine:
             return False
         started = time.monotonic()
         try:
-            path = await asyncio.to_thread(self._pull.fetch, state)
-            await self._engine.load_weights(path, state.weights)
+            path = await self._load(state)
         except WeightsError as error:
             self._refuse(state, error)
             return False
@@ -85,6 +85,19 @@ class SteeredEngine:
         await asyncio.to_thread(self._pull.keep_only, path)
         log.info("weights loaded", extra={"weights": str(state.weights), "seconds": time.monotonic() - started})
         return True
+
+    async def _load(self, state: ControlState) -> Path:
+        """From the trainer's memory where both sides can, else from the folder, where they lie then."""
+        engine, announced = self._engine, await asyncio.to_thread(self._pull.announcement, state)
+        if announced and isinstance(engine, ReceivesWeights) and engine.receives_weights():
+            try:
+                await engine.receive_weights(announced, state.weights)
+                return Path(announced.folder)
+            except WeightsError as error:
+                log.warning("not from the trainer, so from the folder: %s", error)
+        path = await asyncio.to_thread(self._pull.fetch, state)
+        await engine.load_weights(path, state.weights)
+        return path
 
     def close(self) -> None:
         """No more weights will be loaded."""

@@ -9,35 +9,49 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from buffer import weights_announcement, weights_chunks
 from buffer.control import ControlState
 from buffer.errors import StoreUnavailable, WireError
 from buffer.run import Run
-from buffer.weights_chunks import ADDRESS, WeightsChunks
+from buffer.weights_announcement import Announcement, Announcements
+from buffer.weights_chunks import WeightsChunks
 from buffer.weights_manifest import verify
 from producer_workers.engines.base import WeightsError
 
 
 class WeightPull:
-    """Finds the weights that a control state names, in a shared folder or on the run's server.
+    """Finds the weights that a control state names: in a shared folder, on the run's server, or with the trainer.
 
     What came from the server lies in a folder of this process. The last one that an engine has loaded stays, as the
     way back from an update that fails.
     """
 
     def __init__(self, run: Run) -> None:
-        self._chunks = WeightsChunks(run.store, run.keys)
+        self._chunks, self._announcements = WeightsChunks(run.store, run.keys), Announcements(run.store, run.keys)
         self._scratch: TemporaryDirectory[str] | None = None
+
+    def announcement(self, state: ControlState) -> Announcement | None:
+        """How to get these weights from the trainer; None where they are not handed over. Raises WeightsError."""
+        if not state.weights_path.startswith(weights_announcement.ADDRESS):
+            return None
+        label = state.weights_path.removeprefix(weights_announcement.ADDRESS)
+        try:
+            return self._announcements.read(label, state.weights_checksum)
+        except (WireError, StoreUnavailable) as error:
+            raise WeightsError(f"the weights {label} cannot be met: {error}") from error
 
     def fetch(self, state: ControlState) -> Path:
         """The folder with these weights, verified. Raises WeightsError; a missing checksum verifies nothing."""
-        path = Path(state.weights_path)
+        path, checksum = Path(state.weights_path), state.weights_checksum
         try:
-            if state.weights_path.startswith(ADDRESS):
-                return self._download(state.weights_path.removeprefix(ADDRESS), state.weights_checksum)
-            if state.weights_checksum:
-                verify(path, state.weights_checksum)
+            if state.weights_path.startswith(weights_chunks.ADDRESS):
+                return self._download(state.weights_path.removeprefix(weights_chunks.ADDRESS), checksum)
+            if announced := self.announcement(state):
+                path, checksum = Path(announced.folder), announced.checksum
+            if checksum:
+                verify(path, checksum)
         except (OSError, WireError, StoreUnavailable) as error:
-            raise WeightsError(f"weights in {state.weights_path} are not whole: {error}") from error
+            raise WeightsError(f"weights in {path} are not whole: {error}") from error
         return path
 
     def keep_only(self, path: Path) -> None:

@@ -134,9 +134,12 @@ class PolicySection(Section):
     """Hugging Face model folder to start from; default: the run makes a small one"""
     weights_dir: Path | None = None
     """folder in which each run has one to share its weights through; default: <run folder>/weights"""
-    weights_transport: Literal["folder", "redis"] = "folder"
-    """how weights reach workers: through that folder, or in chunks through Redis (small models; memory on top of
-    [memory])"""
+    weights_transport: Literal["folder", "redis", "gloo", "nccl"] = "folder"
+    """how weights reach workers: through that folder; in chunks through Redis (small models; memory on top of
+    [memory]); or from the trainer's memory to the engines' processes over gloo or nccl, with the folder behind it"""
+    weights_host: str | None = None
+    """gloo, nccl: the trainer's address for workers, which connect to any port of it; default: the one from which it
+    reaches the Redis server"""
     sync_weights_interval: int = Field(1, ge=1)
     """train steps between two publications of weights"""
     max_staleness: int = Field(0, ge=0)

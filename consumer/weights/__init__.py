@@ -25,13 +25,20 @@ class WeightsTransport(Protocol):
     def clear(self) -> None:
         """Delete what a trainer left that was killed while it wrote."""
 
+    def close(self) -> None:
+        """Nothing more will be published."""
+
 
 def open_transport(config: TrainingConfig, run: Run) -> WeightsTransport:
     """The transport of `[policy] weights_transport`."""
     from consumer.weights.redis_chunks import RedisChunks
     from consumer.weights.shared_folder import SharedFolder
+    from consumer.weights.transfer import WeightTransfer
 
-    keep = config.trainer.keep_weights
-    if config.policy.weights_transport == "redis":
+    keep, transport = config.trainer.keep_weights, config.policy.weights_transport
+    if transport == "redis":
         return RedisChunks(run, keep=keep)
-    return SharedFolder(config.policy.weights_folder(config.run), keep=keep)
+    folder = SharedFolder(config.policy.weights_folder(config.run), keep=keep)
+    if transport == "folder":
+        return folder
+    return WeightTransfer(run, folder, transport, host=config.policy.weights_host, keep=keep)

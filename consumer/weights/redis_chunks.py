@@ -36,3 +36,6 @@ class RedisChunks:
         for label in self._chunks.labels():
             if not self._chunks.is_whole(label):
                 self._chunks.drop(label)
+
+    def close(self) -> None:
+        """Nothing more will be published; what was stays."""

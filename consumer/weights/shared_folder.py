@@ -26,9 +26,13 @@ class SharedFolder:
         self._folder, self._keep = folder.resolve(), keep
         self._newest: Path | None = None
 
+    def path(self, weights: PolicyVersion) -> Path:
+        """Where a version lies, or will."""
+        return self._folder / f"{weights.lineage}-{weights.version:06d}"
+
     def write(self, weights: PolicyVersion, save: Callable[[Path], None]) -> tuple[str, str]:
         """Write one version with `save(folder)`. Returns (path, checksum) for `publish_weights`."""
-        path = self._folder / f"{weights.lineage}-{weights.version:06d}"
+        path = self.path(weights)
         if path.exists():
             shutil.rmtree(path)
         with new_folder(path) as folder:
@@ -50,3 +54,6 @@ class SharedFolder:
         for path in self._folder.glob(".*.tmp"):
             if VERSION.match(path.name[1:]):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing more will be published; what was stays."""

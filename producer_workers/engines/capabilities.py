@@ -6,6 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from buffer.rollout import PolicyVersion
+from buffer.weights_announcement import Announcement
+
 
 @runtime_checkable
 class StructuresOutput(Protocol):
@@ -26,6 +29,17 @@ class AbortsSome(Protocol):
     async def abort_others(self, spared: Collection[str]) -> None:
         """Requests of all groups but `spared` return what they have, with finish_reason "abort". The group of a request
         is what stands before the first "/" of its id. May be called again and again; the engine is not paused by it."""
+
+
+@runtime_checkable
+class ReceivesWeights(Protocol):
+    """It can meet a trainer that hands weights over from memory to memory. Without it, it waits for their folder."""
+
+    def receives_weights(self) -> bool:
+        """Whether it can, as it was started."""
+
+    async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
+        """As `Engine.load_weights`. What was cut or is not what was announced was never near the model."""
 
 
 @dataclass(frozen=True, slots=True)

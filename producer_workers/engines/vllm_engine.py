@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.rollout import PolicyVersion, SampleParams
+from buffer.weights_announcement import Announcement
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
@@ -44,6 +45,7 @@ from producer_workers.engines.vllm_api import (
     sampling_arguments,
     structure_arguments,
 )
+from producer_workers.engines.vllm_receiving import load_received, receive_weights
 from producer_workers.engines.vllm_statistics import VllmStatistics
 
 logger = logging.getLogger(__name__)
@@ -151,9 +153,33 @@ class VllmEngine:
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         self.check_health()
         await asyncio.to_thread(self._check_weights, path)
+        await self._switch(path, version, lambda: self._load(path))
+
+    def receives_weights(self) -> bool:
+        return self._adapter is None
+
+    async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
+        self.check_health()
+        path = Path(announced.folder)  # the way back from a later update that fails
+        check_same_tensors(self._shapes, announced.tensors, path, tied_head=self._tied_head)
+        try:
+            await receive_weights(self._call_workers, announced, self._config.load_timeout_s)
+        except (EngineDeadError, WeightsError):
+            raise
+        except Exception as error:
+            raise WeightsError(f"vLLM could not receive the weights {announced.label}: {error}") from error
+        await self._switch(path, version, lambda: load_received(self._call_workers))
+
+    async def _switch(self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
         # Shielded: a caller that gives up must not leave the engine paused between two sets of weights.
-        self._updating = asyncio.create_task(self._update(path, version))
+        self._updating = asyncio.create_task(self._update(path, version, load))
         await asyncio.shield(self._updating)
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        """A method of the worker extension, in every process of the engine."""
+        call = self._llm.collective_rpc(method, args=args)
+        answers: list[Any] = await self._control(call, method, self._config.load_timeout_s)
+        return answers
 
     async def sleep(self) -> None:
         """vLLM's sleep of level 1: weights go to the host's memory, the KV cache is dropped. CUDA only."""
@@ -219,7 +245,7 @@ class VllmEngine:
         loggers = [self._statistics.of_engine] if self._config.report_load else None
         return api, api.engine.from_engine_args(arguments, stat_loggers=loggers)
 
-    async def _update(self, path: Path, version: PolicyVersion) -> None:
+    async def _update(self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
         async with self._lock:
             assert self._api is not None
             # Without version labels per token, a response must not span two versions.
@@ -227,7 +253,7 @@ class VllmEngine:
             pausing = self._llm.pause_generation(mode=mode, clear_cache=True)
             await self._control(pausing, "pausing for an update")
             try:
-                await self._load(path)
+                await load()
                 await self._name_weights(version)
                 self._loaded_from, self._version = path, version
             except EngineDeadError:
@@ -251,8 +277,7 @@ class VllmEngine:
             if not await self._control(call, "loading an adapter", self._config.load_timeout_s):
                 raise WeightsError(f"vLLM took no adapter from {path}")
             return
-        call = self._llm.collective_rpc("rolloutmq_load_weights", args=(str(path.resolve()),))
-        await self._control(call, "loading weights", self._config.load_timeout_s)
+        await self._call_workers("rolloutmq_load_weights", str(path.resolve()))
 
     async def _name_weights(self, version: PolicyVersion) -> None:
         """From here on vLLM stamps every token with `version`."""

@@ -25,17 +25,43 @@ class WeightLoader:
     model_runner: Any
     reload_weights: Any
     device: Any
+    _rolloutmq_receiver: Any = None
 
     def rolloutmq_ready(self) -> None:
         """Do nothing: that it can be called says that this class is there."""
 
     def rolloutmq_load_weights(self, path: str) -> None:
         """Load the safetensors in the folder `path` over the running model."""
+        self._rolloutmq_reload(weights_path=path)
+
+    def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
+        """Begin to receive announced weights, while the model goes on; `announced` as JSON."""
+        from buffer.weights_announcement import Announcement
+        from producer_workers.engines.weights_receiver import WeightsReceiver
+
+        self._rolloutmq_receiver = WeightsReceiver(Announcement.parse(announced), limit_s=limit_s)
+
+    def rolloutmq_has_received(self) -> str:
+        """Whether they are here and right: "yes", "not yet", or what went wrong."""
+        try:
+            return "yes" if self._rolloutmq_receiver.is_done() else "not yet"
+        except Exception as error:  # an answer, since vLLM would log a traceback for an error
+            return str(error) or repr(error)
+
+    def rolloutmq_load_received(self) -> None:
+        """Load them over the running model."""
+        self._rolloutmq_reload(weights_iterator=self._rolloutmq_receiver.tensors())
+
+    def rolloutmq_forget_received(self) -> None:
+        """Free their memory."""
+        self._rolloutmq_receiver = None
+
+    def _rolloutmq_reload(self, **source: Any) -> None:
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             _forget_packed_experts(model)
         try:
-            self.reload_weights(weights_path=path)
+            self.reload_weights(**source)
         except Exception:
             _abandon_reload(model, self.model_runner.model_config)
             raise

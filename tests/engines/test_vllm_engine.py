@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +15,24 @@ import openai
 import pytest
 
 from buffer.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.weights_announcement import Announcement
+from consumer.weights.weights_server import WeightsServer
+from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines import build_engine
 from producer_workers.engines import vllm_engine as module
 from producer_workers.engines.base import Engine, EngineError, Generation, GenerationError, WeightsError
+from producer_workers.engines.capabilities import ReceivesWeights
 from producer_workers.engines.config import VllmConfig
+from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm_answer import generation_of
 from producer_workers.tokenizer import load_tokenizer
 from tests.engines.conformance import (
     LONG,
     NEXT,
+    PROMPT,
     TOLERANCE,
     ModelContract,
     generate,
@@ -31,6 +41,7 @@ from tests.engines.conformance import (
     worst_difference,
 )
 from tests.engines.conftest import FIRST, Folders, Run
+from tests.pipeline.handover import announce
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -84,11 +95,60 @@ def test_an_update_is_finished_when_its_caller_is_cancelled(
     assert worst_difference(folder, made, 1.0) < TOLERANCE
 
 
+@pytest.fixture
+def announced(folders: Folders) -> Iterator[tuple[WeightsServer, Announcement]]:
+    """The second weights, in the memory of a trainer."""
+    server = WeightsServer("127.0.0.1", "gloo")
+
+    def save(folder: Path) -> None:
+        shutil.copytree(folders.second, folder, dirs_exist_ok=True)
+
+    yield server, announce(server, WeightsSnapshot.take(str(NEXT), save, "rolloutmq-test-"), folders.second)
+    server.close()
+
+
+def test_weights_from_a_trainers_memory_come_while_tokens_flow(
+    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[WeightsServer, Announcement]
+) -> None:
+    """Each token names the weights that made it, and then the engine is as if it had read the file, to the bit."""
+    assert isinstance(vllm_engine, ReceivesWeights)
+    engine, greedy, params = vllm_engine, sampling(LONG, temperature=0.0), sampling(100, seed=11)
+
+    async def scenario() -> list[Generation]:
+        mixed = await interrupt(engine, greedy, lambda: engine.receive_weights(announced[1], NEXT))
+        cut = mixed.spans[1].start
+        prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
+        fresh = await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
+        received = await generate(engine, params)
+        await engine.load_weights(folders.second, NEXT)
+        return [mixed, fresh, received, await generate(engine, params)]
+
+    mixed, fresh, received, read = run(scenario())
+    assert [PolicyVersion(span.lineage, span.version) for span in mixed.spans] == [FIRST, NEXT]
+    assert np.array_equal(mixed.token_ids[mixed.spans[1].start :], fresh.token_ids)
+    assert np.array_equal(received.logprobs, read.logprobs)
+    assert worst_difference(folders.second, received, 1.0) < TOLERANCE
+
+
+def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
+    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[WeightsServer, Announcement]
+) -> None:
+    assert isinstance(vllm_engine, ReceivesWeights)
+    engine, (server, whole), params = vllm_engine, announced, sampling(60, seed=5)
+    wider = replace(whole, tensors=read_shapes(folders.wider))
+    before = run(generate(engine, params))
+    assert server._snapshot
+    server._snapshot.weights["model.safetensors"][-1] ^= 1
+    for refused, why in ((whole, "not what was announced"), (wider, "another shape"), (replace(whole, port=1), "met")):
+        with pytest.raises(WeightsError, match=why):
+            run(engine.receive_weights(refused, NEXT))
+        assert np.array_equal(run(generate(engine, params)).logprobs, before.logprobs)
+    assert vllm_engine.version() == FIRST
+
+
 def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_change(
     vllm_engine: Engine, run: Run[Any], folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     api = vllm_engine._api  # type: ignore[attr-defined]
     monkeypatch.setattr(vllm_engine, "_api", replace(api, tracks_versions=False))
 

@@ -1,0 +1,81 @@
+"""The two ends of a transfer of weights in processes of their own, which stop in its middle and wait to be killed.
+
+What comes in and goes out:
+
+    python -m tests.pipeline.handover worker     an Announcement as JSON on stdin; "middle" on stdout
+    python -m tests.pipeline.handover trainer    nothing; an Announcement as JSON, then "middle"
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from buffer import weights_group
+from buffer.weights_announcement import Announcement
+from buffer.weights_group import WeightsGroup
+from consumer.weights.weights_server import WeightsServer
+from consumer.weights.weights_snapshot import WeightsSnapshot
+from producer_workers.engines.weights_receiver import WeightsReceiver
+
+LABEL = "l1:7"
+CHUNK_BYTES = 1000
+NUMBERS = 5000
+"""float32 in each of two files: 21 chunks of 1,000 bytes a file."""
+
+
+def save(folder: Path) -> None:
+    """Two shards and something that is no weights."""
+    for number in (1, 2):
+        weights = np.arange(NUMBERS, dtype=np.float32) * number
+        file = folder / f"model-{number}.safetensors"
+        save_file({f"layer.{number}": weights.reshape(100, -1), f"bias.{number}": weights[:3]}, file)
+    (folder / "config.json").write_text("{}")
+
+
+def announce(server: WeightsServer, snapshot: WeightsSnapshot, folder: Path, backend: str = "gloo") -> Announcement:
+    server.offer(snapshot)
+    facts, shapes, checksum = snapshot.facts(), snapshot.shapes(), snapshot.checksum
+    met = (snapshot.label, backend, "127.0.0.1", server.port, server.token)
+    return Announcement(*met, str(folder), checksum, facts, shapes)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def stop_in_the_middle() -> None:
+    """After 25 chunks, in the second file: say so, and do nothing more."""
+    finish, chunks = WeightsGroup._finish, 0
+
+    def count(self: WeightsGroup, begin: Any, part: Any) -> None:
+        nonlocal chunks
+        finish(self, begin, part)
+        chunks += 1
+        if chunks == 25:
+            say("middle")
+            threading.Event().wait()
+
+    WeightsGroup._finish = count  # type: ignore[method-assign]
+
+
+def main(end: str) -> None:
+    weights_group.CHUNK_BYTES = CHUNK_BYTES
+    stop_in_the_middle()
+    if end == "worker":
+        WeightsReceiver(Announcement.parse(sys.stdin.readline()), limit_s=60)
+    else:
+        server = WeightsServer("127.0.0.1", "gloo")
+        announced = announce(server, WeightsSnapshot.take(LABEL, save, "rolloutmq-test-"), Path("nowhere"))
+        say(announced.to_json().decode())
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

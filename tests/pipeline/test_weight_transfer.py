@@ -1,0 +1,374 @@
+"""Weights from a trainer's memory to an engine's processes: all of it, bit by bit, or nothing; whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from buffer import weights_group, weights_manifest
+from buffer.errors import WireError
+from buffer.rollout import PolicyVersion
+from buffer.weights_announcement import ADDRESS, Announcement, Announcements
+from buffer.weights_group import WeightsGroup
+from buffer.weights_meeting import NONCE_BYTES, Meeting
+from consumer.weights import weights_server
+from consumer.weights.shared_folder import SharedFolder
+from consumer.weights.transfer import WeightTransfer
+from consumer.weights.weights_server import WeightsServer
+from consumer.weights.weights_snapshot import WeightsSnapshot
+from producer_workers.engines.base import WeightsError
+from producer_workers.engines.weights_receiver import WeightsReceiver
+from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save
+from tests.pipeline.yard import FIRST, LINEAGE, WatchedEngine, Yard
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_group, "CHUNK_BYTES", CHUNK_BYTES)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[tuple[WeightsServer, Announcement]]:
+    """One that offers the weights of `save`."""
+    server = WeightsServer("127.0.0.1", "gloo")
+    yield server, announce(server, WeightsSnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path / "nowhere")
+    server.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def received(announced: Announcement) -> dict[str, torch.Tensor]:
+    """All that comes. Raises what the receiver says."""
+    receiver = WeightsReceiver(announced, limit_s=DEADLINE_S)
+    until(receiver.is_done)
+    return dict(receiver.tensors())
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    save(folder)
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_whole(came: dict[str, torch.Tensor], folder: Path) -> None:
+    wanted = written(folder)
+    assert came.keys() == wanted.keys()
+    assert all(torch.equal(came[name], wanted[name]) for name in wanted)
+
+
+def moved(announced: Announcement, port: int = 0, token: str = "") -> Announcement:
+    """The same, to be met elsewhere or with another secret."""
+    from dataclasses import replace
+
+    return replace(announced, port=port or announced.port, token=token or announced.token)
+
+
+class CutInTheMiddle:
+    """A relay in front of the trainer's port; `cut` ends all it relays."""
+
+    def __init__(self, port: int) -> None:
+        self._upstream, self._open = port, list[socket.socket]()
+        self._relays: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        for end in self._open:
+            with suppress(OSError):  # the other end was told, and was faster
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for thread in self._relays:
+            thread.join(DEADLINE_S)
+        for end in (*self._open, self._listener):
+            end.close()
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(("127.0.0.1", self._upstream))
+        self._open += [near, far]
+        for source, target in ((near, far), (far, near)):
+            self._relays.append(threading.Thread(target=self._relay, args=(source, target), daemon=True))
+            self._relays[-1].start()
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+
+
+def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[WeightsGroup], object]) -> None:
+    """`do(group)` once, when a group has received 25 chunks: in the second file."""
+    receive, chunks = WeightsGroup.receive, 0
+
+    def count(self: WeightsGroup, data: torch.Tensor) -> None:
+        nonlocal chunks
+        for part in torch.split(data, CHUNK_BYTES):
+            receive(self, part)
+            chunks += 1
+            if chunks == 25:
+                do(self)
+
+    monkeypatch.setattr(WeightsGroup, "receive", count)
+
+
+def test_many_workers_get_every_bit_at_the_same_time(
+    trainer: tuple[WeightsServer, Announcement], tmp_path: Path
+) -> None:
+    receivers = [WeightsReceiver(trainer[1], limit_s=DEADLINE_S) for _ in range(12)]  # more than get them at once
+    for number, receiver in enumerate(receivers):
+        until(receiver.is_done)
+        assert_whole(dict(receiver.tensors()), tmp_path / str(number))
+
+
+@pytest.mark.parametrize("token", ["", "0" * 64], ids=["silent", "with another token"])
+def test_a_stranger_gets_32_random_bytes_and_the_door(
+    trainer: tuple[WeightsServer, Announcement], tmp_path: Path, token: str
+) -> None:
+    server, announced = trainer
+    with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as stranger:
+        assert len(stranger.recv(1000)) == NONCE_BYTES
+        if token:
+            stranger.sendall(bytes(2 * NONCE_BYTES))
+            assert stranger.recv(1000) == b""
+            with pytest.raises(WireError, match="did not prove"):
+                received(moved(announced, token=token))
+        assert_whole(received(announced), tmp_path / "came")
+
+
+def test_a_worker_gives_its_proof_to_no_other_trainer(trainer: tuple[WeightsServer, Announcement]) -> None:
+    other = WeightsServer("127.0.0.1", "gloo")
+    with pytest.raises(WireError, match="did not prove"):
+        received(moved(trainer[1], port=other.port))
+    other.close()
+
+
+def test_a_transfer_that_is_cut_is_thrown_away(
+    trainer: tuple[WeightsServer, Announcement],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server, announced = trainer
+    relay = CutInTheMiddle(server.port)
+
+    def cut(group: WeightsGroup) -> None:
+        relay.cut()
+        until(lambda: group._meeting.is_lost)
+
+    in_the_middle(monkeypatch, cut)
+    receiver = WeightsReceiver(moved(announced, port=relay.port), limit_s=DEADLINE_S)
+    with pytest.raises(WireError, match="left in the middle"):
+        until(receiver.is_done)
+    assert not list(receiver.tensors())
+    until(lambda: "weights did not reach a worker" in caplog.text)
+    relay.close()
+    assert_whole(received(announced), tmp_path / "came")
+
+
+def test_a_byte_that_changed_on_the_way_is_found(trainer: tuple[WeightsServer, Announcement]) -> None:
+    server, announced = trainer
+    assert server._snapshot
+    server._snapshot.weights["model-2.safetensors"][-1] ^= 1
+    with pytest.raises(WireError, match=r"model-2\.safetensors is not what was announced"):
+        received(announced)
+
+
+def test_older_weights_are_not_handed_over_as_the_newest(trainer: tuple[WeightsServer, Announcement]) -> None:
+    server, announced = trainer
+    server.offer(WeightsSnapshot.take("l1:8", save, "rolloutmq-test-"))
+    with pytest.raises(WireError, match="newer weights took their place"):
+        received(announced)
+
+
+def test_a_worker_that_hangs_loses_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_server, "AT_ONCE", 1)
+    server = WeightsServer("127.0.0.1", "gloo", stall_s=0.5)
+    announced = announce(server, WeightsSnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path)
+    with Meeting.connect("127.0.0.1", server.port, server.token) as meeting:
+        meeting.put("wanted", LABEL.encode())
+        assert meeting.get("refusal", DEADLINE_S) == b""
+        until(lambda: "weights did not reach a worker" in caplog.text)
+        server._stall_s = DEADLINE_S
+        assert_whole(received(announced), tmp_path / "came")
+    server.close()
+
+
+def test_a_worker_is_killed_in_the_middle_and_the_others_get_all(
+    trainer: tuple[WeightsServer, Announcement], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = [sys.executable, "-m", "tests.pipeline.handover", "worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdin
+        assert worker.stdout
+        print(trainer[1].to_json().decode(), file=worker.stdin, flush=True)
+        assert worker.stdout.readline() == "middle\n"
+        assert_whole(received(trainer[1]), tmp_path / "beside it")
+        worker.kill()
+    until(lambda: "weights did not reach a worker" in caplog.text)
+    assert_whole(received(trainer[1]), tmp_path / "after it")
+
+
+def test_a_trainer_is_killed_in_the_middle_and_nobody_waits_for_it() -> None:
+    command = [sys.executable, "-m", "tests.pipeline.handover", "trainer"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout
+        receiver = WeightsReceiver(Announcement.parse(trainer.stdout.readline()), limit_s=DEADLINE_S)
+        assert trainer.stdout.readline() == "middle\n"
+        assert not receiver.is_done()
+        trainer.kill()
+    with pytest.raises(WireError, match=r"cut|left in the middle"):
+        until(receiver.is_done)
+    assert not list(receiver.tensors())
+
+
+# -- through Redis, with a worker ---------------------------------------------
+
+
+class ReceivingEngine(WatchedEngine):
+    """Samples at random, and receives for real. `came`: by version, what and from where."""
+
+    came: dict[PolicyVersion, dict[str, torch.Tensor] | Path]
+
+    def receives_weights(self) -> bool:
+        return True
+
+    async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
+        try:
+            self.came[version] = await asyncio.to_thread(received, announced)
+        except WireError as error:
+            raise WeightsError(str(error)) from error
+        self._swaps.append((self._clock(), version))
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        await super().load_weights(path, version)
+        self.came[version] = path
+
+
+@pytest.fixture
+def transfer(yard: Yard, tmp_path: Path) -> Iterator[WeightTransfer]:
+    transfer = WeightTransfer(yard.run, SharedFolder(tmp_path / "published"), "gloo", keep=2)
+    yield transfer
+    transfer.close()
+
+
+def publish(yard: Yard, transfer: WeightTransfer, version: int) -> PolicyVersion:
+    weights = PolicyVersion(LINEAGE, version)
+    path, checksum = transfer.write(weights, save)
+    assert path == f"{ADDRESS}{weights}"
+    yard.run.control.publish_weights(yard.trainer, weights, path, checksum)
+    transfer.prune()
+    return weights
+
+
+def make_engine(yard: Yard) -> ReceivingEngine:
+    engine = ReceivingEngine(yard.worker().engine._config, FIRST)  # type: ignore[attr-defined]
+    engine.came = {}
+    return engine
+
+
+def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
+    yard: Yard, transfer: WeightTransfer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, late = make_engine(yard), make_engine(yard)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(engine=first)):
+            for version in (1, 2, 3):
+                weights = await asyncio.to_thread(publish, yard, transfer, version)
+                await yard.until(lambda: first.version() == weights)  # noqa: B023
+            async with yard.working(yard.worker("w1", engine=late)):
+                await yard.until(lambda: late.version() == weights)
+
+    asyncio.run(scenario())
+    assert [weights.version for weights in first.came] == [1, 2, 3]
+    assert [weights.version for weights in late.came] == [3]
+    for number, came in enumerate((*first.came.values(), *late.came.values())):
+        assert isinstance(came, dict)
+        assert_whole(came, tmp_path / str(number))
+    assert {key.decode() for key in yard.store.control.lrange(yard.run.keys.weights, 0, -1)} == {"l1:2", "l1:3"}
+
+
+def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
+    yard: Yard, transfer: WeightTransfer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then one whose trainer died before its folder was there: the worker stays, says so, and waits for the next."""
+    late = make_engine(yard)
+    second = publish(yard, transfer, 2)
+    transfer.close()
+    reborn = WeightTransfer(yard.run, SharedFolder(tmp_path / "published"), "gloo", keep=2)
+    reborn.clear()
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(engine=late)):
+            await yard.until(lambda: late.version() == second)
+            lost = PolicyVersion(LINEAGE, 3)
+            announced = moved(Announcements(yard.store, yard.run.keys).read(str(second), _checksum(yard)))
+            address = Announcements(yard.store, yard.run.keys).write(_gone(announced, lost, tmp_path))
+            await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
+            await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
+            assert late.version() == second
+            fourth = await asyncio.to_thread(publish, yard, reborn, 4)
+            await yard.until(lambda: late.version() == fourth)
+
+    asyncio.run(scenario())
+    reborn.close()
+    assert late.came[second] == tmp_path / "published" / "l1-000002"
+    assert isinstance(late.came[PolicyVersion(LINEAGE, 4)], dict)
+    weights_manifest.verify(tmp_path / "published" / "l1-000004", _folder_checksum(yard))
+
+
+def test_an_engine_that_cannot_receive_reads_the_folder(yard: Yard, transfer: WeightTransfer) -> None:
+    async def scenario() -> None:
+        async with yard.working(yard.worker()) as engine:
+            weights = await asyncio.to_thread(publish, yard, transfer, 1)
+            await yard.until(lambda: engine.version() == weights)
+
+    asyncio.run(scenario())
+
+
+def test_an_announcement_that_is_not_the_published_one_is_refused(yard: Yard, transfer: WeightTransfer) -> None:
+    publish(yard, transfer, 1)
+    with pytest.raises(WireError, match="the manifest has checksum"):
+        Announcements(yard.store, yard.run.keys).read("l1:1", "0" * 32)
+    with pytest.raises(WireError, match="no announcement"):
+        Announcements(yard.store, yard.run.keys).read("l1:9", _checksum(yard))
+    for strange in (b"", b"[]", b'{"offer": {"files": 1}}'):
+        with pytest.raises(WireError, match="announces no weights"):
+            Announcement.parse(strange)
+
+
+def _checksum(yard: Yard) -> str:
+    return yard.run.control.state().weights_checksum
+
+
+def _folder_checksum(yard: Yard) -> str:
+    state = yard.run.control.state()
+    return Announcements(yard.store, yard.run.keys).read(str(state.weights), state.weights_checksum).checksum
+
+
+def _gone(announced: Announcement, weights: PolicyVersion, folder: Path) -> Announcement:
+    from dataclasses import replace
+
+    return replace(announced, label=str(weights), folder=str(folder / "never written"))
