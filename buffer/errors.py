@@ -27,6 +27,7 @@
     │   └── SchemaVersionError          1  written by another version
     ├── MemoryFull                      1  the run holds as many payload bytes as it may
     ├── PayloadMissing                  1  an index entry without its bytes
+    ├── MediaError                      1  a file that a payload refers to: missing, too large, not what it should be
     ├── SnapshotError                   1  a folder that is no whole snapshot, or a run that moved while it was copied
     ├── JudgeError                      1  a judge raised or returned nonsense
     └── AccountError                    6  the account of groups does not add up
@@ -167,6 +168,10 @@ class MemoryFull(RolloutMQError):
 
 class PayloadMissing(RolloutMQError):
     """An index entry whose bytes are gone."""
+
+
+class MediaError(RolloutMQError):
+    """A file that a payload refers to cannot be used: missing, too large, a link, or no image."""
 
 
 class SnapshotError(RolloutMQError):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.rollout import (
+    MediaRef,
     RolloutState,
     SampleParams,
     Status,
@@ -89,6 +90,11 @@ class RolloutGroup:
         """float32[k]: `reward["score"]` of each member, nan where there is none."""
         rewards = (m.get("reward") or {} for m in self.members)
         return np.array([r.get("score", np.nan) for r in rewards], "<f4")
+
+    @property
+    def multimodal(self) -> list[MediaRef]:
+        """The images of the prompt, in the order in which it has their tokens; read with `run.media.read(uri, …)`."""
+        return [MediaRef(**media) for media in self.shared.get("multimodal") or ()]
 
     @property
     def sessions(self) -> list[str]:

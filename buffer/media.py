@@ -12,6 +12,7 @@ never opened, copied or deleted.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import orjson
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, MediaError
 from buffer.keys import GID
 
 SCHEME = "run://"
@@ -72,6 +73,23 @@ class MediaFolder:
         if not (uri.startswith(SCHEME) and GID.fullmatch(gid) and NAME.fullmatch(name)):
             raise ConfigError(f"{uri[:200]!r} is no file of a run", hint="they look like run://math-0000001042/0.npy")
         return self.root / gid / name
+
+    def read(self, uri: str, max_bytes: int) -> bytes:
+        """The bytes of a run:// file of this run. MediaError where there is none, it is a link, or larger."""
+        path = self.path(uri)
+        try:
+            if path.parent.is_symlink():
+                raise MediaError(f"the folder of {uri} is a link", hint="links are never followed")
+            # a pipe would be waited for
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                data = file.read(max_bytes + 1)
+        except OSError as error:
+            raise MediaError(
+                f"{uri} cannot be read: {error.strerror}", hint="[run] media is a folder that all processes see"
+            ) from error
+        if len(data) > max_bytes:
+            raise MediaError(f"{uri} has more than {max_bytes} bytes", hint="raise max_bytes of the data set's images")
+        return data
 
     def gids(self) -> Iterator[str]:
         """Groups that have files, in no order."""

@@ -102,6 +102,13 @@ class TrainingConfig(ConfigFile):
         return self
 
     @model_validator(mode="after")
+    def _prompts_are_texts(self) -> TrainingConfig:
+        shown = [n for n, task in self.tasks.items() if not task.eval_of and getattr(task.dataset, "images", None)]
+        if shown and self.trainer.loop is None:
+            raise ValueError(f"task {shown[0]} shows images, which only a [trainer] loop of yours can train on")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_fits(self) -> TrainingConfig:
         section, interval = self.evaluation, self.policy.sync_weights_interval
         if section.every_steps is not None and section.every_steps % interval:

@@ -48,6 +48,8 @@ class GroupColumns(Protocol):
     def mask(self) -> NDArray[np.uint8]: ...
     @property
     def scores(self) -> NDArray[np.float32]: ...
+    @property
+    def multimodal(self) -> Sequence[object]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Packer:
         """`advantages` float32[sum k] in the order of groups and rollouts; `keep` bool[sum k], default all.
 
         Rollouts without a response token are left out: they have nothing to train. Raises WireError where a
-        group's columns disagree or it has no prompt.
+        group's columns disagree or it has no prompt, ConfigError where its prompt is more than text.
         """
         samples = _Samples.gather(groups, advantages)
         wanted = samples.lengths > 0
@@ -235,6 +237,9 @@ def _nothing() -> MicroBatch:
 
 
 def _check(group: GroupColumns) -> None:
+    if group.multimodal:
+        hint = "a trainer of yours (trainer.loop) reads them: see consumer/README.md"
+        raise ConfigError(f"group {group.gid} shows images, and token ids alone are another prompt", hint=hint)
     if not len(group.prompt_ids):
         raise WireError(f"group {group.gid} has no prompt ids", hint="nothing predicts its first response token")
     tokens = int(group.lengths.sum())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import orjson
 
-from buffer.config.sections import NO_JUDGE
+from buffer.config.dataset import ImagesSection, ReasoningGymDataset
+from buffer.config.sections import NO_JUDGE, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.open_run import INITIAL
 from buffer.order import load_order
@@ -26,8 +28,9 @@ from producer_workers.curriculum import Curriculum, load_weight_function
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
-from producer_workers.engines.capabilities import TellsLoad, structures
+from producer_workers.engines.capabilities import SeesImages, TellsLoad, structures
 from producer_workers.engines.config import VllmConfig
+from producer_workers.images.image_prompt import ImagePrompts
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
@@ -70,11 +73,26 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
             shuffle=task.shuffle,
             max_prompt_tokens=config.producer.max_prompt_tokens,
             tools=tool_schemas(*(task.agent_loop_options.get(name, ()) for name in ("tools", "mcp"))),
+            images=_image_prompts(config, run, name),
         )
     weights, slice_size = load_weight_function(config.plan.curriculum), config.producer.slice_size
     curriculum = Curriculum(run, weights) if weights else None
     strategies = strategies_of(run.limits, should_continue)
     return AgentLoopManager(run, samplers, strategies, slice_size=slice_size, curriculum=curriculum)
+
+
+def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
+    limits = images_of(config.tasks[name])
+    if limits is None:
+        return None
+    if run.media is None:
+        raise ConfigError("the run has no folder for images", hint="it was started without [run] media")
+    return ImagePrompts(str(model_dir(config)), limits, run.media)
+
+
+def images_of(task: TaskSection) -> ImagesSection | None:
+    """What images the rows of a task may name; None for a task of texts."""
+    return None if isinstance(task.dataset, ReasoningGymDataset) else task.dataset.images
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -116,6 +134,7 @@ def make_worker(
     if unknown := set(names) - set(config.tasks):
         known = ", ".join(config.tasks)
         raise ConfigError(f"[worker] tasks: there is no task {', '.join(sorted(unknown))}", hint=f"known: {known}")
+    check_images(config, names, engine)
     return Worker(
         run,
         engine,
@@ -136,6 +155,14 @@ def _check_structures(config: ProducingConfig, engine: Engine) -> None:
     if wanted and not structures(engine):
         what = f"the engine {engine.name} cannot keep to sample.structured of task {wanted[0]!r}"
         raise ConfigError(what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`")
+
+
+def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
+    """Whoever sees no image must not answer: its tokens would be of another prompt than the trainer's."""
+    for name in names:
+        if images_of(config.tasks[name]) and not isinstance(engine, SeesImages):
+            hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
+            raise ConfigError(f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint)
 
 
 def _make_runner(

@@ -21,6 +21,7 @@ from buffer.job import Job, ReleaseKind
 from buffer.rollout import RolloutState, Status
 from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.images.shown import shown
 from producer_workers.said_once import SaidOnce
 from producer_workers.shared_engine import SharedEngine
 from producer_workers.task_runner import TaskRunner
@@ -80,7 +81,9 @@ class GroupWork:
         """Sampled and judged. Where every try is the last one, to be alone would be for ever."""
         if job.tries >= self._run.limits.max_tries > 1:
             self._engine.alone.add(job.gid)
-        return await self._runners[job.task].generate(group.states, cast(Engine, self._engine), job.gid)
+        states, engine = group.states, cast(Engine, self._engine)
+        with shown(engine, job.gid, states[0].multimodal):
+            return await self._runners[job.task].generate(states, engine, job.gid)
 
     def _is_guilty(self, job: Job) -> bool:
         """Whether the engine's death costs a try: it costs nobody the last one who was not alone."""

@@ -11,14 +11,14 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from buffer.errors import DatasetError
+from buffer.errors import DatasetError, MediaError
 from buffer.group import GROUP_TIME
 from buffer.keys import group_id
 from buffer.rollout import RolloutState, SampleParams
 from producer_workers.datasets.dataset import Dataset, Problem
 from producer_workers.datasets.draw_order import Place, place_of
+from producer_workers.images.image_prompt import ImagePrompt, ImagePrompts
 from producer_workers.tokenizer import Tokenizer, encode_chat
 
 # What a sampler adds to `extra`: where the prompt comes from.
@@ -39,7 +39,8 @@ class TooLong:
 class Sampler:
     """Makes the groups of one task. Safe to share between threads: nothing in it changes.
 
-    `tools`: JSON schemas that the chat template is given with every prompt that brings none of its own.
+    `tools`: JSON schemas that the chat template is given with every prompt that brings none of its own. `images`: for a
+    data set whose rows may show some; a draw writes them into the run's folder, again and again the same.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Sampler:
         shuffle: bool = True,
         max_prompt_tokens: int | None = None,
         tools: list[dict[str, Any]] | None = None,
+        images: ImagePrompts | None = None,
     ) -> None:
         self.task = task
         self._dataset = dataset
@@ -64,6 +66,7 @@ class Sampler:
         self._shuffle = shuffle
         self._max_prompt_tokens = max_prompt_tokens
         self._tools = tools or None
+        self._images = images
 
     def gid(self, draw: int) -> str:
         """The group id of draw `draw`."""
@@ -80,17 +83,19 @@ class Sampler:
         """
         place = self.place(draw)
         problem = self._read(place)
-        prompt_ids = self._encode(problem, place)
-        if self._max_prompt_tokens is not None and len(prompt_ids) > self._max_prompt_tokens:
-            return TooLong(draw, place, len(prompt_ids), self._max_prompt_tokens)
-        prompt_hash = blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()
+        prompt = self._encode(problem, place)
+        if self._max_prompt_tokens is not None and len(prompt.ids) > self._max_prompt_tokens:
+            return TooLong(draw, place, len(prompt.ids), self._max_prompt_tokens)
+        media = self._images.keep(self.gid(draw), prompt) if self._images else []
+        prompt_hash = blake2b(prompt.seed, digest_size=8).hexdigest()
         origin = dict(zip(PLACE_KEYS, (*place, prompt_hash), strict=True))
         return [
             RolloutState(
                 index=index,
                 messages=problem.messages,
                 tools=problem.tools or self._tools,
-                prompt_ids=prompt_ids,
+                multimodal=media,
+                prompt_ids=prompt.ids,
                 sample_params=self._params(draw, index),
                 data_source=problem.data_source,
                 ground_truth=problem.ground_truth,
@@ -108,12 +113,17 @@ class Sampler:
             words = f"{type(error).__name__}: {error}"
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {words}") from error
 
-    def _encode(self, problem: Problem, place: Place) -> NDArray[np.int32]:
+    def _encode(self, problem: Problem, place: Place) -> ImagePrompt:
         if taken := RESERVED & set(problem.extra):
             hint = "rename these columns of the data set"
             raise DatasetError(f"{self.task}: row {place.row} uses the names {sorted(taken)}", hint=hint)
+        tools = problem.tools or self._tools
         try:
-            return np.array(encode_chat(self._tokenizer, problem.messages, problem.tools or self._tools), dtype="<i4")
+            if self._images:
+                return self._images.encode(problem, tools)
+            return ImagePrompt(np.array(encode_chat(self._tokenizer, problem.messages, tools), dtype="<i4"), [])
+        except MediaError as error:
+            raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
         except Exception as error:  # templates are programs of the model's authors: they raise what they like
             raise DatasetError(
                 f"{self.task}: row {place.row} does not fit the chat template: {error}",

@@ -7,8 +7,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from buffer.config.byte_size import ByteSize
 from buffer.config.loader import Section
 from buffer.dotted_path import is_dotted_path
+
+
+class ImagesSection(Section):
+    """[tasks.<name>.dataset.images]: rows may name images, which are shown to the model; [run] media keeps them."""
+
+    root: Path | None = None
+    """folder in which the files of images lie, and which no row may leave; default: that of the data set's file"""
+    max_bytes: ByteSize = 20 << 20
+    """a larger file is refused"""
+    max_pixels: int = Field(1 << 24, ge=1)
+    """so is an image with more pixels, before it is unpacked"""
+    max_images: int = Field(8, ge=1)
+    """and a row with more images"""
 
 
 class _Records(Section):
@@ -17,6 +31,8 @@ class _Records(Section):
     record: str | None = None
     """your function that makes a problem of one record (a dict), as package.module:function; default: the fields that
     JSONL files have"""
+    images: ImagesSection | None = None
+    """what images rows may name; default: none"""
 
     @field_validator("record")
     @classmethod

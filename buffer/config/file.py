@@ -95,6 +95,13 @@ class ConfigFile(Section):
         return self
 
     @model_validator(mode="after")
+    def _images_have_a_folder(self) -> ConfigFile:
+        named = [name for name, task in self.tasks.items() if getattr(task.dataset, "images", None)]
+        if named and self.run.media is None:
+            raise ValueError(f"the images of task {named[0]} need a folder: set media in [run]")
+        return self
+
+    @model_validator(mode="after")
     def _memory_is_enough(self) -> ConfigFile:
         if self.memory.budget_bytes and (problem := self.memory_problem(self.memory.budget_bytes)):
             raise ValueError(problem)

@@ -6,6 +6,7 @@ of a reader has to be saved or restored. What can only be iterated over is made 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +21,7 @@ class Problem(BaseModel):
     ground_truth: Any = None
     data_source: str | None = None
     tools: list[dict[str, Any]] | None = None
+    images: list[Path | bytes] = Field([], description="files or bytes, in the order in which the messages show them")
     extra: dict[str, Any] = {}
 
 

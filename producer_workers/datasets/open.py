@@ -13,6 +13,7 @@ from buffer.config.dataset import (
     PythonDataset,
     ReasoningGymDataset,
 )
+from buffer.config.dataset import JsonlDataset as JsonlSection
 from buffer.config.sections import HELD_OUT
 from buffer.dotted_path import load_object
 from buffer.errors import ConfigError, DatasetError
@@ -20,9 +21,10 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.jsonl import JsonlDataset
 from producer_workers.datasets.parquet import ParquetRows
 from producer_workers.datasets.reasoning_gym_problems import write_problems
-from producer_workers.datasets.record import load_to_problem
+from producer_workers.datasets.record import ToProblem, load_to_problem
 from producer_workers.datasets.records import RecordsDataset
 from producer_workers.datasets.stream import StreamDataset
+from producer_workers.images.image_records import ImageRecords, without_images
 
 
 def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0) -> Dataset:
@@ -33,7 +35,7 @@ def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None 
     """
     if isinstance(section, ReasoningGymDataset):
         return _generated(section, problems_dir, split)
-    to_problem = load_to_problem(section.record)
+    to_problem = _with_images(section)
     match section:
         case ParquetDataset():
             return RecordsDataset(ParquetRows(section.path), str(section.path), to_problem)
@@ -45,6 +47,14 @@ def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None 
                 return RecordsDataset(made, section.factory, to_problem)
             return StreamDataset(made, section.factory, to_problem, seed=seed, rows=section.rows)
     return JsonlDataset(section.path, to_problem)
+
+
+def _with_images(section: JsonlSection | ParquetDataset | HuggingFaceDataset | PythonDataset) -> ToProblem:
+    to_problem = load_to_problem(section.record)
+    if section.images is None:
+        return without_images(to_problem)
+    path = Path() if isinstance(section, PythonDataset) else section.path
+    return ImageRecords(to_problem, section.images, path if path.is_dir() else path.parent)
 
 
 def _generated(section: ReasoningGymDataset, problems_dir: Path, split: str | None) -> Dataset:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from buffer.rollout import PolicyVersion
+from buffer.rollout import MediaRef, PolicyVersion
 from buffer.weights_announcement import Announcement
 
 
@@ -40,6 +40,23 @@ class ReceivesWeights(Protocol):
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
         """As `Engine.load_weights`. What was cut or is not what was announced was never near the model."""
+
+
+class GroupImages(Protocol):
+    """What requests see beside their tokens, by the group that stands before the first "/" of their ids."""
+
+    def show(self, gid: str, media: Sequence[MediaRef]) -> None:
+        """From now on requests of that group see these, in the order in which its prompt has them."""
+
+    def forget(self, gid: str) -> None:
+        """No request of that group will come any more."""
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """It can show images to its model. Without it, groups that have some are refused."""
+
+    images: GroupImages
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from producer_workers.engines.capabilities import EngineLoad
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.request_trace import TracedRequest, draw_pace, read_trace
+from producer_workers.images.shown import Unseen
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class SimulatedEngine:
 
     name = "simulated"
     structures_output = True  # as stop strings: ignored
+    images = Unseen()
 
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         self._config = config

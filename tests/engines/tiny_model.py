@@ -30,7 +30,7 @@ def write_tiny_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -108,7 +108,7 @@ def allowed_logprobs(folder: Path, prompt: list[int], allowed: list[int]) -> lis
     return [float(logprob) for logprob in torch.log_softmax(logits, -1)]
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

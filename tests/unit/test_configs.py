@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from buffer.config.dataset import DatasetSection
+from buffer.config.dataset import DatasetSection, ImagesSection
 from buffer.config.file import ConfigFile
 from buffer.config.loader import load_config
 from buffer.config.sections import JUDGES, JudgingSection, SampleParamsSection, TaskSection
@@ -114,6 +114,7 @@ def _models() -> Iterator[tuple[str, type[BaseModel]]]:
     yield "tasks.<name>", TaskSection
     yield "tasks.<name>.sample", SampleParamsSection
     yield "tasks.<name>.judging", JudgingSection
+    yield "tasks.<name>.dataset.images", ImagesSection
     yield from (("tasks.<name>.dataset", model) for model in get_args(get_args(DatasetSection)[0]))
 
 

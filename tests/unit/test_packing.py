@@ -190,3 +190,10 @@ def test_pack_refuses_columns_that_disagree() -> None:
 def test_packer_refuses_an_empty_budget() -> None:
     with pytest.raises(ConfigError, match="token_budget"):
         Packer(0)
+
+
+def test_packer_refuses_a_prompt_that_shows_images() -> None:
+    group = make_group(0, prompt=3, lengths=[2])
+    group.shared["multimodal"] = [{"kind": "image", "uri": "run://see-0000000000/image-0.png", "tokens": 2}]
+    with pytest.raises(ConfigError, match="shows images, and token ids alone are another prompt"):
+        Packer(100).pack([group], np.ones(1, np.float32))

@@ -64,6 +64,8 @@ class GatewayAgentLoop:
 
     async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
         """See `AgentLoop`; more rollouts may come back than were given."""
+        if any(state.multimodal for state in states):
+            raise ConfigError(f"{gid} has images, which agents cannot be given", hint="another agent_loop for its task")
         made: dict[int, Rollouts] = {}
         for state in states:
             if state.status is Status.COMPLETED:
