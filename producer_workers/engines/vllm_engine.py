@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.errors import RolloutMQError
 from buffer.rollout import PolicyVersion, SampleParams
 from buffer.weights_announcement import Announcement
 from producer_workers.engines.base import (
@@ -45,6 +46,7 @@ from producer_workers.engines.vllm_api import (
     sampling_arguments,
     structure_arguments,
 )
+from producer_workers.engines.vllm_images import VllmImages
 from producer_workers.engines.vllm_receiving import load_received, receive_weights
 from producer_workers.engines.vllm_statistics import VllmStatistics
 
@@ -73,6 +75,7 @@ class VllmEngine:
         self._paused = False
         self._requests: set[str] = set()
         self._statistics = VllmStatistics()
+        self.images = VllmImages(model_dir)
         self._updating: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # pause, resume and updates come one after another
         self._dead: str | None = "not started"
@@ -109,7 +112,8 @@ class VllmEngine:
         self._requests.add(request_id)
         try:
             sampling = self._sampling(params)
-            prompt = self._api.wrap_prompt(prompt_ids.tolist())
+            shown = await self.images.prompt(self._llm, request_id, prompt_ids)
+            prompt = shown or self._api.wrap_prompt(prompt_ids.tolist())
             adapter = self._adapter.request(self._loaded_from) if self._adapter else None
             async for output in self._llm.generate(prompt, sampling, request_id, lora_request=adapter):
                 final = output
@@ -117,6 +121,8 @@ class VllmEngine:
             raise self._declare_dead("vLLM's engine process ended") from error
         except self._api.refused as error:
             raise GenerationError(f"vLLM refused request {request_id}: {error}") from error
+        except RolloutMQError:
+            raise
         except Exception as error:
             raise GenerationError(f"request {request_id} failed in vLLM: {error!r}") from error
         finally:

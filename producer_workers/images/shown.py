@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from buffer.rollout import MediaRef
 from producer_workers.engines.base import Engine, GenerationError
 from producer_workers.engines.capabilities import SeesImages
+from producer_workers.images.image_reader import ImageReader
 
 
 @contextmanager
@@ -28,6 +29,9 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
 
 class Unseen:
     """The images of an engine without a model, which looks at no prompt either."""
+
+    def read_with(self, reader: ImageReader) -> None:
+        pass
 
     def show(self, gid: str, media: Sequence[MediaRef]) -> None:
         pass
