@@ -15,6 +15,9 @@ from consumer.wait_reason import WaitReason, explain
 Waiting = Callable[[WaitReason], None]
 Checkpoint = Callable[[], object]
 
+LOOK_S = 1.0
+"""How long a take waits for a ring before it looks by itself."""
+
 EXPLAIN_S = 1.0
 """Between two looks at the reason: the bell rings for every group, and each look is a round trip."""
 
@@ -48,7 +51,7 @@ class BatchWait:
         outlook = BatchOutlook(self._run, step, self._producer_timeout_s, trains=self._trains)
         while not isinstance(answer := take(wanted), Manifest):
             self._check()
-            left_s = 1.0 if self._deadline_s is None else self._deadline_s - (time.monotonic() - started)
+            left_s = LOOK_S if self._deadline_s is None else self._deadline_s - (time.monotonic() - started)
             if left_s <= 0:
                 raise TimeoutError(f"step {step} after {self._deadline_s:g} s: {explain(self._run, step, answer)}")
             wanted = self._what_will_come(step, counts, answer)
@@ -57,7 +60,7 @@ class BatchWait:
             self._tell(step, answer)
             if answer.checkpoint_now:
                 self._make_room(step)
-            self._run.store.wait_bell(self._run.keys.bell("trainer"), min(1.0, left_s))
+            self._run.store.wait_bell(self._run.keys.bell("trainer"), min(LOOK_S, left_s))
             self._check()
         return answer
 

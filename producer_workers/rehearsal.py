@@ -39,6 +39,8 @@ from producer_workers.worker import Worker
 
 TASK = "rehearsal"
 FIRST = PolicyVersion(INITIAL, 0)
+DRAIN_S = 1.0
+"""How long groups beside one that failed may take to their ends; they take no time where the engine takes none."""
 
 
 class RehearsalError(RolloutMQError):
@@ -84,7 +86,7 @@ def rehearse(
         sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
         producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer))
-        worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=0.0)
+        worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
         try:
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
         finally:  # whoever rehearses often, and fails at it, leaves nothing in memory

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,6 +22,16 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 # Every test says which server it means; the one of whoever runs the tests is none of their business.
 os.environ.pop("REDIS_URL", None)
+
+# Servers wait for their disk at each write, and a disk answers some hundred times per second: memory answers at once.
+# No test takes the power away.
+MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 4 << 30
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ENOUGH_BYTES and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+# Tests start some hundred processes: each would compile this project again, which takes a third of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No test says how long something may take, and the machine is shared: what is slow once is no finding.
 settings.register_profile("rolloutmq", settings(), deadline=None)

@@ -109,16 +109,22 @@ def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 
 def _server(request: pytest.FixtureRequest, server_of: Callable[[str], Server]) -> Server:
-    """The session's server of this kind; tests keep apart by `run_name`.
+    """The session's server of this kind, empty; tests keep apart by `run_name`.
 
     Not started here: pytest forgets a parameter's fixture at the next parameter, and comes back to it in each file.
     """
-    return server_of(request.param)
+    chosen = server_of(request.param)
+    with chosen.connect() as client:
+        client.flushall()
+    return chosen
 
 
 server = pytest.fixture(scope="session", params=KINDS, name="server")(_server)
 store_server = pytest.fixture(scope="session", params=STORES, name="server")(_server)
 """For the tests of the contract itself."""
+
+on_both = pytest.mark.parametrize("server", KINDS, indirect=True)
+"""For the tests of folders whose `server` is Valkey where nothing else is said."""
 
 
 @pytest.fixture

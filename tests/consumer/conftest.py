@@ -1,4 +1,4 @@
-"""A fresh run on each kind of server, and the trainer's handle on it."""
+"""A fresh run on Valkey (`on_both`: on Redis too), and the trainer's handle on it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer import PolicyVersion, Run, RunLimits, Store, TaskLimits, new_nonce
+from consumer import batch_wait
 from consumer.rollout_consumer import RolloutConsumer
 from tests.servers import Server
 from tests.unit.tiny import build_model
@@ -23,6 +24,18 @@ LIMITS = RunLimits(
 )
 
 Trainers = Callable[..., RolloutConsumer]
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, server_of: Callable[[str], Server]) -> Server:
+    """Scripts are compared on both servers in tests/buffer."""
+    return server_of(getattr(request, "param", "valkey"))
+
+
+@pytest.fixture(autouse=True)
+def quick_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A take that waits hears of a stop, or of another trainer, between two waits."""
+    monkeypatch.setattr(batch_wait, "LOOK_S", 0.2)
 
 
 @pytest.fixture

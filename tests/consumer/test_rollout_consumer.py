@@ -17,7 +17,7 @@ from buffer.store import Store
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from tests.consumer.conftest import Trainers, die
 from tests.consumer.crew import at_work, wait_until
-from tests.servers import Server
+from tests.servers import Server, on_both
 
 
 def content(batch: Batch) -> list[bytes]:
@@ -27,6 +27,7 @@ def content(batch: Batch) -> list[bytes]:
 # -- take and commit ---------------------------------------------------------------------------------
 
 
+@on_both
 def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     heard: list[str] = []
@@ -166,6 +167,7 @@ def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(run: Run, t
 # -- restarts ----------------------------------------------------------------------------------------
 
 
+@on_both
 def test_restart_from_a_checkpoint_delivers_what_follows_byte_for_byte(run: Run, trainer: Trainers) -> None:
     first = trainer(run)
     with at_work(run, math=20):
@@ -259,6 +261,7 @@ def test_first_trainer_is_fenced_on_its_next_operation_when_a_second_one_takes_o
     assert run.ledger.steps() == (0, 0, 0)
 
 
+@on_both
 def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(run: Run, trainer: Trainers) -> None:
     first = trainer(run)
     seconds: list[RolloutConsumer] = []
@@ -273,6 +276,7 @@ def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(run: Run, tra
     seconds[0].check_role()
 
 
+@on_both
 def test_heartbeat_tells_of_a_server_that_refuses(server: Server, run: Run, trainer: Trainers, store: Store) -> None:
     raw: Any = store.control
     raw.acl_setuser("limited", enabled=True, passwords=["+secret"], keys=["*"], channels=["*"], commands=["+@all"])
@@ -291,6 +295,7 @@ def test_heartbeat_tells_of_a_server_that_refuses(server: Server, run: Run, trai
 # -- pause, publish, continue ------------------------------------------------------------------------
 
 
+@on_both
 def test_pause_waits_for_the_receipt_of_every_worker(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     with at_work(run, math=0) as crew:
@@ -337,6 +342,7 @@ def test_finish_is_what_workers_and_producer_see(run: Run, trainer: Trainers) ->
 # -- evaluation --------------------------------------------------------------------------------------
 
 
+@on_both
 def test_evaluate_returns_exactly_what_was_asked_for_of_several_tasks_and_again(run: Run, trainer: Trainers) -> None:
     """Each task counts for itself: a later evaluation of another task or size asks for no more, and gets all."""
     consumer = trainer(run)
@@ -380,6 +386,7 @@ def test_evaluate_puts_away_what_older_weights_or_another_task_left(run: Run, tr
 # -- memory -------------------------------------------------------------------------------------------
 
 
+@on_both
 def test_full_memory_asks_for_a_checkpoint_and_goes_on_after_it(
     make_run: Callable[..., Run], trainer: Trainers
 ) -> None:
@@ -412,6 +419,7 @@ def test_full_memory_is_an_error_for_who_gives_no_way_to_write_a_checkpoint(
     assert "commit" in caught.value.hint
 
 
+@on_both
 def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     producer = new_nonce()

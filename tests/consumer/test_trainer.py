@@ -30,6 +30,7 @@ from consumer.trainer import OPTIMIZER, Trainer
 from consumer.weights.shared_folder import SharedFolder
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
+from tests.servers import on_both
 
 STEPS, GROUPS = 5, 3
 DRAWS = 5 * GROUPS + 6
@@ -108,6 +109,7 @@ def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> 
         assert torch.equal(tensor, state[name]), name
 
 
+@on_both
 @with_adapter_too
 def test_undisturbed_trainer_ends_with_a_clean_account(
     run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any]
@@ -362,6 +364,7 @@ def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
             train(run, config, model_dir)
 
 
+@on_both
 def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
     run: Run, make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any]
 ) -> None:

@@ -10,12 +10,19 @@ import pytest
 
 from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
+from producer_workers import worker
 from tests.buffer.scene import Scene
 from tests.pipeline.mixture import LIMITS as MIXED
 from tests.pipeline.mixture import Mixture
 from tests.pipeline.site import Site
 from tests.pipeline.yard import LIMITS, Yard
 from tests.servers import Server
+
+
+@pytest.fixture(autouse=True)
+def quick_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a worker that listens for jobs ends between two waits, and the event loop ends after it."""
+    monkeypatch.setattr(worker, "IDLE_S", 0.2)
 
 
 @pytest.fixture

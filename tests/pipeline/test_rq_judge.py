@@ -1,4 +1,4 @@
-"""Judges in rq's work-horses: real rq workers as processes, on both servers; killed, starved and lied to."""
+"""Judges in rq's work-horses: real rq workers as processes; killed, starved and lied to."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ from producer_workers.judges.rq_queue import judge_url, open_queue
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import Yard
 from tests.servers import Server
+
+on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
+"""They say nothing about the server."""
 
 RUN = f"judged-{os.getpid()}"
 MINE = "tests.pipeline.rq_judges:"
@@ -84,11 +87,6 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def only_once(pool: Server) -> None:
-    if pool.kind == "redis":
-        pytest.skip("says nothing about the server; seen with the other one")
-
-
 def failed(pool: Server, run: str = RUN) -> int:
     return int(open_queue(pool.connect(), run).failed_job_registry.count)
 
@@ -123,8 +121,8 @@ def test_reward_is_that_of_the_same_function_inline_and_no_pickle_is_stored(
     assert not any(is_pickle(value) for value in values)
 
 
+@on_one
 def test_groups_and_programs_are_judged_in_work_horses(pool: Server) -> None:
-    only_once(pool)
     with closing(Store(pool.url, name="judging")) as store:
         judging = JudgingSection(kind="rq", retries=0)
         group = [RolloutState(response=text) for text in ("ccc", "a", "bb")]
@@ -151,6 +149,7 @@ def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Pa
     pickled.delete()
 
 
+@on_one
 @pytest.mark.parametrize(
     ("name", "limits", "reason"),
     [
@@ -167,8 +166,6 @@ def test_judge_is_ended_when_it_is_over_a_limit(
     limits: dict[str, float],
     reason: str,
 ) -> None:
-    if name == "spins":
-        only_once(pool)
     monkeypatch.setattr(rq_judge, "GRACE_S", 30.0)  # the limits end it, not the one who waits
     before = failed(pool)
     with pytest.raises(JudgeError, match=reason):
@@ -176,6 +173,7 @@ def test_judge_is_ended_when_it_is_over_a_limit(
     assert failed(pool) == before + 1
 
 
+@on_one
 @pytest.mark.parametrize("victims", [("horse",), ("worker", "horse")])
 def test_judge_is_asked_again_when_its_processes_are_killed(
     make_judge: Callable[..., RqJudge], tmp_path: Path, victims: tuple[str, ...]
@@ -192,6 +190,7 @@ def test_judge_is_asked_again_when_its_processes_are_killed(
     assert asyncio.run(scene()) == {"score": 1.0}
 
 
+@on_one
 def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str
 ) -> None:
@@ -208,11 +207,11 @@ def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     asyncio.run(scene())
 
 
+@on_one
 def test_generation_goes_on_while_a_judge_that_will_fail_is_waited_for(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str, yard: Yard
 ) -> None:
     """No rq worker serves this run: its first group waits for a reward, and the next one is generated meanwhile."""
-    only_once(pool)
     queue = open_queue(pool.connect(), run_name)
 
     async def scene() -> None:
