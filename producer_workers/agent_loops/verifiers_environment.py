@@ -1,5 +1,5 @@
 """Environments with the interface of early `verifiers` 0.1 (MultiTurnEnv), for the loop "multi_turn". Those of 0.1.14
-to 0.3 play by themselves: gateway/verifiers_agent.py.
+to 0.4 play by themselves: gateway/verifiers_agent.py.
 
     environment = "my_env:make"             # make() -> VerifiersEnvironment(vf.load_environment("wordle"))
 

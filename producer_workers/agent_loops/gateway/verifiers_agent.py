@@ -1,27 +1,48 @@
-"""Environments of `verifiers` (0.1.14 to 0.3) as agents: each plays its own rollout, tools and all.
+"""Environments of `verifiers` (0.1.14 to 0.4) as agents: each plays its own rollout, tools and all.
 
     # my_env.py; agent_loop = "gateway", agent_loop_options = { agent = "my_env:agent" }, judge = "environment"
-    agent = verifiers_agent(vf.load_environment("wordle"))
+    agent = verifiers_agent(vf.load_environment("wordle"))          # 0.1.14 to 0.3
+    agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # 0.4 (import verifiers.v1 as vf)
 
-Its rubric gives the reward: "score", and each of its metrics by name. 0.4 has no such environments any more: its agents
-are programs.
+Its rubric gives the reward: "score", and each of its metrics by name. A problem of 0.4 is the data of a task: what
+`task.data.model_dump(mode="json")` says, as the problem's `extra`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from importlib import import_module
+from secrets import token_hex
 from typing import Any
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RolloutMQError
 from producer_workers.agent_loops.gateway.runner import AgentTask
 
+log = logging.getLogger("rolloutmq.worker")
 
-def verifiers_agent(environment: Any) -> Callable[[AgentTask], Awaitable[dict[str, float]]]:
+Agent = Callable[[AgentTask], Awaitable[dict[str, float]]]
+
+
+class EpisodeError(RolloutMQError):
+    """An episode of verifiers ended with an error, or without a reward."""
+
+
+def verifiers_agent(environment: Any) -> Agent:
     """The agent that plays `environment`, one of verifiers. Raises ConfigError for what is none that it knows."""
-    if not hasattr(environment, "rollout") or not hasattr(environment, "rubric"):
-        hint = "one of vf.load_environment, of verifiers 0.1.14 to 0.3"
-        raise ConfigError(f"{type(environment).__name__} has no rollout and rubric", hint=hint)
+    if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
+        return _EpisodePlayer(environment).play
+    if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
+        return _rollout_player(environment)
+    hint = "one of vf.load_environment, of verifiers 0.1.14 to 0.4"
+    raise ConfigError(f"{type(environment).__name__} has neither rollout and rubric nor run_episode", hint=hint)
+
+
+def _rollout_player(environment: Any) -> Agent:
+    """Until 0.3: it asks by an OpenAI client that it is given."""
 
     async def play(task: AgentTask) -> dict[str, float]:
         async with import_module("openai").AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as asks:
@@ -39,3 +60,70 @@ def verifiers_agent(environment: Any) -> Callable[[AgentTask], Awaitable[dict[st
 def _row(task: AgentTask) -> dict[str, Any]:
     """A problem as a row of an environment's data set."""
     return {"prompt": task.messages, "answer": task.ground_truth, "info": task.extra, "example_id": 0}
+
+
+class _EpisodePlayer:
+    """Since 0.4: its agents are programs, which it starts and whose requests it passes on.
+
+    What it needs for that (a server of its own, shared tools) runs while any rollout does.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment, self._playing = environment, 0
+        self._server: asyncio.Task[None] | None = None
+
+    async def play(self, task: AgentTask) -> dict[str, float]:
+        async with self._served():
+            episode = await self._ask(task)
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        if episode.ok and len(traces) == 1:
+            metrics = {name: float(value) for name, value in traces[0].metrics.items() if value is not None}
+            return metrics | {"score": float(traces[0].reward)}
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise EpisodeError(
+            f"{errors[-1].type}: {errors[-1].message}" if errors else f"{len(traces)} agents to train; one is supported"
+        )
+
+    async def _ask(self, task: AgentTask) -> Any:
+        vf, variable = import_module("verifiers.v1"), f"ROLLOUTMQ_SESSION_{token_hex(8)}"
+        os.environ[variable] = task.api_key  # a client's key is known by the name of its variable only
+        try:
+            client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=variable)
+            context = vf.ModelContext(client=client, model=task.model, sampling=vf.SamplingConfig())
+            return await self._environment.run_episode(self._task(task), context)
+        finally:
+            del os.environ[variable]
+
+    def _task(self, task: AgentTask) -> Any:
+        kind = type(self._environment.taskset).task_type()
+        data = kind.data_type().model_validate(task.extra or {"prompt": task.question})
+        return kind(data, self._environment.config.taskset.task)
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
+        self._playing += 1
+        if self._playing == 1:
+            self._closing, self._ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+            self._server = asyncio.create_task(self._serve(self._server, self._ready, self._closing))
+        try:
+            await asyncio.shield(self._ready)
+            yield
+        finally:
+            self._playing -= 1
+            if not self._playing:
+                self._closing.set()
+
+    async def _serve(
+        self, before: asyncio.Task[None] | None, ready: asyncio.Future[None], closing: asyncio.Event
+    ) -> None:
+        """In a task of its own, as its scopes may not leave their task; after the one `before` is gone."""
+        try:
+            if before is not None and not before.done():
+                await asyncio.wait({before})
+            async with self._environment.serving():
+                ready.set_result(None)
+                await closing.wait()
+        except Exception as error:  # of the environment's own servers
+            log.exception("an environment of verifiers failed beside its rollouts")
+            if not ready.done():
+                ready.set_exception(EpisodeError(f"{type(error).__name__}: {error}"))

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,11 @@ from buffer.rollout import RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask
-from producer_workers.agent_loops.gateway.verifiers_agent import verifiers_agent
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.rehearsal import FIRST, RehearsalError, rehearse
-from tests.unit.producing.agents import PROGRAM, TOOL
+from tests.unit.producing.agents import PROGRAM
 from tests.unit.producing.recorder import MINE, Recorder, loop_of, questions, run
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -134,44 +132,6 @@ def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat:
 def _texts(states: list[RolloutState], index: int) -> list[list[int]]:
     chosen = [s for s in states if s.index == index and s.prompt_ids is not None]
     return [np.concatenate([np.asarray(s.prompt_ids), s.response_ids]).tolist() for s in chosen]
-
-
-class ToolEnvironment:
-    """As of verifiers 0.3, whose package wants another openai: what its ToolEnv asks, and how it is scored."""
-
-    class Client:
-        def __init__(self, asks: openai.AsyncOpenAI) -> None:
-            self.asks = asks
-
-    def __init__(self) -> None:
-        self.rubric = self
-
-    async def rollout(self, row: dict[str, Any], client: Client, model: str, sampling_args: Any) -> dict[str, Any]:
-        messages, state = list(row["prompt"]), {"answer": row["answer"], "error": None}
-        while True:
-            reply = await client.asks.chat.completions.create(
-                model=model, messages=messages, tools=[TOOL], **sampling_args
-            )
-            said = reply.choices[0].message
-            if not said.tool_calls:
-                return state | {"said": said.content}
-            kept = said.model_dump() | {"content": said.content or None, "reasoning_content": None}
-            messages += [kept, *({"role": "tool", "tool_call_id": call.id, "content": "5"} for call in said.tool_calls)]
-
-    async def score_rollout(self, state: dict[str, Any]) -> None:
-        state["reward"], state["metrics"] = float(state["answer"] in state["said"]), {"num_turns": 2}
-
-
-def test_an_environment_of_verifiers_plays_its_own_rollout(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clients = SimpleNamespace(OpenAIChatCompletionsClient=ToolEnvironment.Client)
-    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
-    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(clients=clients))
-    engine = Recorder(chat, [CALL, "it is 5"])
-    given = questions("2 + 3?")
-    given[0].ground_truth = "5"
-    (state,) = run(loop_of(chat, agent=verifiers_agent(ToolEnvironment())), engine, given)
-    engine.check([state])
-    assert (state.reward, len(turns_of(state))) == ({"score": 1.0, "num_turns": 2.0}, 2)
 
 
 def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> None:
