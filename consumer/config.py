@@ -94,11 +94,14 @@ class TrainingConfig(ConfigFile):
     def _engine_takes_what_is_published(self) -> TrainingConfig:
         """Adapters where it wants adapters. The engine's section is the other side's; a loop of yours may do either."""
         engine, lora = self.engine if isinstance(self.engine, dict) else {}, self.learner.lora
-        most = engine.get("max_lora_rank")
-        if lora and engine.get("kind", "vllm") == "vllm" and not (isinstance(most, int) and most >= lora.rank):
+        kind, most = engine.get("kind", "vllm"), engine.get("max_lora_rank")
+        is_wanted = engine.get("weights") == "adapters" if kind == "http" else bool(most)
+        if lora and kind == "vllm" and not (isinstance(most, int) and most >= lora.rank):
             raise ValueError(f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank, of that or more")
-        if most and lora is None and self.trainer.loop is None:
-            raise ValueError("[engine] max_lora_rank is set, and no [learner.lora]: nobody would publish adapters")
+        if lora and kind == "http" and not is_wanted:
+            raise ValueError("[learner.lora] needs [engine] weights = 'adapters'")
+        if is_wanted and lora is None and self.trainer.loop is None:
+            raise ValueError("[engine] wants adapters, and there is no [learner.lora]: nobody would publish any")
         return self
 
     @model_validator(mode="after")

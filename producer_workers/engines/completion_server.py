@@ -31,9 +31,14 @@ IDS_HINT = "the server must answer `return_token_ids` or `return_tokens_as_token
 class ServerGone(ModelError):
     """The server cannot be reached, or says that its engine is dead."""
 
+    status = 0
+
 
 class ServerRefusal(ModelError):
     """The server answered, but not with what was asked for."""
+
+    status = 0
+    """of HTTP"""
 
 
 class Piece(NamedTuple):
@@ -61,10 +66,14 @@ class CompletionServer:
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
             read_bufsize=MAX_LINE_BYTES,
         )
-        served = [row["id"] for row in (await self._call("GET", "/v1/models", HEALTH_S))["data"]]
+        served = await self.names()
         self.model = self.model or (served[0] if served else None)
         if self.model not in served:
             raise EngineError(f"{self.url} serves {', '.join(served) or 'no model'}, not {self.model}")
+
+    async def names(self) -> list[str]:
+        """What it serves: models, then adapters."""
+        return [str(row["id"]) for row in (await self._call("GET", "/v1/models", HEALTH_S))["data"]]
 
     async def close(self) -> None:
         if self._session:
@@ -134,7 +143,28 @@ class CompletionServer:
         """A method of `vllm_worker_extension`, in every worker process of the server."""
         await self._call("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
 
+    # -- adapters, where it may be given them ----------------------------------------------------------
+
+    async def check_adapters(self, timeout_s: float) -> None:
+        """Raises ServerRefusal where there is no endpoint for them."""
+        try:
+            await self.load_adapter("", "", timeout_s)
+        except ServerRefusal as refusal:
+            if refusal.status != 400:  # nothing cannot be loaded: that much it knows
+                raise
+
+    async def load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
+        await self._send("POST", "/v1/load_lora_adapter", timeout_s, {"lora_name": name, "lora_path": folder})
+
+    async def unload_adapter(self, name: str, timeout_s: float) -> None:
+        await self._send("POST", "/v1/unload_lora_adapter", timeout_s, {"lora_name": name})
+
     async def _call(self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer, which is JSON or empty."""
+        text = await self._send(verb, path, timeout_s, body)
+        return orjson.loads(text) if text else None
+
+    async def _send(self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> bytes:
         """Raises ServerRefusal where it answers with an error, ServerGone where it does not answer, or with 503."""
         data = orjson.dumps(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data else {}
@@ -145,9 +175,11 @@ class CompletionServer:
             ) as response:
                 text = await response.read()
                 if response.status == 200:
-                    return orjson.loads(text) if text else None
+                    return text
                 kind = ServerGone if response.status == 503 else ServerRefusal
-                raise kind(f"{self.url}{path} says {response.status}: {text[:300].decode(errors='replace')}")
+                error = kind(f"{self.url}{path} says {response.status}: {text[:300].decode(errors='replace')}")
+                error.status = response.status
+                raise error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ServerGone(f"{self.url}{path} does not answer: {error!r}", hint="does the server run?") from error
 

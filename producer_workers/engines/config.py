@@ -68,8 +68,10 @@ class HttpConfig(EngineSettings):
     url: str = Field(pattern=r"^https?://", description="without /v1")
     model: str | None = Field(None, description="as the server names it; None: the first that it serves")
     api_key: str | None = Field(None, repr=False)
-    weights: Literal["update", "static"] = Field(
-        "update", description="static: nobody changes them, so only rollouts of the run's first weights can be made"
+    weights: Literal["update", "adapters", "static"] = Field(
+        "update",
+        description="update: whole weights are published; adapters: LoRA adapters are; static: nobody changes them, so "
+        "only rollouts of the run's first weights can be made",
     )
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")

@@ -30,8 +30,8 @@ from producer_workers.engines.base import (
 from producer_workers.engines.completion_server import CompletionServer, ServerGone, ServerRefusal, gather_quietly
 from producer_workers.engines.config import HttpConfig
 from producer_workers.engines.http_request import HttpRequest
-from producer_workers.engines.model_folder import Shapes, check_same_tensors, has_tied_head, read_shapes
 from producer_workers.engines.server_checks import check_logprobs, keeps_to_a_structure
+from producer_workers.engines.server_weights import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,6 @@ WATCH_S = 2.0
 
 LAST_WORDS_S = 2.0
 """How long aborted requests may take to bring their last tokens; what comes later is made again."""
-
-UPDATE_HINT = (
-    "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
-    "producer_workers.engines.vllm_worker_extension.WeightLoader; or set [engine] weights = 'static'"
-)
 
 
 class HttpEngine:
@@ -55,9 +50,9 @@ class HttpEngine:
     def __init__(self, config: HttpConfig, model_dir: Path, version: PolicyVersion) -> None:
         self._config, self._loaded_from, self._version = config, model_dir, version
         self._server = CompletionServer(config.url, config.model, config.api_key)
-        self._updates = config.weights == "update"
-        self._shapes: Shapes = {}
-        self._tied_head = self.structures_output = False
+        self._updates = config.weights != "static"
+        self._weights = weights_of(self._server, config, model_dir)
+        self.structures_output = False
         self._requests: set[HttpRequest] = set()
         self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
         self._closed, self._paused = True, False
@@ -71,7 +66,7 @@ class HttpEngine:
         try:
             await self._server.open()
             if self._updates:  # first, as a worker that died may have left it paused
-                await self._take_over_weights()
+                await self._take_over()
             await check_logprobs(self._server)
             self.structures_output = await keeps_to_a_structure(self._server)
         except (ServerGone, ServerRefusal) as error:
@@ -138,8 +133,7 @@ class HttpEngine:
                 f"{path} is not loaded: the weights of {self._config.url} are static",
                 hint="[engine] weights = 'update' lets the worker load new ones",
             )
-        shapes = await asyncio.to_thread(read_shapes, path)
-        check_same_tensors(self._shapes, shapes, path, tied_head=self._tied_head)
+        await self._weights.check(path)
         # Shielded: a caller that gives up must not leave the server paused between two sets of weights.
         self._updating = asyncio.create_task(self._update(path, version))
         await asyncio.shield(self._updating)
@@ -222,23 +216,18 @@ class HttpEngine:
 
     # -- weights ---------------------------------------------------------------------------------------
 
-    async def _take_over_weights(self) -> None:
-        """Load the first weights: the server may have others, of an earlier worker or half an update of its."""
-        self._shapes = await asyncio.to_thread(read_shapes, self._loaded_from)
-        self._tied_head = has_tied_head(self._loaded_from)
+    async def _take_over(self) -> None:
         try:
-            await self._server.call_workers("rolloutmq_ready", timeout_s=self._config.control_timeout_s)
-            await self._server.pause("abort", self._config.control_timeout_s)
-            await self._load(self._loaded_from, self._version)
-            await self._server.resume(self._config.control_timeout_s)
+            await self._weights.take_over(self._version)
         except ServerRefusal as error:
-            raise EngineError(f"{self._config.url} cannot load weights: {error.message}", hint=UPDATE_HINT) from error
+            what = f"{self._config.url} cannot load weights: {error.message}"
+            raise EngineError(what, hint=self._weights.hint) from error
 
     async def _update(self, path: Path, version: PolicyVersion) -> None:
         async with self._lock:
             await self._interrupt()
             try:
-                await self._load(path, version)
+                await self._weights.load(path, version)
                 self._loaded_from, self._version = path, version
             except ServerGone as error:
                 raise await self._declare_dead(str(error)) from error
@@ -249,16 +238,10 @@ class HttpEngine:
                 if not self._paused and self._dead is None:
                     await self._go_on()
 
-    async def _load(self, path: Path, version: PolicyVersion) -> None:
-        control_s, load_s = self._config.control_timeout_s, self._config.load_timeout_s
-        await self._server.call_workers("rolloutmq_load_weights", str(path.resolve()), timeout_s=load_s)
-        await self._server.drop_caches(control_s)
-        await self._server.name_weights(str(version), control_s)
-
     async def _restore(self, cause: Exception) -> None:
         """Load the old weights again: a failed load may have replaced some of them."""
         try:
-            await self._load(self._loaded_from, self._version)
+            await self._weights.load(self._loaded_from, self._version)
         except (ServerGone, ServerRefusal) as error:
             raise await self._declare_dead(f"an update failed ({cause}), and so did the way back ({error})") from error
 

@@ -70,7 +70,7 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
     """
     optional = {"lm_head.weight"} if tied_head else set()
     if (folder / ADAPTER_CONFIG).is_file():
-        hint = "set [engine] max_lora_rank of the worker, or leave out [learner.lora]"
+        hint = "set [engine] max_lora_rank (kind http: weights = 'adapters'), or leave out [learner.lora]"
         raise WeightsError(f"{folder} holds a LoRA adapter, and the engine samples with whole weights", hint=hint)
     missing = sorted(old.keys() - new.keys() - optional)
     unknown = sorted(new.keys() - old.keys() - optional)

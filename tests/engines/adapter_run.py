@@ -114,16 +114,18 @@ class AdapterRun:
         self._watch(patch)
         run = create_run(self.store, self.config, self.model)
         loop = SingleTurnAgentLoop(judge=FunctionJudge("by_place", by_place), tokenizer=Characters(), eos_ids=set())
-        worker = asyncio.create_task(Worker(run, engine, {TASK: TaskRunner(loop)}, worker_id="w0").run())
+        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, worker_id="w0", drain_timeout_s=0.0)
+        working = asyncio.create_task(worker.run())
         try:
             with producing(run):
-                trainer = asyncio.create_task(asyncio.to_thread(Trainer(run, self.config, self.model).fit))
-                await asyncio.wait({trainer, worker}, return_when=asyncio.FIRST_COMPLETED)
-                if worker.done():
-                    worker.result()
-                assert await trainer
+                training = asyncio.create_task(asyncio.to_thread(Trainer(run, self.config, self.model).fit))
+                await asyncio.wait({training, working}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
+                assert await training
         finally:
-            await worker
+            worker.stop()
+            await working
         assert run.account.fsck().clean
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:

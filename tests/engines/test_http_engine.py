@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,22 @@ import orjson
 import pytest
 from aiohttp import web
 
+from buffer.rollout import PolicyVersion
+from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError, EngineError, Generation, WeightsError
 from producer_workers.engines.config import HttpConfig
 from producer_workers.engines.http_engine import HttpEngine
-from tests.engines.conformance import LONG, NEXT, ModelContract, generate, interrupt, sampling
+from tests.engines.adapter_contract import REDIS, AdapterContract
+from tests.engines.conformance import (
+    LONG,
+    NEXT,
+    TOLERANCE,
+    ModelContract,
+    generate,
+    interrupt,
+    sampling,
+    worst_difference,
+)
 from tests.engines.conftest import FIRST, Folders, Run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -119,6 +131,7 @@ async def behind_proxy(
         (plain_openai, "static", "return_token_ids"),
         (raw_logprobs, "static", "processed_logprobs"),
         (nothing, "update", "VLLM_SERVER_DEV_MODE"),
+        (nothing, "adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     ],
 )
 def test_a_server_is_refused_that_would_make_ids_logprobs_or_versions_untrue(
@@ -227,3 +240,41 @@ def test_a_server_that_a_dead_worker_left_paused_is_taken_over(
             return await generate(engine, sampling(4))
 
     assert len(run(scenario()).token_ids) == 4
+
+
+class TestAdapters(AdapterContract):
+    """Over a server that may be given adapters. The last of this file: other engines see their weights gone."""
+
+    @pytest.fixture
+    def engine(self, run: Run[None], folders: Folders, server_url: str) -> Iterator[Engine]:
+        engine = build_engine(HttpConfig(url=server_url, weights="adapters"), folders.first, FIRST)
+        run(engine.start())
+        yield engine
+        run(engine.shutdown())
+
+    @pytest.fixture
+    def policy(self) -> dict[str, Any]:
+        return REDIS
+
+    def test_one_adapter_is_served_and_those_of_a_dead_worker_are_gone(
+        self, engine: Engine, run: Run[Any], folders: Folders, adapters: list[Path], server_url: str
+    ) -> None:
+        async def served() -> list[str]:
+            async with aiohttp.ClientSession() as session, session.get(f"{server_url}/v1/models") as answer:
+                return [row["id"] for row in (await answer.json())["data"]]
+
+        async def scenario() -> tuple[list[str], list[str], Generation]:
+            for number, adapter in enumerate(adapters):
+                await engine.load_weights(adapter, PolicyVersion("main", number))
+            before = await served()
+            heir = build_engine(HttpConfig(url=server_url, weights="adapters"), folders.first, FIRST)
+            await heir.start()
+            try:
+                return before, await served(), await generate(heir, sampling(30, seed=3))
+            finally:
+                await heir.shutdown()
+
+        before, after, made = run(scenario())
+        assert len(before) == 2
+        assert after == before[:1] == [str(folders.first)]
+        assert worst_difference(folders.first, made, 1.0) < TOLERANCE

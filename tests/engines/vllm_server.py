@@ -17,10 +17,16 @@ ROOT = Path(__file__).parents[2]
 ARGUMENTS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
     *("--max-num-seqs", "32", "--kv-cache-memory-bytes", "64M", "--logprobs-mode", "processed_logprobs"),
+    *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"),
     "--no-enable-chunked-prefill",  # see CPU_DEFAULTS in producer_workers/engines/vllm_api.py
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
     *("--worker-extension-cls", "producer_workers.engines.vllm_worker_extension.WeightLoader"),
 ]
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 START_S = 110.0
 
 
@@ -49,7 +55,7 @@ def _start(model: Path, log: Path) -> tuple[subprocess.Popen[bytes], str]:
     with log.open("ab") as out:
         process = subprocess.Popen(
             command + ARGUMENTS,
-            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+            env=os.environ | SETTINGS,
             cwd=ROOT,
             stdout=out,
             stderr=out,

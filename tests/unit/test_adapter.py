@@ -121,7 +121,10 @@ def test_what_does_not_fit_is_refused_by_name(model_dir: Path, tmp_path: Path) -
     [
         ({}, {}, None, "needs .engine. max_lora_rank"),
         ({"max_lora_rank": 8}, {}, None, "needs .engine. max_lora_rank"),
-        ({"max_lora_rank": 8}, None, None, "nobody would publish adapters"),
+        ({"max_lora_rank": 8}, None, None, "nobody would publish any"),
+        ({"kind": "http"}, {}, None, "weights = 'adapters'"),
+        ({"kind": "http", "weights": "adapters"}, None, None, "nobody would publish any"),
+        ({"kind": "http", "weights": "adapters"}, {}, None, ""),
         ({"max_lora_rank": 8}, None, "mine:train", ""),
         ({"max_lora_rank": 16}, {}, None, ""),
         ({"kind": "simulated"}, {}, None, ""),
