@@ -47,7 +47,10 @@ class AdapterContract:
                 with pytest.raises(WeightsError, match="holds no LoRA adapter"):
                     await engine.load_weights(folders.second, VERSIONS[1])
             one = await generate(engine, sampling(60, seed=3))
-            mixed = await interrupt(engine, greedy, lambda: engine.load_weights(adapters[1], VERSIONS[1]))
+            older, newer = zip(adapters, VERSIONS, strict=True)
+            mixed = await interrupt(
+                engine, greedy, lambda: engine.load_weights(*newer), lambda: engine.load_weights(*older)
+            )
             cut = mixed.spans[-1].start
             prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
             return base, one, mixed, await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))

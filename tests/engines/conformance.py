@@ -33,8 +33,12 @@ async def generate(engine: Engine, params: SampleParams) -> Generation:
     return await engine.generate("request", PROMPT, params)
 
 
-async def interrupt(engine: Engine, params: SampleParams, act: Callable[[], Awaitable[None]]) -> Generation:
-    """Generate, and call `act` while some but not all tokens are made."""
+Act = Callable[[], Awaitable[None]]
+
+
+async def interrupt(engine: Engine, params: SampleParams, act: Act, undo: Act | None = None) -> Generation:
+    """Generate, and call `act` while some but not all tokens are made. `undo`: what `act` did too early or too late,
+    before it is tried again."""
     for wait_s in (0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4):
         task = asyncio.create_task(generate(engine, params))
         await asyncio.sleep(wait_s)
@@ -179,7 +183,7 @@ class EngineContract:
 
         async def scenario() -> tuple[Generation, Generation]:
             whole = await generate(engine, params)
-            return whole, await interrupt(engine, params, swap)
+            return whole, await interrupt(engine, params, swap, lambda: engine.load_weights(folders.first, FIRST))
 
         whole, mixed = run(scenario())
         assert mixed.finish_reason == "length"
@@ -278,7 +282,10 @@ class ModelContract(EngineContract):
         greedy = sampling(LONG, temperature=0.0)
 
         async def scenario() -> tuple[Generation, Generation]:
-            mixed = await interrupt(engine, greedy, lambda: engine.load_weights(folders.second, NEXT))
+            first, second = (folders.first, FIRST), (folders.second, NEXT)
+            mixed = await interrupt(
+                engine, greedy, lambda: engine.load_weights(*second), lambda: engine.load_weights(*first)
+            )
             cut = mixed.spans[1].start
             prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
             return mixed, await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))

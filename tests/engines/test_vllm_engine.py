@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def test_weights_from_a_trainers_memory_come_while_tokens_flow(
     engine, greedy, params = vllm_engine, sampling(LONG, temperature=0.0), sampling(100, seed=11)
 
     async def scenario() -> list[Generation]:
-        mixed = await interrupt(engine, greedy, lambda: engine.receive_weights(announced[1], NEXT))
+        back = partial(engine.load_weights, folders.first, FIRST)
+        mixed = await interrupt(engine, greedy, lambda: engine.receive_weights(announced[1], NEXT), back)
         cut = mixed.spans[1].start
         prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
         fresh = await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
@@ -152,7 +154,9 @@ def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_chan
     api = vllm_engine._api  # type: ignore[attr-defined]
     monkeypatch.setattr(vllm_engine, "_api", replace(api, tracks_versions=False))
 
-    made = run(interrupt(vllm_engine, sampling(LONG), lambda: vllm_engine.load_weights(folders.second, NEXT)))
+    load = vllm_engine.load_weights
+    there, back = partial(load, folders.second, NEXT), partial(load, folders.first, FIRST)
+    made = run(interrupt(vllm_engine, sampling(LONG), there, back))
     assert made.finish_reason == "abort"
     assert vllm_engine.version() == NEXT
 
