@@ -159,6 +159,19 @@ class RolloutGroup:
             masks.append(self.mask[part] if fresh is None else fresh)
         return np.concatenate(masks)
 
+    def experts(self) -> list[NDArray[np.int16] | str | None]:
+        """`routed_experts` of each member, as of `RolloutState`."""
+        if self._states is not None:
+            return [state.routed_experts for state in self._states]
+        found, row = [], 0
+        for member, part in self._parts():
+            recorded = member.get("routed_experts")
+            if recorded is True and self.routed_experts is not None:
+                rows = expert_rows(len(self.prompt_ids), part.stop - part.start)
+                recorded, row = self.routed_experts[row : row + rows], row + rows
+            found.append(recorded)
+        return found
+
     def _parts(self) -> Iterator[tuple[Member, slice]]:
         """Each member, and where its tokens are."""
         start = 0
@@ -167,13 +180,8 @@ class RolloutGroup:
             start += length
 
     def _make_states(self) -> Iterator[RolloutState]:
-        row = 0
-        for member, part in self._parts():
-            mask, fields = self.mask[part], _state_fields(member)
-            if fields.get("routed_experts") is True and self.routed_experts is not None:
-                rows = expert_rows(len(self.prompt_ids), part.stop - part.start)
-                fields["routed_experts"] = self.routed_experts[row : row + rows]
-                row += rows
+        for (member, part), experts in zip(self._parts(), self.experts(), strict=True):
+            mask, fields = self.mask[part], _state_fields(member) | {"routed_experts": experts}
             yield RolloutState(
                 **self.shared,
                 prompt_ids=self.prompt_ids,

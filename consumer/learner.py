@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, ModelError
+from buffer.media import MediaFolder
 from buffer.tensor_files import model_checksum
 from consumer.adapter import Adapter
 from consumer.importance import Samples
@@ -32,6 +34,8 @@ from consumer.losses import TokenColumns, derived_metrics, policy_loss, token_we
 from consumer.model_folder import load_model, save_model
 from consumer.packing import GroupColumns, MicroBatch, Packer
 from consumer.ranks import ALONE, Ranks
+from consumer.recorded_experts import RecordedExperts
+from consumer.routing_replay import RoutingReplay
 from consumer.row_sharing import keeps_samples_apart
 from consumer.sharding import shard, whole, write_weights
 from consumer.target_logits import TargetLogits
@@ -46,7 +50,14 @@ class Learner:
     """
 
     def __init__(
-        self, model_dir: Path, config: LearnerConfig, *, device: str = "cpu", seed: int = 0, ranks: Ranks = ALONE
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        ranks: Ranks = ALONE,
+        media: MediaFolder | None = None,
     ) -> None:
         self.config, self.device, self.step, self.ranks = config, torch.device(device), 0, ranks
         torch.manual_seed(seed)
@@ -56,8 +67,9 @@ class Learner:
         self._adapter = self._add_adapter(model_dir)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._packer = Packer(config.token_budget, share_rows=keeps_samples_apart(self.model))
-        self._policy = self._module(self.model)
+        recorded = RecordedExperts(media) if config.replay_routing else None
+        self._packer = Packer(config.token_budget, share_rows=keeps_samples_apart(self.model), recorded=recorded)
+        self._policy = self._module(self.model, RoutingReplay(self.model) if config.replay_routing else None)
         self.parameters = self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = torch.optim.AdamW(
@@ -178,7 +190,7 @@ class Learner:
     def _of_reference(self, batch: MicroBatch) -> Tensor:
         assert self.reference
         with self._adapter.off() if self._adapter else nullcontext():
-            return self._score(self.reference, batch)
+            return self._score(self.reference, replace(batch, experts=None))
 
     def _load_reference(self, model_dir: Path) -> TargetLogits:
         """The model of the folder for good, also after a resume: KL is measured to the start."""
@@ -191,8 +203,8 @@ class Learner:
             raise ConfigError("a LoRA adapter trains on one rank only", hint="leave out [learner.lora], or use one GPU")
         return Adapter(self.model, self.config.lora, model_checksum(model_dir))
 
-    def _module(self, model: PreTrainedModel) -> TargetLogits:
-        policy = TargetLogits(model)
+    def _module(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> TargetLogits:
+        policy = TargetLogits(model, replay)
         return shard(policy, self.device) if self.ranks.size > 1 else policy
 
     def _pack_update(self, groups: Sequence[GroupColumns], keep: NDArray[np.bool_], first: int) -> Update:
@@ -215,6 +227,8 @@ class Learner:
 
     def _backward(self, update: Update, batch: MicroBatch, number: int) -> dict[str, float]:
         config = self.config
+        # first: what gates are told must still hold when the backward pass computes checkpointed layers again
+        ref_logprobs = self._ref_logprobs(update, batch, number)
         now = token_logprobs(
             self._policy,
             batch,
@@ -230,7 +244,7 @@ class Learner:
             advantages=update.advantages[number],
             samples=samples,
             entropy=now.entropy,
-            ref_logprobs=self._ref_logprobs(update, batch, number),
+            ref_logprobs=ref_logprobs,
         )
         weights = token_weights(samples, config.loss, batch_tokens=update.tokens, batch_samples=update.samples)
         loss, metrics = policy_loss(columns, weights, config.loss)

@@ -96,6 +96,9 @@ class LearnerConfig(Section):
     """what the ratio is clipped against: the rollout's own logprobs, or the weights before this batch"""
     bf16: bool = False
     """forward pass, and published weights, in bfloat16; parameters and optimizer stay float32"""
+    replay_routing: bool = False
+    """a mixture of experts is trained with the experts that the engine chose ([engine] routed_experts): R3,
+    arXiv:2510.11370. The reference of a KL term chooses for itself"""
     gradient_checkpointing: bool = False
     """compute activations again in the backward pass, in place of keeping them: less memory, a third more time"""
     lora: LoraConfig | None = None

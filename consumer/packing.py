@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
+from consumer.recorded_experts import RecordedExperts
 from consumer.shares import balanced_shares
 
 Ints = NDArray[np.int64]
@@ -51,6 +52,8 @@ class GroupColumns(Protocol):
     @property
     def multimodal(self) -> Sequence[object]: ...
 
+    def experts(self) -> list[NDArray[np.int16] | str | None]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -69,10 +72,12 @@ class MicroBatch:
     rollout: torch.Tensor  # int64[S]; which one of the batch, in the order of groups and rollouts
     advantages: torch.Tensor  # float32[S]
     trained_tokens: torch.Tensor  # float32[S]; sum of the sample's mask
+    experts: torch.Tensor | None = None  # int16[R * W, layers, top_k]: those that the engine chose; -1: none known
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        return MicroBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MicroBatch(**{name: column.to(device) for name, column in columns.items() if column is not None})
 
     def numbered_from(self, first: int) -> MicroBatch:
         """The same, of rollouts whose numbers begin there."""
@@ -82,13 +87,16 @@ class MicroBatch:
 class Packer:
     """Packs groups into micro-batches of at most `token_budget` slots; a longer sample gets its own.
 
-    `share_rows`: off for a model that does not keep samples of one row apart (`consumer.row_sharing`).
+    `share_rows`: off for a model that does not keep samples of one row apart (`consumer.row_sharing`). `recorded`: the
+    experts that were chosen go with the tokens.
     """
 
-    def __init__(self, token_budget: int, *, share_rows: bool = True) -> None:
+    def __init__(
+        self, token_budget: int, *, share_rows: bool = True, recorded: RecordedExperts | None = None
+    ) -> None:
         if token_budget < 1:
             raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
-        self.token_budget, self._share_rows = token_budget, share_rows
+        self.token_budget, self._share_rows, self._recorded = token_budget, share_rows, recorded
 
     def pack(
         self,
@@ -173,6 +181,9 @@ class Packer:
             "advantages": samples.advantages[chosen].astype(np.float32),
             "trained_tokens": np.bincount(owner, mask, len(chosen)).astype(np.float32),
         }
+        if self._recorded:
+            experts = (samples.experts[sample] for sample in chosen.tolist())
+            columns["experts"] = self._recorded.of_slots(experts, slots, totals, rows * width)
         return MicroBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
@@ -189,6 +200,7 @@ class _Samples:
     prompt_lengths: Ints
     starts: Ints
     lengths: Ints
+    experts: list[NDArray[np.int16] | str | None]
 
     @property
     def totals(self) -> Ints:
@@ -221,6 +233,7 @@ class _Samples:
             prompt_lengths=np.repeat(prompt_lengths, members),
             starts=_starts(lengths),
             lengths=lengths,
+            experts=[experts for group in groups for experts in group.experts()],
         )
 
 

@@ -31,7 +31,7 @@ def token_logprobs(
     Without `entropy_gradient` the entropy keeps none of its tensors, each as large as the logits, for a backward pass.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
-        logits = target_logits(batch.input_ids, batch.position_ids, batch.logit_index)
+        logits = target_logits(batch.input_ids, batch.position_ids, batch.logit_index, batch.experts)
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = distribution.gather(1, batch.targets[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

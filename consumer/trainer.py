@@ -123,7 +123,7 @@ class Trainer:
     def _load_learner(self) -> Learner:
         seed, step = self._config.run.seed, self._position.step
         device = _device(self._config.trainer.device)
-        learner = Learner(self._model_dir, self._config.learner, device=device, seed=seed)
+        learner = Learner(self._model_dir, self._config.learner, device=device, seed=seed, media=self._run.media)
         if step:
             learner.load_state_tensors(self._read_state(self._checkpoints.path(step) / OPTIMIZER))
         return learner

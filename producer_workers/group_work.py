@@ -21,6 +21,7 @@ from buffer.job import Job, ReleaseKind
 from buffer.rollout import RolloutState, Status
 from buffer.run import Run
 from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.expert_files import put_experts_into_files
 from producer_workers.images.shown import shown
 from producer_workers.said_once import SaidOnce
 from producer_workers.shared_engine import SharedEngine
@@ -57,6 +58,7 @@ class GroupWork:
             began, spent = time.monotonic(), group.shared["extra"].get(GROUP_TIME, 0.0)
             self._members[job] = group.states
             states = self._members[job] = await self._generate(job, group)
+            await asyncio.to_thread(put_experts_into_files, states, self._run.media, job.gid, job.token)
             made = RolloutGroup(job.gid, job.task, states)
             made.shared["extra"] = {**made.shared["extra"], GROUP_TIME: round(spent + time.monotonic() - began, 6)}
             await self._hand_in(job, made, known)

@@ -20,6 +20,7 @@ def write_tiny_model(
     hidden: int = 64,
     architecture: str = "qwen3",
     tied: bool = False,
+    layers: int = 2,
     dense_layers: Sequence[int] = (),
 ) -> Path:
     """Save a model and its tokenizer to `folder`. Two seeds are two checkpoints of one model.
@@ -36,7 +37,7 @@ def write_tiny_model(
         "vocab_size": VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": hidden // 32,
         "num_key_value_heads": 1,
         "head_dim": 32,  # vLLM's CPU attention has kernels for 32, 64, 128

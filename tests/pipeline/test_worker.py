@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer.control import Mode, new_nonce
@@ -14,11 +16,16 @@ from buffer.errors import Fenced, LostRun
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
+from consumer.recorded_experts import RecordedExperts
+from producer_workers import expert_files
 from producer_workers import worker as worker_module
+from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
+from producer_workers.engines.config import TransformersConfig
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge_times import JudgeTimes
 from tests.buffer.cutting_proxy import CuttingProxy
+from tests.engines.tiny_model import write_tiny_model
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, WatchedEngine, Yard, versions
 from tests.servers import KINDS
 
@@ -381,3 +388,29 @@ def test_a_worker_says_how_it_fares(yard: Yard) -> None:
             assert int(told["judge_p99_ms"]) >= int(told["judge_p50_ms"]) >= 5
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20], ids=["files", "columns"])
+def test_worker_hands_in_routed_experts_as_files_of_the_run_where_they_are_large(
+    make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Either way the trainer's reader finds a row for each token but the last."""
+    monkeypatch.setattr(expert_files, "INLINE_BYTES", most)
+    yard = make_yard(media=str(tmp_path / "media"))
+    model = write_tiny_model(tmp_path / "model", seed=1, architecture="qwen3_moe")
+    (gid,) = yard.enqueue(1, tokens=(6, 4))
+
+    async def scenario() -> None:
+        engine = build_engine(TransformersConfig(routed_experts=True), model, FIRST)
+        async with yard.working(yard.worker(engine=engine)):
+            await yard.until_places(completed=1)
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+    group, media = yard.group(gid), yard.run.media
+    assert media is not None
+    assert len(media.names(gid)) == (0 if most else 2)
+    assert (group.routed_experts is None) == (most == 0)
+    table = RecordedExperts(media).of_slots(group.experts(), np.array([0, 9]), np.array([9, 7]), 16)
+    assert table.shape == (16, 2, 2)
+    assert np.flatnonzero((table < 0).any((1, 2))).tolist() == [8, 15]
