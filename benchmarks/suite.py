@@ -15,6 +15,7 @@ from benchmarks.scaling import scaling
 from benchmarks.scan_buffer import scan
 from benchmarks.server import BenchServer, durable_server, memory_server
 from benchmarks.throughput import put, take
+from benchmarks.weights import weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,10 @@ def _engine(server: BenchServer, size: Size) -> Iterator[Figure]:
     return engine(server, size.engine_groups, size.engine_rounds)
 
 
+def _weights(server: BenchServer, size: Size) -> Iterator[Figure]:
+    return weights(server, size.engine_rounds)
+
+
 SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "put": _put,
     "take": _take,
@@ -126,8 +131,9 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "pause": _pause,
     "idle": _idle,
     "engine": _engine,
+    "weights": _weights,
 }
-IN_MEMORY_ONLY, DURABLE_ONLY = {"scaling"}, {"idle", "engine"}
+IN_MEMORY_ONLY, DURABLE_ONLY = {"scaling"}, {"idle", "engine", "weights"}
 
 
 def run_suite(names: list[str], size: Size) -> Iterator[Figure]:

@@ -12,6 +12,8 @@ gloo by its own connections, nccl by the meeting, whose end aborts the group.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,9 @@ from buffer.weights_meeting import Meeting
 TRAINER, ENGINE = 0, 1
 CHUNK_BYTES = 16 << 20
 """One message. It has `stall_s` to arrive: with 30 s, a link must carry 0.5 MB/s."""
+
+AHEAD = 2
+"""Messages under way while one is looked at."""
 
 POLL_S = 0.001
 """How often an operation of nccl is looked at, which has no time limit of its own that ends only itself."""
@@ -53,34 +58,51 @@ class WeightsGroup:
 
     def send(self, data: Any) -> None:
         """All bytes of a uint8[n] in host memory."""
-        for chunk in data.split(CHUNK_BYTES):
-            self._finish(lambda group, part: group.send([part], self._peer, 0), self._on_wire(chunk))
+        chunks = ((chunk, chunk.to(f"cuda:{self._gpu}") if self._is_nccl else chunk) for chunk in self._chunks(data))
+        self._move(self._group.send, chunks, lambda chunk, part: None)
 
-    def receive(self, data: Any) -> None:
-        """The same into a uint8[n] of that length."""
-        for chunk in data.split(CHUNK_BYTES):
-            part = self._on_wire(chunk)
-            self._finish(lambda group, part: group.recv([part], self._peer, 0), part)
+    def receive(self, data: Any, arrived: Callable[[Any], None]) -> None:
+        """The same into a uint8[n] of that length; `arrived` is called with each part while the next one comes."""
+
+        def keep(chunk: Any, part: Any) -> None:
             if part is not chunk:
                 chunk.copy_(part)
+            arrived(chunk)
 
-    def _on_wire(self, chunk: Any) -> Any:
-        return chunk.to(f"cuda:{self._gpu}") if self._is_nccl else chunk
+        def room(chunk: Any) -> Any:
+            return self._torch.empty_like(chunk, device=f"cuda:{self._gpu}") if self._is_nccl else chunk
 
-    def _finish(self, begin: Any, part: Any) -> None:
-        if self._meeting.is_lost:
-            raise WireError("the other side left in the middle of the weights")
-        work = None
+        self._move(self._group.recv, ((chunk, room(chunk)) for chunk in self._chunks(data)), keep)
+
+    def _chunks(self, data: Any) -> Iterator[Any]:
+        return iter(data.split(CHUNK_BYTES))
+
+    def _move(self, begin: Any, chunks: Iterator[tuple[Any, Any]], done: Callable[[Any, Any], None]) -> None:
+        """`begin` for each chunk, `AHEAD` before `done`. Both are (in host memory, what goes over the wire)."""
+        moving: deque[tuple[Any, Any, Any]] = deque()
         try:
-            work = begin(self._group, part)
+            for chunk, part in chunks:
+                moving.append((begin([part], self._peer, 0), chunk, part))
+                if len(moving) > AHEAD:
+                    done(*self._finish(*moving.popleft()))
+            while moving:
+                done(*self._finish(*moving.popleft()))
+        except RuntimeError as error:
+            raise WireError(f"the transfer was cut: {_first_line(error)}") from None
+        finally:
+            moving.clear()  # what an exception remembers would keep the connections open
+
+    def _finish(self, work: Any, chunk: Any, part: Any) -> tuple[Any, Any]:
+        try:
+            if self._meeting.is_lost:
+                raise WireError("the other side left in the middle of the weights")
             if self._is_nccl:
                 self._watch(work)
             else:
                 work.wait()
-        except RuntimeError as error:
-            raise WireError(f"the transfer was cut: {_first_line(error)}") from None
         finally:
-            del work  # it would keep the connections open
+            del work
+        return chunk, part
 
     def _watch(self, work: Any) -> None:
         """Until an operation of nccl is done: its kernel would wait for a dead peer for ever."""

@@ -32,12 +32,21 @@ class SharedFolder:
 
     def write(self, weights: PolicyVersion, save: Callable[[Path], None]) -> tuple[str, str]:
         """Write one version with `save(folder)`. Returns (path, checksum) for `publish_weights`."""
+        return self._write(weights, save, lambda folder: weights_manifest.write(folder, str(weights)))
+
+    def copy(self, weights: PolicyVersion, save: Callable[[Path], None]) -> None:
+        """The same of what has its manifest already, which `save` writes, too."""
+        self._write(weights, save, lambda folder: "")
+
+    def _write(
+        self, weights: PolicyVersion, save: Callable[[Path], None], seal: Callable[[Path], str]
+    ) -> tuple[str, str]:
         path = self.path(weights)
         if path.exists():
             shutil.rmtree(path)
         with new_folder(path) as folder:
             save(folder)
-            checksum = weights_manifest.write(folder, str(weights))
+            checksum = seal(folder)
         self._newest = path
         return str(path), checksum
 

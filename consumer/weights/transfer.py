@@ -92,7 +92,7 @@ class WeightTransfer:
 
     def _copy(self, weights: PolicyVersion, snapshot: WeightsSnapshot) -> None:
         try:
-            self._folder.write(weights, snapshot.save)
+            self._folder.copy(weights, snapshot.save)
             self._folder.prune()
         except OSError as error:
             # training goes on, and so do workers that live: they have met the trainer

@@ -71,8 +71,8 @@ class WeightsSnapshot:
         return {name: place.shape for file in places for name, place in file.items()}
 
     def save(self, folder: Path) -> None:
-        """Write the files again."""
-        for name, data in self.files.items():
+        """Write the files again, the manifest last."""
+        for name, data in (*self.files.items(), (weights_manifest.NAME, self._manifest)):
             (folder / name).write_bytes(data)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from buffer.weights_announcement import Announcement
 from producer_workers.engines.base import WeightsError
 
-FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.25
+FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05
 """Waits before the processes are asked whether all is there; doubled each time. A look costs vLLM's loop a message."""
 
 Call = Callable[..., Awaitable[list[Any]]]

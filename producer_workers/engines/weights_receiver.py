@@ -60,11 +60,12 @@ class WeightsReceiver:
         return not self._thread.is_alive()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, each in its own memory, in the order of the files."""
+        """All of them, in the order of the files, in the memory that they came into."""
         for data, places in self._files:
             for name, place in places.items():
-                raw = data[place.start : place.end].clone()
-                yield name, raw.view(DTYPES[place.dtype]).reshape(place.shape)
+                raw, dtype = data[place.start : place.end], DTYPES[place.dtype]
+                aligned = raw if place.start % dtype.itemsize == 0 else raw.clone()
+                yield name, aligned.view(dtype).reshape(place.shape)
 
     def _run(self) -> None:
         try:
@@ -89,12 +90,11 @@ class WeightsReceiver:
 
     def _receive_file(self, group: WeightsGroup, name: str) -> tuple[torch.Tensor, dict[str, TensorPlace]]:
         facts = self._announced.files[name]
-        data = torch.empty(facts.bytes, dtype=torch.uint8)
-        group.receive(data)
-        view = memoryview(data.numpy().data)
-        if hashlib.blake2b(view, digest_size=16).hexdigest() != facts.blake2b:
+        data, digest = torch.empty(facts.bytes, dtype=torch.uint8), hashlib.blake2b(digest_size=16)
+        group.receive(data, lambda part: digest.update(part.numpy().data))
+        if digest.hexdigest() != facts.blake2b:
             raise WireError(f"{name} is not what was announced")
-        places = places_of(view)
+        places = places_of(memoryview(data.numpy().data))
         if strange := sorted({place.dtype for place in places.values()} - DTYPES.keys()):
             raise WireError(f"{name} has tensors of the unknown type {strange[0]}")
         return data, places

@@ -54,15 +54,16 @@ def stop_in_the_middle() -> None:
     """After 25 chunks, in the second file: say so, and do nothing more."""
     finish, chunks = WeightsGroup._finish, 0
 
-    def count(self: WeightsGroup, begin: Any, part: Any) -> None:
+    def count(self: WeightsGroup, *moving: Any) -> Any:
         nonlocal chunks
-        finish(self, begin, part)
+        done = finish(self, *moving)
         chunks += 1
         if chunks == 25:
             say("middle")
             threading.Event().wait()
+        return done
 
-    WeightsGroup._finish = count  # type: ignore[method-assign]
+    WeightsGroup._finish = count  # type: ignore[method-assign, assignment]
 
 
 def main(end: str) -> None:

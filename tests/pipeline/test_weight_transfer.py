@@ -120,13 +120,15 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[WeightsGroup], 
     """`do(group)` once, when a group has received 25 chunks: in the second file."""
     receive, chunks = WeightsGroup.receive, 0
 
-    def count(self: WeightsGroup, data: torch.Tensor) -> None:
-        nonlocal chunks
-        for part in torch.split(data, CHUNK_BYTES):
-            receive(self, part)
+    def count(self: WeightsGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
+        def counted(part: torch.Tensor) -> None:
+            nonlocal chunks
             chunks += 1
             if chunks == 25:
                 do(self)
+            arrived(part)
+
+        receive(self, data, counted)
 
     monkeypatch.setattr(WeightsGroup, "receive", count)
 

@@ -1,0 +1,118 @@
+"""What a version of weights costs, from the learner's files to a real vLLM engine that samples with it, by each way.
+
+The trainer's part is `write` (in memory for gloo; its copy for the folder goes on beside what follows), the worker's is
+all that lies between hearing of the version and having it: fetched or received, checked, loaded. The publication
+itself, one call of a script, is the same for all and left out. In turns, in one process and one engine per model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.figure import Figure, ratio
+from benchmarks.server import BenchServer
+from buffer.control import ControlState, Mode, new_nonce
+from buffer.limits import RunLimits, TaskLimits
+from buffer.open_run import INITIAL
+from buffer.rollout import PolicyVersion
+from buffer.run import Run
+from consumer.model_folder import copy_tokenizer, load_model
+from consumer.tiny_model import build_tiny_model
+from consumer.tiny_model_config import TinyModelConfig
+from consumer.weights import WeightsTransport
+from consumer.weights.redis_chunks import RedisChunks
+from consumer.weights.shared_folder import SharedFolder
+from consumer.weights.transfer import WeightTransfer
+from producer_workers.engines import build_engine
+from producer_workers.engines.config import VllmConfig
+from producer_workers.steered_engine import SteeredEngine
+from producer_workers.weight_pull import WeightPull
+
+FIRST = PolicyVersion(INITIAL, 0)
+MODELS = {
+    "tiny model": TinyModelConfig(max_positions=512),
+    "200 MB": TinyModelConfig(hidden=512, layers=14, heads=8, kv_heads=8, head_dim=64, intermediate=1536),
+}
+
+
+def weights(server: BenchServer, rounds: int) -> Iterator[Figure]:
+    """Milliseconds per version, medians over `rounds`; nothing where no round is asked for."""
+    for name, config in MODELS.items() if rounds else ():
+        with TemporaryDirectory(prefix="rmq-bench-") as folder, asyncio.Runner() as runner:
+            taken, size = runner.run(_compare(server, config, Path(folder), rounds))
+            yield from _figures(f"weights to vLLM, {name} ({size / 1e6:.0f} MB)", taken)
+
+
+async def _compare(
+    server: BenchServer, config: TinyModelConfig, folder: Path, rounds: int
+) -> tuple[dict[str, list[tuple[float, float]]], int]:
+    """(seconds of the trainer, seconds of the worker) of each way in each round; and bytes of a version."""
+    model = folder / "model"
+    build_tiny_model(model, config, 0)
+    save, size = _learner(model), sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    run = Run.create(server.store, "weights", new_nonce(), RunLimits(tasks={"math": TaskLimits()}), FIRST, "")
+    ways: dict[str, WeightsTransport] = {
+        "folder": SharedFolder(folder / "shared", keep=1),
+        "Redis": RedisChunks(run, keep=1),
+        "gloo": WeightTransfer(run, SharedFolder(folder / "behind", keep=1), "gloo", keep=1),
+    }
+    engine = build_engine(VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST)
+    await engine.start()
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    try:
+        for number in range(1, rounds + 2):
+            for name, way in ways.items():
+                steered = SteeredEngine(engine, WeightPull(run))
+                with closing(steered):
+                    seconds = await _update(steered, way, PolicyVersion(name.lower(), number), save)
+                if number > 1:  # the first warms up
+                    taken[name].append(seconds)
+    finally:
+        await engine.shutdown()
+        for way in ways.values():
+            way.close()
+        server.clear()
+    return taken, size
+
+
+async def _update(
+    steered: SteeredEngine, way: WeightsTransport, version: PolicyVersion, save: Callable[[Path], None]
+) -> tuple[float, float]:
+    began = time.perf_counter()
+    path, checksum = way.write(version, save)
+    written = time.perf_counter()
+    if not await steered.update(ControlState(1, Mode.RUN, (), version, path, checksum)):
+        raise RuntimeError(f"the engine refused {path}")
+    loaded = time.perf_counter()
+    way.prune()
+    return written - began, loaded - written
+
+
+def _learner(folder: Path) -> Callable[[Path], None]:
+    """Saves a model that changes with every version, as the learner does."""
+    model = load_model(folder)
+
+    def save(path: Path) -> None:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.001)
+        model.save_pretrained(path)
+        copy_tokenizer(folder, path)
+
+    return save
+
+
+def _figures(section: str, taken: dict[str, list[tuple[float, float]]]) -> Iterator[Figure]:
+    for name, rounds in taken.items():
+        yield Figure(section, f"{name}: trainer", 1000 * median(wrote for wrote, _ in rounds), "ms")
+        yield Figure(section, f"{name}: worker", 1000 * median(took for _, took in rounds), "ms")
+    sums = {name: [sum(both) for both in rounds] for name, rounds in taken.items()}
+    for name in ("folder", "Redis"):
+        yield Figure(section, f"gloo / {name}, both together: time", 1 / ratio(sums, "gloo", name), "")
