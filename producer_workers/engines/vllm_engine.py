@@ -1,8 +1,9 @@
 """The real engine: vLLM's AsyncLLM inside the rollout worker.
 
-Invariant: the engine runs the weights it names. An update happens between two forward passes, in one call,
-with every cache of the old weights dropped; if it fails the old weights are loaded again, and if that fails
-or anything stays unanswered the engine counts as dead.
+Invariant: the engine runs the weights it names, in every shard. An update happens between two forward passes, while
+the engine is paused, with every cache of the old weights dropped; each shard loads its own part, and the version is
+named once all have it. If one fails all load the old weights again, and if that fails or any stays silent the
+engine counts as dead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +47,15 @@ from producer_workers.engines.vllm_api import (
     sampling_arguments,
     structure_arguments,
 )
+from producer_workers.engines.vllm_control import VllmControl
 from producer_workers.engines.vllm_images import VllmImages
 from producer_workers.engines.vllm_receiving import load_received, receive_weights
 from producer_workers.engines.vllm_statistics import VllmStatistics
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-HEALTH_INTERVAL_S = 0.5
+PULSE_S = 10.0
+"""Between two signs of life of all shards: each waits for the forward pass that runs."""
 
 
 class VllmEngine:
@@ -72,13 +74,13 @@ class VllmEngine:
         self._adapter: VllmAdapter | None = None
         self._api: VllmApi | None = None
         self._llm: Any = None
+        self._control: VllmControl | None = None
         self._paused = False
         self._requests: set[str] = set()
         self._statistics = VllmStatistics()
         self.images = VllmImages(model_dir)
         self._updating: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # pause, resume and updates come one after another
-        self._dead: str | None = "not started"
 
     async def start(self) -> None:
         check_model_folder(self._model_dir)
@@ -95,17 +97,18 @@ class VllmEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(
-                f"vLLM could not load {self._model_dir}: {error}", hint="its own log lines above say why"
-            ) from error
-        self._api, self._dead = api, None
+            hint = "its own log lines above say why"
+            raise EngineError(f"vLLM could not load {self._model_dir}: {error}", hint=hint) from error
+        self._api, self._control = api, VllmControl(api, self._llm, self._config.control_timeout_s)
+        await self._control.ask_shards("rolloutmq_ready")
         if self._adapter:
             await self._load(self._adapter.first)
         await self._name_weights(self._version)
+        self._control.watch(self._lock, PULSE_S, self._config.hang_timeout_s)
         logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
 
     async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
-        self.check_health()
+        control = self._running()
         assert self._api is not None
         submitted = self._version
         final = None
@@ -118,7 +121,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, sampling, request_id, lora_request=adapter):
                 final = output
         except self._api.engine_dead as error:
-            raise self._declare_dead("vLLM's engine process ended") from error
+            raise control.declare_dead("vLLM's engine process ended") from error
         except self._api.refused as error:
             raise GenerationError(f"vLLM refused request {request_id}: {error}") from error
         except RolloutMQError:
@@ -139,25 +142,25 @@ class VllmEngine:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        self.check_health()
+        control = self._running()
         async with self._lock:
             self._paused = True
             # The caches stay: they are dropped when weights change, and only then are they wrong.
-            await self._control(self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})")
+            await control.ask(self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})")
 
     async def abort_others(self, spared: Collection[str]) -> None:
-        self.check_health()
+        control = self._running()
         if others := [name for name in self._requests if name.partition("/")[0] not in spared]:
-            await self._control(self._llm.abort(others), "abort of some requests")
+            await control.ask(self._llm.abort(others), "abort of some requests")
 
     async def resume(self) -> None:
-        self.check_health()
+        control = self._running()
         async with self._lock:
-            await self._control(self._llm.resume_generation(), "resume")
+            await control.ask(self._llm.resume_generation(), "resume")
             self._paused = False
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
-        self.check_health()
+        self._running()
         await asyncio.to_thread(self._check_weights, path)
         await self._switch(path, version, lambda: self._load(path))
 
@@ -165,7 +168,7 @@ class VllmEngine:
         return self._adapter is None
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
-        self.check_health()
+        self._running()
         path = Path(announced.folder)  # the way back from a later update that fails
         check_same_tensors(self._shapes, announced.tensors, path, tied_head=self._tied_head)
         try:
@@ -183,31 +186,34 @@ class VllmEngine:
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         """A method of the worker extension, in every process of the engine."""
-        call = self._llm.collective_rpc(method, args=args)
-        answers: list[Any] = await self._control(call, method, self._config.load_timeout_s)
-        return answers
+        return await self._running().ask_shards(method, *args, limit_s=self._config.load_timeout_s)
 
     async def sleep(self) -> None:
         """vLLM's sleep of level 1: weights go to the host's memory, the KV cache is dropped. CUDA only."""
-        self.check_health()
+        control = self._running()
         if not self._config.enable_sleep_mode:
             raise EngineError("this vLLM engine cannot sleep", hint="set [engine] enable_sleep_mode = true (CUDA only)")
         async with self._lock:
-            await self._control(self._llm.sleep(level=1), "sleep")
+            await control.ask(self._llm.sleep(level=1), "sleep")
 
     async def wake(self) -> None:
-        self.check_health()
+        control = self._running()
         async with self._lock:
-            await self._control(self._llm.wake_up(), "wake up")
+            await control.ask(self._llm.wake_up(), "wake up")
+            if self._paused:  # vLLM samples again once it is awake
+                await control.ask(self._llm.pause_generation(mode="keep", clear_cache=False), "pause after waking up")
 
     def version(self) -> PolicyVersion:
         return self._version
 
     def check_health(self) -> None:
-        if self._dead is None and self._llm.errored:
-            self._dead = "vLLM's engine process ended"
-        if self._dead is not None:
-            raise EngineDeadError(f"the vLLM engine is gone: {self._dead}", hint="restart the worker")
+        self._running()
+
+    def _running(self) -> VllmControl:
+        if self._control is None:
+            raise EngineDeadError("the vLLM engine is gone: not started", hint="restart the worker")
+        self._control.check()
+        return self._control
 
     def unfinished(self) -> int:
         """How many requests run or wait inside vLLM."""
@@ -217,32 +223,16 @@ class VllmEngine:
         return self._statistics.load
 
     async def shutdown(self) -> None:
-        llm, self._llm = self._llm, None
+        llm, control, self._llm = self._llm, self._control, None
         if llm is None:
             return
-        if self._dead is None and not llm.errored:
-            try:
-                await asyncio.wait_for(llm.pause_generation(mode="abort"), self._config.control_timeout_s)
-            except Exception as error:
-                # The processes are ended next, whatever they say.
-                logger.warning("vLLM did not abort its requests before the shutdown: %r", error)
-        self._dead = "shut down"
-        await self._stop_listening(llm)
+        if control:
+            await control.close()
         await asyncio.to_thread(llm.shutdown)
         # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by then.
         llm.shutdown = lambda *_: None
         if self._adapter:
             self._adapter.close()
-
-    async def _stop_listening(self, llm: Any) -> None:
-        """End vLLM's own loop first: it would report the end of the process that it reads from as an error."""
-        handler = getattr(llm, "output_handler", None)
-        if handler is None or self._api is None:
-            return
-        handler.cancel()
-        await asyncio.gather(handler, return_exceptions=True)
-        # whoever still waits for an answer hears that there will be none
-        llm.output_processor.propagate_error(self._api.engine_dead())
 
     def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
         api = import_vllm()
@@ -252,12 +242,12 @@ class VllmEngine:
         return api, api.engine.from_engine_args(arguments, stat_loggers=loggers)
 
     async def _update(self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
+        control = self._running()
         async with self._lock:
             assert self._api is not None
             # Without version labels per token, a response must not span two versions.
             mode = "keep" if self._api.tracks_versions else "abort"
-            pausing = self._llm.pause_generation(mode=mode, clear_cache=True)
-            await self._control(pausing, "pausing for an update")
+            await control.ask(self._llm.pause_generation(mode=mode, clear_cache=True), "pausing for an update")
             try:
                 await load()
                 await self._name_weights(version)
@@ -265,11 +255,11 @@ class VllmEngine:
             except EngineDeadError:
                 raise
             except Exception as error:
-                await self._restore(error)
+                await self._restore(control, error)
                 raise WeightsError(f"vLLM could not load {path}: {error}", hint="the old weights still run") from error
             finally:
-                if not self._paused and self._dead is None:
-                    await self._control(self._llm.resume_generation(), "resuming after an update")
+                if not self._paused and control.dead is None:
+                    await control.ask(self._llm.resume_generation(), "resuming after an update")
 
     def _check_weights(self, path: Path) -> None:
         if self._adapter:
@@ -278,53 +268,23 @@ class VllmEngine:
             check_same_tensors(self._shapes, read_shapes(path), path, tied_head=self._tied_head)
 
     async def _load(self, path: Path) -> None:
-        if self._adapter:
-            call = self._llm.add_lora(self._adapter.request(path, replaces=True))
-            if not await self._control(call, "loading an adapter", self._config.load_timeout_s):
-                raise WeightsError(f"vLLM took no adapter from {path}")
-            return
-        await self._call_workers("rolloutmq_load_weights", str(path.resolve()))
+        """Every shard has the weights in `path`, or this raises."""
+        folder = str(path.resolve())
+        call = self._adapter.loading(folder) if self._adapter else ("rolloutmq_load_weights", folder)
+        await self._call_workers(*call)
 
     async def _name_weights(self, version: PolicyVersion) -> None:
-        """From here on vLLM stamps every token with `version`."""
+        """From here on vLLM stamps every token with `version`, in every replica."""
         if self._api is not None and self._api.tracks_versions:
-            await self._control(self._llm.update_weight_version(str(version)), "naming the weights")
+            await self._running().ask(self._llm.update_weight_version(str(version)), "naming the weights")
 
-    async def _restore(self, cause: Exception) -> None:
-        """Load the old weights again: a failed load may have replaced some of them."""
+    async def _restore(self, control: VllmControl, cause: Exception) -> None:
+        """Load the old weights again: a failed load may have replaced some of them, in some shards."""
         try:
             await self._load(self._loaded_from)
+            await self._name_weights(self._version)
         except EngineDeadError:
             raise
         except Exception as error:
-            raise self._declare_dead(
-                f"an update failed ({cause}), and so did the way back to {self._loaded_from} ({error})"
-            ) from error
-
-    async def _control(self, call: Awaitable[T], what: str, timeout_s: float | None = None) -> T:
-        """Wait for a control call of vLLM: one that is pending when the engine dies never returns."""
-        limit_s = self._config.control_timeout_s if timeout_s is None else timeout_s
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + limit_s
-        task = asyncio.ensure_future(call)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=HEALTH_INTERVAL_S)
-                if not task.done() and (self._llm is None or self._llm.errored):
-                    raise self._declare_dead(f"vLLM's engine process ended during: {what}")
-                if not task.done() and clock() > deadline:
-                    raise self._declare_dead(f"no answer in {limit_s:g} s to: {what}")
-            return self._answer(task, what)
-        finally:
-            task.cancel()
-
-    def _answer(self, task: asyncio.Future[T], what: str) -> T:
-        assert self._api is not None
-        try:
-            return task.result()
-        except self._api.engine_dead as error:
-            raise self._declare_dead(f"vLLM's engine process ended during: {what}") from error
-
-    def _declare_dead(self, why: str) -> EngineDeadError:
-        self._dead = self._dead or why
-        return EngineDeadError(f"the vLLM engine is gone: {self._dead}", hint="restart the worker")
+            why = f"an update failed ({cause}), and so did the way back to {self._loaded_from} ({error})"
+            raise control.declare_dead(why) from error

@@ -1,10 +1,11 @@
 """The part of the vLLM engine that runs inside vLLM's worker processes.
 
 vLLM mixes `WeightLoader` into its worker class (`worker_extension_cls`); its methods are then called with
-`collective_rpc`. Importing this module in a child also ties the child's life to the rollout worker's.
+`collective_rpc`, in every shard: each tensor and pipeline rank of each data-parallel replica. Importing this module
+in a child also ties the child's life to the rollout worker's.
 
 Invariant: one call is one whole weight update. vLLM runs no forward pass during a call, so no token is ever
-made by a mixture of old and new weights.
+made by a mixture of old and new weights; and the call succeeds only where it did in every shard.
 """
 
 from __future__ import annotations
@@ -13,26 +14,40 @@ import logging
 import os
 import select
 import threading
+from collections.abc import Callable
 from typing import Any
 
 OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"  # also in environment.py, which this process has no need to import
 OWNER_LOST = 1
+PROBLEM_BYTES = 1024
+"""What a shard can tell the others of what went wrong with it."""
+
+logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
     """Methods that vLLM's worker gains. Names carry the project's: vLLM refuses ones that it has itself."""
 
     model_runner: Any
+    parallel_config: Any
     reload_weights: Any
+    add_lora: Any
     device: Any
+    rank: int
     _rolloutmq_receiver: Any = None
 
     def rolloutmq_ready(self) -> None:
-        """Do nothing: that it can be called says that this class is there."""
+        """Say that this class is there and its process alive; at first, make up for what vLLM's start left out."""
+        if self.device.type == "cpu" and self.parallel_config.pipeline_parallel_size > 1:
+            _make_stage_buffers(self.model_runner)
 
     def rolloutmq_load_weights(self, path: str) -> None:
-        """Load the safetensors in the folder `path` over the running model."""
-        self._rolloutmq_reload(weights_path=path)
+        """Load this shard's part of the safetensors in the folder `path` over the running model."""
+        _do_in_every_shard(self, lambda: self._rolloutmq_reload(weights_path=path))
+
+    def rolloutmq_load_adapter(self, name: str, number: int, path: str) -> None:
+        """Load this shard's part of the LoRA adapter in the folder `path`, in place of the one with this number."""
+        _do_in_every_shard(self, lambda: _take_adapter(self, name, number, path))
 
     def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
         """Begin to receive announced weights, while the model goes on; `announced` as JSON."""
@@ -49,8 +64,8 @@ class WeightLoader:
             return str(error) or repr(error)
 
     def rolloutmq_load_received(self) -> None:
-        """Load them over the running model."""
-        self._rolloutmq_reload(weights_iterator=self._rolloutmq_receiver.tensors())
+        """Load this shard's part of them over the running model."""
+        _do_in_every_shard(self, lambda: self._rolloutmq_reload(weights_iterator=self._rolloutmq_receiver.tensors()))
 
     def rolloutmq_forget_received(self) -> None:
         """Free their memory."""
@@ -67,6 +82,58 @@ class WeightLoader:
             raise
         if self.device.type == "cpu":
             _pack_heads(model)
+
+
+def _do_in_every_shard(worker: WeightLoader, act: Callable[[], object]) -> None:
+    """`act`, and hear how it went in the others. What went wrong in any of them is raised by the last one, alone.
+
+    For vLLM reads the answers of its processes in their order, up to the first error: what stands behind that one
+    would be taken for the answers to the next call, which then returned before all had done it.
+    """
+    problem = ""
+    try:
+        act()
+    except Exception as error:
+        logger.warning("shard %d of the engine: %r", worker.rank, error)
+        problem = repr(error)
+    problems = {shard: told for shard, told in enumerate(_tell_all(problem)) if told}
+    if problems and worker.rank == worker.parallel_config.world_size - 1:
+        raise RuntimeError("; ".join(f"shard {shard}: {told}" for shard, told in problems.items()))
+
+
+def _tell_all(problem: str) -> list[str]:
+    """What each shard told, this one's `problem` included. Waits for all of them."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [problem]
+    mine = torch.frombuffer(bytearray(problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")), dtype=torch.uint8)
+    told = [torch.empty_like(mine) for _ in range(group.world_size)]
+    torch.distributed.all_gather(told, mine, group=group.cpu_group)
+    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in told]
+
+
+def _take_adapter(worker: WeightLoader, name: str, number: int, path: str) -> None:
+    from vllm.lora.request import LoRARequest
+
+    if not worker.add_lora(LoRARequest(name, number, path, load_inplace=True)):
+        raise RuntimeError(f"vLLM took no adapter from {path}")
+
+
+def _make_stage_buffers(runner: Any) -> None:
+    """Give a later stage of a pipeline the buffers for what it gets from the stage before.
+
+    Up to 0.32 vLLM makes them in its warm-up alone, which a CPU engine that compiles nothing passes over: its first
+    forward pass would end the engine.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", 0) is None:
+        runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _forget_packed_experts(model: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from buffer.config.file import LaunchSection
 from buffer.errors import ConfigError
-from consumer.launch.placement import Placement, count_gpus, place
+from consumer.launch.placement import Placement, count_gpus, gpus_of_engine, place
 
 CASES = [
     # machine without GPUs: nobody gets any
@@ -43,18 +43,24 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-@pytest.mark.parametrize(("launch", "gpus", "tensor_parallel", "trainer", "workers"), CASES)
+@pytest.mark.parametrize(("launch", "gpus", "per_worker", "trainer", "workers"), CASES)
 def test_place_deals_out_gpus(
-    launch: dict[str, object], gpus: int, tensor_parallel: int, trainer: list[int], workers: list[list[int]]
+    launch: dict[str, object], gpus: int, per_worker: int, trainer: list[int], workers: list[list[int]]
 ) -> None:
-    placement = place(LaunchSection.model_validate(launch), gpus, tensor_parallel)
+    placement = place(LaunchSection.model_validate(launch), gpus, per_worker)
     assert placement == Placement(trainer, workers)
 
 
-@pytest.mark.parametrize(("launch", "gpus", "tensor_parallel", "why"), ERRORS)
-def test_place_says_why_it_cannot(launch: dict[str, object], gpus: int, tensor_parallel: int, why: str) -> None:
+@pytest.mark.parametrize(("launch", "gpus", "per_worker", "why"), ERRORS)
+def test_place_says_why_it_cannot(launch: dict[str, object], gpus: int, per_worker: int, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        place(LaunchSection.model_validate(launch), gpus, tensor_parallel)
+        place(LaunchSection.model_validate(launch), gpus, per_worker)
+
+
+def test_a_worker_needs_a_gpu_for_each_shard_of_its_engine() -> None:
+    assert gpus_of_engine({"kind": "vllm", "tensor_parallel_size": 2, "data_parallel_size": 3}) == 6
+    assert gpus_of_engine({"kind": "vllm", "pipeline_parallel_size": 2}) == 2
+    assert gpus_of_engine({"kind": "simulated"}) == gpus_of_engine(None) == 1
 
 
 def test_environment_names_gpus_only_where_there_are_any() -> None:

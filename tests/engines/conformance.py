@@ -59,6 +59,9 @@ def worst_difference(folder: Path, made: Generation, temperature: float) -> floa
 class EngineContract:
     """For every engine. `engine` is a fixture of the file that tests it."""
 
+    long = LONG
+    """Tokens of a response that is to be caught in the middle."""
+
     def test_generate_gives_columns_that_agree(self, engine: Engine, run: Run[Generation]) -> None:
         made = run(generate(engine, sampling(12)))
         assert made.token_ids.dtype == np.int32
@@ -83,7 +86,7 @@ class EngineContract:
         assert made.token_ids[-1] == stop
 
     def test_pause_abort_returns_a_prefix_when_a_request_runs(self, engine: Engine, run: Run[Any]) -> None:
-        params = sampling(LONG, seed=3)
+        params = sampling(self.long, seed=3)
 
         async def scenario() -> tuple[Generation, Generation]:
             whole = await generate(engine, params)
@@ -101,7 +104,7 @@ class EngineContract:
     def test_abort_of_others_spares_a_group_and_ends_the_rest(self, engine: Engine, run: Run[Any]) -> None:
         if not isinstance(engine, AbortsSome):
             pytest.skip("this engine aborts all or nothing")
-        params, spared = sampling(LONG, seed=3), "math-0000000001"
+        params, spared = sampling(self.long, seed=3), "math-0000000001"
 
         async def scenario() -> tuple[Generation, Generation, Generation]:
             whole = await generate(engine, params)
@@ -137,7 +140,7 @@ class EngineContract:
         assert all(0 <= load.kv_usage <= 1 for load in seen)
 
     def test_pause_keep_loses_no_token_when_a_request_runs(self, engine: Engine, run: Run[Any]) -> None:
-        params = sampling(LONG, seed=3)
+        params = sampling(self.long, seed=3)
 
         async def scenario() -> tuple[Generation, Generation, bool]:
             whole = await generate(engine, params)
@@ -172,7 +175,7 @@ class EngineContract:
     def test_load_weights_stamps_each_token_when_a_request_runs(
         self, engine: Engine, run: Run[Any], folders: Folders, paused: bool
     ) -> None:
-        params = sampling(LONG, seed=3)
+        params = sampling(self.long, seed=3)
 
         async def swap() -> None:
             if paused:
@@ -187,10 +190,10 @@ class EngineContract:
 
         whole, mixed = run(scenario())
         assert mixed.finish_reason == "length"
-        assert len(mixed.token_ids) == LONG
+        assert len(mixed.token_ids) == self.long
         old, new = mixed.spans
         assert (old.start, old.version, old.lineage) == (0, *reversed(FIRST))
-        assert (new.start, new.start + new.length) == (old.length, LONG)
+        assert (new.start, new.start + new.length) == (old.length, self.long)
         assert (new.version, new.lineage) == (NEXT.version, NEXT.lineage)
         assert np.array_equal(mixed.token_ids[: old.length], whole.token_ids[: old.length])
         assert engine.version() == NEXT
@@ -227,7 +230,7 @@ class EngineContract:
 
     def test_cancelling_leaves_nothing_behind_when_requests_run(self, engine: Engine, run: Run[Any]) -> None:
         async def scenario() -> list[BaseException | Generation]:
-            tasks = [asyncio.create_task(generate(engine, sampling(LONG))) for _ in range(20)]
+            tasks = [asyncio.create_task(generate(engine, sampling(self.long))) for _ in range(20)]
             await asyncio.sleep(0.2)
             for task in tasks:
                 task.cancel()
@@ -265,21 +268,21 @@ class ModelContract(EngineContract):
     def test_an_aborted_response_resumed_by_ids_equals_an_uninterrupted_one(
         self, engine: Engine, run: Run[Any]
     ) -> None:
-        greedy = sampling(LONG, temperature=0.0)
+        greedy = sampling(self.long, temperature=0.0)
 
         async def scenario() -> tuple[Generation, Generation, Generation]:
             whole = await generate(engine, greedy)
             part = await interrupt(engine, greedy, lambda: engine.pause("abort"))
             await engine.resume()
             prompt = np.concatenate([PROMPT, part.token_ids])
-            rest = sampling(LONG - len(part.token_ids), temperature=0.0)
+            rest = sampling(self.long - len(part.token_ids), temperature=0.0)
             return whole, part, await engine.generate("rest", prompt, rest)
 
         whole, part, rest = run(scenario())
         assert np.array_equal(np.concatenate([part.token_ids, rest.token_ids]), whole.token_ids)
 
     def test_tokens_after_a_swap_come_from_fresh_caches(self, engine: Engine, run: Run[Any], folders: Folders) -> None:
-        greedy = sampling(LONG, temperature=0.0)
+        greedy = sampling(self.long, temperature=0.0)
 
         async def scenario() -> tuple[Generation, Generation]:
             first, second = (folders.first, FIRST), (folders.second, NEXT)
@@ -288,7 +291,7 @@ class ModelContract(EngineContract):
             )
             cut = mixed.spans[1].start
             prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
-            return mixed, await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
+            return mixed, await engine.generate("fresh", prompt, sampling(self.long - cut, temperature=0.0))
 
         mixed, fresh = run(scenario())
         cut = mixed.spans[1].start

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,9 +72,16 @@ def adapters(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> list
 
 @pytest.fixture(scope="session")
 def running_vllm(run: Run[None], folders: Folders) -> Iterator[Engine]:
-    """The one vLLM engine. Its end must leave no process behind."""
+    """The one vLLM engine that most tests share."""
+    with running(CPU_ENGINE, run, folders) as engine:
+        yield engine
+
+
+@contextmanager
+def running(config: VllmConfig, run: Run[None], folders: Folders) -> Iterator[Engine]:
+    """An engine of its own. Its end must leave no process behind."""
     before = set(psutil.Process().children(recursive=True))
-    engine = build_engine(CPU_ENGINE, folders.first, FIRST)
+    engine = build_engine(config, folders.first, FIRST)
     run(engine.start())
     yield engine
     run(engine.shutdown())
