@@ -15,10 +15,11 @@ from tests.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def engine(run: Run[None], folders: Folders) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.modes)], ids=["", "tensor-2"])
+def engine(run: Run[None], folders: Folders, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """One that samples with adapters."""
-    engine = build_engine(CPU_ENGINE.model_copy(update={"max_lora_rank": 8}), folders.first, FIRST)
+    sizes = {"max_lora_rank": 8, "tensor_parallel_size": request.param}
+    engine = build_engine(CPU_ENGINE.model_copy(update=sizes), folders.first, FIRST)
     run(engine.start())
     yield engine
     run(engine.shutdown())

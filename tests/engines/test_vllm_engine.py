@@ -27,6 +27,7 @@ from producer_workers.engines import vllm_engine as module
 from producer_workers.engines.base import Engine, EngineError, Generation, GenerationError, WeightsError
 from producer_workers.engines.capabilities import ReceivesWeights
 from producer_workers.engines.config import VllmConfig
+from producer_workers.engines.environment import is_cpu_build
 from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm_answer import generation_of
 from producer_workers.tokenizer import load_tokenizer
@@ -41,7 +42,7 @@ from tests.engines.conformance import (
     sampling,
     worst_difference,
 )
-from tests.engines.conftest import FIRST, Folders, Run
+from tests.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
 from tests.pipeline.handover import announce
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -159,6 +160,37 @@ def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_chan
     made = run(interrupt(vllm_engine, sampling(LONG), there, back))
     assert made.finish_reason == "abort"
     assert vllm_engine.version() == NEXT
+
+
+def test_the_cpu_build_refuses_to_sleep_at_its_start(run: Run[None], folders: Folders) -> None:
+    if not is_cpu_build():
+        pytest.skip("this build can sleep")
+    engine = build_engine(CPU_ENGINE.model_copy(update={"enable_sleep_mode": True}), folders.first, FIRST)
+    with pytest.raises(EngineError, match="the CPU build of vLLM cannot sleep"):
+        run(engine.start())
+
+
+def test_waking_up_leaves_a_paused_engine_paused(
+    vllm_engine: Engine, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself samples again once it is awake. On a CPU its sleep is a pause that frees nothing."""
+    engine: Any = vllm_engine
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"enable_sleep_mode": True}))
+
+    async def scenario() -> tuple[list[bool], Generation]:
+        paused = []
+        await engine.pause("keep")
+        await engine.sleep()
+        running = asyncio.create_task(generate(engine, sampling(20)))
+        for call in (engine.wake, engine.resume, engine.sleep, engine.wake):
+            await call()
+            paused.append(await engine._llm.is_paused())
+        return paused, await running
+
+    paused, made = run(scenario())
+    assert paused == [True, False, True, False]
+    # sleep ends requests, as it drops their cache; this one may be through by then
+    assert made.finish_reason == "abort" or len(made.token_ids) == 20
 
 
 def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(

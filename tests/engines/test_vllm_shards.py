@@ -33,12 +33,12 @@ from tests.engines.conftest import CPU_ENGINE, FIRST, Folders, Run, is_vllm, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SIZES = [
-    pytest.param({"tensor_parallel_size": 2}, id="tensor 2"),
-    pytest.param({"pipeline_parallel_size": 2}, id="pipeline 2", marks=pytest.mark.modes),
-    pytest.param({"data_parallel_size": 2, "max_num_seqs": 16}, id="data 2", marks=pytest.mark.modes),
+    pytest.param({"tensor_parallel_size": 2}, id="tensor-2"),
+    pytest.param({"pipeline_parallel_size": 2}, id="pipeline-2", marks=pytest.mark.modes),
+    pytest.param({"data_parallel_size": 2, "max_num_seqs": 16}, id="data-2", marks=pytest.mark.modes),
     pytest.param(
         {"data_parallel_size": 2, "pipeline_parallel_size": 2, "max_num_seqs": 16},
-        id="data 2, pipeline 2",
+        id="data-2-pipeline-2",
         marks=pytest.mark.modes,
     ),
 ]

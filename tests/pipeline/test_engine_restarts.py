@@ -105,26 +105,34 @@ class WatchedVllm:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_it(
     make_yard: Callable[..., Yard], tmp_path: Path
 ) -> None:
-    """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine ends the work."""
+    """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine ends the work.
+
+    The first engine is a pair of shards, of which one is killed; those after it are one process each.
+    """
     yard = make_yard(max_tries=2)
     poison, *others = yard.enqueue(4, (400, 400))
     model = write_tiny_model(tmp_path / "model", seed=1)
     config = VllmConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=32 << 20, omp_threads=1)
     killed: list[int] = []
+    sizes = [1, 1, 2]
+    victims = "VLLM"
     engines_of_other_tests = psutil.Process().children(recursive=True)
 
     def kill(gid: str) -> None:
         for child in psutil.Process().children(recursive=True):
-            if gid == poison and "VLLM" in child.name() and child not in engines_of_other_tests:
+            if gid == poison and victims in child.name() and child not in engines_of_other_tests:
                 killed.append(child.pid)
                 child.kill()
 
     async def start() -> Engine:
-        engine = build_engine(config, model, FIRST)
+        nonlocal victims
+        shards = sizes.pop()
+        victims = "VLLM::Worker_TP1" if shards == 2 else "VLLM"
+        engine = build_engine(config.model_copy(update={"tensor_parallel_size": shards}), model, FIRST)
         await engine.start()
         return cast(Engine, WatchedVllm(engine, kill))
 
