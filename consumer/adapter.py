@@ -58,7 +58,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model of the folder, for evaluation. A backward pass of an earlier forward pass may come after it."""
+        """The model of the folder, for forward passes without a gradient."""
         was_training = self._model.training
         self._model.eval()
         self._enable(False)

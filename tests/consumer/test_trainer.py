@@ -259,6 +259,7 @@ def test_weights_are_evaluated_every_so_many_steps_and_training_is_the_same(
     assert run.account.fsck().clean
 
 
+@with_adapter_too
 def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_device(
     run: Run,
     config: TrainingConfig,

@@ -73,7 +73,7 @@ def test_the_reference_of_a_kl_term_is_the_model_with_its_adapter_off(model_dir:
     assert learner.reference is not None
     for step in range(3):
         groups, advantages = make_batch(step)
-        metrics = learner.train_step(groups, advantages)  # asks for the reference between forward and backward
+        metrics = learner.train_step(groups, advantages)  # asks for the reference by itself
         batch = other.pack(groups, keep=other.keep(advantages))
         batch.set_advantages(advantages)
         assert metrics == other.train(other.compute_ref_logprobs(batch))

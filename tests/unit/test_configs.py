@@ -32,7 +32,7 @@ def both(path: Path, *overrides: str) -> tuple[ProducingConfig, TrainingConfig]:
 
 
 def test_all_examples_are_here() -> None:
-    assert {path.name for path in FILES} >= {"demo.toml", "gpu_check.toml", "qwen3_0.6b_gsm8k.toml"}
+    assert {path.name for path in FILES} >= {"demo.toml", "gpu_check.toml", "lora.toml", "qwen3_0.6b_gsm8k.toml"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
