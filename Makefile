@@ -47,6 +47,12 @@ test-modes: setup ## vLLM as pipeline stages and as replicas, or on 2 and 4 GPUs
 test-unit: setup ## the quick tests: no engine, no server
 	@$(PYTEST) tests/unit
 
+.PHONY: test-foreign
+test-foreign: setup ## workers in other languages against the protocol's tests; installs two npm packages into build/foreign
+	@mkdir -p build/foreign && cp tests/foreign/package.json tests/foreign/package-lock.json build/foreign/
+	@npm ci --prefix build/foreign --no-audit --no-fund
+	@$(PYTEST) tests/pipeline/test_worker_contract.py
+
 bench: setup ## measure against raw Redis, naive ways and ideal fleets; 20 minutes, rewrites benchmarks/README.md
 	@$(PY) -m benchmarks
 

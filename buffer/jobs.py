@@ -192,7 +192,7 @@ class JobQueue:
             | {"suspects": keys.suspects},
             {"worker": worker, "nonce": nonce, "token": token, "weights": str(weights)}
             | {"lease_ms": limits.lease_ms, "limit": min(limit, CLAIM_MOST)}
-            | {"low": limits.low_bytes, "high": limits.high_bytes},
+            | {"low_bytes": limits.low_bytes, "high_bytes": limits.high_bytes},
             tail,
             [lane for _, lane in lanes],
         )

@@ -53,5 +53,15 @@ def _as_json(script: Script) -> dict[str, Any]:
 
 
 def _slot(slot: Slot) -> dict[str, Any]:
-    """`tail`: as many values (of each name, in turn) as the caller likes, within the bounds of the contract."""
-    return {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
+    """`tail`: as many values (of each name, in turn) as the caller likes, within the bounds of the contract. `default`:
+    what a caller says who has nothing to say, where there is such a thing."""
+    said = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
+    if slot.array == "ARGV" and not slot.is_tail and (default := _default(slot.types[0])) is not None:
+        return said | {"default": default}
+    return said
+
+
+def _default(kind: str) -> str | None:
+    if "''" in kind.split("|"):
+        return ""
+    return "0" if kind == "number" or kind.startswith("0..") else None

@@ -16,8 +16,8 @@
 -- ARGV[4] weights  weights        "lineage:version" that its engine has
 -- ARGV[5] lease_ms 1..86_400_000
 -- ARGV[6] limit    1..128         groups at most
--- ARGV[7] low      0..            payload bytes of the run from which no fresh group is given out; 0 = no bound
--- ARGV[8] high     0..            and from which none is
+-- ARGV[7] low_bytes  0..          payload bytes of the run from which no fresh group is given out; 0 = no bound
+-- ARGV[8] high_bytes 0..          and from which none is
 -- ARGV[9+] lane  eval|resume|fresh xKEYS
 -- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
 --       | FULL 6 x control held mark (groups wait, but none that may be started) | BARRED 6 x control bad (see quarantine)

@@ -1,11 +1,14 @@
-"""What every rollout worker must do (producer_workers/PROTOCOL.md), whoever wrote it: ours, and one of ours that shares
-no code with the project (`tests/foreign/worker.py`), as a process, on a real server.
+"""What every rollout worker must do (producer_workers/PROTOCOL.md), whoever wrote it: ours, and two that share no code
+with the project (`tests/foreign`, in Python and in JavaScript), as processes, on a real server.
+
+The one in JavaScript is tried where Node.js is and `make test-foreign` has installed its two libraries.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +27,9 @@ from tests.pipeline.site import ROOT
 from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
 
 SLOW_S = 0.01
+
+FOREIGN, INSTALLED = ROOT / "tests" / "foreign", ROOT / "build" / "foreign"
+"""Workers that import nothing of this project, and where the libraries of the one in JavaScript are."""
 
 
 class Launch(Protocol):
@@ -77,21 +83,31 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-both = pytest.mark.parametrize("launch", ["ours", "foreign"], indirect=True)
+foreign = pytest.mark.parametrize("launch", ["python", "node"], indirect=True)
+everybody = pytest.mark.parametrize("launch", ["ours", "python", "node"], indirect=True)
 """Ours is tried by the rest of this folder; here, only where that costs little."""
+
+
+def program(language: str, *args: str) -> list[str]:
+    """A foreign worker's command; skips the test where it cannot run here."""
+    if language == "python":
+        # -I: neither this folder nor PYTHONPATH; what it imports is installed
+        return [sys.executable, "-I", str(FOREIGN / "worker.py"), *args]
+    node = shutil.which("node")
+    if node is None or not (INSTALLED / "node_modules").is_dir():
+        pytest.skip("no Node.js with ioredis and @msgpack/msgpack: make test-foreign installs them")
+    return [node, str(shutil.copy(FOREIGN / "worker.mjs", INSTALLED)), *args]
 
 
 @pytest.fixture
 def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
-    if getattr(request, "param", "foreign") == "ours":
+    if request.param == "ours":
         return ours
 
     @contextmanager
-    def foreign(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
+    def start(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
         url = yard.store.servers.masters()[0][0]
-        # -I: neither this folder nor PYTHONPATH; what it imports is installed
-        program = [sys.executable, "-I", str(ROOT / "tests" / "foreign" / "worker.py")]
-        process = subprocess.Popen([*program, url, yard.run.name, str(scripts), "w0", str(token_s)])
+        process = subprocess.Popen(program(request.param, url, yard.run.name, str(scripts), "w0", str(token_s)))
         try:
             yield
             process.send_signal(signal.SIGTERM)
@@ -100,16 +116,20 @@ def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
             process.kill()
             process.wait()
 
-    return foreign
+    program(request.param)
+    return start
 
 
 def test_foreign_worker_imports_nothing_of_this_project() -> None:
-    text = (ROOT / "tests" / "foreign" / "worker.py").read_text(encoding="utf-8")
+    text = (FOREIGN / "worker.py").read_text(encoding="utf-8")
     imported = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import", "from"))}
     assert imported - set(sys.stdlib_module_names) == {"msgpack", "redis"}
+    script = (FOREIGN / "worker.mjs").read_text(encoding="utf-8")
+    imported = {line.split('"')[1] for line in script.splitlines() if line.startswith("import")}
+    assert {name for name in imported if not name.startswith("node:")} == {"@msgpack/msgpack", "ioredis"}
 
 
-@both
+@everybody
 def test_worker_claims_makes_and_hands_in_groups_of_any_size(yard: Yard, launch: Launch) -> None:
     small, large = yard.enqueue(3, tokens=(7, 7)), yard.enqueue(1, tokens=(3,) * 9)
     with launch(yard):
@@ -127,6 +147,7 @@ def test_worker_claims_makes_and_hands_in_groups_of_any_size(yard: Yard, launch:
     yard.check()
 
 
+@foreign
 def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(yard: Yard, launch: Launch) -> None:
     yard.enqueue(1, tokens=(3000, 3000))
     with launch(yard, SLOW_S):
@@ -141,7 +162,7 @@ def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(yard: Y
     yard.check()
 
 
-@both
+@everybody
 def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(yard: Yard, launch: Launch) -> None:
     yard.enqueue(6, tokens=(3000, 3000))  # more than it holds at once
     with launch(yard, SLOW_S):
@@ -160,6 +181,7 @@ def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(yard: Yard
     yard.check()
 
 
+@foreign
 def test_worker_freezes_and_goes_on_with_new_weights(yard: Yard, launch: Launch) -> None:
     (gid,) = yard.enqueue(1, tokens=(200,))
     with launch(yard, SLOW_S):
@@ -176,7 +198,7 @@ def test_worker_freezes_and_goes_on_with_new_weights(yard: Yard, launch: Launch)
     yard.check()
 
 
-@both
+@everybody
 def test_worker_that_lost_its_lease_changes_nothing(yard: Yard, launch: Launch) -> None:
     (gid,) = yard.enqueue(1, tokens=(200,))
     with launch(yard, SLOW_S):
@@ -191,17 +213,30 @@ def test_worker_that_lost_its_lease_changes_nothing(yard: Yard, launch: Launch) 
     yard.check()
 
 
+@foreign
 def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
-    yard: Yard, scripts: Path, launch: Launch
+    yard: Yard, scripts: Path, launch: Launch, request: pytest.FixtureRequest
 ) -> None:
     url: Any = yard.store.servers.masters()[0][0]
     yard.enqueue(2, tokens=(50, 50))
-    program = [sys.executable, "-I", str(ROOT / "tests" / "foreign" / "worker.py")]
-    victim = subprocess.Popen([*program, url, yard.run.name, str(scripts), "victim", "0.1"])
+    language = request.node.callspec.params["launch"]
+    victim = subprocess.Popen(program(language, url, yard.run.name, str(scripts), "victim", "0.1"))
     until(yard, lambda: yard.leases() == 1)
     os.kill(victim.pid, signal.SIGKILL)
     victim.wait()
     with launch(yard):
         until(yard, lambda: yard.places() == {"completed": 2})
     assert yard.counters()["leases_lost"] == 1
+    yard.check()
+
+
+@foreign
+def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) -> None:
+    """Whoever decodes and encodes it again: other languages know other numbers."""
+    carried = {"id": 2**60 + 1, "least": -(2**63), "share": 0.1, "whole": 2.0, "text": "\u20ac\0", "none": None}
+    (gid,) = yard.enqueue(1, tokens=(3,), extra=carried)
+    with launch(yard):
+        until(yard, lambda: yard.places() == {"completed": 1})
+    assert yard.group(gid).states[0].extra == carried
+    assert yard.group(gid).states[0].ground_truth == gid
     yard.check()

@@ -87,7 +87,9 @@ class Yard:
 
     # -- moves ---------------------------------------------------------------
 
-    def enqueue(self, count: int, tokens: Sequence[int] = (10, 10)) -> list[str]:
+    def enqueue(
+        self, count: int, tokens: Sequence[int] = (10, 10), extra: dict[str, Any] | None = None
+    ) -> list[str]:
         """Groups whose members generate exactly so many tokens each."""
         cursor = self.run.jobs.cursor(TASK)
         gids = [group_id(TASK, cursor + i) for i in range(count)]
@@ -98,6 +100,7 @@ class Yard:
                     messages=[{"role": "user", "content": gid}],
                     prompt_ids=np.arange(3),
                     ground_truth=gid,
+                    extra=extra or {},
                     sample_params=SampleParams(max_tokens=length, min_tokens=length, seed=place),
                 )
                 for place, length in enumerate(tokens)

@@ -1,0 +1,151 @@
+// A whole rollout worker in JavaScript: producer_workers/PROTOCOL.md in code, without Python. Copy it, and go on.
+//
+//     rolloutmq scripts --json > scripts.json
+//     node worker.mjs redis://localhost my_run scripts.json my-worker
+//
+// Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed.
+
+import { randomBytes } from "node:crypto";
+import { readFileSync } from "node:fs";
+import { setTimeout as sleep } from "node:timers/promises";
+import { crc32 } from "node:zlib";
+import { decode, encode } from "@msgpack/msgpack";
+import { Redis } from "ioredis";
+
+const [url, run, scriptsFile, name, tokenSeconds = "0.001"] = process.argv.slice(2);
+const CHUNK = 1_048_000, LANES = ["eval", "resume", "fresh"], prefix = `rmq:{${run}}:`;
+const newToken = () => randomBytes(16).toString("hex");
+
+// what an outage cut off is sent again as it was, which does no harm
+const again = { maxRetriesPerRequest: null, retryStrategy: () => 200 };
+const redis = new Redis(url.startsWith("unix:") ? new URL(url).pathname : url, again);
+redis.on("error", () => {}); // it tries again, for ever
+const scripts = JSON.parse(readFileSync(scriptsFile, "utf8")).scripts;
+for (const script of ["register", "heartbeat", "claim", "submit", "release", "deregister"])
+  redis.defineCommand(script, { lua: scripts[script].source });
+
+// The group in work goes back as it came; where its lease is lost, the server knows already.
+class Abort extends Error {}
+
+const facts = { worker: name, nonce: newToken(), ack: 0, done: 0, concurrency: 1, state: "alive" };
+let stopping = false, due = 0, epoch, mode, lanes, path;
+
+// Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`.
+async function call(script, { task = "", keys = [], more = [], ...own } = {}) {
+  const header = scripts[script], known = { ...facts, ...own };
+  const fixed = header.keys.filter((slot) => !slot.tail).map((slot) => slot.key.replace("<task>", task));
+  const names = [...fixed, ...keys].map((key) => prefix + key.replace("<worker>", name));
+  const args = header.args.filter((slot) => !slot.tail).map((slot) => known[slot.names[0]] ?? slot.default);
+  return redis[script](names.length, ...names, ...args, ...more);
+}
+
+function hear([newEpoch, newMode, newLanes, weights, newPath]) {
+  [epoch, mode, lanes, path] = [Number(newEpoch), newMode, newLanes, newPath];
+  if (mode === "run" || !facts.weights) facts.weights = weights; // load what is at `path`, then say that it is loaded
+}
+
+// A sign of life, with gid and token of the group in work; throws Abort where its lease is lost.
+async function beat(held) {
+  const reply = await call("heartbeat", { more: held });
+  due = performance.now() + facts.heartbeat_ms;
+  if (reply[0] === "REPLACED") process.exit(1); // another process has this name
+  hear(reply[0] === "OK" ? reply.slice(1) : (await call("register")).slice(2)); // else the server forgot us
+  if (held.length && (reply[0] !== "OK" || reply.length > 7)) throw new Abort("the lease is lost");
+}
+
+// Between any two tokens or groups: beat when it is time, do what the run says, then acknowledge it.
+async function tick(held = []) {
+  for (;;) {
+    if (performance.now() >= due) await beat(held);
+    if (held.length && (mode === "abort" || (mode === "keep" && stopping))) throw new Abort(mode);
+    if (facts.ack !== epoch && (mode === "run" || mode === "keep" || !held.length)) {
+      [facts.ack, due] = [epoch, 0]; // the receipt, at once
+    } else if (mode !== "keep" || stopping) return;
+    else await sleep(10); // frozen
+  }
+}
+
+// Claim one group and hand it in; false where there is none, or none may start: the heartbeat will tell.
+async function work() {
+  const served = LANES.flatMap((lane) => Object.keys(facts.tasks).map((task) => [task, lane]));
+  const keys = served.flatMap(([task, lane]) => [`jobs:${task}:${lane}`, `progress:${task}`]);
+  const token = newToken();
+  const reply = await call("claim", { keys, more: served.map(([, lane]) => lane), token, limit: 1 });
+  if (reply[0] !== "OK" || reply.length < 8) return false;
+  const gid = reply[7], task = gid.slice(0, gid.lastIndexOf("-"));
+  try {
+    await submit(gid, task, token, await make(gid, token));
+  } catch (error) {
+    const kind = error instanceof Abort ? "aborted" : "failed";
+    await call("release", { task, gid, token, kind, reason: JSON.stringify({ reason: String(error) }) });
+  }
+  return true;
+}
+
+// The finished document of a group: its prompt's, with responses.
+async function make(gid, token) {
+  // BigInt: what is in the prompt's `extra` goes back as it was, integers beyond 2^53, too
+  const group = decode(await redis.getBuffer(`${prefix}payload:${gid}:init`), { useBigInt64: true });
+  const prompt = new Int32Array(new Uint8Array(group.columns.prompt_ids.data).buffer); // a copy, which is aligned
+  const ids = [], logprobs = [], lengths = [];
+  for (const member of group.members) {
+    const [tokens, spans] = await respond(prompt, member.sample, [gid, token]);
+    ids.push(tokens);
+    logprobs.push(tokens.map(() => -1));
+    lengths.push(tokens.length);
+    const reward = { score: tokens.reduce((sum, id) => sum + id, 0) % 2 };
+    Object.assign(member, { status: "completed", finish_reason: "length", spans, reward, response: tokens.join(" ") });
+  }
+  const { response_ids, logprobs: logs, lengths: sizes } = group.columns; // little-endian, as every machine is
+  response_ids.data = new Uint8Array(Int32Array.from(ids.flat()).buffer);
+  logs.data = new Uint8Array(Float32Array.from(logprobs.flat()).buffer);
+  sizes.data = new Uint8Array(Int32Array.from(lengths).buffer);
+  return group;
+}
+
+// [tokens, spans of [start, length, version, lineage]]: each token with the weights that really made it.
+async function respond(prompt, sample, held) {
+  const tokens = [], spans = [];
+  while (tokens.length < sample.max_tokens) {
+    await sleep(1000 * Number(tokenSeconds));
+    await tick(held);
+    const [lineage, number] = facts.weights.split(":"), version = Number(number), last = spans.at(-1);
+    if (last?.[2] !== version || last?.[3] !== lineage) spans.push([tokens.length, 0, version, lineage]);
+    spans.at(-1)[1] += 1;
+    tokens.push((prompt.at(-1) + tokens.length) % 100);
+  }
+  return [tokens, spans];
+}
+
+// The bytes first, under the token; then the script that counts and keeps them.
+async function submit(gid, task, token, group) {
+  const data = Buffer.from(encode(group, { useBigInt64: true }));
+  const spans = group.members.flatMap((member) => member.spans);
+  const made = new Map(spans.map(([, , version, lineage]) => [`${lineage}:${version}`, ["oldest", lineage, version]]));
+  const keyOf = (n) => `payload:${gid}:${token}${n ? `:${n}` : ""}`;
+  const keys = Array.from({ length: Math.ceil(data.length / CHUNK) }, (_, n) => keyOf(n));
+  const own = { gid, token, status: "completed", samples: group.members.length, chunks: keys.length };
+  Object.assign(own, { tokens: spans.reduce((sum, span) => sum + span[1], 0), size: data.length });
+  Object.assign(own, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: group.members.length });
+  own.reward_sum = group.members.reduce((sum, member) => sum + member.reward.score, 0);
+  own.order = facts.order === "fifo" ? "arrival" : "";
+  let answer = ["MISSING"];
+  while (answer[0] === "MISSING") {
+    for (const [n, key] of keys.entries())
+      await redis.set(prefix + key, data.subarray(n * CHUNK, (n + 1) * CHUNK), "EX", 3600);
+    answer = await call("submit", { task, keys, more: [...made.values()].flat(), ...own });
+  }
+  facts.done += answer[0] === "OK" ? 1 : 0; // FENCED: somebody else has the group, this result is not wanted
+}
+
+process.on("SIGTERM", () => { stopping = true; });
+for (const [field, value] of Object.entries(await redis.hgetall(`${prefix}meta`)))
+  if (field !== "nonce") facts[field] = JSON.parse(value);
+hear((await call("register")).slice(2));
+while (!stopping && mode !== "finish") {
+  await tick();
+  if (!lanes || !(await work())) await sleep(50); // or BLPOP bell:workers
+}
+await tick();
+await call("deregister");
+redis.disconnect();
