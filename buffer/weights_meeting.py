@@ -22,7 +22,7 @@ from types import TracebackType
 from buffer.errors import WireError
 
 NONCE_BYTES = 32
-GREETING_S = 10.0
+GREETING_S = 30.0
 """For the proofs of both sides."""
 
 VALUE_BYTES = 1 << 20

@@ -23,12 +23,12 @@ class SharedFolder:
     """Versions of weights in `folder`; the newest `keep` stay. What else lies in the folder is left alone."""
 
     def __init__(self, folder: Path, *, keep: int = 3) -> None:
-        self._folder, self._keep = folder.resolve(), keep
+        self.folder, self._keep = folder.resolve(), keep
         self._newest: Path | None = None
 
     def path(self, weights: PolicyVersion) -> Path:
         """Where a version lies, or will."""
-        return self._folder / f"{weights.lineage}-{weights.version:06d}"
+        return self.folder / f"{weights.lineage}-{weights.version:06d}"
 
     def write(self, weights: PolicyVersion, save: Callable[[Path], None]) -> tuple[str, str]:
         """Write one version with `save(folder)`. Returns (path, checksum) for `publish_weights`."""
@@ -52,7 +52,7 @@ class SharedFolder:
 
     def prune(self) -> None:
         """Delete all but the newest versions. Called after a publication, so that none in use disappears."""
-        versions = [p for p in self._folder.iterdir() if VERSION.fullmatch(p.name) and p.is_dir()]
+        versions = [p for p in self.folder.iterdir() if VERSION.fullmatch(p.name) and p.is_dir()]
         # the newest by name as well: a clock that was set back must not make it the oldest
         newest_last = sorted(versions, key=lambda path: (path == self._newest, path.stat().st_mtime_ns))
         for path in newest_last[: -self._keep]:
@@ -60,7 +60,7 @@ class SharedFolder:
 
     def clear(self) -> None:
         """Delete what a trainer left that was killed while it wrote."""
-        for path in self._folder.glob(".*.tmp"):
+        for path in self.folder.glob(".*.tmp"):
             if VERSION.match(path.name[1:]):
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -15,6 +15,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -45,7 +46,8 @@ class WeightTransfer:
         self._folder, self._backend, self._keep, self._stall_s = folder, backend, keep, stall_s
         self._host = host or _address_towards(run.store.servers.url_of(run.keys.control))
         self._announcements = Announcements(run.store, run.keys)
-        self._prefix = f"rolloutmq-{run.nonce}-"
+        # of this run even where it was created anew on a server that lost it: what was left is found
+        self._prefix = f"rolloutmq-{blake2b(str(folder.folder).encode(), digest_size=8).hexdigest()}-"
         self._server: WeightsServer | None = None
         self._copying: threading.Thread | None = None
 

@@ -24,7 +24,7 @@ import torch.distributed  # the group needs it
 
 from buffer.errors import ConfigError, WireError
 from buffer.weights_group import TRAINER, WeightsGroup
-from buffer.weights_meeting import Meeting
+from buffer.weights_meeting import GREETING_S, Meeting
 from consumer.weights.weights_snapshot import WeightsSnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -95,7 +95,7 @@ class WeightsServer:
             self._callers.release()
 
     def _answer(self, meeting: Meeting) -> None:
-        label, snapshot = meeting.get("wanted", self._stall_s).decode(errors="replace"), self._snapshot
+        label, snapshot = meeting.get("wanted", GREETING_S).decode(errors="replace"), self._snapshot
         if snapshot is None or snapshot.label != label:
             meeting.put("refusal", b"newer weights took their place")
             meeting.get("verdict", self._stall_s)

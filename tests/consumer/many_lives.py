@@ -1,11 +1,12 @@
 """A trainer that dies at lines drawn by chance, again and again, while its disk and its server lose what they may lose.
 
 usage: python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES
-Forks, from one warm process, a crew and a trainer for each life. SIGKILL ends the trainer at a line of the files that
-take, train, write a checkpoint, commit and publish; then the server is killed, too. Between two lives, by chance, the
-server is put back to the end of the life before, the newest checkpoint is lost, or all of them are. Prints a line for
-each life, and at last {"deaths": …, "places": …, "moved": …, "differs": …}: how far the last checkpoint is from a
-learner that trained the same batches and never died.
+Forks, from one warm process, a crew and a trainer for each life; in turns they publish from memory and by folder.
+SIGKILL ends the trainer at a line of the files that take, train, write a checkpoint, commit and publish; then the
+server is killed, too. Between two lives, by chance, the server is put back to the end of the life before, the newest
+checkpoint is lost, or all of them are. Prints a line for each life, and at last
+{"deaths": …, "places": …, "moved": …, "differs": …}: how far the last checkpoint is from a learner that trained the
+same batches and never died.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ FILES = {
         "consumer/rollout_consumer.py",
         "consumer/batch_reader.py",
         "consumer/weights/shared_folder.py",
+        "consumer/weights/transfer.py",
+        "consumer/weights/weights_snapshot.py",
+        "consumer/weights/weights_server.py",
         "buffer/ledger.py",
         "buffer/recovery/opening.py",
         "buffer/recovery/reassertion.py",
@@ -72,7 +76,7 @@ class Lives:
         self.server = EmbeddedServer(folder / "server")
         self.deliveries = folder / "deliveries"
         self.deliveries.mkdir(parents=True)
-        self.config = make_config(folder, model)
+        self.config = make_config(folder, model, "folder")
         self.checkpoints = CheckpointFolder(self.config.run.folder / "checkpoints")
         self.places: list[str] = []
 
@@ -84,6 +88,7 @@ class Lives:
             self.server.start()
             crew = fork(self.serve)
             at = self.draw.randint(1, LINES) if number < self.lives else 0
+            self.config = make_config(self.folder, self.model, "gloo" if number % 2 else "folder")
             code = wait_for(fork(partial(self.train, at, regenerate)))
             os.kill(crew, signal.SIGKILL)
             wait_for(crew)
@@ -197,13 +202,13 @@ class Lives:
         }
 
 
-def make_config(folder: Path, model: Path) -> TrainingConfig:
+def make_config(folder: Path, model: Path, transport: str) -> TrainingConfig:
     dataset = {"kind": "jsonl", "path": "problems.jsonl"}
     return TrainingConfig.model_validate(
         {
             "run": {"name": "lives", "dir": folder / "run", "seed": 3},
             "plan": {"steps": STEPS, "batch_size": GROUPS},
-            "policy": {"model": model, "max_staleness": 1000},
+            "policy": {"model": model, "max_staleness": 1000, "weights_transport": transport},
             "lease": {"lease_ms": 2000, "heartbeat_ms": 100},
             "tasks": {"math": {"judge": "exact_match", "prompt_repeat_k": 4, "dataset": dataset}},
             "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "keep_checkpoints": 2, "device": "cpu"},
