@@ -38,7 +38,7 @@ gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GP
 	@.venv/bin/rolloutmq gpu-check
 
 test: lint type arch ## everything that CI runs
-	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 2 --dist loadfile
+	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-modes
 test-modes: setup ## vLLM as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 5 minutes

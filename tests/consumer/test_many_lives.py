@@ -22,7 +22,7 @@ def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
     More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES`.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.consumer.many_lives", str(tmp_path / "lives"), str(model_dir), str(seed), "6"],
+        [sys.executable, "-m", "tests.consumer.many_lives", str(tmp_path / "lives"), str(model_dir), str(seed), "4"],
         cwd=ROOT,
         capture_output=True,
         timeout=500,
