@@ -123,21 +123,21 @@ def make_worker(
 ) -> Worker:
     """A worker with an agent loop per task; `restarts` of its engine came before. `tracer`: who is told of each group.
 
-    Raises ConfigError for a loop, a judge or a filter that cannot be loaded.
+    Raises ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the engine cannot do.
     """
     if config.worker.concurrency == "auto" and not isinstance(engine, TellsLoad):
         hint = "give [worker] concurrency a number"
         raise ConfigError(f"the engine {engine.name} does not say how full it is", hint=hint)
-    _check_structures(config, engine)
-    tokenizer = load_tokenizer(str(model_dir(config)))
-    eos_ids = _eos_ids(model_dir(config))
-    run.buffer.order_function = load_order(run.limits.order, config.policy.order)
-    times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
     names = config.worker.tasks or list(config.tasks)
     if unknown := set(names) - set(config.tasks):
         known = ", ".join(config.tasks)
         raise ConfigError(f"[worker] tasks: there is no task {', '.join(sorted(unknown))}", hint=f"known: {known}")
     check_images(config, names, engine)
+    _check_structures(config, names, engine)
+    tokenizer = load_tokenizer(str(model_dir(config)))
+    eos_ids = _eos_ids(model_dir(config))
+    run.buffer.order_function = load_order(run.limits.order, config.policy.order)
+    times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
     return Worker(
         run,
         engine,
@@ -152,9 +152,9 @@ def make_worker(
     )
 
 
-def _check_structures(config: ProducingConfig, engine: Engine) -> None:
+def _check_structures(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
     """A response that nobody keeps to its structure would only look like a bad model."""
-    wanted = [name for name, task in config.tasks.items() if task.sample.structured]
+    wanted = [name for name in names if config.tasks[name].sample.structured]
     if wanted and not structures(engine):
         what = f"the engine {engine.name} cannot keep to sample.structured of task {wanted[0]!r}"
         raise ConfigError(what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`")

@@ -96,7 +96,7 @@ class Sampler:
                 tools=problem.tools or self._tools,
                 multimodal=media,
                 prompt_ids=prompt.ids,
-                sample_params=self._params(draw, index),
+                sample_params=self._params(draw, index, problem),
                 data_source=problem.data_source,
                 ground_truth=problem.ground_truth,
                 extra={**problem.extra, **origin},
@@ -130,9 +130,9 @@ class Sampler:
                 hint="see chat_template of the model's tokenizer, and the roles of the messages",
             ) from error
 
-    def _params(self, draw: int, index: int) -> SampleParams:
-        if self._sample.seed is None:
-            return self._sample
-        name = f"{self._seed}:{self._sample.seed}:{self.task}:{draw}:{index}"
-        seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
-        return self._sample.model_copy(update={"seed": seed})
+    def _params(self, draw: int, index: int, problem: Problem) -> SampleParams:
+        changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
+        if self._sample.seed is not None:
+            name = f"{self._seed}:{self._sample.seed}:{self.task}:{draw}:{index}"
+            changes["seed"] = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
+        return self._sample.model_copy(update=changes) if changes else self._sample

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.rollout import SampleParams
-from producer_workers.engines.base import Engine, EngineDeadError, Generation
+from producer_workers.engines.base import Engine, EngineDeadError, Generation, GenerationError
+from producer_workers.engines.capabilities import structures
 
 
 class SharedEngine:
@@ -30,7 +31,10 @@ class SharedEngine:
         self._changed = asyncio.Event()
 
     async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
-        """See `Engine`."""
+        """See `Engine`. A structure that nobody keeps to is refused: it would only look like a bad model."""
+        if params.structured and not structures(self._engine):
+            hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
+            raise GenerationError(f"the engine {self._engine.name} cannot keep a response to a structure", hint=hint)
         gid = request_id.partition("/")[0]
         await self._wait_for_a_place(gid)
         self._sampled[gid] += 1

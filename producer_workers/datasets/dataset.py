@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from buffer.structured_output import StructuredOutput
+
 
 class Problem(BaseModel):
     """One row: the chat that asks, the tools it may use, and what a judge needs to score an answer."""
@@ -21,6 +23,7 @@ class Problem(BaseModel):
     ground_truth: Any = None
     data_source: str | None = None
     tools: list[dict[str, Any]] | None = None
+    structured: StructuredOutput | None = Field(None, description="of a response; None: as the task says")
     images: list[Path | bytes] = Field([], description="files or bytes, in the order in which the messages show them")
     extra: dict[str, Any] = {}
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import orjson
+from pydantic import ValidationError
+
 from buffer.dotted_path import load_object
+from buffer.errors import WireError
+from buffer.structured_output import StructuredOutput
+from buffer.wire_reader import check_nesting
 from producer_workers.datasets.dataset import Problem
 
 EXPECTED = (
@@ -43,9 +50,16 @@ def problem_of(record: Any) -> Problem:
     extra = record.pop("extra", None) or {}
     if not isinstance(extra, dict):
         raise ValueError(f'"extra" is {kind_of(extra)}, not an object')
-    messages, tools = _take_messages(record), _take_tools(record)
+    messages, tools, structured = _take_messages(record), _take_tools(record), _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
-    return Problem(messages=messages, ground_truth=truth, data_source=source, tools=tools, extra={**record, **extra})
+    return Problem(
+        messages=messages,
+        ground_truth=truth,
+        data_source=source,
+        tools=tools,
+        structured=structured,
+        extra={**record, **extra},
+    )
 
 
 def _take_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -79,6 +93,25 @@ def _take_tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError('"tools" is not a list of objects')
     return tools
+
+
+def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
+    """As an object, or as JSON text: a table fills every row's object up with the fields of all others."""
+    given = record.pop("structured", None) or None
+    if given is None:
+        return None
+    try:
+        structured = StructuredOutput.model_validate(orjson.loads(given) if isinstance(given, str) else given)
+        check_nesting(structured.json_schema)
+        if structured.regex is not None:
+            re.compile(structured.regex)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("structured", *first["loc"])))
+        raise ValueError(f'"{where}": {first["msg"].removeprefix("Value error, ")}') from error
+    except (orjson.JSONDecodeError, WireError, re.error) as error:
+        raise ValueError(f'"structured": {error}') from error
+    return structured
 
 
 def kind_of(value: Any) -> str:

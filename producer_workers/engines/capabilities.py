@@ -13,7 +13,8 @@ from producer_workers.images.image_reader import ImageReader
 
 @runtime_checkable
 class StructuresOutput(Protocol):
-    """Whether it keeps a response to `SampleParams.structured`. Without it, a task that asks for that is refused."""
+    """Whether it keeps a response to `SampleParams.structured`. Without it, who asks for that is refused: a task at the
+    start, a group when it asks."""
 
     structures_output: bool
 

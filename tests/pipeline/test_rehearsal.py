@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer import Store
+from buffer import Run, Store
+from buffer.config.loader import load_config
+from buffer.control import new_nonce
+from buffer.errors import ConfigError, ModelError
 from buffer.rollout import RolloutState, Status
 from producer_workers import worker
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.assembly import make_worker
+from producer_workers.config import ProducingConfig
+from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.config import SimulatedConfig
 from producer_workers.engines.distributions import Fixed
@@ -154,3 +161,38 @@ def test_a_loop_without_end_is_an_error_that_says_where_groups_are(monkeypatch: 
     monkeypatch.setattr(worker, "HAND_BACK_S", 0.1)
     with pytest.raises(RehearsalError, match=r"after 0.5 s; groups are \{'running': 5\}"):
         rehearse(SUMS, judge=length, agent_loop=Endless, timeout_s=0.5)
+
+
+class FreeEngine(SimulatedEngine):
+    """It keeps to no structure, as the one of transformers, or one of a user's that says nothing of structures."""
+
+    name, structures_output = "free", False
+
+
+def test_a_row_with_a_structure_fails_its_group_on_an_engine_that_keeps_to_none() -> None:
+    rows: list[dict[str, Any]] = [
+        *SUMS,
+        {"question": "1 > 2?", "answer": "no", "structured": {"choice": ["yes", "no"]}},
+    ]
+    with pytest.raises(RehearsalError, match="free cannot keep a response to a structure"):
+        rehearse(rows, judge=lambda response, **_: 0.0, engine=FreeEngine(SimulatedConfig(), FIRST))
+
+
+def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_none(tmp_path: Path) -> None:
+    """But for one that serves only other tasks: that one goes on, and finds no model."""
+    task = '[tasks.{}]\njudge = "exact_match"\ndataset = {{ kind = "jsonl", path = "rows.jsonl" }}\n'
+    sample = 'sample = { structured = { choice = ["yes", "no"] } }\n'
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nname = "r"\ndir = "{tmp_path}"\n[engine]\nkind = "transformers"\n'
+        + task.format("plain")
+        + task.format("asked").replace("dataset", sample + "dataset")
+    )
+    config = load_config(ProducingConfig, tmp_path / "run.toml")
+    with closing(Store("memory://structures")) as store:
+        run = Run.create(store, "r", new_nonce(), config.limits(), FIRST, "")
+        engine = build_engine(config.engine, tmp_path, FIRST)
+        with pytest.raises(ConfigError, match=r"transformers cannot keep to sample\.structured of task 'asked'"):
+            make_worker(config, run, engine, "w0")
+        section = config.worker.model_copy(update={"tasks": ["plain"]})
+        with pytest.raises(ModelError):
+            make_worker(config.model_copy(update={"worker": section}), run, engine, "w0")

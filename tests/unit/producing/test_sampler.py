@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from buffer.errors import DatasetError
+from buffer.group import RolloutGroup
 from buffer.rollout import RolloutState, SampleParams, Status
+from buffer.structured_output import StructuredOutput
+from buffer.wire import decode, encode
 from producer_workers.datasets.jsonl import JsonlDataset
 from producer_workers.sampler import Sampler, TooLong
 
@@ -120,3 +124,19 @@ def test_draw_refuses_a_row_when_its_columns_have_names_of_ours(tmp_path: Path, 
     path.write_text('{"prompt": "hi", "epoch": 3}\n')
     with pytest.raises(DatasetError, match=r"row 0 uses the names \['epoch'\]"):
         make(JsonlDataset(path), tokenizer).draw(0)
+
+
+def test_draw_keeps_a_row_to_its_own_structure_and_any_other_to_the_tasks(tmp_path: Path, tokenizer: Any) -> None:
+    """As an object, as the text of a table, or nothing; with a seed of each rollout, and through the wire."""
+    path = tmp_path / "rows.jsonl"
+    given = [{"choice": ["yes", "no"]}, '{"json_schema": {"type": "object"}}', None]
+    lines = [orjson.dumps({"prompt": str(number), "structured": row}) for number, row in enumerate(given)]
+    path.write_bytes(b"\n".join(lines))
+    of_task = StructuredOutput(regex="a+")
+    sampler = make(JsonlDataset(path), tokenizer, SampleParams(structured=of_task, seed=1), shuffle=False)
+    expected = [StructuredOutput(choice=["yes", "no"]), StructuredOutput(json_schema={"type": "object"}), of_task]
+    for number, structured in enumerate(expected):
+        states = decode(encode(RolloutGroup(sampler.gid(number), "math", drawn(sampler, number)))).states
+        assert [state.sample_params.structured for state in states] == [structured] * 4
+        assert len({state.sample_params.seed for state in states}) == 4
+        assert "structured" not in states[0].extra
