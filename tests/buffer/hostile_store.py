@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import redis
@@ -16,8 +16,8 @@ from buffer import Keys, RunLimits, Store
 from buffer.account import Account
 from buffer.script_header import Slot
 from buffer.scripts import Arg, Script, library
-from buffer.upload import Upload
 from tests.buffer.keyspace import exact
+from tests.buffer.one_by_one_store import OneByOneStore
 from tests.buffer.time_machine import Moment, put_back, remember
 
 VISITS = 2
@@ -83,46 +83,19 @@ def bad_values(kind: str) -> Iterator[bytes]:
     yield from (value for value in (*ABSURD, *near) if not fits(kind, value))
 
 
-class HostileStore(Store):
+class HostileStore(OneByOneStore):
     """`faults`: what a script did not refuse, by name of the script."""
 
     def __init__(self, url: str, raw: redis.Redis, run: str) -> None:
-        super().__init__(url, deadline_s=5.0)
-        self.raw: Any = raw
-        self.run = run
+        super().__init__(url, raw, run)
         self.tried: Counter[str] = Counter()
         self.visits: Counter[str] = Counter()
         self.faults: dict[str, list[str]] = {name: [] for name in library()}
 
-    def call(
-        self,
-        script: str,
-        keys: Mapping[str, str],
-        args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
-        tail_args: Sequence[Arg] = (),
-        *,
-        durable: bool = False,
-    ) -> list[Any]:
-        entry = library()[script]
-        self.visits[script] += 1
-        if self.visits[script] <= VISITS:
-            self.raw.script_load(entry.source)
-            all_keys, all_args = entry.arrange(keys, args, tail_keys, tail_args)
-            self._try_all(entry, all_keys, [_as_bytes(arg) for arg in all_args])
-        return super().call(script, keys, args, tail_keys, tail_args, durable=durable)
-
-    def call_many(
-        self, script: str, calls: Iterable[tuple[Mapping[str, str], Mapping[str, Arg], Sequence[str]]]
-    ) -> list[list[Any]]:
-        return [self.call(script, *call) for call in calls]
-
-    def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
-        replies = []
-        for commands, call in make():
-            self.write("upload", commands)
-            replies.append(self.call(script, *call, durable=True))
-        return replies
+    def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
+        self.visits[script.name] += 1
+        if self.visits[script.name] <= VISITS:
+            self._try_all(script, keys, [_as_bytes(arg) for arg in args])
 
     def _try_all(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
         self._try_arguments(entry, keys, args)

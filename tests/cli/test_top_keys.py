@@ -83,18 +83,15 @@ def test_keys_pause_and_continue_a_run_and_open_a_group(scene: Scene, server: Em
     with top(server) as (terminal, process, its):
         terminal.until("p pause")
         until(lambda: not termios.tcgetattr(its)[3] & termios.ECHO)
-        terminal.press("p")
-        terminal.until("any other key: no")
-        assert control.state().mode is Mode.RUN
-        terminal.press("x")
-        terminal.until("not paused")
-        assert control.state().mode is Mode.RUN
-        terminal.press("pd")
-        terminal.until("paused by the operator")
-        assert control.state().mode is Mode.DRAIN
-        terminal.press("c")
-        terminal.until("continued")
-        assert control.state().mode is Mode.RUN
+        for keys, words, mode in (
+            ("p", "any other key: no", Mode.RUN),
+            ("x", "not paused", Mode.RUN),
+            ("pd", "paused by the operator", Mode.DRAIN),
+            ("c", "continued", Mode.RUN),
+        ):
+            terminal.press(keys)
+            terminal.until(words)
+            assert control.state().mode is mode
         terminal.press("omathx\x7f-2\r")
         terminal.until("any key: back")
         assert group_id("math", 2) in terminal.seen

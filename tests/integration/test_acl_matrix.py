@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,10 +18,10 @@ import redis
 
 import buffer.keys
 from buffer.keys import ENDS
-from buffer.scripts import Arg, library
+from buffer.scripts import Arg, Script, library
 from buffer.server.acl import ROLES, acl_line, user_name
-from buffer.store import Store
 from tests.buffer.keyspace import exact
+from tests.buffer.one_by_one_store import OneByOneStore
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.time_machine import put_back, remember
 from tests.buffer.whole_story import tell_a_whole_story
@@ -128,63 +128,41 @@ def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(raw: Any, r
                 assert not allows(raw, user, key.replace(run_name, "other"), command), (kind, role, command[0])
 
 
-class MatrixStore(Store):
+class MatrixStore(OneByOneStore):
     """`changed`: by script, the roles that could change a run with it; `half_done`: who was denied it too late."""
 
     def __init__(self, url: str, raw: Any, run: str) -> None:
-        super().__init__(url, deadline_s=5.0)
-        self._raw, self._run_name = raw, run
+        super().__init__(url, raw, run)
         self.visits, self.changing = Counter[str](), Counter[str]()
         self.changed: dict[str, set[str]] = defaultdict(set)
         self.half_done: set[tuple[str, str]] = set()
         logins = {role: url.replace("unix://", f"unix://{user_name(run, role)}:{quote(PASSWORD)}@") for role in ROLES}
         self.clients = {role: redis.Redis.from_url(login) for role, login in logins.items()}
 
-    def call(
-        self,
-        script: str,
-        keys: Mapping[str, str],
-        args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
-        tail_args: Sequence[Arg] = (),
-        *,
-        durable: bool = False,
-    ) -> list[Any]:
-        self.visits[script] += 1
-        is_known = self.visits[script] > VISITS or self.changing[script] >= CHANGING
-        if not is_known and library()[script].header.writes:
-            self._raw.script_load(library()[script].source)
-            names, values = library()[script].arrange(keys, args, tail_keys, tail_args)
-            moved = [role for role in ROLES if self._moves(script, role, names, values)]
-            self.changed[script].update(moved)
-            self.changing[script] += bool(moved)
-        return super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+    def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
+        name = script.name
+        self.visits[name] += 1
+        is_known = self.visits[name] > VISITS or self.changing[name] >= CHANGING
+        if not is_known and script.header.writes:
+            moved = [role for role in ROLES if self._moves(script, role, keys, args)]
+            self.changed[name].update(moved)
+            self.changing[name] += bool(moved)
 
-    def _moves(self, script: str, role: str, keys: list[str], args: Sequence[Any]) -> bool:
+    def _moves(self, script: Script, role: str, keys: list[str], args: Sequence[Any]) -> bool:
         """Whether the role can change the run with that call; it is then undone."""
-        before, moment = exact(self._raw, self._run_name), remember(self._raw, self._run_name)
+        before, moment = exact(self.raw, self.run), remember(self.raw, self.run)
         is_denied = False
         try:
-            self.clients[role].evalsha(library()[script].sha, len(keys), *keys, *args)
+            self.clients[role].evalsha(script.sha, len(keys), *keys, *args)
         except redis.ResponseError as error:
             if "permission" not in str(error):
                 raise
             is_denied = True
-        has_changed = exact(self._raw, self._run_name) != before
+        has_changed = exact(self.raw, self.run) != before
         if has_changed:
-            put_back(self._raw, self._run_name, moment)
-            self.half_done |= {(script, role)} if is_denied else set()
+            put_back(self.raw, self.run, moment)
+            self.half_done |= {(script.name, role)} if is_denied else set()
         return has_changed and not is_denied
-
-    def call_many(self, script: str, calls: Any) -> list[list[Any]]:
-        return [self.call(script, *call) for call in calls]
-
-    def upload_and_call(self, script: str, key: str, make: Any) -> list[list[Any]]:
-        replies = []
-        for commands, call in make():
-            self.write("upload", commands)
-            replies.append(self.call(script, *call, durable=True))
-        return replies
 
 
 def test_every_script_changes_a_run_for_no_role_but_the_declared(

@@ -1,0 +1,55 @@
+"""A store that makes each call of a script by itself, so that a test can look at it before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import redis
+
+from buffer import Store
+from buffer.scripts import Arg, Script, library
+from buffer.upload import Upload
+
+
+class OneByOneStore(Store):
+    """`look` is told of every call, with its keys and arguments as the server gets them; its script is loaded.
+
+    `raw` is a client of the same server that may do anything to `run`.
+    """
+
+    def __init__(self, url: str, raw: redis.Redis, run: str) -> None:
+        super().__init__(url, deadline_s=5.0)
+        self.raw: Any = raw
+        self.run = run
+
+    def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
+        """A call is about to be made."""
+        raise NotImplementedError
+
+    def call(
+        self,
+        script: str,
+        keys: Mapping[str, str],
+        args: Mapping[str, Arg],
+        tail_keys: Sequence[str] = (),
+        tail_args: Sequence[Arg] = (),
+        *,
+        durable: bool = False,
+    ) -> list[Any]:
+        entry = library()[script]
+        self.raw.script_load(entry.source)
+        self.look(entry, *entry.arrange(keys, args, tail_keys, tail_args))
+        return super().call(script, keys, args, tail_keys, tail_args, durable=durable)
+
+    def call_many(
+        self, script: str, calls: Iterable[tuple[Mapping[str, str], Mapping[str, Arg], Sequence[str]]]
+    ) -> list[list[Any]]:
+        return [self.call(script, *call) for call in calls]
+
+    def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
+        replies = []
+        for commands, call in make():
+            self.write("upload", commands)
+            replies.append(self.call(script, *call, durable=True))
+        return replies
