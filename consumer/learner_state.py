@@ -4,6 +4,7 @@
     optimizer/<slot>/<parameter> AdamW's step, exp_avg, exp_avg_sq
     rng/cpu, rng/cuda            torch's generators, uint8
     step                         int64, optimizer steps done
+    adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (adapter.py)
 
 Of sharded weights, a rank's state is its shards: only as many ranks can go on from them.
 

@@ -145,10 +145,7 @@ class TransformersEngine:
             return
         shapes = await asyncio.to_thread(read_shapes, path)
         check_same_tensors(self._shapes, shapes, path, tied_head=has_tied_head(self._model_dir))
-        try:
-            model, recorder = await asyncio.to_thread(self._load, path)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise WeightsError(f"transformers cannot load {path}: {error}", hint="the old weights still run") from error
+        model, recorder = await self._read(path)
         async with self._lock:
             self._has_first_model = False
             self._switch(model, recorder, version)
@@ -245,11 +242,17 @@ class TransformersEngine:
         await asyncio.to_thread(self._adapter.check, path)
         model, recorder = self._model, self._recorder
         if not self._has_first_model:
-            model, recorder = await asyncio.to_thread(self._load, self._model_dir)
+            model, recorder = await self._read(self._model_dir)
         async with self._lock:
             await asyncio.to_thread(self._adapter.put_into, model, path)
             self._has_first_model = True
             self._switch(model, recorder, version)
+
+    async def _read(self, path: Path) -> tuple[Any, RoutingRecorder | None]:
+        try:
+            return await asyncio.to_thread(self._load, path)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise WeightsError(f"transformers cannot load {path}: {error}", hint="the old weights still run") from error
 
     def _switch(self, model: Any, recorder: RoutingRecorder | None, version: PolicyVersion) -> None:
         self._model, self._recorder, self._version = model, recorder, version
