@@ -47,11 +47,15 @@ class RehearsalError(RolloutMQError):
     """A group failed, or was not ready in time: which one, and why."""
 
 
+END = 0
+"""The token that ends a turn, which is the space, too."""
+
+
 class Characters:
-    """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on."""
+    """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on; a space ends a turn."""
 
     def apply_chat_template(self, conversation: Any, /, **_: Any) -> list[int]:
-        return [token for message in conversation for token in self.encode(str(message["content"]))]
+        return [token for message in conversation for token in [*self.encode(str(message["content"])), END]]
 
     def decode(self, token_ids: Any, /, **_: Any) -> str:
         return "".join(chr(32 + token) for token in token_ids)
@@ -65,6 +69,7 @@ def rehearse(
     *,
     judge: str | Callable[..., Any],
     agent_loop: str | AgentLoopFactory = "single_turn",
+    agent_loop_options: Mapping[str, Any] | None = None,
     samples: int = 2,
     tokenizer: Tokenizer | None = None,
     engine: Engine | None = None,
@@ -73,7 +78,8 @@ def rehearse(
     """One batch with one group of `samples` rollouts for each problem, in their order, as a trainer gets it.
 
     `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are what a config may name, or the objects
-    themselves. Without a `tokenizer` of yours a token is a character; an `engine` of yours decides what is answered.
+    themselves; `agent_loop_options`: what the loop is made with beside that, an environment or tools, say. Without a
+    `tokenizer` of yours a token is a character; an `engine` of yours decides what is answered.
     Not to be called from a running event loop. Raises RehearsalError, DatasetError, ConfigError.
     """
     tokenizer = tokenizer or Characters()
@@ -85,7 +91,7 @@ def rehearse(
         dataset = RecordsDataset([problems[row] for row in range(len(problems))], "problems", problem_of)
         sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
         producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
-        runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer))
+        runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer, agent_loop_options))
         worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
         try:
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
@@ -97,14 +103,19 @@ def rehearse(
 def _random_characters() -> SimulatedEngine:
     quick = Fixed(value=0.0)
     config = SimulatedConfig(
-        response_tokens=Fixed(value=32), first_token_s=quick, token_s=quick, vocab_size=95, eos_token_id=0
+        response_tokens=Fixed(value=32), first_token_s=quick, token_s=quick, vocab_size=95, eos_token_id=END
     )
     return SimulatedEngine(config, FIRST)
 
 
-def _make_loop(agent_loop: str | AgentLoopFactory, judge: str | Callable[..., Any], tokenizer: Tokenizer) -> AgentLoop:
+def _make_loop(
+    agent_loop: str | AgentLoopFactory,
+    judge: str | Callable[..., Any],
+    tokenizer: Tokenizer,
+    options: Mapping[str, Any] | None,
+) -> AgentLoop:
     scores = load_judge(judge) if isinstance(judge, str) else judge_of(getattr(judge, "__name__", "judge"), judge)
-    return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={0})
+    return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options)
 
 
 async def _play(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 from buffer import Run, Store
@@ -20,6 +21,9 @@ from buffer.control import new_nonce
 from buffer.errors import ConfigError, ModelError
 from buffer.rollout import RolloutState, Status
 from producer_workers import worker
+from producer_workers.agent_loops.environment import Answer, Turn
+from producer_workers.agent_loops.gateway.runner import AgentTask
+from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.assembly import make_worker
 from producer_workers.config import ProducingConfig
@@ -61,6 +65,35 @@ def test_lines_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
     code = f"import runpy; runpy.run_path({str(script)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class Doubt:
+    """An environment of a user's."""
+
+    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        return Answer([{"role": "user", "content": "Sure?"}] if turn.number < 2 else [])
+
+
+async def ask_twice(task: AgentTask) -> None:
+    """An agent of a user's."""
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        ask: Any = client.chat.completions.create
+        reply = await ask(model=task.model, messages=task.messages)
+        doubt = {"role": "user", "content": "Sure?"}
+        await ask(model=task.model, messages=[*task.messages, reply.choices[0].message, doubt])
+
+
+@pytest.mark.parametrize(
+    ("loop", "options", "turns"),
+    [
+        ("multi_turn", {"environment": Doubt()}, 3),
+        ("tools", {"tools": ["python"]}, 1),
+        ("gateway", {"agent": ask_twice}, 2),
+    ],
+)
+def test_environments_tools_and_agents_are_rehearsed_by_their_options(loop: str, options: Any, turns: int) -> None:
+    (group,) = rehearse(SUMS[:1], judge=length, agent_loop=loop, agent_loop_options=options)
+    assert [len(turns_of(state)) for state in group.states] == [turns] * 2
 
 
 @pytest.mark.parametrize("loop", [Polite, "tests.pipeline.test_rehearsal:Polite"])
