@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -19,7 +19,7 @@ import buffer.commands
 import consumer.commands
 import producer_workers.commands
 from buffer.commands.screen import plain
-from buffer.errors import RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError
 from buffer.masking import mask_url
 
 EPILOG = """
@@ -87,18 +87,31 @@ for package in (consumer.commands, producer_workers.commands, buffer.commands):
     package.register(app)
 
 
+WrongUse = cast(type[Any], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
+"""Of every flag, argument or command that cannot be understood. typer has it within itself, under no public name."""
+
+
 def main() -> None:
     """Run the command and exit with its code."""
+    as_json = "--json" in sys.argv
     try:
-        app(prog_name="rolloutmq")
+        # people are told of a wrong flag by typer, with the usage
+        sys.exit(app(prog_name="rolloutmq", standalone_mode=not as_json))
+    except WrongUse as error:
+        wrong: Any = error
+        _leave(ConfigError(wrong.format_message(), hint="see --help of the command"), as_json=True)
     except RolloutMQError as error:
-        if os.environ.get("ROLLOUTMQ_DEBUG"):
-            typer.echo(mask_url(traceback.format_exc()), err=True)
-        typer.echo(_told(error, as_json="--json" in sys.argv), err=True)
-        sys.exit(error.exit_code)
+        _leave(error, as_json=as_json)
     except KeyboardInterrupt:
         # typer turns the ones inside of a command into 130 itself
         sys.exit(130)
+
+
+def _leave(error: RolloutMQError, *, as_json: bool) -> NoReturn:
+    if os.environ.get("ROLLOUTMQ_DEBUG"):
+        typer.echo(mask_url(traceback.format_exc()), err=True)
+    typer.echo(_told(error, as_json=as_json), err=True)
+    sys.exit(error.exit_code)
 
 
 def _told(error: RolloutMQError, *, as_json: bool) -> str:

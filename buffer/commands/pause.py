@@ -81,6 +81,8 @@ def continue_(
 
     A pause of the trainer stays, unless that trainer has left or fallen silent: then it ends, too.
     """
+    if task is not None and worker is not None:
+        raise ConfigError("one thing to continue: --task or --worker, not both", hint="say it twice")
     with open_target(redis_url, run_dir, run) as target:
         if task is not None:
             _forgive(target.run, task, as_json)

@@ -112,3 +112,26 @@ def test_unknown_command_is_a_usage_error() -> None:
     assert done.returncode == 2
     assert "statsu" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["statsu", "--json"], "No such command 'statsu'"),
+        (["status", "--jsn", "--json"], "No such option: --jsn"),
+        (["show", "--json"], "Missing argument 'GID"),
+        (["pause", "--timeout", "soon", "--json"], "Invalid value for '--timeout'"),
+    ],
+    ids=["command", "option", "argument", "value"],
+)
+def test_a_program_is_told_of_wrong_words_as_of_every_other_error(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rolloutmq", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capfd.readouterr()
+    told = orjson.loads(said.err)
+    assert (said.out, left.value.code) == ("", 2)
+    assert (told["exit_code"], told["kind"]) == (2, "ConfigError")
+    assert message in told["error"]

@@ -94,6 +94,12 @@ def test_pause_that_nobody_confirms_names_the_silent(scene: Scene, command: Comm
     assert "rolloutmq fence" in done.stderr
 
 
+def test_continue_takes_one_thing_at_a_time(command: Command) -> None:
+    done = command("continue", "--task", "math", "--worker", "w0")
+    assert done.returncode == 2
+    assert "--task or --worker, not both" in done.stderr
+
+
 def test_fence_without_yes_only_says_what_it_would_do(scene: Scene, command: Command) -> None:
     done = command("fence", "w0")
     assert done.returncode == 2
