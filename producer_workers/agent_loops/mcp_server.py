@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 from buffer.errors import ConfigError, RolloutMQError
@@ -39,11 +40,14 @@ class McpServer:
             return thread.submit(asyncio.run, self._ask_schemas()).result()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of one result. Raises McpError."""
+        """The text of one result. Raises McpError; other calls go on, unless the server died of this one."""
+        connection = None
         try:
-            result = await (await self._connect()).client.call_tool(name, arguments)
+            connection = await self._connect()
+            result = await connection.client.call_tool(name, arguments)
         except Exception as error:  # whatever the transport raises: the server is asked anew with the next call
-            await self.close()
+            if not _is_answer(error):
+                await self._forget(connection)
             raise McpError(f"MCP server {self.name}: {type(error).__name__}: {error}") from error
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
@@ -72,10 +76,13 @@ class McpServer:
 
     async def close(self) -> None:
         """End the connection, and a program that was started for it; the next call opens another one."""
-        async with self._lock:
-            gone, self._connection = self._connection, None
-        if gone is not None:
-            await gone.close()
+        await self._forget(self._connection)
+
+    async def _forget(self, connection: _Connection | None) -> None:
+        """The same for one connection: of those that fail with it, only the first finds it here."""
+        if connection is not None and connection is self._connection:
+            self._connection = None
+            await connection.close()
 
 
 class _Connection:
@@ -111,6 +118,12 @@ class _Connection:
             self.client = client
             self._opened.set()
             await self._closing.wait()
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether the server refused a call, and lives; its end is an error of the same kind."""
+    types = import_module("mcp_types")
+    return isinstance(error, import_module("mcp").MCPError) and error.code != types.CONNECTION_CLOSED
 
 
 def _client(command: Sequence[str] | str) -> Any:

@@ -27,6 +27,8 @@ def answer(method: str, params: dict) -> dict | None:  # type: ignore[type-arg]
     if method == "tools/list":
         return {"tools": [TOOL]}
     if method == "tools/call":
+        if params["arguments"]["a"] == 15:
+            return None  # refused as a request, not as a call
         a, b = params["arguments"]["a"], params["arguments"]["b"]
         if a == 13:
             os._exit(1)  # a number that this server does not survive
@@ -40,6 +42,8 @@ for line in sys.stdin:
     request = json.loads(line)
     if "id" not in request:
         continue
+    if request.get("params", {}).get("arguments", {}).get("a") == 14:
+        continue  # it never says anything about this one
     reply = {"jsonrpc": "2.0", "id": request["id"]}
     result = answer(request["method"], request.get("params", {}))
     reply |= {"error": {"code": -32601, "message": "no such method"}} if result is None else {"result": result}
