@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,18 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.config.dataset import ImagesSection
+from buffer.config.loader import load_config
 from buffer.errors import MediaError
 from buffer.media import MediaFolder
+from buffer.open_run import create_run
 from buffer.rollout import MediaRef, PolicyVersion, SampleParams
+from buffer.run import Run as RunHandle
+from buffer.step_log import StepLog
+from buffer.store import Store
+from consumer.config import TrainingConfig
+from consumer.examples.image_loop import train
+from producer_workers.assembly import make_producer, make_worker
+from producer_workers.config import ProducingConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.vllm_engine import VllmEngine
@@ -22,6 +34,7 @@ from producer_workers.images.image_file import png_of
 from producer_workers.images.image_reader import ImageReader, ReadImage
 from tests.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.engines.tiny_vision_model import picture, reference_logprobs, write_tiny_vision_model
+from tests.servers import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -216,3 +229,71 @@ def test_images_that_are_not_those_of_the_prompt_fail_their_group_alone(
         run(generate(engine, sampling(2)))
     engine.images.show(GID, refs)
     assert len(run(generate(engine, sampling(2))).token_ids) == 2
+
+
+# -- from a data set to the trainer --------------------------------------------------------------------
+
+CONFIG = """
+policy = {{ model = "{model}" }}
+plan = {{ steps = 2, batch_size = 2 }}
+strategy = {{ max_consecutive_failures = 3 }}
+[run]
+name = "{name}"
+dir = "{folder}/run"
+media = "{folder}/media"
+[tasks.see]
+judge = "tests.pipeline.judges:by_chance"
+prompt_repeat_k = 3
+sample = {{ max_tokens = 12, seed = 1 }}
+dataset = {{ kind = "jsonl", path = "{folder}/rows.jsonl", images = {{}} }}
+[trainer]
+loop = "consumer.examples.image_loop:train"
+[learner]
+learning_rate = 1e-3
+"""
+ROWS = [{"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]}, {"question": "?", "images": ["1.png"]}]
+
+
+@pytest.mark.parametrize("server", ["valkey"], indirect=True)
+def test_images_of_a_data_set_are_sampled_trained_and_freed(
+    engine: VllmEngine, run: Run[Any], server: Server, run_name: str, models: tuple[Path, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The trainer computes the logprobs anew, with the pixels that payloads refer to: before and after an update."""
+    monkeypatch.setattr("buffer.media_sweep.PASS_S", 0.0)
+    for n in range(2):
+        # of the size that needs no interpolation: training makes the places of patches differ (tiny_vision_model.py)
+        (tmp_path / f"{n}.png").write_bytes(png_of(picture(n, 56, 56)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    file = tmp_path / "run.toml"
+    file.write_text(CONFIG.format(model=models[0], name=run_name, folder=tmp_path))
+    producing, training = load_config(ProducingConfig, file), load_config(TrainingConfig, file)
+    with closing(Store(server.url)) as store, closing(Store(server.url)) as for_trainer:
+        made = create_run(store, producing, models[0])
+        engine.images.read_with(ImageReader(made.media, ImagesSection()))
+        producer, worker = make_producer(producing, made), make_worker(producing, made, engine, "w0")
+        stop = threading.Event()
+
+        async def whole_run() -> None:
+            working = asyncio.create_task(worker.run())
+            sending = asyncio.create_task(asyncio.to_thread(producer.produce_loop, stop))
+            try:
+                await asyncio.to_thread(train, RunHandle.open(for_trainer, run_name), training, models[0])
+            finally:
+                worker.stop()
+                stop.set()
+                await asyncio.gather(working, sending)
+
+        run(asyncio.wait_for(whole_run(), 200))
+        log = StepLog(training.run.folder / "steps.jsonl")
+        log.read_new()
+        assert [step.step for step in log.steps] == [1, 2]
+        assert max(step.metrics["mismatch/max_logprob"] for step in log.steps) < TOLERANCE
+        assert engine.version().version == 2
+        assert made.account.fsck().clean
+        trained = {gid for step in log.steps for gid in step.gids}
+        assert made.media is not None
+        assert len(trained) == 4
+        while made.janitor.sweep().has_more:
+            pass
+        assert not trained & set(made.media.gids())
