@@ -49,7 +49,11 @@ class WeightsGroup:
         meeting.on_loss(self._abort)
 
     def close(self) -> None:
-        """Its connections end here, and not with the last exception that remembers it: the other side must see it."""
+        """Its connections end here, and not with the last exception that remembers it: the other side must see it.
+
+        Only once both sides have all they want: gloo may take the end for a failure of what has just arrived.
+        """
+        self._abort()
         self._group = None
 
     def _abort(self) -> None:
@@ -59,7 +63,7 @@ class WeightsGroup:
     def send(self, data: Any) -> None:
         """All bytes of a uint8[n] in host memory."""
         chunks = ((chunk, chunk.to(f"cuda:{self._gpu}") if self._is_nccl else chunk) for chunk in self._chunks(data))
-        self._move(self._group.send, chunks, lambda chunk, part: None)
+        self._move("send", chunks, lambda chunk, part: None)
 
     def receive(self, data: Any, arrived: Callable[[Any], None]) -> None:
         """The same into a uint8[n] of that length; `arrived` is called with each part while the next one comes."""
@@ -72,17 +76,17 @@ class WeightsGroup:
         def room(chunk: Any) -> Any:
             return self._torch.empty_like(chunk, device=f"cuda:{self._gpu}") if self._is_nccl else chunk
 
-        self._move(self._group.recv, ((chunk, room(chunk)) for chunk in self._chunks(data)), keep)
+        self._move("recv", ((chunk, room(chunk)) for chunk in self._chunks(data)), keep)
 
     def _chunks(self, data: Any) -> Iterator[Any]:
         return iter(data.split(CHUNK_BYTES))
 
-    def _move(self, begin: Any, chunks: Iterator[tuple[Any, Any]], done: Callable[[Any, Any], None]) -> None:
-        """`begin` for each chunk, `AHEAD` before `done`. Both are (in host memory, what goes over the wire)."""
+    def _move(self, how: str, chunks: Iterator[tuple[Any, Any]], done: Callable[[Any, Any], None]) -> None:
+        """send or recv each chunk, `AHEAD` before `done`. It is a pair: in host memory, and what the wire sees."""
         moving: deque[tuple[Any, Any, Any]] = deque()
         try:
             for chunk, part in chunks:
-                moving.append((begin([part], self._peer, 0), chunk, part))
+                moving.append((getattr(self._group, how)([part], self._peer, 0), chunk, part))
                 if len(moving) > AHEAD:
                     done(*self._finish(*moving.popleft()))
             while moving:

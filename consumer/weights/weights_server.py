@@ -102,15 +102,18 @@ class WeightsServer:
             return
         with self._places:
             meeting.put("refusal", b"")
-            self._send(meeting, snapshot)
-        if verdict := meeting.get("verdict", VERDICT_S):
+            verdict = self._send(meeting, snapshot)
+        if verdict:
             raise WireError(f"it refused them: {verdict.decode(errors='replace')}")
 
-    def _send(self, meeting: Meeting, snapshot: WeightsSnapshot) -> None:
+    def _send(self, meeting: Meeting, snapshot: WeightsSnapshot) -> bytes:
+        """What the other side says of them: nothing, where they are right."""
         group = WeightsGroup(torch, meeting, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu)
         with closing(group):
             for data in snapshot.weights.values():
                 group.send(torch.frombuffer(data, dtype=torch.uint8))
+            meeting.put("sent", b"")
+            return meeting.get("verdict", VERDICT_S)
 
 
 def _listen(host: str) -> socket.socket:

@@ -82,10 +82,12 @@ class WeightsReceiver:
             group = WeightsGroup(torch, meeting, announced.backend, ENGINE, stall_s=self._stall_s, gpu=self._gpu)
             try:
                 with closing(group):
-                    self._files = [self._receive_file(group, name) for name in announced.files]
+                    files = [self._receive_file(group, name) for name in announced.files]
+                    meeting.get("sent", self._stall_s)
             except (WireError, KeyError) as error:
                 meeting.put("verdict", str(error).encode())
                 raise
+            self._files = files
             meeting.put("verdict", b"")
 
     def _receive_file(self, group: WeightsGroup, name: str) -> tuple[torch.Tensor, dict[str, TensorPlace]]:

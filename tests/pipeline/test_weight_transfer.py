@@ -179,7 +179,7 @@ def test_a_transfer_that_is_cut_is_thrown_away(
 
     in_the_middle(monkeypatch, cut)
     receiver = WeightsReceiver(moved(announced, port=relay.port), limit_s=DEADLINE_S)
-    with pytest.raises(WireError, match="left in the middle"):
+    with pytest.raises(WireError, match=r"cut|left"):
         until(receiver.is_done)
     assert not list(receiver.tensors())
     until(lambda: "weights did not reach a worker" in caplog.text)
@@ -240,7 +240,7 @@ def test_a_trainer_is_killed_in_the_middle_and_nobody_waits_for_it() -> None:
         assert trainer.stdout.readline() == "middle\n"
         assert not receiver.is_done()
         trainer.kill()
-    with pytest.raises(WireError, match=r"cut|left in the middle"):
+    with pytest.raises(WireError, match=r"cut|left"):
         until(receiver.is_done)
     assert not list(receiver.tensors())
 
