@@ -13,6 +13,7 @@ from buffer.keys import Keys, valid_name
 from buffer.limits import RunLimits
 from buffer.rollout import PolicyVersion
 from buffer.store import Store
+from buffer.worker_record import read_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class Fleet:
         replies = pipe.execute() if ids else []
         now_ms, rows = seconds * 1000 + micros // 1000, []
         for place, worker in enumerate(ids):
-            record = {k.decode(): v.decode() for k, v in replies[2 * place].items()}
+            record = read_record(replies[2 * place])
             silent = now_ms - int(record.get("seen_ms", 0))
             known = {"id": worker, "silent_ms": str(silent), "holds": str(replies[2 * place + 1])}
             rows.append(record | known | _barred(replies[-1][place], now_ms))

@@ -8,28 +8,11 @@ from rich.text import Text
 
 from buffer.commands.screen import age, console, count, emit, plain, state, table, worker_state
 from buffer.commands.target import AsJson, RedisUrl, RunDir, RunName, open_target
+from buffer.worker_record import WHOLE
 
 EPILOG = "Example: rolloutmq workers --json | jq '.[].tokens_per_s'"
 
-_NUMBERS = (
-    "silent_ms",
-    "holds",
-    "concurrency",
-    "ack",
-    "done",
-    "failed",
-    "requests",
-    "judged",
-    "judging_ms",
-    "judge_failures",
-    "judge_p50_ms",
-    "judge_p99_ms",
-    "quarantined",
-    "bad_groups",
-    "barred_for_ms",
-    "joined_ms",
-    "seen_ms",
-)
+_NUMBERS = (*WHOLE, "silent_ms", "holds", "bad_groups", "barred_for_ms")
 
 
 def register(app: typer.Typer) -> None:
@@ -106,13 +89,14 @@ def _bad(row: dict[str, str]) -> Text:
 def _as_json(row: dict[str, str], lease_ms: int) -> dict[str, object]:
     numbers = {name: int(row[name]) for name in _NUMBERS if row.get(name)}
     rate = float(row.get("tokens_per_s", 0))
+    judged, judging_ms = (int(row.get(name, "0")) for name in ("judged", "judging_ms"))
     private = {"nonce", "claim", "claimed"}
     return (
         {name: value for name, value in row.items() if name not in private}
         | numbers
         | {
             "tokens_per_s": rate,
-            "judge_s": int(row["judging_ms"]) / 1000 / int(row["judged"]) if row.get("judged", "0") != "0" else None,
+            "judge_s": judging_ms / 1000 / judged if judged else None,
             "alive": int(row["silent_ms"]) < lease_ms,
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -23,6 +24,7 @@ from buffer import (
     new_nonce,
     wire,
 )
+from buffer.worker_record import TOLD, WHOLE
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"
@@ -108,6 +110,23 @@ def populate(store: Store, name: str = "demo") -> Scene:
         scene.run.ledger.take(scene.trainer, step, {"math": groups})
     scene.run.ledger.commit(scene.trainer, 1, 1)
     return scene
+
+
+def forge(scene: Scene, text: str) -> None:
+    """A text of a hostile worker wherever the keys that it may write hold one."""
+    keys, client = scene.run.keys, cast(Any, scene.run.store.control)
+    for worker in client.zrange(keys.workers, 0, -1):
+        texts = ("engine", "state", "weights", "host", "surprise", "tokens_per_s", *WHOLE, *TOLD)
+        # but for those without which it would be silent
+        client.hset(keys.worker(worker.decode()), mapping=dict.fromkeys({*texts} - {"seen_ms"}, text))
+    for gid in client.zrange(keys.dead, 0, -1):
+        letter = {"reason": text, "worker": text, "try": 1}
+        client.set(keys.dead_letter(gid.decode()), orjson.dumps(letter))
+    client.delete(keys.events)
+    for _ in range(12):
+        client.xadd(keys.events, {"event": text, text: text})
+    for gid in ("math-0000000003", "math-0000000004"):
+        client.hset(keys.group(gid), mapping={"owner": text, "lineage": text})
 
 
 def write_steps(folder: Path, steps: list[tuple[int, str, list[str]]]) -> Path:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import orjson
 import pytest
 
-from tests.cli.conftest import Command
-from tests.cli.populate import Scene
+from tests.cli.conftest import Command, json_of
+from tests.cli.populate import Scene, forge
 
 TITLE = "\x1b]0;owned\x07\x1b[2J\u202e"
 """Sets the title, clears the screen, writes from right to left."""
@@ -21,19 +18,7 @@ LOOKS = (
 
 @pytest.fixture
 def forged(scene: Scene) -> Scene:
-    """Texts of a hostile worker wherever people's texts stand."""
-    keys, client = scene.run.keys, cast(Any, scene.run.store.control)
-    for worker in client.zrange(keys.workers, 0, -1):
-        texts = ("engine", "state", "weights", "requests", "done", "host", "surprise")
-        client.hset(keys.worker(worker.decode()), mapping=dict.fromkeys(texts, TITLE))
-    for gid in client.zrange(keys.dead, 0, -1):
-        letter = {"reason": TITLE, "worker": TITLE, "try": 1}
-        client.set(keys.dead_letter(gid.decode()), orjson.dumps(letter))
-    client.delete(keys.events)
-    for _ in range(12):
-        client.xadd(keys.events, {"event": TITLE, TITLE: TITLE})
-    for gid in ("math-0000000003", "math-0000000004"):
-        client.hset(keys.group(gid), mapping={"owner": TITLE, "lineage": TITLE})
+    forge(scene, TITLE)
     return scene
 
 
@@ -43,3 +28,13 @@ def test_no_command_lets_a_text_steer_the_terminal(forged: Scene, command: Comma
     assert done.returncode in (0, 1, 6), done.stderr
     for code in ("\x1b", "\x07", "\u202e"):
         assert code not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [("status", "--json"), ("workers", "--json")], ids=" ".join)
+def test_no_program_is_told_less_because_of_a_number_that_is_none(
+    forged: Scene, command: Command, words: tuple[str, ...]
+) -> None:
+    told = json_of(command(*words))
+    workers = told["workers"] if isinstance(told, dict) else told
+    assert [worker["id"] for worker in workers] == ["w0", "w1"]
+    assert {worker["tokens_per_s"] for worker in workers} == {0.0}
