@@ -1,20 +1,15 @@
-"""safetensors files, read from their headers alone: no tensor, no torch.
-
-File format: https://github.com/huggingface/safetensors#format.
-"""
+"""The safetensors files of a model folder: which they are, and whose weights they hold. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import orjson
 
 from buffer.errors import ModelError
-
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+from buffer.safetensors_header import TensorPlace, read_header
 
 BASE = "rolloutmq_base"
 """In the metadata of an adapter's file: the checksum of the model that it is for."""
@@ -39,15 +34,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header, and where the tensors begin, in bytes. Raises OSError, ValueError."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 0 < length <= MAX_HEADER_BYTES:
-            raise ValueError(f"impossible header of {length} bytes")
-        return orjson.loads(stream.read(length)), 8 + length
-
-
 def model_checksum(folder: Path) -> str:
     """Which weights `folder` holds: BLAKE2b, 16 bytes in hex, however they are cut into files. Raises ModelError.
 
@@ -57,11 +43,9 @@ def model_checksum(folder: Path) -> str:
     digests: dict[str, bytes] = {}
     for file in weight_files(folder):
         try:
-            header, begin = read_header(file)
-            facts = {name: value for name, value in header.items() if name != "__metadata__"}
             with file.open("rb") as stream:
-                digests |= {name: _digest(stream, begin, value) for name, value in facts.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                digests |= {name: _digest(stream, place) for name, place in read_header(stream).places.items()}
+        except (OSError, ValueError) as error:
             raise ModelError(f"{file} is no safetensors file: {error!r}", hint="is the copy complete?") from error
     whole = blake2b(digest_size=16)
     for name in sorted(digests):
@@ -69,13 +53,12 @@ def model_checksum(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def _digest(stream: Any, begin: int, facts: Mapping[str, Any]) -> bytes:
-    first, last = facts["data_offsets"]
-    digest = blake2b(orjson.dumps([facts["dtype"], facts["shape"]]), digest_size=16)
-    size = last - first
+def _digest(stream: IO[bytes], tensor: TensorPlace) -> bytes:
+    digest = blake2b(orjson.dumps([tensor.dtype, tensor.shape]), digest_size=16)
+    size = tensor.end - tensor.start
     step = max(size // BLOCKS, 1)
     all_of_it = size <= BLOCKS * BLOCK_BYTES
-    for place in range(0, size, BLOCK_BYTES) if all_of_it else range(0, BLOCKS * step, step):
-        stream.seek(begin + first + place)
-        digest.update(stream.read(min(BLOCK_BYTES, size - place)))
+    for block in range(0, size, BLOCK_BYTES) if all_of_it else range(0, BLOCKS * step, step):
+        stream.seek(tensor.start + block)
+        digest.update(stream.read(min(BLOCK_BYTES, size - block)))
     return digest.digest()

@@ -12,7 +12,8 @@ from pathlib import Path
 import orjson
 
 from buffer.errors import ModelError
-from buffer.tensor_files import BASE, model_checksum, read_header
+from buffer.safetensors_header import read_header
+from buffer.tensor_files import BASE, model_checksum
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.model_folder import ADAPTER_CONFIG, Shapes, read_shapes
 
@@ -46,9 +47,10 @@ class AdapterCheck:
 
     def _check_base(self, folder: Path) -> None:
         try:
-            base = read_header(folder / TENSORS)[0].get("__metadata__", {}).get(BASE)
+            with (folder / TENSORS).open("rb") as stream:
+                base = read_header(stream).metadata.get(BASE)
             mine = self._checksum if base else base  # an adapter that others made does not say
-        except (OSError, ValueError, AttributeError, ModelError) as error:
+        except (OSError, ValueError, ModelError) as error:
             raise WeightsError(f"{folder} does not say for which model it is: {error}") from error
         if base != mine:
             raise WeightsError(

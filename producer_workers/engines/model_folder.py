@@ -14,7 +14,7 @@ import orjson
 
 from buffer import tensor_files
 from buffer.errors import ModelError
-from buffer.tensor_files import read_header
+from buffer.safetensors_header import read_header
 from producer_workers.engines.base import EngineError, WeightsError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
@@ -85,16 +85,11 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
 
 def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
-        header, begin = read_header(file)
-        data_bytes = file.stat().st_size - begin
-        tensors = {name: value for name, value in header.items() if name != "__metadata__"}
-        expected = max((value["data_offsets"][1] for value in tensors.values()), default=0)
-        shapes = {name: tuple(value["shape"]) for name, value in tensors.items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = read_header(stream)
+    except (OSError, ValueError) as error:
         raise WeightsError(f"{file} is no safetensors file: {error}", hint="is the copy complete?") from error
-    if data_bytes != expected:
-        raise WeightsError(
-            f"{file} holds {data_bytes} bytes of tensors, its header says {expected}",
-            hint="was it copied completely?",
-        )
-    return shapes
+    if size != header.bytes:
+        raise WeightsError(f"{file} has {size} bytes, its header says {header.bytes}", hint="was it copied completely?")
+    return {name: place.shape for name, place in header.places.items()}

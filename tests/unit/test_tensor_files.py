@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import save as save_bytes
 from safetensors.numpy import save_file
 
-from buffer.errors import ModelError
+from buffer.errors import ModelError, WireError
+from buffer.safetensors_header import places_of
 from buffer.tensor_files import model_checksum
 
 
@@ -50,3 +54,19 @@ def test_what_holds_no_whole_model_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "torn" / "part-0.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelError, match=r"part-0\.safetensors is no safetensors file"):
         model_checksum(tmp_path / "torn")
+
+
+WHOLE = save_bytes({"w": np.ones((2, 3), "f4"), "b": np.zeros(3, "f4")}, {"made_by": "a test"})
+
+
+PARTS = [WHOLE[:8], *WHOLE[8 : -9 * 4].replace(b'"', b"\n").replace(b",", b"\n").split(), WHOLE[-4:], b""]
+OTHERS = [b"", b"null", b"-1", b"9" * 30, b"[]", b"{}", b'"', b"1.5", b"1e400", b"\xff" * 8, b"\0" * 8]
+
+
+@given(st.binary(max_size=60) | st.builds(WHOLE.replace, st.sampled_from(PARTS), st.sampled_from(OTHERS)))
+def test_bytes_of_strangers_are_whole_files_or_errors(data: bytes) -> None:
+    try:
+        places = places_of(memoryview(data))
+    except WireError:
+        return
+    assert all(8 < place.start <= place.end <= len(data) for place in places.values())
