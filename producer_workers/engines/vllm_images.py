@@ -105,8 +105,8 @@ def image_arguments(model_dir: Path) -> dict[str, Any]:
     """AsyncEngineArgs for a model that sees."""
     if image_token(model_dir) is None:
         return {}
-    # Its cache is emptied on two sides, one after the other, when weights change: what is asked for in between would
-    # be looked for where it is no more. What a group shares is kept here.
+    # What a group shares is kept here. vLLM's own cache has two sides, which a weight update empties one after the
+    # other; by its source (0.32, not seen), what is asked for in between would be looked for where it is no more.
     arguments: dict[str, Any] = {"mm_processor_cache_gb": 0}
     if find_spec("blake3") is None:
         arguments["mm_hasher_algorithm"] = "sha256"
