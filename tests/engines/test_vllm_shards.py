@@ -49,9 +49,10 @@ def sharded(run: Run[None], folders: Folders, request: pytest.FixtureRequest) ->
     config = CPU_ENGINE.model_copy(update=request.param)
     if not is_cpu_build() and count_gpus() < config.shards:
         pytest.skip(f"needs {config.shards} GPUs")
-    with pytest.MonkeyPatch.context() as often, running(config, run, folders) as engine:
+    with pytest.MonkeyPatch.context() as often:
         often.setattr(module, "PULSE_S", 1.0)
-        yield engine
+        with running(config, run, folders) as engine:
+            yield engine
 
 
 @pytest.fixture
@@ -90,13 +91,13 @@ def test_weights_that_some_shards_refuse_reach_none(
         for folder in (torn, folders.wider, torn):
             with pytest.raises(WeightsError, match=r"shard|failed"):
                 await engine.load_weights(folder, NEXT)
-        after = await generate(engine, params)
+        meanwhile, after = await running, await generate(engine, params)
         assert engine.version() == FIRST
         await engine.load_weights(folders.second, NEXT)
-        return before, await running, after, await generate(engine, params)
+        return before, meanwhile, after, await generate(engine, params)
 
-    before, running, after, updated = run(scenario())
-    assert np.array_equal(before.token_ids, running.token_ids)
+    before, meanwhile, after, updated = run(scenario())
+    assert np.array_equal(before.token_ids, meanwhile.token_ids)
     assert np.array_equal(before.token_ids, after.token_ids)
     assert after.spans[0].version == FIRST.version
     assert worst_difference(folders.second, updated, 1.0) < TOLERANCE
