@@ -54,7 +54,8 @@ class FsdpLoop:
         self.consumer.open(position=self.position, take_over=True)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         seed = self.config.run.seed
-        learner = Learner(self.model_dir, self.config.learner, device=device, seed=seed, ranks=self.ranks)
+        config, media = self.config.learner, self.run.media
+        learner = Learner(self.model_dir, config, device=device, seed=seed, ranks=self.ranks, media=media)
         self.controller = TrainController.of(self.config, learner, self.model_dir)
         if steps:
             self.controller.load_state_tensors(load_file(self.checkpoints.path(steps[-1]) / self.state))

@@ -1,6 +1,6 @@
 """The experts that vLLM says were chosen are those of the same tokens in transformers, whatever happened meanwhile.
 
-Runs where vLLM has Triton: on a CUDA build. By hand it also runs on a CPU build, in Triton's interpreter
+Runs where vLLM has Triton: on a CUDA build (`make test-modes`). By hand also on a CPU build, in Triton's interpreter
 (`pip install triton`, TRITON_INTERPRET=1, VLLM_USE_V2_MODEL_RUNNER=1, and a backend named "cpu" in triton.backends).
 """
 
@@ -25,7 +25,7 @@ from tests.engines.conformance import LONG, NEXT, PROMPT, interrupt, sampling
 from tests.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.engines.tiny_model import gates_choose, write_tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.gpu, pytest.mark.timeout(600)]
 LONG_PROMPT = np.arange(40, 140, dtype=np.int32)
 """Several blocks of the prefix cache."""
 
