@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from buffer.commands import screen
+
 
 class ProgressBar:
     """A `MetricWriter` that draws: `done` steps of `steps`, and the reward of the newest."""
@@ -19,7 +21,7 @@ class ProgressBar:
             TextColumn("reward {task.fields[reward]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console or Console(stderr=True),
+            console=console or screen.console(stderr=True),
             refresh_per_second=2,
         )
         self._task = self._bar.add_task("train", total=steps, completed=done, reward="-")

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import mean
 
 import orjson
-from rich.console import Console
 from rich.table import Table
 
+from buffer.commands import screen
 from buffer.config.loader import load_config
 from buffer.errors import ModelError
 from buffer.step_log import StepLog, TrainedStep
@@ -42,7 +42,7 @@ def check_gpu(steps: int) -> None:
     table = Table(title="gpu-check", title_justify="left", show_header=False, show_edge=False)
     for name, value in rows:
         table.add_row(name, value)
-    Console().print(table)
+    screen.console().print(table)
 
 
 def require_gpu() -> None:

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
+from buffer.commands import screen
 from buffer.commands.live_view import LiveView
 from buffer.commands.top import watch
 from buffer.errors import RoleHeld, StoreUnavailable
@@ -59,7 +58,7 @@ class Launcher:
         self._config, self._redis_url, self._with_chaos = config, redis_url, chaos
         self._command = [str(path), *(part for o in overrides for part in ("--set", o))]
         self._folder = config.run.folder
-        self._console = Console()
+        self._console = screen.console()
         self._children: list[Child] = []
         self._judges: list[Child] = []
         self._server: EmbeddedServer | None = None

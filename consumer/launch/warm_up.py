@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from buffer.commands import screen
 from buffer.config.dataset import ReasoningGymDataset
 from buffer.errors import ConfigError
 from consumer.config import TrainingConfig
@@ -18,7 +19,7 @@ from consumer.warm_start import Problem, WarmStartProgress, read_problems, warm_
 
 def make_model(config: TrainingConfig) -> None:
     """Leave `<run folder>/model`, whole; does nothing where it is there."""
-    folder, console = config.run.folder / "model", Console()
+    folder, console = config.run.folder / "model", screen.console()
     if folder.exists():
         console.print(f"the model is there: {folder}")
         return

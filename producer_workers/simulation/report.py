@@ -7,9 +7,9 @@ from pathlib import Path
 
 import orjson
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from buffer.commands import screen
 from producer_workers.simulation.advice import Advice, Simulated, as_config, name_of
 
 
@@ -34,7 +34,7 @@ def print_report(outcomes: Sequence[Simulated], advice: Advice) -> None:
             f"{outcome.waste:.1%}",
             style="bold" if is_chosen else None,
         )
-    console = Console(highlight=False, emoji=False, markup=False)
+    console = screen.console()
     console.print(table)
     for reason in advice.reasons:
         console.print(f"\n{reason}")
