@@ -58,8 +58,8 @@ class EvaluationPlan:
         for task in self.tasks(step, last):
             count = self._config.evaluation_size(task)
             self._begun.add((task, step))
+            self._finish(task)  # one at a time: the next one would put away what this one waits for
             if in_background:
-                self._finish(task)
                 self._pending.append((step, self._consumer.begin_evaluation(task, count)))
             else:
                 groups = self._consumer.evaluate(task, count, waiting=say_why, checkpoint=self._make_room)

@@ -51,10 +51,10 @@ class EvaluationRound:
     def join(self, wait: BatchWait) -> list[RolloutGroup]:
         """`poll`, until it is ready."""
         while True:
+            self._ask()
             manifest = wait.until_taken(self._step, {self.task: self._count}, self._take)
             if (groups := self._accept(manifest)) is not None:
                 return groups
-            self._ask()
 
     def poll(self) -> list[RolloutGroup] | None:
         """All groups once they are ready, without waiting. Those that were begun late may be of newer weights."""

@@ -356,6 +356,17 @@ def test_evaluate_returns_exactly_what_was_asked_for_of_several_tasks_and_again(
     assert run.ledger.steps() == (0, 0, 0)
 
 
+def test_an_evaluation_in_the_background_goes_on_although_another_one_took_its_groups(
+    run: Run, trainer: Trainers
+) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0):
+        pending = consumer.begin_evaluation("quiz", 3)
+        first = {group.gid for group in consumer.evaluate("quiz", 3)}
+        second = {group.gid for group in consumer.finish_evaluation(pending)}
+    assert (len(first), len(second), len(first | second)) == (3, 3, 6)
+
+
 def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_same(run: Run, trainer: Trainers) -> None:
     first = trainer(run)
     with at_work(run, math=0):
