@@ -42,7 +42,7 @@ def read_header(stream: IO[bytes]) -> Header:
     try:
         metadata = dict(header.pop("__metadata__", {}))
         places = {name: _place(facts, 8 + length) for name, facts in header.items()}
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no header of tensors: {error!r}") from error
     return Header(places, metadata, max((place.end for place in places.values()), default=8 + length))
 

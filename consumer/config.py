@@ -105,6 +105,16 @@ class TrainingConfig(ConfigFile):
         return self
 
     @model_validator(mode="after")
+    def _temperatures_agree(self) -> TrainingConfig:
+        """Else what the trainer computes again is another distribution than the one that was sampled from."""
+        mine = self.learner.temperature
+        for name, task in self.tasks.items():
+            if self.trainer.loop is None and not task.eval_of and task.sample.temperature != mine:
+                said = f"task {name} is sampled with temperature {task.sample.temperature:g}, [learner] temperature is"
+                raise ValueError(f"{said} {mine:g}: both must be the same")
+        return self
+
+    @model_validator(mode="after")
     def _prompts_are_texts(self) -> TrainingConfig:
         shown = [n for n, task in self.tasks.items() if not task.eval_of and getattr(task.dataset, "images", None)]
         if shown and self.trainer.loop is None:

@@ -91,7 +91,7 @@ class LearnerConfig(Section):
     token_budget: int = Field(8192, ge=1)
     """token slots of one forward pass"""
     temperature: float = Field(1.0, gt=0)
-    """sampling temperature of the rollouts: their logprobs are those of logits divided by it"""
+    """sampling temperature of the rollouts: their logprobs are those of logits divided by it. The tasks' must be it"""
     old_policy: Literal["rollout", "current"] = "rollout"
     """what the ratio is clipped against: the rollout's own logprobs, or the weights before this batch"""
     bf16: bool = False

@@ -197,7 +197,8 @@ class SampleParamsSection(Section):
     max_tokens: int = Field(2048, ge=1)
     """longest response, in tokens"""
     min_tokens: int = Field(0, ge=0)
-    """no end of text before so many tokens"""
+    """no end of text before so many tokens. As with top_p, top_k and structured: logprobs are those of the tokens that
+    were allowed, and a trainer's of all, so that the mismatch grows"""
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
     stop_token_ids: list[int] = Field(default_factory=list)

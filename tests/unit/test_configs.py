@@ -83,6 +83,13 @@ def test_gpu_example_trains_on_gsm8k_with_files_of_its_own_for_the_test() -> Non
     assert longest <= training.learner.token_budget
 
 
+def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None:
+    warm = "tasks.chain_sum.sample.temperature=0.7"
+    assert "task chain_sum is sampled with temperature 0.7" in _problem(TrainingConfig, CONFIGS / "demo.toml", warm)
+    both(CONFIGS / "demo.toml", warm, "learner.temperature=0.7")
+    both(CONFIGS / "demo.toml", warm, "trainer.loop=mine:train")
+
+
 def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"question": "1"}\n\n{"question": "2"}', encoding="utf-8")
