@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from buffer.rollout import PolicyVersion
+from buffer.weights_announcement import Announcement
+from consumer.weights.weights_server import WeightsServer
+from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from producer_workers.engines.config import HttpConfig, SimulatedConfig, VllmConfig
@@ -22,6 +25,7 @@ from producer_workers.engines.distributions import Fixed
 from tests.engines.tiny_adapter import write_adapter
 from tests.engines.tiny_model import write_tiny_model
 from tests.engines.vllm_server import vllm_server
+from tests.pipeline.handover import announce
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
@@ -138,3 +142,15 @@ def http_engine(running_http: Engine, run: Run[None], folders: Folders) -> Itera
     yield running_http
     run(running_http.resume())
     run(running_http.load_weights(folders.first, FIRST))
+
+
+@pytest.fixture
+def announced(folders: Folders) -> Iterator[tuple[WeightsServer, Announcement]]:
+    """The second weights, in the memory of a trainer."""
+    server = WeightsServer("127.0.0.1", "gloo")
+
+    def save(folder: Path) -> None:
+        shutil.copytree(folders.second, folder, dirs_exist_ok=True)
+
+    yield server, announce(server, WeightsSnapshot.take("main:4", save, "rolloutmq-test-"), folders.second)
+    server.close()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,6 @@ import pytest
 from buffer.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.weights_announcement import Announcement
 from consumer.weights.weights_server import WeightsServer
-from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask
 from producer_workers.agent_loops.multi_turn import turns_of
@@ -43,7 +39,6 @@ from tests.engines.conformance import (
     worst_difference,
 )
 from tests.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
-from tests.pipeline.handover import announce
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -95,18 +90,6 @@ def test_an_update_is_finished_when_its_caller_is_cancelled(
     made = run(scenario())
     folder = folders.second if vllm_engine.version() == NEXT else folders.first
     assert worst_difference(folder, made, 1.0) < TOLERANCE
-
-
-@pytest.fixture
-def announced(folders: Folders) -> Iterator[tuple[WeightsServer, Announcement]]:
-    """The second weights, in the memory of a trainer."""
-    server = WeightsServer("127.0.0.1", "gloo")
-
-    def save(folder: Path) -> None:
-        shutil.copytree(folders.second, folder, dirs_exist_ok=True)
-
-    yield server, announce(server, WeightsSnapshot.take(str(NEXT), save, "rolloutmq-test-"), folders.second)
-    server.close()
 
 
 def test_weights_from_a_trainers_memory_come_while_tokens_flow(

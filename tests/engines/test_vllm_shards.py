@@ -9,6 +9,7 @@ import asyncio
 import shutil
 import signal
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from buffer.errors import WireError
+from buffer.weights_announcement import Announcement
+from buffer.weights_meeting import Meeting
 from consumer.launch.placement import count_gpus
+from consumer.weights.weights_server import WeightsServer
 from producer_workers.engines import vllm_engine as module
 from producer_workers.engines.base import Engine, EngineDeadError, Generation, WeightsError
+from producer_workers.engines.capabilities import ReceivesWeights
 from producer_workers.engines.environment import is_cpu_build
 from tests.engines.conformance import (
     NEXT,
@@ -101,6 +107,34 @@ def test_weights_that_some_shards_refuse_reach_none(
     assert np.array_equal(before.token_ids, after.token_ids)
     assert after.spans[0].version == FIRST.version
     assert worst_difference(folders.second, updated, 1.0) < TOLERANCE
+
+
+def test_weights_from_a_trainers_memory_reach_every_shard_or_none(
+    engine: Engine,
+    run: Run[Any],
+    folders: Folders,
+    announced: tuple[WeightsServer, Announcement],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At first one shard alone is served."""
+    assert isinstance(engine, ReceivesWeights)
+    answer, turns, params = WeightsServer._answer, count(), sampling(30, seed=5)
+
+    def answer_one(self: WeightsServer, meeting: Meeting) -> None:
+        if next(turns):
+            raise WireError("no more")
+        answer(self, meeting)
+
+    before = run(generate(engine, params))
+    monkeypatch.setattr(WeightsServer, "_answer", answer_one)
+    with pytest.raises(WeightsError, match="did not reach process"):
+        run(engine.receive_weights(announced[1], NEXT))
+    after = run(generate(engine, params))
+    assert np.array_equal(before.logprobs, after.logprobs)
+    assert engine.version() == FIRST
+    monkeypatch.undo()
+    run(engine.receive_weights(announced[1], NEXT))
+    assert worst_difference(folders.second, run(generate(engine, params)), 1.0) < TOLERANCE
 
 
 def halve(folder: Path, name: str) -> None:
