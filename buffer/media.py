@@ -88,7 +88,7 @@ class MediaFolder:
                 f"{uri} cannot be read: {error.strerror}", hint="[run] media is a folder that all processes see"
             ) from error
         if len(data) > max_bytes:
-            raise MediaError(f"{uri} has more than {max_bytes} bytes", hint="raise max_bytes of the data set's images")
+            raise MediaError(f"{uri} has more than {max_bytes} bytes", hint="max_bytes of whoever reads it")
         return data
 
     def gids(self) -> Iterator[str]:

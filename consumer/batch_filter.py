@@ -7,6 +7,7 @@ is a function of the batch and the config, so that a batch that is delivered aga
     missing_reward     a rollout without reward["score"], or one that is no number
     length_mismatch    ids, logprobs and mask of a group that are not of one length
     no_prompt          no prompt ids: nothing predicts the first token
+    routed_experts     a rollout whose experts cannot be replayed ([learner] replay_routing): none, of another model …
     overlong           a rollout of more than `max_sequence_tokens`, with its prompt
     truncated          a rollout that ran into its token limit, where `mask_truncated` asks for it (DAPO's overlong
                        filtering, arXiv:2503.14476, section 3.4)
@@ -22,17 +23,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.errors import ConfigError
 from buffer.group import RolloutGroup
+from consumer.recorded_experts import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")
 
-REASONS = ("missing_reward", "length_mismatch", "no_prompt", "overlong", "truncated")
+REASONS = ("missing_reward", "length_mismatch", "no_prompt", "routed_experts", "overlong", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
     """What is left of a batch. `groups` are the ones to train, in their order; `counts` by reason: of groups for the
-    first three, else of rollouts."""
+    first four, else of rollouts."""
 
     groups: list[RolloutGroup]
     counts: dict[str, int]
@@ -42,24 +45,42 @@ class Filtered:
 
 
 class BatchFilter:
-    """`max_sequence_tokens`: prompt and response together; None: no bound."""
+    """`max_sequence_tokens`: prompt and response together; None: no bound. `recorded`: where routing is replayed."""
 
-    def __init__(self, max_sequence_tokens: int | None = None, *, mask_truncated: bool = False) -> None:
-        self._longest, self._mask_truncated = max_sequence_tokens, mask_truncated
+    def __init__(
+        self,
+        max_sequence_tokens: int | None = None,
+        *,
+        mask_truncated: bool = False,
+        recorded: RecordedExperts | None = None,
+    ) -> None:
+        self._longest, self._mask_truncated, self._recorded = max_sequence_tokens, mask_truncated, recorded
 
     def apply(self, groups: Sequence[RolloutGroup]) -> Filtered:
-        """Groups whose rollouts are masked are changed in place, the same however often this is done."""
+        """Groups whose rollouts are masked are changed in place, the same however often this is done.
+
+        Raises ConfigError where no group has experts to replay: that is no worker's fault.
+        """
         kept: list[RolloutGroup] = []
         counts: Counter[str] = Counter()
         for group in groups:
-            if found := _problem(group):
+            if found := _problem(group) or self._misrouted(group):
                 reason, what = found
                 counts[reason] += 1
                 log.error("group not trained, %s: %s", reason, what, extra={"gid": group.gid})
                 continue
             counts.update(self._mask(group))
             kept.append(group)
+        if groups and counts["routed_experts"] == len(groups):
+            hint = "set [engine] routed_experts = true for the workers, or leave out [learner] replay_routing"
+            raise ConfigError(
+                "no group of the batch says which experts were chosen for it, as its log lines say", hint=hint
+            )
         return Filtered(kept, dict(counts))
+
+    def _misrouted(self, group: RolloutGroup) -> tuple[str, str] | None:
+        problem = self._recorded.problem(group) if self._recorded else ""
+        return ("routed_experts", problem) if problem else None
 
     def _mask(self, group: RolloutGroup) -> Counter[str]:
         told: Counter[str] = Counter()

@@ -67,9 +67,12 @@ class Learner:
         self._adapter = self._add_adapter(model_dir)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        recorded = RecordedExperts(media) if config.replay_routing else None
-        self._packer = Packer(config.token_budget, share_rows=keeps_samples_apart(self.model), recorded=recorded)
-        self._policy = self._module(self.model, RoutingReplay(self.model) if config.replay_routing else None)
+        replay = RoutingReplay(self.model) if config.replay_routing else None
+        self.recorded = RecordedExperts(replay.layers, replay.top_k, replay.experts, media) if replay else None
+        """of what workers say the gates chose, where that is replayed"""
+        share_rows = keeps_samples_apart(self.model)
+        self._packer = Packer(config.token_budget, share_rows=share_rows, recorded=self.recorded)
+        self._policy = self._module(self.model, replay)
         self.parameters = self._adapter.parameters() if self._adapter else dict(self.model.named_parameters())
         self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
         self._optimizer = torch.optim.AdamW(

@@ -25,11 +25,11 @@ class RoutingReplay:
     """Stands before the gates of `model`. ConfigError where it has none, or some that do not do as they are told."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._gates, self._layers = expert_gates(model), layers_of(model)
+        self._gates, self.layers = expert_gates(model), layers_of(model)
         self._told: dict[int, Tensor] = {}
         for layer, gate in self._gates.items():
             gate.forward = partial(self._choose, layer, gate.forward)
-        self._experts, self._top_k = self._try(model)
+        self.experts, self.top_k = self._try(model)
 
     def tell(self, experts: Tensor | None) -> None:
         """What the gates choose until told otherwise, in the backward pass of a checkpointed layer, too.
@@ -41,9 +41,9 @@ class RoutingReplay:
         if experts is None:
             return
         largest = int(experts.max()) if experts.numel() else -1
-        if experts.shape[1:] != (self._layers, self._top_k) or largest >= self._experts:
+        if experts.shape[1:] != (self.layers, self.top_k) or largest >= self.experts:
             found = f"{experts.shape[1]} layers, {experts.shape[2]} experts of each token, one of them number {largest}"
-            own = f"the trainer's has {self._layers} layers and {self._top_k} of {self._experts} experts"
+            own = f"the trainer's has {self.layers} layers and {self.top_k} of {self.experts} experts"
             raise WireError(f"routed experts of another model: {found}; {own}")
         self._told = {layer: experts[:, layer].long() for layer in self._gates}
 

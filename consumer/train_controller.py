@@ -56,7 +56,7 @@ class TrainController:
             raise ConfigError("a critic trains on one rank only", hint="an estimator that compares rollouts needs none")
         self.learner, self.critic = learner, critic
         self._estimator, self._overlong = advantages, overlong_buffer_tokens
-        self._filter = batch_filter or BatchFilter()
+        self._filter = batch_filter or BatchFilter(recorded=learner.recorded)
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
         """of the newest batch: one per rollout; with a critic one per token, before they are scaled"""
 
@@ -65,7 +65,9 @@ class TrainController:
         """As [trainer] and [critic] say; a critic starts from the model of that folder."""
         section, seed, device = config.trainer, config.run.seed, learner.device.type
         critic = Critic(model_dir, config.critic, device=device, seed=seed) if section.is_gae else None
-        usable = BatchFilter(section.max_sequence_tokens, mask_truncated=section.mask_truncated)
+        usable = BatchFilter(
+            section.max_sequence_tokens, mask_truncated=section.mask_truncated, recorded=learner.recorded
+        )
         overlong = section.overlong_buffer_tokens
         return cls(learner, section.advantages, overlong_buffer_tokens=overlong, critic=critic, batch_filter=usable)
 

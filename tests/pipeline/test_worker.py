@@ -411,6 +411,8 @@ def test_worker_hands_in_routed_experts_as_files_of_the_run_where_they_are_large
     assert media is not None
     assert len(media.names(gid)) == (0 if most else 2)
     assert (group.routed_experts is None) == (most == 0)
-    table = RecordedExperts(media).of_slots(group.experts(), np.array([0, 9]), np.array([9, 7]), 16)
+    recorded = RecordedExperts(layers=2, top_k=2, experts=8, media=media)
+    assert recorded.problem(group) == ""
+    table = recorded.of_slots(group.experts(), np.array([0, 9]), np.array([9, 7]), 16)
     assert table.shape == (16, 2, 2)
     assert np.flatnonzero((table < 0).any((1, 2))).tolist() == [8, 15]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.errors import ConfigError, RolloutMQError, WireError
+from buffer.errors import ConfigError, WireError
 from buffer.group import RolloutGroup
 from buffer.media import MediaFolder
 from buffer.rollout import PolicyVersion, RolloutState, SampleParams, Status
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig, LossConfig
+from consumer.train_controller import TrainController
 from producer_workers.engines import build_engine
 from producer_workers.engines.config import TransformersConfig
 from tests.engines.tiny_model import write_tiny_model
@@ -135,19 +137,47 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     trainer = learner(mixture, media=media, replay_routing=True)
     assert mismatch(trainer, mixed) == mismatch(learner(mixture, replay_routing=True), group)
 
-    def refused(kind: type[RolloutMQError], experts: Any, message: str) -> None:
+    def refused(experts: Any, message: str) -> None:
         states[0].routed_experts = experts
-        with pytest.raises(kind, match=message):
+        with pytest.raises(WireError, match=message):
             mismatch(trainer, RolloutGroup(group.gid, "moe", states))
 
-    refused(ConfigError, None, "without the experts")
-    refused(WireError, f"run://{group.gid}/none.npy", "cannot be read")
+    def kept(data: bytes) -> str:
+        return media.put(group.gid, "other.npy", data)
+
     whole = group.states[0].routed_experts
     assert isinstance(whole, np.ndarray)
-    refused(WireError, whole[1:], "of a rollout of")
-    for state in states:
-        state.routed_experts = group.states[state.index].routed_experts
-    refused(WireError, np.where(whole == 3, 4, whole), "another model")
+    refused(None, "without the experts")
+    refused(f"run://{group.gid}/none.npy", "cannot be read")
+    refused("/etc/passwd", "no file of a run")
+    refused(kept(b"no array"), "cannot be read")
+    refused(kept(npy(whole)[:-1]), "cannot be read")
+    refused(kept(npy(whole.astype("<f8")[:3])), "type float64")
+    refused(kept(npy(whole).replace(b"(%d," % len(whole), b"(%d," % 10**15, 1)), "cannot be read")
+    refused(kept(npy(np.repeat(whole, 2, 0))), "more than")
+    refused(whole[1:], "of the shape")
+    refused(whole[..., :1], "of different shapes")
+    refused(np.where(whole == 3, 4, whole), "a model of 4 experts")
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def test_a_group_without_experts_of_this_model_is_left_out_and_ends_no_trainer(
+    mixture: Path, group: RolloutGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However they came: what one worker hands in must not be what no trainer gets past."""
+    foreign = [state.model_copy(update={"routed_experts": None}) for state in group.states]
+    bad = RolloutGroup("moe-0000000002", "moe", foreign)
+    once, both = (TrainController(learner(mixture, replay_routing=True)) for _ in range(2))
+    expected, metrics = once.fit([group]), both.fit([bad, group])
+    assert metrics == expected | {"filtered/routed_experts": 1.0}
+    assert "rollout 0 came without the experts" in caplog.text
+    with pytest.raises(ConfigError, match="no group of the batch says"):
+        both.fit([bad])
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
