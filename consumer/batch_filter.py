@@ -7,6 +7,7 @@ is a function of the batch and the config, so that a batch that is delivered aga
     missing_reward     a rollout without reward["score"], or one that is no number
     length_mismatch    ids, logprobs and mask of a group that are not of one length
     no_prompt          no prompt ids: nothing predicts the first token
+    multimodal         a prompt of more than text: token ids alone are another prompt
     routed_experts     a rollout whose experts cannot be replayed ([learner] replay_routing): none, of another model …
     overlong           a rollout of more than `max_sequence_tokens`, with its prompt
     truncated          a rollout that ran into its token limit, where `mask_truncated` asks for it (DAPO's overlong
@@ -29,13 +30,13 @@ from consumer.recorded_experts import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")
 
-REASONS = ("missing_reward", "length_mismatch", "no_prompt", "routed_experts", "overlong", "truncated")
+REASONS = ("missing_reward", "length_mismatch", "no_prompt", "multimodal", "routed_experts", "overlong", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
     """What is left of a batch. `groups` are the ones to train, in their order; `counts` by reason: of groups for the
-    first four, else of rollouts."""
+    first five, else of rollouts."""
 
     groups: list[RolloutGroup]
     counts: dict[str, int]
@@ -73,9 +74,7 @@ class BatchFilter:
             kept.append(group)
         if groups and counts["routed_experts"] == len(groups):
             hint = "set [engine] routed_experts = true for the workers, or leave out [learner] replay_routing"
-            raise ConfigError(
-                "no group of the batch says which experts were chosen for it, as its log lines say", hint=hint
-            )
+            raise ConfigError("no group of the batch has experts that can be replayed: see the log", hint=hint)
         return Filtered(kept, dict(counts))
 
     def _misrouted(self, group: RolloutGroup) -> tuple[str, str] | None:
@@ -105,6 +104,8 @@ class BatchFilter:
 def _problem(group: RolloutGroup) -> tuple[str, str] | None:
     if not len(group.prompt_ids):
         return "no_prompt", "it has no prompt ids"
+    if group.multimodal:
+        return "multimodal", "it shows images, which a trainer of yours (trainer.loop) reads: see consumer/README.md"
     tokens = int(group.lengths.sum())
     sizes = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
     if wrong := {name: size for name, size in sizes.items() if size != tokens}:

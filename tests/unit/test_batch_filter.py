@@ -41,6 +41,12 @@ def promptless() -> RolloutGroup:
     return group
 
 
+def showing() -> RolloutGroup:
+    group = make_group(53)
+    group.shared["multimodal"] = [{"kind": "image", "uri": "run://task-0000000053/0.png"}]
+    return group
+
+
 def make_controller(model_dir: Path, batch_filter: BatchFilter | None = None) -> TrainController:
     learner = Learner(model_dir, LearnerConfig(learning_rate=1e-3), seed=7)
     return TrainController(learner, batch_filter=batch_filter)
@@ -50,7 +56,7 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = [make_group(i, prompt=3 + i) for i in range(3)]
-    mixed = [good[0], without_score(), good[1], torn(), promptless(), good[2]]
+    mixed = [good[0], without_score(), good[1], torn(), promptless(), showing(), good[2]]
     clean, dirty = make_controller(model_dir), make_controller(model_dir)
     with caplog.at_level(logging.WARNING):
         metrics = dirty.fit(mixed)
@@ -60,9 +66,10 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
         "filtered/missing_reward": 1,
         "filtered/length_mismatch": 1,
         "filtered/no_prompt": 1,
+        "filtered/multimodal": 1,
     }
     assert metrics == {name: value for name, value in expected.items() if not name.startswith("filtered/")}
-    assert {record.__dict__["gid"] for record in caplog.records} == {f"task-{n:010d}" for n in (50, 51, 52)}
+    assert {record.__dict__["gid"] for record in caplog.records} == {f"task-{n:010d}" for n in (50, 51, 52, 53)}
     assert "rollouts [2] have no score" in caplog.text
 
 

@@ -176,7 +176,7 @@ def test_a_group_without_experts_of_this_model_is_left_out_and_ends_no_trainer(
     expected, metrics = once.fit([group]), both.fit([bad, group])
     assert metrics == expected | {"filtered/routed_experts": 1.0}
     assert "rollout 0 came without the experts" in caplog.text
-    with pytest.raises(ConfigError, match="no group of the batch says"):
+    with pytest.raises(ConfigError, match="no group of the batch has experts"):
         both.fit([bad])
 
 
