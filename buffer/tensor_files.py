@@ -11,9 +11,6 @@ import orjson
 from buffer.errors import ModelError
 from buffer.safetensors_header import TensorPlace, read_header
 
-BASE = "rolloutmq_base"
-"""In the metadata of an adapter's file: the checksum of the model that it is for."""
-
 BLOCKS, BLOCK_BYTES = 4, 4096
 """What is read of a tensor for a model's checksum: so many blocks, evenly spaced. All of it, where that is less."""
 

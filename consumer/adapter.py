@@ -18,12 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from buffer.adapter_files import BASE, CONFIG, STEM, TENSORS
 from buffer.errors import ConfigError, ModelError
-from buffer.tensor_files import BASE
 from consumer.learner_config import LoraConfig
-
-STEM = "base_model.model."
-"""What PEFT puts before the name of a layer."""
 
 IDENTITY, SCALE = "adapter/base", "adapter/alpha"
 """Beside an adapter's own tensors in the state of a learner."""
@@ -74,10 +71,10 @@ class Adapter:
             STEM + name: value.detach().to("cpu", dtype, copy=True).contiguous()
             for name, value in self._peft.get_peft_model_state_dict(self._model).items()
         }
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt", BASE: self._base})
+        save_file(tensors, folder / TENSORS, {"format": "pt", BASE: self._base})
         config = self._config.to_dict() | {"inference_mode": True}
         data = orjson.dumps(config, default=sorted, option=orjson.OPT_INDENT_2)  # sets, of names
-        (folder / "adapter_config.json").write_bytes(data)
+        (folder / CONFIG).write_bytes(data)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What says which model, and how much of the adapter is added to it."""

@@ -11,23 +11,15 @@ from pathlib import Path
 
 import orjson
 
+from buffer.adapter_files import BASE, CONFIG, STEM, TENSORS
 from buffer.errors import ModelError
 from buffer.safetensors_header import read_header
-from buffer.tensor_files import BASE, model_checksum
+from buffer.tensor_files import model_checksum
 from producer_workers.engines.base import WeightsError
-from producer_workers.engines.model_folder import ADAPTER_CONFIG, Shapes, read_shapes
-
-TENSORS = "adapter_model.safetensors"
-
-STEM = "base_model.model."
-"""What PEFT puts before the name of a layer."""
+from producer_workers.engines.model_folder import Shapes, read_shapes
 
 OTHER_KINDS = ("alpha_pattern", "modules_to_save", "use_dora")
 """What a config may ask for beside plain low-rank pairs, and vLLM passes by or refuses half-way."""
-
-
-def is_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).is_file()
 
 
 class AdapterCheck:
@@ -60,7 +52,7 @@ class AdapterCheck:
 
     def _rank(self, folder: Path) -> int:
         try:
-            config = orjson.loads((folder / ADAPTER_CONFIG).read_bytes())
+            config = orjson.loads((folder / CONFIG).read_bytes())
             rank = config["r"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             hint = "[engine] max_lora_rank is set: publish adapters; without it, whole weights"

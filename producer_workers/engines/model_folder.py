@@ -13,14 +13,12 @@ from pathlib import Path
 import orjson
 
 from buffer import tensor_files
+from buffer.adapter_files import is_adapter
 from buffer.errors import ModelError
 from buffer.safetensors_header import read_header
 from producer_workers.engines.base import EngineError, WeightsError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
-
-ADAPTER_CONFIG = "adapter_config.json"
-"""What makes a folder one of a LoRA adapter (adapter_folder.py)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -69,7 +67,7 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
     may be stored or left out: writers differ.
     """
     optional = {"lm_head.weight"} if tied_head else set()
-    if (folder / ADAPTER_CONFIG).is_file():
+    if is_adapter(folder):
         hint = "set [engine] max_lora_rank (kind http: weights = 'adapters'), or leave out [learner.lora]"
         raise WeightsError(f"{folder} holds a LoRA adapter, and the engine samples with whole weights", hint=hint)
     missing = sorted(old.keys() - new.keys() - optional)

@@ -15,9 +15,10 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from producer_workers.engines.adapter_folder import STEM, TENSORS, AdapterCheck
+from buffer.adapter_files import CONFIG, STEM, TENSORS
+from producer_workers.engines.adapter_folder import AdapterCheck
 from producer_workers.engines.base import EngineError
-from producer_workers.engines.model_folder import ADAPTER_CONFIG, Shapes
+from producer_workers.engines.model_folder import Shapes
 
 NAME, NUMBER = "policy", 1
 ZEROED = "q_proj"
@@ -61,4 +62,4 @@ def _write_zeros(folder: Path, shapes: Shapes) -> None:
     }
     save_file(zeros, folder / TENSORS)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8, "target_modules": [ZEROED]}
-    (folder / ADAPTER_CONFIG).write_bytes(orjson.dumps(config | {"bias": "none"}))
+    (folder / CONFIG).write_bytes(orjson.dumps(config | {"bias": "none"}))
