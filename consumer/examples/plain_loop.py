@@ -100,4 +100,4 @@ def grpo_loss(logprobs: torch.Tensor, rows: dict[str, torch.Tensor]) -> torch.Te
     advantage = ((scores - mean[group]) / (std[group] + 1e-6))[:, None]
     ratio, mask = (logprobs - rows["logprobs"][:, 1:]).exp(), rows["loss_mask"][:, 1:]
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-    return -(gain * mask).sum() / mask.sum()
+    return -(gain * mask).sum() / mask.sum().clamp(min=1)  # a batch may have nothing to train
