@@ -25,7 +25,6 @@ _COUNTERS = (
     "target",
     "consumed",
     "running",
-    "judging",
     "taken",
     "archived",
     "dead",
@@ -39,7 +38,6 @@ _COUNTERS = (
 PLACES = (
     "waiting",
     "running",
-    "judging",
     "completed",
     "aborted",
     "expired",
@@ -64,7 +62,6 @@ class TaskAccount:
     task: str
     waiting: int
     running: int
-    judging: int
     completed: int
     aborted: int
     expired: int
@@ -160,7 +157,7 @@ class Account:
         tasks = [_task(name, numbers[4 + i * _WIDTH : 4 + (i + 1) * _WIDTH]) for i, name in enumerate(names)]
         audit = Audit(tasks, leases=numbers[0], bytes=ByteCount(numbers[2], numbers[3]))
         audit.faults = [fault for task in tasks for fault in task.faults()]
-        if (running := sum(t.running + t.judging for t in tasks)) != numbers[0]:
+        if (running := sum(t.running for t in tasks)) != numbers[0]:
             audit.faults.append(f"{running} groups counted as running, {numbers[0]} leases")
         if (dead := sum(t.dead for t in tasks)) != numbers[1]:
             audit.faults.append(f"{dead} groups counted as dead, {numbers[1]} dead letters")
@@ -231,13 +228,13 @@ class Account:
 
 
 def _task(name: str, row: list[int]) -> TaskAccount:
-    counters = dict(zip(_COUNTERS, row[6:21], strict=True))
+    counters = dict(zip(_COUNTERS, row[6:20], strict=True))
     return TaskAccount(
         task=name,
         waiting=sum(row[:3]),
         completed=row[3],
         aborted=row[4],
         expired=row[5],
-        ended_bits=(row[21], row[22], row[23]),
+        ended_bits=(row[20], row[21], row[22]),
         **counters,
     )

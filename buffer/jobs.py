@@ -58,13 +58,13 @@ class JobQueue:
         """About how many groups may be started; `enqueue` decides for itself, this only sizes its payloads."""
         keys = self._keys
         commands = [
-            ("HMGET", keys.progress(task), "consumed", "running", "judging", "target"),
+            ("HMGET", keys.progress(task), "consumed", "running", "target"),
             ("ZCARD", keys.pool(task, "completed")),
             *(("XLEN", stream) for stream in keys.all_jobs(task)),
         ]
         counters, completed, *waiting = self._store.each("room", commands, "control")
-        consumed, running, judging, asked = (int(c or 0) for c in counters)
-        used: int = consumed + running + judging + completed + sum(waiting)
+        consumed, running, asked = (int(c or 0) for c in counters)
+        used: int = consumed + running + completed + sum(waiting)
         return (asked if target is None else target) - used
 
     def enqueue(

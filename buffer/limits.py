@@ -39,7 +39,7 @@ class TaskLimits(BaseModel):
     """the task's own; None: the run's"""
     strategy: Literal["async", "sync"] = "async"
     max_in_flight: int | None = None
-    """groups that wait, run or are judged at most; None: as many as the target asks for"""
+    """groups that wait or run at most; None: as many as the target asks for"""
     max_consecutive_failures: int | None = None
     """the task's own; None: the run's"""
 

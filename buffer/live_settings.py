@@ -43,7 +43,7 @@ class LiveTaskSettings(Section):
     tail_batch_max_tries: int | None = Field(None, ge=1)
     """interruptions after which a group is finished, whatever waits for it"""
     max_in_flight: int | None = Field(None, ge=1)
-    """groups that wait, run or are judged at most"""
+    """groups that wait or run at most"""
     max_consecutive_failures: int | None = Field(None, ge=1)
     """tries that fail or are filtered one after the other before the task is stopped"""
 

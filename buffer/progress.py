@@ -13,7 +13,7 @@ from typing import Any
 from buffer.keys import LANES, POOLS, Keys
 from buffer.store import Store
 
-NO_SUMS = ("target", "running", "judging", "cursor", "ahead", "failures_in_row")
+NO_SUMS = ("target", "running", "cursor", "ahead", "failures_in_row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,6 @@ class TaskProgress:
     dead: int = 0
     running: int = 0
     """at this moment, as is what follows"""
-    judging: int = 0
     cursor: int = 0
     """the next draw"""
     ahead: int = 0

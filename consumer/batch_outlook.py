@@ -101,7 +101,7 @@ class BatchOutlook:
 
     def _raise_if_dry(self, state: ControlState, answer: NotReady, short: list[str], holder: RoleHolder) -> None:
         standing = [task for task in self._run.account.totals().tasks if task.task in short]
-        at_work = sum(task.waiting + task.running + task.judging for task in standing)
+        at_work = sum(task.waiting + task.running for task in standing)
         if at_work or standing != self._standing or answer.checkpoint_now or self._run.memory.use().refuses_fresh:
             self._standing, self._beats = standing, {holder.seen_ms}
             return

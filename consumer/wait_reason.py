@@ -41,7 +41,7 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
     state = run.control.state()
     numbers = iter(run.store.retrying("wait reason", lambda: _read(run, short)))
     workers = next(numbers)
-    started = {task: (sum(next(numbers) for _ in LANES), sum(int(n or 0) for n in next(numbers))) for task in short}
+    started = {task: (sum(next(numbers) for _ in LANES), int(next(numbers) or 0)) for task in short}
     return WaitReason(
         answer.missing,
         answer.recovering,
@@ -53,7 +53,7 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
 
 
 def _read(run: Run, tasks: list[str]) -> list[Any]:
-    """Live workers; then of each task the lengths of its lanes, and its groups that run and that are judged."""
+    """Live workers; then of each task the lengths of its lanes, and its groups that run."""
     client: Any = run.store.control
     seconds, micros = client.time()
     living_ms = seconds * 1000 + micros // 1000 - run.limits.lease_ms
@@ -62,5 +62,5 @@ def _read(run: Run, tasks: list[str]) -> list[Any]:
         for task in tasks:
             for lane in LANES:
                 pipe.xlen(run.keys.jobs(task, lane))
-            pipe.hmget(run.keys.progress(task), "running", "judging")
+            pipe.hget(run.keys.progress(task), "running")
         return list(pipe.execute())

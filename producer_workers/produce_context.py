@@ -39,7 +39,7 @@ class ProduceContext:
     def room(self, target: int | None) -> int:
         """About how many groups may be started under a target (None: the one that the trainer set). The scripts decide
         for themselves; this only says how many prompts to draw."""
-        in_work = self.leftovers.waiting + self.progress.running + self.progress.judging
+        in_work = self.leftovers.waiting + self.progress.running
         return (self.progress.target if target is None else target) - self.available - in_work
 
     @property

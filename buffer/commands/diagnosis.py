@@ -192,7 +192,7 @@ def _curriculum(snap: Snapshot) -> Iterator[Symptom]:
 def _supply(snap: Snapshot) -> Iterator[Symptom]:
     quiet_ms = last_event_ms(snap)
     for task in snap.training:
-        if task.account.target and task.account.waiting + task.account.running + task.account.judging == 0:
+        if task.account.target and task.account.waiting + task.account.running == 0:
             yield _dry(task, quiet_ms)
 
 

@@ -56,7 +56,7 @@ def drain(
 
 
 def _wait(run: Run, end: float, *, quiet: bool) -> int:
-    """Until nothing runs or is judged; how many groups are left."""
+    """Until nothing runs; how many groups are left."""
     said = -1
     while (left := run.account.totals().leases) and time.monotonic() < end:
         if left != said and not quiet:

@@ -26,7 +26,7 @@ MOST_WORKERS = 8
 
 _WIDTH = 36
 _COLUMNS = {
-    "waiting": "wait", "running": "run", "judging": "judge", "completed": "ready", "aborted": "abort",
+    "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
     "expired": "exp", "taken": "taken", "archived": "done", "filtered": "filt", "dropped": "drop", "dead": "dead",
 }  # fmt: skip
 
@@ -75,7 +75,7 @@ class LiveView:
             f"weights {snap.weights.version}",
             f"reward {rewards[-1]:.3f}" if rewards else "reward -",
             f"waiting {places['waiting']}",
-            f"running {places['running'] + places['judging']}",
+            f"running {places['running']}",
             f"ready {sum(task.ready for task in snap.training)}" + (f" of {asked}" if asked else ""),
             f"{count(snap.tokens_per_s)} tok/s",
             f"{len(snap.live_workers)} workers",

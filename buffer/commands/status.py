@@ -16,7 +16,7 @@ from buffer.watch.snapshot_json import describe
 
 EPILOG = "Example: rolloutmq status --json | python -m json.tool"
 
-_PLACES = ("waiting", "running", "judging", "completed", "aborted", "expired", "taken")
+_PLACES = ("waiting", "running", "completed", "aborted", "expired", "taken")
 _ENDS = ("archived", "filtered", "dropped", "dead")
 
 

@@ -52,7 +52,7 @@ class StrategySection(Section):
     """a group that takes a worker longer has failed a try; default: no limit"""
 
     max_in_flight: int | None = Field(None, ge=1)
-    """groups that wait, run or are judged at most; default: as many as the strategy asks for"""
+    """groups that wait or run at most; default: as many as the strategy asks for"""
     max_consecutive_failures: int | None = Field(None, ge=1)
     """a task of which so many tries fail or are filtered one after the other is stopped, with its reason, until
     `rolloutmq continue --task`; default: never"""

@@ -38,7 +38,7 @@ if not held then
   if place then return {'ENDED', place} end
   return {'UNKNOWN'}
 end
-local runs = held.stage == 'running' or held.stage == 'judging'
+local runs = held.stage == 'running'
 if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end
 if held.stage == 'taken' then return {'TAKEN', held.batch} end
 if runs then redis.call('SCARD', holders .. held.owner) end

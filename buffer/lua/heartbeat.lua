@@ -39,7 +39,7 @@ local reply, now, renewed = control_state(control), now_ms(), {}
 table.insert(reply, 1, 'OK')
 for i = 17, #ARGV - 1, 2 do
   local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')
-  if record[1] == ARGV[i + 1] and (record[2] == 'running' or record[2] == 'judging') then
+  if record[1] == ARGV[i + 1] and record[2] == 'running' then
     renewed[#renewed + 1] = int(now + lease_ms)
     renewed[#renewed + 1] = ARGV[i]
   else

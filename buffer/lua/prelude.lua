@@ -89,11 +89,11 @@ local function lane_is_open(control, lane)
   return string.find(' ' .. lanes .. ' ', ' ' .. lane .. ' ', 1, true) ~= nil
 end
 
--- Groups of a task that may still be started: target - consumed - fresh completed - waiting - running - judging, and no
--- more than `most` of the last three. Computed in the script that starts them, so that it cannot overshoot.
+-- Groups of a task that may still be started: target - consumed - fresh completed - waiting - running, and no more
+-- than `most` of the last two. Computed in the script that starts them, so that it cannot overshoot.
 local function room(progress, jobs, completed, ledger, target, threshold, most)
-  local counts = redis.call('HMGET', progress, 'consumed', 'running', 'judging')
-  local in_flight = num(counts[2]) + num(counts[3])
+  local counts = redis.call('HMGET', progress, 'consumed', 'running')
+  local in_flight = num(counts[2])
   for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
   local cut = '-inf'
   if threshold ~= '' then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - tonumber(threshold)) end
@@ -275,10 +275,10 @@ end
 
 -- Take a group out of where it is, whatever that is but a batch; returns that place. A lease dies with it (I2).
 local function leave(keys, gid, held)
-  if held.stage == 'running' or held.stage == 'judging' then
+  if held.stage == 'running' then
     redis.call('ZREM', keys.leases, gid)
     redis.call('SREM', keys.holders .. held.owner, gid)
-    redis.call('HINCRBY', keys.progress, held.stage, -1)
+    redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
     return held.stage
   end

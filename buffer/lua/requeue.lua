@@ -36,7 +36,7 @@ if not held[1] then
   return {'UNKNOWN'}
 end
 if held[1] == 'waiting' or held[8] == operation then return {'OK', held[1]} end
-if held[1] == 'running' or held[1] == 'judging' then return {'RUNNING', held[3]} end
+if held[1] == 'running' then return {'RUNNING', held[3]} end
 if held[1] == 'taken' then return {'TAKEN', held[4]} end
 
 local before = leave_by_hand({group = group, progress = progress, completed = completed, aborted = aborted,

@@ -49,7 +49,7 @@ for i = 10, #KEYS, 3 do
   is_short = is_short or ready < count
   asked[#asked + 1] = task .. '=' .. int(count)
   for _, value in ipairs({task, ready, int(count)}) do reply[#reply + 1] = value end
-  for _, count in ipairs(redis.call('HMGET', KEYS[i + 2], 'running', 'judging')) do running = running + num(count) end
+  running = running + num(redis.call('HGET', KEYS[i + 2], 'running'))
 end
 if wanted > 1024 then return {'TOO_MANY', 1024} end
 if (is_short and strict) or ready_in_all == 0 then

@@ -26,7 +26,6 @@ LEDGERS = ("train", "eval")
 
 _ROLES = {f"{role}{suffix}" for role in ("trainer", "producer") for suffix in ("", "_seen_ms", "_waited_ms", "_closed")}
 _RESTING = {"stage": "waiting", "token": "", "owner": ""}
-_IN_WORK = ("running", "judging")
 
 Advance = Callable[[str, int], object]
 """Told what is being done, and how many items of it are done by now."""
@@ -114,8 +113,9 @@ class IndexCut:
     def _progress(self, task: str) -> Iterator[Item]:
         fields = self._ask("hgetall", self._keys.progress(task))
         if fields:
-            resting = {name: b"0" for name in (b"running", b"judging") if name in fields}
-            yield self._item("hash", self._keys.progress(task), _flat(fields | resting))
+            if b"running" in fields:
+                fields[b"running"] = b"0"
+            yield self._item("hash", self._keys.progress(task), _flat(fields))
 
     def _list(self, key: str) -> Iterator[Item]:
         start = 0
@@ -148,7 +148,7 @@ class IndexCut:
     def _groups(self, task: str) -> Iterator[Item]:
         for gid, record in self._walk.records(task):
             self.groups += 1
-            if record["stage"] in _IN_WORK:
+            if record["stage"] == "running":
                 record, job = self._at_rest(task, gid, record)
                 yield job
             elif record["stage"] == "dead":

@@ -141,7 +141,7 @@ def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
     for share in ("p50", "p99"):
         text, read = f"{share} of its newest answers.", _per_worker(f"judge_{share}_ms", 0.001)
         yield gauge(f"worker_judge_{share}_seconds", text, ["worker"], read)
-    yield gauge("leases", "Groups that run or are judged.", [], _one(lambda s: s.leases))
+    yield gauge("leases", "Groups that run.", [], _one(lambda s: s.leases))
     yield gauge("leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue))
     yield gauge("dead_letters", "Groups that failed for good and wait for an operator.", [], _one(lambda s: s.dead))
     yield gauge("garbage_payloads", "Payloads that nobody needs and nobody has freed.", [], _one(lambda s: s.garbage))

@@ -61,7 +61,7 @@ class TaskView:
     def started(self) -> int:
         """Groups between the cursor and the trainer: what `target - consumed` limits."""
         account = self.account
-        return account.waiting + account.running + account.judging + self.ready
+        return account.waiting + account.running + self.ready
 
     @property
     def may_start(self) -> int:

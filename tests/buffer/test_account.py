@@ -57,8 +57,8 @@ def test_account_names_every_place(busy: Scene) -> None:
         ["dropped"],
     ]
     task = busy.run.account.totals().tasks[0]
-    once = {name: 1 for name in task.places if name not in ("judging", "expired")}
-    assert task.places == once | {"judging": 0, "expired": 0}
+    once = {name: 1 for name in task.places if name != "expired"}
+    assert task.places == once | {"expired": 0}
     assert (task.enqueued, task.cursor, task.consumed) == (9, 9, 2)
 
 
@@ -151,7 +151,7 @@ def test_fsck_finds_a_group_in_two_batches_and_one_that_is_ready_though_taken(bu
 
 
 def test_fsck_finds_a_counter_that_is_wrong(busy: Scene) -> None:
-    counted = ("enqueued", "cursor", "running", "judging", "taken", "archived", "dead", "filtered", "dropped")
+    counted = ("enqueued", "cursor", "running", "taken", "archived", "dead", "filtered", "dropped")
     for field in counted:
         for by in (1, -1):
             busy.raw.hincrby(busy.keys.progress("math"), field, by)

@@ -131,13 +131,11 @@ class Checker:
         yield from (f"{gid} is dropped or filtered, which nobody asked for" for gid in self._put_away())
 
     def _counters(self) -> Iterator[str]:
-        """Entered = waiting + running + judging + pooled + taken + archived + dead + filtered + dropped, as the run
-        counts them and as they are found."""
+        """Entered = waiting + running + pooled + taken + archived + dead + filtered + dropped, as the run counts them
+        and as they are found."""
         places: dict[str, list[str]] = self.final["places"]
         for task, counted in self.final.get("counters", {}).items():
             found = Counter(where[0] for gid, where in places.items() if gid.startswith(f"{task}-"))
-            found["running"] += found["judging"]
-            counted = {**counted, "running": counted["running"] + counted["judging"]}
             for place in ("running", "taken", "archived", "dead", "filtered", "dropped"):
                 if counted[place] != found[place]:
                     yield f"{task}: {counted[place]} counted as {place}, {found[place]} found"

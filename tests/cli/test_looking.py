@@ -20,7 +20,7 @@ from buffer.trace_ids import trace_id
 from tests.cli.conftest import ROOT, Command, json_of, rolloutmq
 from tests.cli.populate import ESCAPE, Scene, write_steps
 
-PLACES = {"waiting": 4, "running": 1, "judging": 0, "completed": 1, "aborted": 1, "expired": 0, "taken": 1,
+PLACES = {"waiting": 4, "running": 1, "completed": 1, "aborted": 1, "expired": 0, "taken": 1,
           "archived": 2, "dead": 1, "filtered": 1, "dropped": 0}  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import { age, bar, bytes, curve, el, number, panel, table } from "./draw.js";
 import { showGroup } from "./rollout.js";
 import { ask, follow, hasToken } from "./server.js";
 
-const PLACES = ["waiting", "running", "judging", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
+const PLACES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
 const view = document.getElementById("view");
 let look = null, colour = "version";
 
