@@ -111,7 +111,7 @@ def read_progress(store: Store, keys: Keys, tasks: list[str], ledger: str = "tra
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
     counters = {task: {k.decode(): v.decode() for k, v in part[0].items()} for task, part in parts.items()}
     for task, cursor in zip(tasks, cursors, strict=True):
-        counters[task] |= {"cursor": cursor.decode()} if cursor else {}
+        counters[task]["cursor"] = (cursor or b"0").decode()
     return ProduceProgress(
         next_consumer_step=int(taken or 0) + 1,
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},

@@ -43,7 +43,7 @@ local mark, most, patience, draws = num(ARGV[8]), ARGV[9], ARGV[10], (#ARGV - 10
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
 local done = redis.call('HMGET', progress, 'enqueue_op', 'enqueue_count', 'target')
-local cursor = next_draw(cursors, progress, task)
+local cursor = num(redis.call('HGET', cursors, task))
 if done[1] == operation then return {'OK', num(done[2]), int(cursor)} end
 if cursor ~= expected then return {'CURSOR', int(cursor)} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end

@@ -18,7 +18,7 @@ local archived, filtered, dropped = KEYS[4], KEYS[5], KEYS[6]
 local cursors, nonce, task, limit = KEYS[7], ARGV[1], ARGV[2], num(ARGV[3])
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
-local cursor, ahead = next_draw(cursors, progress, task), num(redis.call('HGET', progress, 'ahead'))
+local cursor, ahead = num(redis.call('HGET', cursors, task)), num(redis.call('HGET', progress, 'ahead'))
 local stop = cursor + math.min(limit, ahead)
 local draw = cursor
 while draw < stop do

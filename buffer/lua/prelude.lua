@@ -74,11 +74,7 @@ local function take_receipt(worker, holds, bell, epoch, mode, ack)
   redis.call('HSET', worker, 'ack', int(ack))
 end
 
--- I3: the next draw of a task. A run of an earlier version has it in its account only, where `move_cursor` leaves a copy.
-local function next_draw(cursors, progress, task)
-  return num(redis.call('HGET', cursors, task) or redis.call('HGET', progress, 'cursor'))
-end
-
+-- I3: set the next draw of a task. The account gets a copy, by which nothing is decided.
 local function move_cursor(cursors, progress, task, cursor)
   redis.call('HSET', cursors, task, int(cursor))
   redis.call('HSET', progress, 'cursor', int(cursor))

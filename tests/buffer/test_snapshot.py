@@ -97,17 +97,6 @@ def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(busy: Scene, t
     assert after == before
 
 
-def test_a_run_of_before_the_key_cursors_goes_on_from_its_account(busy: Scene, tmp_path: Path) -> None:
-    cursor = busy.run.jobs.cursor("math")
-    busy.raw.delete(busy.keys.cursors)
-    busy.run.save(tmp_path / "s")
-    for scene in (busy, resumed(busy, tmp_path / "s")):
-        assert scene.run.jobs.cursor("math") == cursor
-        assert scene.enqueue(1).cursor == cursor + 1
-        assert scene.raw.hget(scene.keys.cursors, "math") == b"%d" % (cursor + 1)
-        scene.check()
-
-
 def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(busy: Scene, tmp_path: Path) -> None:
     taken = {step: busy.run.ledger.manifest(step) for step in (2, 3)}
     payloads = [busy.run.payloads.read(e.payload) for m in taken.values() if m for e in m.entries]
