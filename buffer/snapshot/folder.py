@@ -89,7 +89,7 @@ class SnapshotFacts(BaseModel):
     groups: int
     was_running: int
     payload_bytes: int
-    media_bytes: int = 0
+    media_bytes: int
     files: dict[str, FileFacts]
 
 

@@ -311,16 +311,6 @@ def test_snapshot_of_a_broken_run_is_not_resumed(busy: Scene, tmp_path: Path) ->
     assert names_of(busy, f"{busy.name}-again") == []
 
 
-def test_bytes_of_a_run_that_was_saved_before_they_were_counted_are_counted(busy: Scene, tmp_path: Path) -> None:
-    busy.raw.delete(busy.keys.bytes)
-    for gid, _ in busy.pool("completed"):
-        busy.raw.hdel(busy.keys.group(gid), "prompt")
-    busy.run.save(tmp_path / "s")
-    again = resumed(busy, tmp_path / "s")
-    assert again.run.memory.count().held == again.run.memory.weigh() > 0
-    again.check()
-
-
 def test_nobody_can_open_a_run_that_is_being_resumed(busy: Scene, tmp_path: Path) -> None:
     busy.run.save(tmp_path / "s")
     seen = []
