@@ -18,11 +18,8 @@ from pydantic_core import ErrorDetails, to_json
 
 from buffer.masking import mask_url
 
-RENAMED = "x-renamed"
-"""Key of a section's JSON schema: names that earlier versions used, and what to write instead."""
-
 FIXED = "x-fixed"
-"""The same: names of what cannot change while a run goes on, and why."""
+"""Key of a section's JSON schema: names of what cannot change while a run goes on, and why."""
 
 Location = Sequence[str | int]
 
@@ -122,8 +119,6 @@ def _suggest(model: type[BaseModel], location: Location) -> str:
 
 
 def _suggest_known(schema: Mapping[str, Any], node: Mapping[str, Any], key: str) -> str:
-    if renamed := node.get(RENAMED, {}).get(key):
-        return f"; it is now {renamed}"
     known = list(node.get("properties", {}))
     if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
         return f"; did you mean `{close[0]}`?"

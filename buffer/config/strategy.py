@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from buffer.config.loader import Section
-from buffer.config.problem import RENAMED
 from buffer.dotted_path import is_dotted_path
 
 FILTERS = ("not_all_equal",)
@@ -19,15 +18,6 @@ FILTERS = ("not_all_equal",)
 
 class StrategySection(Section):
     """[strategy]: how far the producer runs ahead, and what becomes of interrupted, old and useless groups."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            RENAMED: {
-                "staleness_threshold": "over_sample_threshold (and for age: [policy] max_staleness)",
-                "tail_batch_candidate_step": "tail_batch_trigger_size, together with [policy] max_staleness",
-            }
-        }
-    )
 
     kind: Literal["async", "sync"] = "async"
     """async runs ahead of the trainer as far as [policy] max_staleness allows; sync makes exactly the batches that the

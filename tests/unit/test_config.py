@@ -98,8 +98,6 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
         ("[run]\nname = 'x'\nsede = 1\n", "run.sede: unknown key; did you mean `seed`?"),
         ("[run]\nname = 'x'\nlease_ms = 1\n", "run.lease_ms: unknown key; it belongs in [lease]"),
         ("[run]\nname = 'x'\n[polcy]\n", "polcy: unknown key; did you mean `policy`?"),
-        ("[strategy]\nstaleness_threshold = 1.0\n", "it is now over_sample_threshold"),
-        ("[strategy]\ntail_batch_candidate_step = 1\n", "it is now tail_batch_trigger_size"),
         (
             "[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n",
             "tasks.a.dataset.pth: unknown key; did you mean `path`?",

@@ -184,8 +184,6 @@ def test_changes_long_past_may_be_forgotten_but_for_their_sum(changes: list[tupl
     [
         ("strategy.kind=sync", "sync starts exactly the batch"),
         ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
-        ("tasks.code.strategy.tail_batch_candidate_step=1", "it is now tail_batch_trigger_size"),
-        ("strategy.staleness_threshold=1.0", "it is now over_sample_threshold"),
         ("plan.curriculum=easy_first", "expected package.module:function"),
         ("strategy.should_continue_fn=half", "expected package.module:function"),
     ],
