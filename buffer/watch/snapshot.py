@@ -118,8 +118,8 @@ class Snapshot:
     @property
     def paused_ms(self) -> int:
         """How long the mode has been what it is."""
-        changed = self.control.get(f"{self.paused_by}_changed_ms") or self.control.get("changed_ms")
-        return max(0, self.now_ms - int(changed or self.meta["created_ms"]))
+        changed = self.control.get("changed_ms", self.meta["created_ms"])
+        return max(0, self.now_ms - int(changed))
 
     @property
     def weights(self) -> PolicyVersion:
