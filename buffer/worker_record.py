@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 from buffer.rollout import PolicyVersion
 
@@ -116,12 +117,12 @@ def read_record(
     """Return the record of `worker` from its hash, the size of its set of leases and its entry in `suspects`."""
     texts = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in written.items()}
     parsed = {name: parse(texts[name]) for name, parse in _PARSERS.items() if name in texts}
-    known = {name: value for name, value in parsed.items() if value is not None}
+    known: dict[str, Any] = {name: value for name, value in parsed.items() if value is not None}
     facts = {name: text for name, text in texts.items() if name not in (*_PARSERS, *OF_THE_READER, *_PRIVATE)}
     _, bad_groups, barred_ms = (int(part) for part in (suspicion or b"0 0 0").split())
     return WorkerRecord(
         id=worker,
-        silent_ms=now_ms - (parsed.get("seen_ms") or 0),
+        silent_ms=now_ms - known.get("seen_ms", 0),
         holds=holds,
         bad_groups=bad_groups if barred_ms else None,
         barred_for_ms=now_ms - barred_ms if barred_ms else None,

@@ -24,10 +24,10 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
     """List the workers of a run.
 
     With engine, state, weights, time since the last heartbeat, groups held and how many it would
-    hold, how many of these only wait for their judge (judging), requests in the engine (load),
-    tokens per second, groups done, groups that failed or that a trainer could not use (bad). One
-    that is barred claims nothing more until `rolloutmq continue --worker ID`. Then how long their judges take, and
-    how often these failed.
+    hold, requests in the engine (load), tokens per second, groups done, groups that
+    failed or that a trainer could not use (bad). One that is barred claims nothing more until
+    `rolloutmq continue --worker ID`. Then how many of the groups only wait for their judge
+    (judging), how long the judges take, and how often these failed.
     """
     with open_target(redis_url, run_dir, run) as target:
         rows = target.run.fleet.workers()
@@ -38,13 +38,13 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
         console().print("No worker has joined. Start one with: rolloutmq worker CONFIG")
     else:
         console().print(workers_table(rows, lease_ms, weights))
-        if judged := [row for row in rows if row.judged]:
+        if judged := [row for row in rows if row.judged or row.judging]:
             console().print(judges_table(judged))
 
 
 def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:
     """One row per worker; weights that are not the newest are marked."""
-    numbers = ["seen", "holds", "judging", "load", "tok/s", "done", "bad"]
+    numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
     grid = table("worker", "engine", "state", "weights", *numbers, right=numbers)
     for row in rows:
         is_live = row.is_live(lease_ms)
@@ -55,7 +55,6 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
             Text(plain(row.weights) or "-", style="" if row.weights == newest else "yellow"),
             Text(age(row.silent_ms), style="" if is_live else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
-            str(row.judging),
             "-" if row.requests is None else str(row.requests),
             count(row.tokens_per_s),
             str(row.done),
@@ -65,12 +64,13 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
 
 
 def judges_table(rows: list[WorkerRecord]) -> Table:
-    """How long the newest answers of judges took, and how many of all were failures."""
-    numbers = ["judged", "failed", "median", "99 of 100 within"]
+    """How many groups wait for judges now, how many answers came and failed, and how long the newest took."""
+    numbers = ["judging", "judged", "failed", "median", "99 of 100 within"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
         failed = Text(str(row.judge_failures), style="red" if row.judge_failures else "dim")
-        grid.add_row(plain(row.id), str(row.judged), failed, age(row.judge_p50_ms), age(row.judge_p99_ms))
+        times = age(row.judge_p50_ms), age(row.judge_p99_ms)
+        grid.add_row(plain(row.id), str(row.judging), str(row.judged), failed, *times)
     return grid
 
 

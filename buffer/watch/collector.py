@@ -218,9 +218,10 @@ def _waited(snap: Snapshot) -> float:
 
 
 def _workers(snap: Snapshot) -> Cells:
-    live = Counter[str](worker.state for worker in snap.live_workers)
-    counts = {**dict.fromkeys(WorkerState, 0), **live, "silent": len(snap.workers) - live.total()}
-    return (((str(state),), number) for state, number in counts.items())
+    counts = Counter({state.value: 0 for state in WorkerState})
+    counts.update(worker.state for worker in snap.live_workers)
+    counts["silent"] = len(snap.workers) - len(snap.live_workers)
+    return (((state,), number) for state, number in counts.items())
 
 
 def _per_worker(read: WorkerNumber) -> Any:

@@ -67,9 +67,10 @@ class Scene:
         self.beat(worker, ack=1)
 
     def beat(self, worker: str, *, ack: int, state: WorkerState = WorkerState.IDLE, judging: int = 0) -> None:
-        numbers = {"tokens_per_s": 120.0, "done": 4, "concurrency": 8, "judging": judging}
-        judges = {"judged": 40, "judging_ms": 8000, "judge_failures": 3, "judge_p50_ms": 150, "judge_p99_ms": 2500}
-        pulse = Pulse(ack, WEIGHTS, state, **numbers, **judges)
+        pulse = Pulse(
+            ack, WEIGHTS, state, tokens_per_s=120.0, done=4, concurrency=8, judging=judging, judged=40, judging_ms=8000,
+            judge_failures=3, judge_p50_ms=150, judge_p99_ms=2500,
+        )  # fmt: skip
         self.run.fleet.heartbeat(worker, self.workers[worker], pulse, [])
 
     def claim(self, worker: str, limit: int) -> list[Job]:
