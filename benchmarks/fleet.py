@@ -138,7 +138,7 @@ async def _work(plan: FleetPlan, owner: Connection) -> None:
     for engine in engines:
         await engine.start()
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
-    while {row["id"] for row in await asyncio.to_thread(run.fleet.workers)} < set(plan.workers):
+    while {row.id for row in await asyncio.to_thread(run.fleet.workers)} < set(plan.workers):
         await asyncio.sleep(0.05)
     gone = asyncio.Event()
     threading.Thread(target=_answer, args=(owner, loop, meter, engines, gone), daemon=True).start()

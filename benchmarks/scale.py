@@ -17,10 +17,10 @@ from benchmarks.bench_run import TASK, WEIGHTS, BenchRun
 from benchmarks.figure import Figure
 from benchmarks.server import BenchServer
 from buffer.control import new_nonce
-from buffer.fleet import Pulse
 from buffer.janitor import IN_TURN
 from buffer.job import Job
 from buffer.keys import group_id
+from buffer.worker_record import Pulse, WorkerState
 
 HELD = 32
 """Groups that a worker holds."""
@@ -132,7 +132,7 @@ class _Crowd:
 
     def _beat(self, name: str) -> None:
         self._run.refresh_limits()
-        pulse = Pulse(1, WEIGHTS, "working", 1e4, 5)
+        pulse = Pulse(1, WEIGHTS, WorkerState.WORKING, tokens_per_s=1e4, done=5)
         self._run.fleet.heartbeat(name, self._nonces[name], pulse, self._held[name])
 
     def _sweep(self, _: str) -> None:

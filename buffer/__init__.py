@@ -7,7 +7,7 @@ from buffer.account import Account, Audit, TaskAccount
 from buffer.batch_status import ProduceBatchStatus, batch_status
 from buffer.control import ControlState, Mode, RunControl, new_nonce
 from buffer.errors import RolloutMQError
-from buffer.fleet import Fleet, Pulse
+from buffer.fleet import Fleet
 from buffer.group import RolloutGroup
 from buffer.job import Claim, Job, Result
 from buffer.jobs import JobQueue
@@ -30,6 +30,7 @@ from buffer.rollout import (
 )
 from buffer.run import Run
 from buffer.store import Store
+from buffer.worker_record import Pulse, WorkerRecord, WorkerState
 
 __all__ = [
     "Account",
@@ -67,6 +68,8 @@ __all__ = [
     "TaskLimits",
     "ToolCall",
     "VersionSpan",
+    "WorkerRecord",
+    "WorkerState",
     "batch_status",
     "group_id",
     "new_nonce",

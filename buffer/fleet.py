@@ -11,32 +11,8 @@ from buffer.errors import Fenced, RunNotFound
 from buffer.job import Job
 from buffer.keys import Keys, valid_name
 from buffer.limits import RunLimits
-from buffer.rollout import PolicyVersion
 from buffer.store import Store
-from buffer.worker_record import read_record
-
-
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """What a worker says of itself with a heartbeat. `heard`, the control epoch that it knew then, it keeps.
-    `concurrency`: groups that it would have in work at once; 0 = it does not say. `requests`: what its engine has,
-    None where it does not say. Since it started: groups `done` and `failed`, answers of judges, their `judging_ms`, and
-    how many were failures; of the newest answers the median and the 99th percentile."""
-
-    ack: int
-    weights: PolicyVersion
-    state: str
-    tokens_per_s: float
-    done: int
-    heard: int = 0
-    concurrency: int = 0
-    requests: int | None = None
-    failed: int = 0
-    judged: int = 0
-    judging_ms: int = 0
-    judge_failures: int = 0
-    judge_p50_ms: int = 0
-    judge_p99_ms: int = 0
+from buffer.worker_record import Pulse, WorkerRecord, read_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +68,7 @@ class Fleet:
                 "worker": worker,
                 "nonce": nonce,
                 "lease_ms": self._limits.lease_ms,
-                "ack": pulse.ack,
-                "weights": str(pulse.weights),
-                "state": pulse.state,
-                "rate": f"{pulse.tokens_per_s:.1f}",
-                "done": pulse.done,
-                "concurrency": pulse.concurrency,
-                "requests": "" if pulse.requests is None else pulse.requests,
-                "failed": pulse.failed,
-                "judged": pulse.judged,
-                "judging_ms": pulse.judging_ms,
-                "judge_failures": pulse.judge_failures,
-                "judge_p50_ms": pulse.judge_p50_ms,
-                "judge_p99_ms": pulse.judge_p99_ms,
+                **pulse.arguments(),
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )
@@ -176,31 +140,22 @@ class Fleet:
         )
         return int(reply[1])
 
-    def workers(self) -> list[dict[str, str]]:
-        """All known workers as their records say, with `id`, `silent_ms` and `holds`; of one that is barred for what
-        it handed in, `bad_groups` and `barred_for_ms`."""
+    def workers(self) -> list[WorkerRecord]:
+        """Return the records of all known workers, by their last heartbeat, oldest first."""
         return self._store.retrying("workers", self._workers)
 
-    def _workers(self) -> list[dict[str, str]]:
+    def _workers(self) -> list[WorkerRecord]:
         client, keys = self._store.control, self._keys
         seconds, micros = client.time()
         ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]
+        if not ids:
+            return []
         pipe = client.pipeline(transaction=False)
         for worker in ids:
             pipe.hgetall(keys.worker(worker))
             pipe.scard(keys.holds(worker))
-        if ids:
-            pipe.hmget(keys.suspects, ids)
-        replies = pipe.execute() if ids else []
-        now_ms, rows = seconds * 1000 + micros // 1000, []
-        for place, worker in enumerate(ids):
-            record = read_record(replies[2 * place])
-            silent = now_ms - int(record.get("seen_ms", 0))
-            known = {"id": worker, "silent_ms": str(silent), "holds": str(replies[2 * place + 1])}
-            rows.append(record | known | _barred(replies[-1][place], now_ms))
-        return rows
-
-
-def _barred(suspicion: bytes | None, now_ms: int) -> dict[str, str]:
-    _, bad, barred_ms = (int(part) for part in (suspicion or b"0 0 0").split())
-    return {"bad_groups": str(bad), "barred_for_ms": str(now_ms - barred_ms)} if barred_ms else {}
+        pipe.hmget(keys.suspects, ids)
+        *replies, suspicions = pipe.execute()
+        now_ms = seconds * 1000 + micros // 1000
+        rows = zip(ids, replies[::2], replies[1::2], suspicions, strict=True)
+        return [read_record(worker, written, holds, suspicion, now_ms) for worker, written, holds, suspicion in rows]

@@ -1,27 +1,148 @@
-"""What a worker's record says, for people and programs: a worker may write anything into it."""
+"""What a worker reports with a heartbeat, and the record of it that the server keeps.
+
+A worker may write anything into its record: a number that is none counts as not written, any text is kept as it is.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
 
-WHOLE = (
-    "concurrency", "ack", "done", "failed", "requests", "judged", "judging_ms", "judge_failures", "judge_p50_ms",
-    "judge_p99_ms", "quarantined", "joined_ms", "seen_ms",
-)  # fmt: skip
-"""Fields that are whole numbers."""
-
-TOLD = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms")
-"""Fields that whoever reads the record adds: the worker's own word on them counts for nothing."""
-
-_NUMBERS = dict.fromkeys(WHOLE, r"-?\d{1,15}") | {"tokens_per_s": r"\d{1,15}(\.\d{1,20})?(e[+-]?\d{1,2})?"}
+from buffer.rollout import PolicyVersion
 
 
-def read_record(record: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The record as text; what should be a number and is none is as if it had not been written."""
-    told = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in record.items()}
-    return {name: value for name, value in told.items() if name not in TOLD and _is_sound(name, value)}
+class WorkerState(StrEnum):
+    """What a worker of this project does. A worker in another language may report any other word."""
+
+    STARTING = "starting"
+    """registered, and no heartbeat yet"""
+    IDLE = "idle"
+    """holds no group and may claim"""
+    WORKING = "working"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    """finishes what it holds, then leaves"""
 
 
-def _is_sound(name: str, value: str) -> bool:
-    return name not in _NUMBERS or re.fullmatch(_NUMBERS[name], value, re.ASCII) is not None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNumbers:
+    """The numbers of a heartbeat. Counts without another remark are since the worker started."""
+
+    tokens_per_s: float = 0.0
+    concurrency: int = 0
+    """groups sampled at once at most; 0 = not reported"""
+    requests: int | None = None
+    """running and waiting in the engine; None where the engine does not report them"""
+    done: int = 0
+    """completed groups"""
+    failed: int = 0
+    """failed groups"""
+    judging: int = 0
+    """groups held now that only wait for their judge: all of their samples are generated"""
+    judged: int = 0
+    """answers of judges, failures too"""
+    judging_ms: int = 0
+    """the time that all of these answers took together"""
+    judge_failures: int = 0
+    judge_p50_ms: int = 0
+    """median of the newest answers"""
+    judge_p99_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse(WorkerNumbers):
+    """What a worker reports with a heartbeat. `ack`: the control epoch carried out. `heard`: the newest control epoch
+    known when the pulse was taken; it is not sent."""
+
+    ack: int
+    weights: PolicyVersion
+    state: WorkerState
+    heard: int = 0
+
+    def arguments(self) -> dict[str, str | int]:
+        """Return the arguments of the script `heartbeat` that come from a pulse, by name."""
+        numbers = {each.name: getattr(self, each.name) for each in fields(WorkerNumbers)}
+        numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
+        numbers["requests"] = "" if self.requests is None else self.requests
+        return {"ack": self.ack, "weights": str(self.weights), "state": self.state.value, **numbers}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord(WorkerNumbers):
+    """One worker as the server knows it. Numbers that were not written are 0 (None for `requests`), texts are empty.
+
+    `silent_ms`: since its last heartbeat. `holds`: groups that it has leases for. `bad_groups` and `barred_for_ms` are
+    None unless the worker is barred for what it handed in.
+    """
+
+    id: str
+    silent_ms: int
+    holds: int
+    bad_groups: int | None = None
+    barred_for_ms: int | None = None
+    state: str = ""
+    """a `WorkerState`, or any text of a foreign worker"""
+    weights: str = ""
+    """"lineage:version", or any text of a foreign worker"""
+    engine: str = ""
+    ack: int = 0
+    quarantined: int = 0
+    """groups that a trainer could not use"""
+    joined_ms: int = 0
+    seen_ms: int = 0
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """what else the worker registered: host, pid, …"""
+
+    @property
+    def is_barred(self) -> bool:
+        return self.barred_for_ms is not None
+
+    def is_live(self, lease_ms: int) -> bool:
+        """Return whether a pause waits for this worker: its last heartbeat is younger than a lease."""
+        return self.silent_ms < lease_ms
+
+
+OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "facts")
+"""Fields that do not come from the hash in Redis: what a worker writes there under these names is ignored."""
+
+_PRIVATE = ("nonce", "claim", "claimed")
+
+
+def read_record(
+    worker: str, written: Mapping[bytes, bytes], holds: int, suspicion: bytes | None, now_ms: int
+) -> WorkerRecord:
+    """Return the record of `worker` from its hash, the size of its set of leases and its entry in `suspects`."""
+    texts = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in written.items()}
+    parsed = {name: parse(texts[name]) for name, parse in _PARSERS.items() if name in texts}
+    known: dict[str, Any] = {name: value for name, value in parsed.items() if value is not None}
+    facts = {name: text for name, text in texts.items() if name not in (*_PARSERS, *OF_THE_READER, *_PRIVATE)}
+    _, bad_groups, barred_ms = (int(part) for part in (suspicion or b"0 0 0").split())
+    return WorkerRecord(
+        id=worker,
+        silent_ms=now_ms - known.get("seen_ms", 0),
+        holds=holds,
+        bad_groups=bad_groups if barred_ms else None,
+        barred_for_ms=now_ms - barred_ms if barred_ms else None,
+        facts=facts,
+        **known,
+    )
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?\d{1,15}", text, re.ASCII) else None
+
+
+def _rate(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"\d{1,15}(\.\d{1,20})?(e[+-]?\d{1,2})?", text, re.ASCII) else None
+
+
+_PARSER_OF: dict[object, Callable[[str], int | float | str | None]] = {
+    "int": _whole,
+    "int | None": _whole,
+    "float": _rate,
+    "str": str,
+}
+_PARSERS = {each.name: _PARSER_OF[each.type] for each in fields(WorkerRecord) if each.name not in OF_THE_READER}

@@ -31,6 +31,8 @@ log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 ENDED = frozenset({"stop", "length"})
 """Reasons after which a rollout asks the engine for nothing more, unless its group starts again."""
+UNJUDGED = frozenset({Status.INIT, Status.ABORTED})
+"""Of a rollout that has ended: its judge has not answered yet."""
 
 
 class GroupWork:
@@ -49,6 +51,10 @@ class GroupWork:
     def shares(self, jobs: Iterable[Job]) -> dict[Job, float]:
         """The share of each group's members that may still need the engine: all, before its payload is read."""
         return {job: _open_share(self._members.get(job, ())) for job in jobs}
+
+    def judging(self) -> int:
+        """Return how many groups only wait for their judge. Called on the heartbeat's thread, too."""
+        return sum(map(_is_judged, list(self._members.values())))
 
     async def do(self, job: Job) -> None:
         """Generate, judge and hand in one group. Its failure is its own; EngineDeadError is the worker's."""
@@ -147,3 +153,8 @@ class GroupWork:
 
 def _open_share(members: Sequence[RolloutState]) -> float:
     return sum(member.finish_reason not in ENDED for member in members) / len(members) if members else 1.0
+
+
+def _is_judged(members: Sequence[RolloutState]) -> bool:
+    """Return whether all members are sampled, and some are without their judge's answer."""
+    return not _open_share(members) and any(member.status in UNJUDGED for member in members)

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
-from buffer.fleet import Beat, Pulse
+from buffer.fleet import Beat
 from buffer.job import Job
 from buffer.run import Run
+from buffer.worker_record import Pulse
 from producer_workers.said_once import SaidOnce
 
 log = logging.getLogger("rolloutmq.worker")

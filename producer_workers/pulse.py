@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from buffer.fleet import Pulse
+from buffer.worker_record import Pulse, WorkerState
 from producer_workers.engines.base import Engine
 from producer_workers.engines.capabilities import TellsLoad
 from producer_workers.group_work import GroupWork
@@ -19,7 +19,7 @@ class PulseTaker:
         self._engine, self._work, self._control, self._judge_times = engine, work, control, judge_times
         self._rate = (time.monotonic(), 0, 0.0)
 
-    def take(self, state: str, concurrency: int) -> Pulse:
+    def take(self, state: WorkerState, concurrency: int) -> Pulse:
         weights, heard = self._engine.version(), self._control.epoch
         load = self._engine.load() if isinstance(self._engine, TellsLoad) else None
         half, most = self._judge_times.quantiles(0.5, 0.99)
@@ -33,6 +33,7 @@ class PulseTaker:
             concurrency=concurrency,
             requests=load.running + load.waiting if load else None,
             failed=self._work.failed,
+            judging=self._work.judging(),
             judged=self._judge_times.asked,
             judging_ms=round(1000 * self._judge_times.seconds),
             judge_failures=self._judge_times.failed,

@@ -24,12 +24,13 @@ from contextlib import suppress
 
 from buffer.control import ControlState, Mode, new_nonce
 from buffer.errors import RolloutMQError, StoreUnavailable
-from buffer.fleet import Beat, Pulse
+from buffer.fleet import Beat
 from buffer.job import Job
 from buffer.keys import LANES
 from buffer.limits import Concurrency
 from buffer.run import Run
 from buffer.serving import Serves
+from buffer.worker_record import Pulse, WorkerState
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.group_work import GroupWork
 from producer_workers.heard_control import HeardControl
@@ -166,12 +167,12 @@ class Worker:
         """What the heartbeat says; called on its thread."""
         return self._pulse.take(self._state(), self._places.limit()), self._work.jobs()
 
-    def _state(self) -> str:
+    def _state(self) -> WorkerState:
         if self._stopping:
-            return "draining"
+            return WorkerState.DRAINING
         if self._steered.paused:
-            return "paused"
-        return "working" if self._work else "idle"
+            return WorkerState.PAUSED
+        return WorkerState.WORKING if self._work else WorkerState.IDLE
 
     def _hear(self, beat: Beat, pulse: Pulse) -> None:
         """The answer to a heartbeat that said `pulse`."""

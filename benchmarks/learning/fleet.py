@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.learning.sampler import Sampler
-from buffer import Mode, PolicyVersion, Pulse, Run, Store, group_id, new_nonce, wire
+from buffer import Mode, PolicyVersion, Pulse, Run, Store, WorkerState, group_id, new_nonce, wire
 from buffer.open_run import wait_for_run
 
 TASK = "sums"
@@ -38,7 +38,7 @@ class Fleet:
         """One round; whether anything was sampled."""
         state = self._run.control.state()
         self._sweep()
-        pulse = Pulse(state.epoch, state.weights, "ready", 0.0, 0)
+        pulse = Pulse(state.epoch, state.weights, WorkerState.IDLE)
         self._run.fleet.heartbeat("w0", self._nonce, pulse, [])
         self._run.control.beat("producer", self._producer)
         if state.mode is not Mode.RUN:

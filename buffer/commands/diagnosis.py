@@ -8,6 +8,7 @@ from typing import Literal
 
 from buffer.commands.screen import age, plural
 from buffer.watch.snapshot import RoleView, Snapshot, TaskView
+from buffer.worker_record import WorkerRecord
 
 Level = Literal["note", "stuck", "fault"]
 
@@ -72,7 +73,7 @@ def _pauses(snap: Snapshot) -> Iterator[Symptom]:
 
 
 def _trainer_pause(snap: Snapshot) -> Symptom:
-    late = sorted({worker["id"] for worker in snap.live_workers} - set(snap.acknowledged))
+    late = sorted({worker.id for worker in snap.live_workers} - set(snap.acknowledged))
     level: Level = "stuck" if snap.paused_ms > PATIENCE_MS else "note"
     what = f"paused by the trainer ({snap.mode}), for a weight update"
     if snap.is_orphaned:
@@ -104,33 +105,33 @@ def _age_ms(snap: Snapshot) -> int:
 def _workers(snap: Snapshot) -> Iterator[Symptom]:
     if not snap.live_workers:
         what = f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
-        since = min((int(worker["silent_ms"]) for worker in snap.workers), default=_age_ms(snap))
+        since = min((worker.silent_ms for worker in snap.workers), default=_age_ms(snap))
         yield Symptom("stuck", what, since, "`rolloutmq worker CONFIG`")
     for worker in snap.workers:
-        if "bad_groups" in worker:
+        if worker.is_barred:
             yield _barred(worker, snap)
         if worker not in snap.live_workers:
-            what = f"worker {worker['id']} is silent and holds {plural(int(worker['holds']), 'group')}"
+            what = f"worker {worker.id} is silent and holds {plural(worker.holds, 'group')}"
             fix = "nothing to do: they are generated elsewhere once its leases have run out"
-            yield Symptom("note", what, int(worker["silent_ms"]), fix)
+            yield Symptom("note", what, worker.silent_ms, fix)
 
 
-def _barred(worker: dict[str, str], snap: Snapshot) -> Symptom:
-    others = [other for other in snap.live_workers if "bad_groups" not in other]
-    name, bad = worker["id"], plural(int(worker["bad_groups"]), "group")
-    what = f"worker {name} is barred: it handed in {bad} that the trainer cannot use"
+def _barred(worker: WorkerRecord, snap: Snapshot) -> Symptom:
+    others = [other for other in snap.live_workers if not other.is_barred]
+    bad = plural(worker.bad_groups or 0, "group")
+    what = f"worker {worker.id} is barred: it handed in {bad} that the trainer cannot use"
     what += "" if others else "; no other is alive"
-    fix = f"`rolloutmq dead` says why; mend it, then `rolloutmq continue --worker {name}`"
-    return Symptom("note" if others else "stuck", what, int(worker["barred_for_ms"]), fix)
+    fix = f"`rolloutmq dead` says why; mend it, then `rolloutmq continue --worker {worker.id}`"
+    return Symptom("note" if others else "stuck", what, worker.barred_for_ms, fix)
 
 
 def _weights(snap: Snapshot) -> Iterator[Symptom]:
     newest = str(snap.weights)
-    behind = [worker for worker in snap.live_workers if worker.get("weights") != newest]
+    behind = [worker for worker in snap.live_workers if worker.weights != newest]
     if not behind:
         return
     level: Level = "stuck" if len(behind) == len(snap.live_workers) else "note"
-    names = ", ".join(f"{worker['id']} has {worker.get('weights') or 'none'}" for worker in behind)
+    names = ", ".join(f"{worker.id} has {worker.weights or 'none'}" for worker in behind)
     what = f"the newest weights are {newest}, but {names}; they claim nothing until they have them"
     since = max(0, snap.now_ms - int(snap.control["weights_ms"])) if "weights_ms" in snap.control else None
     yield Symptom(level, what, since, f"can they read {snap.control.get('weights_path', '')}? see their logs")
@@ -139,9 +140,9 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
 def _unclaimed(snap: Snapshot) -> Iterator[Symptom]:
     """Groups wait, workers beat, and nothing happens: they serve other tasks or lanes, or have stopped to listen."""
     quiet_ms, waiting = last_event_ms(snap), snap.places.get("waiting", 0)
-    can_claim = [worker for worker in snap.live_workers if worker.get("weights") == str(snap.weights)]
+    can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
     if waiting and can_claim and not snap.leases and snap.mode == "run" and (quiet_ms or 0) > PATIENCE_MS:
-        names = ", ".join(f"{worker['id']} ({worker.get('state', 'silent')})" for worker in can_claim)
+        names = ", ".join(f"{worker.id} ({worker.state})" for worker in can_claim)
         fix = "do they serve these tasks ([worker] tasks, lanes)? see their logs, or start them again"
         yield Symptom("stuck", f"{plural(waiting, 'group')} waiting, and nobody claims them: {names}", quiet_ms, fix)
 
@@ -151,9 +152,9 @@ def _leases(snap: Snapshot) -> Iterator[Symptom]:
         what = f"{plural(snap.overdue, 'lease')} ran out, and nobody has taken them back"
         yield Symptom("note", what, None, "any worker, producer or trainer of the run does it")
     live = snap.live_workers
-    holders = [worker for worker in live if int(worker["holds"])]
+    holders = [worker for worker in live if worker.holds]
     if len(holders) == 1 and len(live) > 1 and snap.leases > 1 and not snap.places.get("waiting"):
-        what = f"all {snap.leases} running groups are with {holders[0]['id']}; {plural(len(live) - 1, 'worker')} idle"
+        what = f"all {snap.leases} running groups are with {holders[0].id}; {plural(len(live) - 1, 'worker')} idle"
         yield Symptom("note", what, None, "a lower concurrency per worker spreads the end of a batch better")
 
 

@@ -31,11 +31,11 @@ def fence(
     heartbeat, drops its work, and joins again.
     """
     with open_target(redis_url, run_dir, run) as target:
-        known = {row["id"]: row for row in target.run.fleet.workers()}
+        known = {row.id: row for row in target.run.fleet.workers()}
         if worker not in known:
             raise ConfigError(f"there is no worker {worker!r}", hint=f"known: {', '.join(sorted(known)) or 'none'}")
         if not yes:
-            held, seen = plural(int(known[worker]["holds"]), "group"), age(int(known[worker]["silent_ms"]))
+            held, seen = plural(known[worker].holds, "group"), age(known[worker].silent_ms)
             raise ConfigError(
                 f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
                 hint="say --yes to do it",

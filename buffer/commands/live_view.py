@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.commands.screen import age, bar, count, plain, sparkline, state, table, worker_state
-from buffer.commands.status import account_text, mode_text, role_text, staleness_text
+from buffer.commands.status import account_text, judged_text, mode_text, role_text, staleness_text, workers_text
 from buffer.commands.tail import event_text
 from buffer.config.byte_size import format_size
 from buffer.run import Run
 from buffer.watch.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from buffer.watch.snapshot import Snapshot, TaskView, take_snapshot
+from buffer.worker_record import WorkerRecord
 
 EVENTS = 5
 MOST_WORKERS = 8
@@ -61,7 +62,7 @@ class LiveView:
         parts += ["", *_curves(history), "", groups_table(snap)]
         for task in snap.training:
             parts += [_ahead(task), staleness_text(task, snap.stale_threshold)]
-        parts += [account_text(snap), "", *_waits(snap, history), "", *_workers(snap)]
+        parts += [account_text(snap), "", *_waits(snap, history), "", _fit(workers_text(snap)), *_workers(snap)]
         parts += ["", *(_fit(event_text(event)) for event in snap.events)]
         return Group(*parts)
 
@@ -75,7 +76,7 @@ class LiveView:
             f"weights {snap.weights.version}",
             f"reward {rewards[-1]:.3f}" if rewards else "reward -",
             f"waiting {places['waiting']}",
-            f"running {places['running']}",
+            f"running {places['running']}{judged_text(snap)}",
             f"ready {sum(task.ready for task in snap.training)}" + (f" of {asked}" if asked else ""),
             f"{count(snap.tokens_per_s)} tok/s",
             f"{len(snap.live_workers)} workers",
@@ -191,26 +192,26 @@ def _memory(snap: Snapshot) -> Text:
 
 
 def _workers(snap: Snapshot) -> list[Text]:
-    live = {worker["id"] for worker in snap.live_workers}
+    live = {worker.id for worker in snap.live_workers}
     if not snap.workers:
         return [Text("no worker", style="dim" if snap.mode == "finish" else "yellow")]
-    lines = [_worker(worker, worker["id"] in live, str(snap.weights)) for worker in snap.workers[:MOST_WORKERS]]
+    lines = [_worker(worker, worker.id in live, str(snap.weights)) for worker in snap.workers[:MOST_WORKERS]]
     if len(snap.workers) > MOST_WORKERS:
         lines.append(Text(f"and {len(snap.workers) - MOST_WORKERS} more: rolloutmq workers", style="dim"))
     return lines
 
 
-def _worker(worker: dict[str, str], is_live: bool, newest: str) -> Text:
-    weights = worker.get("weights", "") or "-"
-    rate = f"{count(float(worker.get('tokens_per_s', 0))):>7} tok/s"
-    seen = f"seen {age(int(worker['silent_ms']))} ago"
+def _worker(worker: WorkerRecord, is_live: bool, newest: str) -> Text:
+    weights = worker.weights or "-"
+    rate = f"{count(worker.tokens_per_s):>7} tok/s"
+    seen = f"seen {age(worker.silent_ms)} ago"
     return _fit(
         Text.assemble(
-            f"{plain(worker['id'])[:16]:<16} ",
+            f"{plain(worker.id)[:16]:<16} ",
             state(worker_state(worker, is_live)),
             " ",
             (f"{plain(weights):<12}", "" if weights == newest else "yellow"),
             (f" {rate if is_live else seen:>13}", "" if is_live else "red"),
-            f"  holds {worker['holds']:>3}  done {worker.get('done', '0'):>5}",
+            f"  holds {worker.holds:>3}  done {worker.done:>5}",
         )
     )

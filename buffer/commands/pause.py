@@ -172,7 +172,7 @@ def _wait(run: Run, epoch: int, start: float, timeout_s: float, say: Say) -> lis
 
 
 def _live(run: Run) -> set[str]:
-    return {worker["id"] for worker in run.fleet.workers() if int(worker["silent_ms"]) < run.limits.lease_ms}
+    return {worker.id for worker in run.fleet.workers() if worker.is_live(run.limits.lease_ms)}
 
 
 def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:

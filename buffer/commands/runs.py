@@ -40,7 +40,7 @@ class RunLine:
         if self.snap is None:
             return None
         silences = [role.silent_ms for role in (self.snap.trainer, self.snap.producer) if role.silent_ms is not None]
-        silences += [int(worker["silent_ms"]) for worker in self.snap.workers]
+        silences += [worker.silent_ms for worker in self.snap.workers]
         return min(silences, default=None)
 
     @property
@@ -49,7 +49,7 @@ class RunLine:
         if self.snap is None:
             return []
         roles = {"the trainer": self.snap.trainer, "the producer": self.snap.producer}
-        return [name for name, role in roles.items() if role.alive] + [w["id"] for w in self.snap.live_workers]
+        return [name for name, role in roles.items() if role.alive] + [worker.id for worker in self.snap.live_workers]
 
 
 def register(app: typer.Typer) -> None:

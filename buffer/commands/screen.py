@@ -6,7 +6,7 @@ never read as markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,17 +17,20 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from buffer.worker_record import WorkerRecord, WorkerState
+
 BARS = "▁▂▃▄▅▆▇█"
 
 _CALM, _NEAR, _BAD = "green", "yellow", "red"
-_STATE_STYLES = {
+_STATE_STYLES: dict[str, str] = {
     "run": _CALM,
-    "ready": _CALM,
+    WorkerState.IDLE: _CALM,
+    WorkerState.WORKING: _CALM,
     "completed": _CALM,
-    "starting": "cyan",
+    WorkerState.STARTING: "cyan",
     "loading": "cyan",
-    "paused": _NEAR,
-    "draining": _NEAR,
+    WorkerState.PAUSED: _NEAR,
+    WorkerState.DRAINING: _NEAR,
     "silent": _BAD,
     "barred": _BAD,
     "dead": _BAD,
@@ -94,15 +97,15 @@ def plain(text: str) -> str:
 
 
 def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
-    """`[ready    ]`: a state in brackets of a fixed width, in its colour."""
+    """`[idle     ]`: a state in brackets of a fixed width, in its colour."""
     return Text(f"[{plain(word)[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
 
 
-def worker_state(row: Mapping[str, str], is_live: bool) -> str:
-    """What a worker (`Fleet.workers`) does, in a word."""
+def worker_state(worker: WorkerRecord, is_live: bool) -> str:
+    """Return what a worker does, in a word."""
     if not is_live:
         return "silent"
-    return "barred" if "bad_groups" in row else row.get("state", "")
+    return "barred" if worker.is_barred else worker.state
 
 
 def version_style(version: int) -> str:

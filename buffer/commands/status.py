@@ -107,8 +107,14 @@ def role_text(role: RoleView) -> Text:
 def workers_text(snap: Snapshot) -> Text:
     live, known = len(snap.live_workers), len(snap.workers)
     silent = f", {known - live} silent" if known > live else ""
-    rate = f" · {count(snap.tokens_per_s)} tokens/s · {plural(snap.leases, 'group')} running"
-    return Text(f"{live} alive{silent}{rate}", style="" if live else "yellow")
+    rate = f"{count(snap.tokens_per_s)} tokens/s"
+    running = f"{plural(snap.leases, 'group')} running{judged_text(snap)}"
+    return Text(f"{live} alive{silent} · {rate} · {running}", style="" if live else "yellow")
+
+
+def judged_text(snap: Snapshot) -> str:
+    """Return how many of the running groups only wait for their judge; "" for none."""
+    return f", of which {count(snap.judging)} {'is' if snap.judging == 1 else 'are'} judged" if snap.judging else ""
 
 
 def memory_text(snap: Snapshot) -> Text:

@@ -13,8 +13,8 @@
 -- ARGV[3] lease_ms 1..86_400_000
 -- ARGV[4] ack      0..             control epoch that it has carried out
 -- ARGV[5] weights  weights         "lineage:version" that its engine acknowledged
--- ARGV[6] state    name            for people: idle, working, paused, draining
--- ARGV[7] rate     number          tokens per second, for people
+-- ARGV[6] state    name            for people: starting, idle, working, paused, draining
+-- ARGV[7] tokens_per_s number      for people
 -- ARGV[8] done     0..             groups finished since it started
 -- ARGV[9] concurrency 0..          groups that it would have in work at once; 0 = it does not say
 -- ARGV[10] requests ''|0..       that its engine has, running and waiting; '' = the engine does not say
@@ -24,7 +24,8 @@
 -- ARGV[14] judge_failures 0..      of these answers, those that were none
 -- ARGV[15] judge_p50_ms 0..        half of the newest answers took no longer
 -- ARGV[16] judge_p99_ms 0..        99 of 100 did not
--- ARGV[17+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
+-- ARGV[17] judging 0..              groups held now that only wait for their judge
+-- ARGV[18+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
@@ -37,13 +38,13 @@ if known ~= nonce then return {'REPLACED'} end
 
 local reply, now, renewed = control_state(control), now_ms(), {}
 table.insert(reply, 1, 'OK')
-for i = 17, #ARGV - 1, 2 do
+for i = 18, #ARGV - 1, 2 do
   local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')
   if record[1] == ARGV[i + 1] and record[2] == 'running' then
     renewed[#renewed + 1] = int(now + lease_ms)
     renewed[#renewed + 1] = ARGV[i]
   else
-    reply[#reply + 1] = (i - 15) / 2
+    reply[#reply + 1] = (i - 16) / 2
   end
 end
 tick(clock, now, lease_ms)
@@ -51,6 +52,7 @@ if #renewed > 0 then redis.call('ZADD', leases, unpack(renewed)) end
 redis.call('ZADD', workers, int(now), id)
 redis.call('HSET', worker, 'weights', ARGV[5], 'state', ARGV[6], 'tokens_per_s', ARGV[7], 'done', ARGV[8],
   'concurrency', ARGV[9], 'requests', ARGV[10], 'failed', ARGV[11], 'judged', ARGV[12], 'judging_ms', ARGV[13],
-  'judge_failures', ARGV[14], 'judge_p50_ms', ARGV[15], 'judge_p99_ms', ARGV[16], 'seen_ms', int(now))
+  'judge_failures', ARGV[14], 'judge_p50_ms', ARGV[15], 'judge_p99_ms', ARGV[16], 'judging', ARGV[17],
+  'seen_ms', int(now))
 take_receipt(worker, holds, bell, reply[2], reply[3], ack)
 return reply

@@ -7,7 +7,8 @@ by Prometheus' conventions: seconds, bytes, ratios, `_total` for what only grows
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -20,6 +21,7 @@ from buffer.run import Run
 from buffer.store import Store
 from buffer.watch.snapshot import Snapshot, TaskView, take_snapshot
 from buffer.watch.workers_wanted import WorkersWanted, look_at
+from buffer.worker_record import WorkerRecord, WorkerState
 
 Cells = Iterator[tuple[tuple[str, ...], float]]
 """(values of the labels but `run`, number)"""
@@ -38,6 +40,23 @@ _TASK_COUNTERS = {
     "groups_regenerated": ("regenerated", "Groups drawn again after the server lost data."),
 }
 _NOT_CUMULATIVE = {"groups_dead"}
+
+WorkerNumber = Callable[[WorkerRecord], float | None]
+
+_WORKER_GAUGES: dict[str, tuple[str, WorkerNumber]] = {
+    "worker_tokens_per_second": ("As the worker measures it.", lambda w: w.tokens_per_s),
+    "worker_groups_held": ("Leases that a worker holds.", lambda w: w.holds),
+    "worker_groups_judging": ("Of these, groups that only wait for their judge.", lambda w: w.judging),
+    "worker_engine_requests": ("Running and waiting in its engine.", lambda w: w.requests),
+    "worker_judge_p50_seconds": ("p50 of its newest answers.", lambda w: w.judge_p50_ms / 1000),
+    "worker_judge_p99_seconds": ("p99 of its newest answers.", lambda w: w.judge_p99_ms / 1000),
+}
+_WORKER_COUNTERS: dict[str, tuple[str, WorkerNumber]] = {
+    "worker_groups_failed": ("Failed in its hands.", lambda w: w.failed),
+    "worker_judgements": ("Answers of its judges.", lambda w: w.judged),
+    "worker_judge_seconds": ("What it waited for them.", lambda w: w.judging_ms / 1000),
+    "worker_judge_failures": ("Of these, failures.", lambda w: w.judge_failures),
+}
 
 
 class RunCollector(Collector):
@@ -131,16 +150,10 @@ def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
     yield gauge("role_silent_seconds", "Since its last heartbeat.", ["role"], _silences)
     yield counter("trainer_wait_seconds", "What this trainer stood still for groups.", [], _one(_waited))
     yield gauge("workers", "Workers by state; silent ones have missed a lease.", ["state"], _workers)
-    yield gauge("worker_tokens_per_second", "As the worker measures it.", ["worker"], _per_worker("tokens_per_s"))
-    yield gauge("worker_groups_held", "Leases that a worker holds.", ["worker"], _per_worker("holds"))
-    yield gauge("worker_engine_requests", "Running and waiting in its engine.", ["worker"], _per_worker("requests"))
-    yield counter("worker_groups_failed", "Failed in its hands.", ["worker"], _per_worker("failed"))
-    yield counter("worker_judgements", "Answers of its judges.", ["worker"], _per_worker("judged"))
-    yield counter("worker_judge_seconds", "What it waited for them.", ["worker"], _per_worker("judging_ms", 0.001))
-    yield counter("worker_judge_failures", "Of these, failures.", ["worker"], _per_worker("judge_failures"))
-    for share in ("p50", "p99"):
-        text, read = f"{share} of its newest answers.", _per_worker(f"judge_{share}_ms", 0.001)
-        yield gauge(f"worker_judge_{share}_seconds", text, ["worker"], read)
+    for name, (text, read) in _WORKER_GAUGES.items():
+        yield gauge(name, text, ["worker"], _per_worker(read))
+    for name, (text, read) in _WORKER_COUNTERS.items():
+        yield counter(name, text, ["worker"], _per_worker(read))
     yield gauge("leases", "Groups that run.", [], _one(lambda s: s.leases))
     yield gauge("leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue))
     yield gauge("dead_letters", "Groups that failed for good and wait for an operator.", [], _one(lambda s: s.dead))
@@ -205,17 +218,20 @@ def _waited(snap: Snapshot) -> float:
 
 
 def _workers(snap: Snapshot) -> Cells:
-    live = [worker.get("state", "") for worker in snap.live_workers]
-    counts = {state: live.count(state) for state in sorted({*live, "ready"})}
-    counts["silent"] = len(snap.workers) - len(live)
+    counts = Counter({state.value: 0 for state in WorkerState})
+    counts.update(worker.state for worker in snap.live_workers)
+    counts["silent"] = len(snap.workers) - len(snap.live_workers)
     return (((state,), number) for state, number in counts.items())
 
 
-def _per_worker(field: str, scale: float = 1.0) -> Any:
-    def read(snap: Snapshot) -> Cells:
-        return (((w["id"],), scale * float(w[field])) for w in snap.live_workers if w.get(field))
+def _per_worker(read: WorkerNumber) -> Any:
+    """Read a number of every live worker; those that do not report it are left out."""
 
-    return read
+    def cells(snap: Snapshot) -> Cells:
+        read_ones = ((worker.id, read(worker)) for worker in snap.live_workers)
+        return (((name,), number) for name, number in read_ones if number is not None)
+
+    return cells
 
 
 def _marks(snap: Snapshot) -> Cells:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from buffer.step_log import StepLog, TrainedStep
 from buffer.watch.snapshot import Snapshot
+from buffer.worker_record import WorkerState
 
 TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"
@@ -58,7 +59,7 @@ class History:
 def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
     """Every wait with how much of it there is now: 0 to 1 (for workers: the idle part of them)."""
     running, live = snap.mode == "run", snap.live_workers
-    idle = [w for w in live if w.get("state") == "ready" and not int(w["holds"])]
+    idle = [worker for worker in live if worker.state == WorkerState.IDLE and not worker.holds]
     has_jobs = snap.places.get("waiting", 0) > 0
     at_limit = bool(snap.training) and all(t.account.target and t.started >= t.may_start for t in snap.training)
     return {

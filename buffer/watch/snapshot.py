@@ -16,6 +16,7 @@ from buffer.keys import LANES
 from buffer.memory import MemoryUse
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.worker_record import WorkerRecord
 
 BUCKETS = 16
 """Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
@@ -93,7 +94,7 @@ class Snapshot:
     overdue: int
     dead: int
     garbage: int
-    workers: tuple[dict[str, str], ...]
+    workers: tuple[WorkerRecord, ...]
     trainer: RoleView
     producer: RoleView
     events: tuple[Event, ...]
@@ -126,9 +127,14 @@ class Snapshot:
         return PolicyVersion.parse(self.control.get("weights", ":0"))
 
     @property
-    def live_workers(self) -> list[dict[str, str]]:
-        """Workers that a pause waits for: their last heartbeat is younger than a lease."""
-        return [worker for worker in self.workers if int(worker["silent_ms"]) < self.lease_ms]
+    def live_workers(self) -> list[WorkerRecord]:
+        """Workers that a pause waits for."""
+        return [worker for worker in self.workers if worker.is_live(self.lease_ms)]
+
+    @property
+    def judging(self) -> int:
+        """Running groups that only wait for their judge, as the live workers report them."""
+        return sum(worker.judging for worker in self.live_workers)
 
     @property
     def places(self) -> dict[str, int]:
@@ -146,13 +152,13 @@ class Snapshot:
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(float(worker.get("tokens_per_s", 0)) for worker in self.live_workers)
+        return sum(worker.tokens_per_s for worker in self.live_workers)
 
     @property
     def acknowledged(self) -> list[str]:
         """Live workers that have carried out the newest control change."""
         epoch = int(self.control.get("epoch", 0))
-        return [worker["id"] for worker in self.live_workers if int(worker.get("ack", 0)) >= epoch]
+        return [worker.id for worker in self.live_workers if worker.ack >= epoch]
 
 
 def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:

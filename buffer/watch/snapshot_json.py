@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.watch.snapshot import RoleView, Snapshot, TaskView
+from buffer.worker_record import WorkerRecord
 
 
 def describe(snap: Snapshot) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def describe(snap: Snapshot) -> dict[str, Any]:
         "workers": [_worker_json(worker) for worker in snap.workers],
         "tokens_per_s": snap.tokens_per_s,
         "leases": snap.leases,
+        "judging": snap.judging,
         "overdue_leases": snap.overdue,
         "dead_letters": snap.dead,
         "garbage": snap.garbage,
@@ -68,10 +70,6 @@ def _role_json(role: RoleView) -> dict[str, Any]:
     return {"state": role.word, "silent_ms": role.silent_ms}
 
 
-def _worker_json(worker: dict[str, str]) -> dict[str, Any]:
-    return {name: worker.get(name, "") for name in ("id", "engine", "state", "weights")} | {
-        "silent_ms": int(worker["silent_ms"]),
-        "holds": int(worker["holds"]),
-        "tokens_per_s": float(worker.get("tokens_per_s", 0)),
-        "done": int(worker.get("done", 0)),
-    }
+def _worker_json(worker: WorkerRecord) -> dict[str, Any]:
+    names = ("id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s", "done")
+    return {name: getattr(worker, name) for name in names}

@@ -81,8 +81,8 @@ def look_at(snap: Snapshot) -> Look | None:
     if snap.mode != "run" or not snap.trainer.alive:
         return None
     live = snap.live_workers
-    held = [int(worker["holds"]) for worker in live]
-    room = [int(worker.get("concurrency") or 0) or max(held, default=0) for worker in live]
+    held = [worker.holds for worker in live]
+    room = [worker.concurrency or max(held, default=0) for worker in live]
     busy = sum(min(1.0, has / may) for has, may in zip(held, room, strict=True) if may)
     waited_ms = int(snap.control.get("trainer_waited_ms", 0))
     seen_ms = snap.now_ms - (snap.trainer.silent_ms or 0)

@@ -23,6 +23,7 @@ from buffer import (
     Store,
     TaskLimits,
     VersionSpan,
+    WorkerState,
     group_id,
     new_nonce,
     wire,
@@ -121,7 +122,7 @@ class Scene:
         return claim.jobs
 
     def beat(self, held: Sequence[Job], worker: str = "w0", ack: int = 1) -> Beat:
-        pulse = Pulse(ack, FIRST, "ready", 1.0, 0)
+        pulse = Pulse(ack, FIRST, WorkerState.IDLE, tokens_per_s=1.0)
         return self.run.fleet.heartbeat(worker, self.worker(worker), pulse, held)
 
     def receipt(self, ack: int, worker: str = "w0") -> str:

@@ -164,7 +164,7 @@ def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_place(scene: Sce
     assert revised.revision == 1
     assert scene.take(1, math=9) == scene.run.ledger.manifest(1) == revised
     assert scene.run.dead_letters.reason(gids[1]) == {"reason": "bad bytes", "worker": "w0", "step": 1}
-    assert {w["id"]: w["quarantined"] for w in scene.run.fleet.workers()} == {"w0": "1"}
+    assert {w.id: w.quarantined for w in scene.run.fleet.workers()} == {"w0": 1}
     assert {n: scene.counters()[n] for n in ("taken", "dead", "consumed", "quarantined")} == {
         "taken": "3", "dead": "1", "consumed": "3", "quarantined": "1"
     }  # fmt: skip

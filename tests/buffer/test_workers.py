@@ -7,7 +7,7 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from buffer import Mode, PolicyVersion, Pulse, Run, RunLimits, TaskLimits, group_id, new_nonce
+from buffer import Mode, PolicyVersion, Pulse, Run, RunLimits, TaskLimits, WorkerState, group_id, new_nonce
 from buffer.errors import Fenced, PauseTimeout, RunNotFound
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
@@ -20,7 +20,8 @@ def test_register_tells_the_run_and_its_control_state(scene: Scene) -> None:
     assert (record["engine"], record["host"], record["ack"], record["nonce"]) == ("simulated", "h", "0", nonce)
     assert scene.raw.zrange(scene.keys.workers, 0, -1) == [b"w0"]
     (row,) = scene.run.fleet.workers()
-    assert (row["id"], row["holds"], int(row["silent_ms"]) < 60_000) == ("w0", "0", True)
+    assert (row.id, row.state, row.engine, row.facts) == ("w0", WorkerState.STARTING, "simulated", {"host": "h"})
+    assert (row.holds, row.silent_ms < 60_000, row.is_barred) == (0, True, False)
 
 
 def test_register_needs_a_run(scene: Scene) -> None:
@@ -224,11 +225,22 @@ def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_
 
 
 def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
-    pulse = Pulse(1, PolicyVersion("l1", 4), "paused", 12.34, 7)
+    pulse = Pulse(1, PolicyVersion("l1", 4), WorkerState.PAUSED, tokens_per_s=12.34, done=7, judging=2)
     scene.run.fleet.heartbeat("w0", scene.worker(), pulse, [])
     (row,) = scene.run.fleet.workers()
-    shown = (row["weights"], row["state"], row["tokens_per_s"], row["done"], row["ack"])
-    assert shown == ("l1:4", "paused", "12.3", "7", "1")
+    assert (row.weights, row.state, row.tokens_per_s, row.done, row.ack) == ("l1:4", "paused", 12.3, 7, 1)
+    assert (row.judging, row.requests) == (2, None)
+
+
+def test_whatever_a_foreign_worker_writes_its_record_can_be_read(scene: Scene) -> None:
+    scene.beat([])
+    numbers = dict.fromkeys(("done", "requests", "tokens_per_s", "seen_ms", "ack"), b"1\xff")
+    texts = {"state": b"alive\xff", "id": "someone else", "holds": "9", "facts": "x", "model": "tiny"}
+    scene.raw.hset(scene.keys.worker("w0"), mapping={**numbers, **texts})
+    (row,) = scene.run.fleet.workers()
+    assert (row.id, row.holds, row.state) == ("w0", 0, "alive\ufffd")
+    assert (row.done, row.requests, row.tokens_per_s, row.seen_ms, row.ack) == (0, None, 0.0, 0, 0)
+    assert (row.facts, row.is_live(60_000)) == ({"model": "tiny"}, False)
 
 
 def test_reap_takes_back_groups_of_tasks_that_its_caller_does_not_know(scene: Scene) -> None:

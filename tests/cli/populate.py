@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +21,12 @@ from buffer import (
     Store,
     TaskLimits,
     VersionSpan,
+    WorkerRecord,
+    WorkerState,
     group_id,
     new_nonce,
     wire,
 )
-from buffer.worker_record import TOLD, WHOLE
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"
@@ -64,9 +66,11 @@ class Scene:
         self.run.fleet.register(worker, self.workers[worker], {"engine": "simulated"})
         self.beat(worker, ack=1)
 
-    def beat(self, worker: str, *, ack: int, state: str = "ready") -> None:
-        judges = {"judged": 40, "judging_ms": 8000, "judge_failures": 3, "judge_p50_ms": 150, "judge_p99_ms": 2500}
-        pulse = Pulse(ack, WEIGHTS, state, 120.0, 4, concurrency=8, **judges)
+    def beat(self, worker: str, *, ack: int, state: WorkerState = WorkerState.IDLE, judging: int = 0) -> None:
+        pulse = Pulse(
+            ack, WEIGHTS, state, tokens_per_s=120.0, done=4, concurrency=8, judging=judging, judged=40, judging_ms=8000,
+            judge_failures=3, judge_p50_ms=150, judge_p99_ms=2500,
+        )  # fmt: skip
         self.run.fleet.heartbeat(worker, self.workers[worker], pulse, [])
 
     def claim(self, worker: str, limit: int) -> list[Job]:
@@ -116,9 +120,9 @@ def forge(scene: Scene, text: str) -> None:
     """A text of a hostile worker wherever the keys that it may write hold one."""
     keys, client = scene.run.keys, cast(Any, scene.run.store.control)
     for worker in client.zrange(keys.workers, 0, -1):
-        texts = ("engine", "state", "weights", "host", "surprise", "tokens_per_s", *WHOLE, *TOLD)
+        names = {field.name for field in fields(WorkerRecord)} | {"host", "surprise"}
         # but for those without which it would be silent
-        client.hset(keys.worker(worker.decode()), mapping=dict.fromkeys({*texts} - {"seen_ms"}, text))
+        client.hset(keys.worker(worker.decode()), mapping=dict.fromkeys(names - {"seen_ms"}, text))
     for gid in client.zrange(keys.dead, 0, -1):
         letter = {"reason": text, "worker": text, "try": 1}
         client.set(keys.dead_letter(gid.decode()), orjson.dumps(letter))

@@ -33,7 +33,7 @@ def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> 
     history, snap = view.history(), view.snapshot(scene.run)
     history.observe(snap)
     text = drawn(view, snap, history)
-    for words in ("step 2 of 60", "phase 3 of 4", "0.800 now", "w0", "[ready    ]", "l0:0", "ahead", "staleness",
+    for words in ("step 2 of 60", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
                   "adds up", "trainer waits for groups", "committed"):  # fmt: skip
         assert words in text
     assert max(map(len, text.splitlines())) <= 80

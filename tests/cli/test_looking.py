@@ -213,10 +213,22 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
     assert "nonce" not in rows["w0"]
     assert (rows["w0"]["judge_s"], rows["w0"]["judge_failures"], rows["w0"]["judge_p99_ms"]) == (0.2, 3, 2500)
     told = command("workers").stdout
-    assert "[ready    ]" in told
+    assert "[idle     ]" in told
     assert "1/8" in told
-    assert re.search(r"w0 +40 +3 +0\.1 s|w0 +40 +3 +0\.2 s", told), "0.15 s"
+    assert re.search(r"w0 +0 +40 +3 +0\.1 s|w0 +0 +40 +3 +0\.2 s", told), "0.15 s"
     assert "2.5 s" in told
+
+
+def test_a_slow_judge_is_seen_at_a_glance(scene: Scene, command: Command) -> None:
+    assert "judged" not in command("status").stdout
+    scene.beat("w0", ack=1, judging=1)
+    assert "1 group running, of which 1 is judged" in command("status").stdout
+    assert "running 1, of which 1 is judged" in command("top", "--count", "1").stdout
+    found = json_of(command("status", "--json"))
+    assert (found["leases"], found["judging"]) == (1, 1)
+    assert {worker["id"]: worker["judging"] for worker in found["workers"]} == {"w0": 1, "w1": 0}
+    rows = {row["id"]: row for row in json_of(command("workers", "--json"))}
+    assert (rows["w0"]["judging"], rows["w1"]["judging"]) == (1, 0)
 
 
 def test_top_prints_calm_lines_in_a_pipe(scene: Scene, command: Command) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from buffer import Store
 from buffer.control import Mode
 from buffer.server.embedded import EmbeddedServer
+from buffer.worker_record import WorkerState
 from tests.cli.conftest import Command, json_of
 from tests.cli.populate import Scene
 
@@ -72,7 +73,7 @@ def test_pause_waits_for_receipts_and_names_who_confirmed(scene: Scene, command:
     def confirm() -> None:
         while not stop.is_set():
             for worker in ("w0", "w1"):
-                scene.beat(worker, ack=scene.run.control.state().epoch, state="paused")
+                scene.beat(worker, ack=scene.run.control.state().epoch, state=WorkerState.PAUSED)
             time.sleep(0.05)
 
     beating = threading.Thread(target=confirm)
@@ -105,7 +106,7 @@ def test_fence_without_yes_only_says_what_it_would_do(scene: Scene, command: Com
     assert done.returncode == 2
     assert "would revoke 1 group of w0" in done.stderr
     assert "--yes" in done.stderr
-    assert {worker["id"] for worker in scene.run.fleet.workers()} == {"w0", "w1"}
+    assert {worker.id for worker in scene.run.fleet.workers()} == {"w0", "w1"}
 
 
 def test_fence_gives_the_groups_back(store: Store, command: Command) -> None:

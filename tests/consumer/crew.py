@@ -22,6 +22,7 @@ from buffer import (
     Run,
     Status,
     VersionSpan,
+    WorkerState,
     group_id,
     new_nonce,
     split_group_id,
@@ -102,7 +103,7 @@ class Crew:
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
         if not self.deaf:
-            pulse = Pulse(state.epoch, state.weights, "ready", 0.0, 0)
+            pulse = Pulse(state.epoch, state.weights, WorkerState.IDLE)
             if not self._run.fleet.heartbeat(self.worker, self._nonce, pulse, []).known:
                 self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
             self.epochs.append((state.epoch, state.mode))

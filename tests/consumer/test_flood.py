@@ -60,7 +60,7 @@ def test_floods_of_garbage_are_contained(
     letters = list(run.dead_letters.newest())
     assert len(letters) >= TARGET
     assert {letter.worker for letter in letters} <= set(workers)
-    barred = {worker["id"] for worker in run.fleet.workers() if "bad_groups" in worker}
+    barred = {worker.id for worker in run.fleet.workers() if worker.is_barred}
     counted = Counter(letter.worker for letter in letters)
     assert barred == {worker for worker, bad in counted.items() if bad >= BAD_GROUPS} != set()
     found = [fields["worker"] for _, (_, name, fields) in run.events.read(limit=9000) if name == "worker_barred"]

@@ -27,7 +27,7 @@ for (const script of ["register", "heartbeat", "claim", "submit", "release", "de
 // The group in work goes back as it came; where its lease is lost, the server knows already.
 class Abort extends Error {}
 
-const facts = { worker: name, nonce: newToken(), ack: 0, done: 0, concurrency: 1, state: "alive" };
+const facts = { worker: name, nonce: newToken(), ack: 0, done: 0, concurrency: 1 };
 let stopping = false, due = 0, epoch, mode, lanes, path;
 
 // Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`.
@@ -46,7 +46,7 @@ function hear([newEpoch, newMode, newLanes, weights, newPath]) {
 
 // A sign of life, with gid and token of the group in work; throws Abort where its lease is lost.
 async function beat(held) {
-  const reply = await call("heartbeat", { more: held });
+  const reply = await call("heartbeat", { more: held, state: held.length ? "working" : "idle" });
   due = performance.now() + facts.heartbeat_ms;
   if (reply[0] === "REPLACED") process.exit(1); // another process has this name
   hear(reply[0] === "OK" ? reply.slice(1) : (await call("register")).slice(2)); // else the server forgot us

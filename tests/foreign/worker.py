@@ -36,7 +36,7 @@ class Worker:
         self.stopping, self.token_s, self.due = False, float(token_s), 0
         limits = self.redis.hgetall(self.prefix + "meta").items()
         self.facts = {name.decode(): json.loads(value) for name, value in limits if name != b"nonce"}
-        self.facts |= {"worker": name, "nonce": token_hex(16), "ack": 0, "done": 0, "concurrency": 1, "state": "alive"}
+        self.facts |= {"worker": name, "nonce": token_hex(16), "ack": 0, "done": 0, "concurrency": 1}
         self.hear(self.call("register")[2:8])
 
     def call(self, script, task="", keys=(), more=(), **facts):
@@ -55,7 +55,7 @@ class Worker:
 
     def beat(self, held):
         """A sign of life, with (gid, token) of the group in work; raises Abort where its lease is lost."""
-        reply = self.call("heartbeat", more=held)
+        reply = self.call("heartbeat", more=held, state="working" if held else "idle")
         self.due = time.monotonic() + self.facts["heartbeat_ms"] / 1000
         if reply[0] == "REPLACED":
             sys.exit("another process has this name")

@@ -65,9 +65,8 @@ def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:
     letters = {letter.gid: letter for letter in scene.run.dead_letters.newest()}
     assert len(letters) == len(KINDS)
     assert all(letter.worker == "garbage" and letter.reason for letter in letters.values())
-    workers = {worker["id"]: worker for worker in scene.run.fleet.workers()}
-    assert int(workers["garbage"]["quarantined"]) == len(KINDS)
-    assert "quarantined" not in workers["good"]
+    workers = {worker.id: worker.quarantined for worker in scene.run.fleet.workers()}
+    assert workers == {"garbage": len(KINDS), "good": 0}
     scene.check()
 
 

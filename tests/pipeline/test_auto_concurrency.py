@@ -10,7 +10,7 @@ from tests.pipeline.yard import SLOW_S, Yard
 
 def said(yard: Yard) -> int:
     """What `rolloutmq workers` shows."""
-    return int(yard.run.fleet.workers()[0].get("concurrency", "0"))
+    return yard.run.fleet.workers()[0].concurrency
 
 
 def test_an_engine_with_room_is_filled_and_one_that_queues_is_given_less(yard: Yard) -> None:

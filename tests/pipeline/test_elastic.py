@@ -43,7 +43,7 @@ def test_a_worker_keeps_its_results_while_its_network_is_cut_and_hands_back_what
     options = ["redis.deadline_s=1", "strategy.enable_partial_rollout=true", "worker.drain_timeout_s=1"]
     overrides = [part for option in options for part in ("--set", option)]
     worker = site.start("worker", "--id", "away", "--redis-url", network.url, *overrides)
-    site.until(lambda: any(told.get("requests") in ("4", "6") for told in yard.run.fleet.workers()), "a full engine")
+    site.until(lambda: any(told.requests in (4, 6) for told in yard.run.fleet.workers()), "a full engine")
     network.close()
     if "completed" not in yard.places():  # on a slow machine it was quicker than we were
         site.until(lambda: "holding on to groups" in worker.said(), "the end of the short group")

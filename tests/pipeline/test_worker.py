@@ -16,6 +16,10 @@ from buffer.errors import Fenced, LostRun
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store import Store
+from buffer.watch.collector import RunCollector
+from buffer.watch.history import WORKERS, History
+from buffer.watch.snapshot import take_snapshot
+from buffer.worker_record import WorkerRecord
 from consumer.recorded_experts import RecordedExperts
 from producer_workers import expert_files
 from producer_workers import worker as worker_module
@@ -229,7 +233,7 @@ def test_stop_does_not_wait_for_long_answers_when_the_run_is_aborted(yard: Yard)
         async with yard.working(worker) as engine:
             await yard.until_generating(engine, 4)
             worker.stop()
-            await yard.until(lambda: [w.get("state") for w in yard.run.fleet.workers()] == ["draining"])
+            await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["draining"])
             await yard.receipts(yard.control(Mode.ABORT))
 
     asyncio.run(scenario())
@@ -364,6 +368,10 @@ def test_workers_serve_only_the_lanes_that_they_are_for(yard: Yard) -> None:
     yard.check()
 
 
+def _fares(record: WorkerRecord) -> tuple[int | None, ...]:
+    return record.done, record.failed, record.requests, record.judged, record.judge_failures
+
+
 def test_a_worker_says_how_it_fares(yard: Yard) -> None:
     poison = yard.enqueue(4)[0]
 
@@ -381,11 +389,52 @@ def test_a_worker_says_how_it_fares(yard: Yard) -> None:
         async with yard.working(worker):
             await yard.until_places(completed=3, dead=1)
             # two rollouts each, three tries of the poisoned one
-            fares = {"done": "3", "failed": "3", "requests": "0", "judged": str(2 * 3 + 2 * 3), "judge_failures": "6"}
-            await yard.until(lambda: fares.items() <= yard.run.fleet.workers()[0].items())
-            told = yard.run.fleet.workers()[0]
-            assert int(told["judging_ms"]) >= 12 * 5
-            assert int(told["judge_p99_ms"]) >= int(told["judge_p50_ms"]) >= 5
+            fares = (3, 3, 0, 2 * 3 + 2 * 3, 6)
+            await yard.until(lambda: _fares(yard.run.fleet.workers()[0]) == fares)
+            record = yard.run.fleet.workers()[0]
+            assert record.judging_ms >= 12 * 5
+            assert record.judge_p99_ms >= record.judge_p50_ms >= 5
+
+    asyncio.run(scenario())
+
+
+def _workers_by_state(yard: Yard) -> dict[str, float]:
+    families = {family.name: family for family in RunCollector(yard.store, yard.run.name).collect()}
+    return {sample.labels["state"]: sample.value for sample in families["rolloutmq_workers"].samples}
+
+
+def test_a_worker_without_a_job_waits_for_one_in_every_view(yard: Yard) -> None:
+    history = History()
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker()):
+            await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["idle"])
+            history.observe(await asyncio.to_thread(take_snapshot, yard.run))
+            states = await asyncio.to_thread(_workers_by_state, yard)
+            assert states == {"starting": 0, "idle": 1, "working": 0, "paused": 0, "draining": 0, "silent": 0}
+
+    asyncio.run(scenario())
+    assert history.waits[WORKERS] == 1.0
+
+
+def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
+    judged, sampled = yard.enqueue(1, (3, 3))[0], asyncio.Event()
+
+    async def judge(*, ground_truth: str, **_: Any) -> float:
+        if ground_truth == judged:
+            await sampled.wait()
+        return 1.0
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
+            await yard.until(lambda: take_snapshot(yard.run).judging == 1)
+            assert take_snapshot(yard.run).leases == 1
+            yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
+            await yard.until(lambda: take_snapshot(yard.run).leases == 2)
+            assert take_snapshot(yard.run).judging == 1
+            sampled.set()
+            await yard.until_places(completed=2)
+            await yard.until(lambda: take_snapshot(yard.run).judging == 0)
 
     asyncio.run(scenario())
 

@@ -175,7 +175,7 @@ def test_a_worker_that_joins_during_a_pause_starts_paused(yard: Yard) -> None:
 
     async def scenario() -> None:
         async with yard.working(yard.worker()) as engine:
-            await yard.until(lambda: [w.get("state") for w in yard.run.fleet.workers()] == ["paused"])
+            await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["paused"])
             await yard.receipts(state)
             assert yard.places() == {"waiting": 2}
             assert not engine.requests

@@ -65,12 +65,19 @@ def test_metrics_say_what_status_says(scene: Scene, endpoint: MetricsEndpoint) -
         assert found["rolloutmq_groups", place, "math"] == groups
     assert found["rolloutmq_groups_enqueued_total", "math"] == task.enqueued == 12
     assert found["rolloutmq_train_steps_total", "taken"] == 2
-    assert found["rolloutmq_workers", "ready"] == 2
+    states = ("starting", "idle", "working", "paused", "draining", "silent")
+    assert [found["rolloutmq_workers", state] for state in states] == [0, 2, 0, 0, 0, 0]
     assert found["rolloutmq_mode", "run"] == 1
     assert found["rolloutmq_mode", "abort"] == 0
     assert found["rolloutmq_payload_bytes",] > 0
     assert found["rolloutmq_account_faults",] == 0
     assert found["rolloutmq_up",] == 1
+
+
+def test_groups_that_only_wait_for_their_judge_are_told_by_worker(scene: Scene, endpoint: MetricsEndpoint) -> None:
+    scene.beat("w0", ack=1, judging=1)
+    found = samples(fetch(f"{endpoint.url}/metrics"))
+    assert [found["rolloutmq_worker_groups_judging", worker] for worker in ("w0", "w1")] == [1, 0]
 
 
 def test_every_name_is_a_good_one(endpoint: MetricsEndpoint) -> None:

@@ -15,9 +15,10 @@ function headline() {
   const { status } = look;
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
+  const running = `${number(status.leases)} running` + (status.judging ? `, of which ${number(status.judging)} ${status.judging === 1 ? "is" : "are"} judged` : "");
   const paused = status.paused_by ? `${status.mode}, paused by the ${status.paused_by} ${age(status.mode_age_ms)} ago` : status.mode;
   document.getElementById("headline").textContent =
-    `${paused} · step ${status.steps.taken} · weights ${status.weights.version} · trainer ${status.trainer.state} · producer ${status.producer.state} · ${number(status.tokens_per_s)} tokens/s`;
+    `${paused} · step ${status.steps.taken} · weights ${status.weights.version} · trainer ${status.trainer.state} · producer ${status.producer.state} · ${running} · ${number(status.tokens_per_s)} tokens/s`;
   const account = document.getElementById("account");
   account.className = status.adds_up ? "good" : "bad";
   account.textContent = status.adds_up ? "every group is accounted for" : `the account does not add up: ${status.faults.join("; ")}`;
@@ -77,7 +78,7 @@ function showWorkers() {
   const columns = [
     ["worker", (w) => w.id], ["engine", (w) => w.engine], ["state", (w) => w.state],
     ["weights", (w) => el("span", { class: w.weights === newest ? "" : "near" }, w.weights || "–")],
-    ["seen", (w) => `${age(w.silent_ms)} ago`, true], ["holds", (w) => w.holds, true], ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],
+    ["seen", (w) => `${age(w.silent_ms)} ago`, true], ["holds", (w) => w.holds, true], ["judging", (w) => number(w.judging), true], ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],
   ];
   return look.status.workers.length ? [table(columns, look.status.workers)] : [el("p", { class: "near" }, "no worker has joined")];
 }

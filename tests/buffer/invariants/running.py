@@ -112,7 +112,7 @@ def poison_counts_against_its_worker(scene: Scene) -> None:
     scene.run.ledger.quarantine(scene.trainer, 1, entry, "bad bytes")
     assert scene.record(entry.gid)["stage"] == "dead"
     assert scene.run.dead_letters.reason(entry.gid)["worker"] == "w0"
-    assert [worker.get("quarantined") for worker in scene.run.fleet.workers()] == ["1"]
+    assert [worker.quarantined for worker in scene.run.fleet.workers()] == [1]
     scene.check()
 
 
@@ -129,7 +129,7 @@ def who_hands_in_too_much_poison_claims_nothing_more(scene: Scene) -> None:
     scene.nonces.pop("w0")
     assert scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1).refusal == "BARRED"
     assert scene.claim(1, worker="good")
-    assert {w["id"]: w.get("bad_groups") for w in scene.run.fleet.workers()} == {"w0": str(BAD_GROUPS), "good": None}
+    assert {w.id: w.bad_groups for w in scene.run.fleet.workers()} == {"w0": BAD_GROUPS, "good": None}
     assert scene.run.fleet.admit("w0") == BAD_GROUPS
     assert scene.run.fleet.admit("w0") == 0
     assert scene.claim(1)
