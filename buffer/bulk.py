@@ -1,7 +1,7 @@
 """Payloads on their way to and from one server, without the copies that a client library makes of them.
 
 redis-py packs each command into one piece of memory, and hands every value out in another: most of the time that a put
-or a take of payloads took went into copying, and into pages that the kernel has to map for it (measured: DECISIONS.md).
+or a take of payloads took went into copying, and into pages that the kernel has to map for it (benchmarks/README.md).
 Here a value is sent from where it lies, and values are received one behind the other into one array. Connections,
 time-outs and errors are the library's; what is not plain values is left to it altogether.
 """

