@@ -21,7 +21,7 @@ import torch
 import typer
 from safetensors.numpy import save_file
 
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from consumer.weights.weights_server import WeightsServer
 from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.engines.weights_receiver import WeightsReceiver

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from buffer.adapter_files import BASE, CONFIG, STEM, TENSORS
 from buffer.errors import ConfigError, ModelError
+from buffer.weights.safetensors_files import BASE, CONFIG, STEM, TENSORS
 from consumer.learner_config import LoraConfig
 
 IDENTITY, SCALE = "adapter/base", "adapter/alpha"

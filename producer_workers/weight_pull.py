@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from buffer import weights_announcement, weights_chunks
 from buffer.control import ControlState
 from buffer.errors import StoreUnavailable, WireError
 from buffer.run import Run
-from buffer.weights_announcement import Announcement, Announcements
-from buffer.weights_chunks import WeightsChunks
-from buffer.weights_manifest import verify
+from buffer.weights import announcement, redis_chunks
+from buffer.weights.announcement import Announcement, Announcements
+from buffer.weights.manifest import verify
+from buffer.weights.redis_chunks import WeightsChunks
 from producer_workers.engines.base import WeightsError
 
 
@@ -32,9 +32,9 @@ class WeightPull:
 
     def announcement(self, state: ControlState) -> Announcement | None:
         """How to get these weights from the trainer; None where they are not handed over. Raises WeightsError."""
-        if not state.weights_path.startswith(weights_announcement.ADDRESS):
+        if not state.weights_path.startswith(announcement.ADDRESS):
             return None
-        label = state.weights_path.removeprefix(weights_announcement.ADDRESS)
+        label = state.weights_path.removeprefix(announcement.ADDRESS)
         try:
             return self._announcements.read(label, state.weights_checksum)
         except (WireError, StoreUnavailable) as error:
@@ -44,8 +44,8 @@ class WeightPull:
         """The folder with these weights, verified. Raises WeightsError; a missing checksum verifies nothing."""
         path, checksum = Path(state.weights_path), state.weights_checksum
         try:
-            if state.weights_path.startswith(weights_chunks.ADDRESS):
-                return self._download(state.weights_path.removeprefix(weights_chunks.ADDRESS), checksum)
+            if state.weights_path.startswith(redis_chunks.ADDRESS):
+                return self._download(state.weights_path.removeprefix(redis_chunks.ADDRESS), checksum)
             if announced := self.announcement(state):
                 path, checksum = Path(announced.folder), announced.checksum
             if checksum:

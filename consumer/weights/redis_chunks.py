@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from buffer import weights_manifest
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.weights_chunks import WeightsChunks
+from buffer.weights import manifest as weights_manifest
+from buffer.weights.redis_chunks import WeightsChunks
 
 
 class RedisChunks:

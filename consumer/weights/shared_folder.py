@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from buffer import weights_manifest
 from buffer.rollout import PolicyVersion
+from buffer.weights import manifest as weights_manifest
 from consumer.model_folder import new_folder
 
 VERSION = re.compile(r"\w+-\d{6,}")

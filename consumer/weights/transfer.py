@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.weights_announcement import Announcement, Announcements
+from buffer.weights.announcement import Announcement, Announcements
 from consumer.weights import weights_snapshot
 from consumer.weights.shared_folder import SharedFolder
 from consumer.weights.weights_server import STALL_S, WeightsServer

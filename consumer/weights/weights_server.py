@@ -23,8 +23,8 @@ import torch
 import torch.distributed  # the group needs it
 
 from buffer.errors import ConfigError, WireError
-from buffer.weights_group import TRAINER, WeightsGroup
-from buffer.weights_meeting import GREETING_S, Meeting
+from buffer.weights.process_group import TRAINER, WeightsGroup
+from buffer.weights.rendezvous import GREETING_S, Meeting
 from consumer.weights.weights_snapshot import WeightsSnapshot
 
 log = logging.getLogger("rolloutmq.trainer")

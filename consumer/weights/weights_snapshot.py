@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory, gettempdir
 
 import orjson
 
-from buffer import weights_manifest
-from buffer.safetensors_header import places_of
-from buffer.weights_announcement import FileFacts
+from buffer.weights import manifest as weights_manifest
+from buffer.weights.announcement import FileFacts
+from buffer.weights.safetensors_files import places_of
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import orjson
 
-from buffer.adapter_files import BASE, CONFIG, STEM, TENSORS
 from buffer.errors import ModelError
-from buffer.safetensors_header import read_header
-from buffer.tensor_files import model_checksum
+from buffer.weights.safetensors_files import BASE, CONFIG, STEM, TENSORS, model_checksum, read_header
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.model_folder import Shapes, read_shapes
 

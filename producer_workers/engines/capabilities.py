@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from buffer.rollout import MediaRef, PolicyVersion
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from producer_workers.images.image_reader import ImageReader
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import orjson
 
-from buffer import tensor_files
-from buffer.adapter_files import is_adapter
 from buffer.errors import ModelError
-from buffer.safetensors_header import read_header
+from buffer.weights import safetensors_files
+from buffer.weights.safetensors_files import is_adapter, read_header
 from producer_workers.engines.base import EngineError, WeightsError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
@@ -49,7 +48,7 @@ def read_shapes(folder: Path) -> Shapes:
 def weight_files(folder: Path) -> list[Path]:
     """The files that make up one checkpoint. Raises WeightsError."""
     try:
-        return tensor_files.weight_files(folder)
+        return safetensors_files.weight_files(folder)
     except ModelError as error:
         raise WeightsError(error.message, hint=error.hint) from error
 

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from buffer.adapter_files import CONFIG, STEM, TENSORS
+from buffer.weights.safetensors_files import CONFIG, STEM, TENSORS
 from producer_workers.engines.adapter_folder import AdapterCheck
 from producer_workers.engines.base import EngineError
 from producer_workers.engines.model_folder import Shapes

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from producer_workers.engines.base import WeightsError
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05

@@ -51,7 +51,7 @@ class WeightLoader:
 
     def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
         """Begin to receive announced weights, while the model goes on; `announced` as JSON."""
-        from buffer.weights_announcement import Announcement
+        from buffer.weights.announcement import Announcement
         from producer_workers.engines.weights_receiver import WeightsReceiver
 
         self._rolloutmq_receiver = WeightsReceiver(Announcement.parse(announced), limit_s=limit_s)

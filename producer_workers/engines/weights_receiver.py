@@ -18,10 +18,10 @@ import torch
 import torch.distributed  # the group needs it
 
 from buffer.errors import WireError
-from buffer.safetensors_header import TensorPlace, places_of
-from buffer.weights_announcement import Announcement
-from buffer.weights_group import ENGINE, WeightsGroup
-from buffer.weights_meeting import Meeting
+from buffer.weights.announcement import Announcement
+from buffer.weights.process_group import ENGINE, WeightsGroup
+from buffer.weights.rendezvous import Meeting
+from buffer.weights.safetensors_files import TensorPlace, places_of
 
 STALL_S = 30.0
 """A trainer that sends no chunk for so long is given up."""

@@ -12,9 +12,10 @@ from rq import Worker
 from rq.serializers import JSONSerializer
 from safetensors.numpy import save_file
 
-from buffer import Store, weights_manifest
+from buffer import Store
 from buffer.commands import diagnosis
 from buffer.rollout import PolicyVersion
+from buffer.weights import manifest as weights_manifest
 from producer_workers.judges.rq_job import FUNCTION
 from producer_workers.judges.rq_queue import open_queue
 from tests.cli.conftest import Command, json_of

@@ -9,7 +9,7 @@ import pytest
 
 from buffer import PolicyVersion
 from buffer.errors import WireError
-from buffer.weights_manifest import verify
+from buffer.weights.manifest import verify
 from consumer.weights.shared_folder import SharedFolder
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from buffer.adapter_files import BASE
 from buffer.rollout import PolicyVersion
 from buffer.store import Store
+from buffer.weights.safetensors_files import BASE
 from producer_workers.engines.base import Engine, Generation, WeightsError
 from tests.engines.adapter_run import AdapterRun
 from tests.engines.conformance import LONG, PROMPT, TOLERANCE, generate, interrupt, sampling, worst_difference

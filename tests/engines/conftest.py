@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from buffer.rollout import PolicyVersion
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from consumer.weights.weights_server import WeightsServer
 from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.engines import build_engine

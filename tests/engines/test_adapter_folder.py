@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from buffer.adapter_files import BASE, STEM, is_adapter
-from buffer.tensor_files import model_checksum
+from buffer.weights.safetensors_files import BASE, STEM, is_adapter, model_checksum
 from producer_workers.engines.adapter_folder import AdapterCheck
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.model_folder import check_same_tensors, read_shapes

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from buffer.rollout import PolicyVersion, RolloutState, SampleParams
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from consumer.weights.weights_server import WeightsServer
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask

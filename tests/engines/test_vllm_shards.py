@@ -19,8 +19,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
-from buffer.weights_announcement import Announcement
-from buffer.weights_meeting import Meeting
+from buffer.weights.announcement import Announcement
+from buffer.weights.rendezvous import Meeting
 from consumer.launch.placement import count_gpus
 from consumer.weights.weights_server import WeightsServer
 from producer_workers.engines import vllm_engine as module

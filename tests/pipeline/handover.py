@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer import weights_group
-from buffer.weights_announcement import Announcement
-from buffer.weights_group import WeightsGroup
+from buffer.weights import process_group
+from buffer.weights.announcement import Announcement
+from buffer.weights.process_group import WeightsGroup
 from consumer.weights.weights_server import WeightsServer
 from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.engines.weights_receiver import WeightsReceiver
@@ -67,7 +67,7 @@ def stop_in_the_middle() -> None:
 
 
 def main(end: str) -> None:
-    weights_group.CHUNK_BYTES = CHUNK_BYTES
+    process_group.CHUNK_BYTES = CHUNK_BYTES
     stop_in_the_middle()
     if end == "worker":
         WeightsReceiver(Announcement.parse(sys.stdin.readline()), limit_s=60)

@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer import weights_group, weights_manifest
 from buffer.errors import WireError
 from buffer.rollout import PolicyVersion
-from buffer.weights_announcement import ADDRESS, Announcement, Announcements
-from buffer.weights_group import WeightsGroup
-from buffer.weights_meeting import NONCE_BYTES, Meeting
+from buffer.weights import manifest as weights_manifest
+from buffer.weights import process_group
+from buffer.weights.announcement import ADDRESS, Announcement, Announcements
+from buffer.weights.process_group import WeightsGroup
+from buffer.weights.rendezvous import NONCE_BYTES, Meeting
 from consumer.weights import weights_server
 from consumer.weights.shared_folder import SharedFolder
 from consumer.weights.transfer import WeightTransfer
@@ -37,7 +38,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_group, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(process_group, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 @pytest.fixture

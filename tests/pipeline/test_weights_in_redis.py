@@ -9,11 +9,11 @@ import orjson
 import pytest
 from safetensors.numpy import load_file
 
-from buffer import weights_manifest
 from buffer.chunks import CHUNK_BYTES
 from buffer.errors import WireError
 from buffer.rollout import PolicyVersion
-from buffer.weights_chunks import ADDRESS, WeightsChunks
+from buffer.weights import manifest as weights_manifest
+from buffer.weights.redis_chunks import ADDRESS, WeightsChunks
 from consumer.weights.redis_chunks import RedisChunks
 from producer_workers import steered_engine
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard

@@ -12,9 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from buffer.adapter_files import BASE, STEM
 from buffer.errors import ConfigError, ModelError
-from buffer.tensor_files import model_checksum
+from buffer.weights.safetensors_files import BASE, STEM, model_checksum
 from consumer.config import TrainingConfig
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig, LoraConfig, LossConfig

@@ -14,8 +14,7 @@ from safetensors.numpy import save as save_bytes
 from safetensors.numpy import save_file
 
 from buffer.errors import ModelError, WireError
-from buffer.safetensors_header import places_of
-from buffer.tensor_files import model_checksum
+from buffer.weights.safetensors_files import model_checksum, places_of
 
 
 def save(folder: Path, *parts: dict[str, NDArray[np.float32]]) -> str:

@@ -1,6 +1,6 @@
 """Versions of weights in Redis itself, for small models and adapters, where no folder is shared.
 
-A version is the files of a folder, cut into chunks, and its manifest (buffer/weights_manifest.py), which is written
+A version is the files of a folder, cut into chunks, and its manifest (buffer/weights/manifest.py), which is written
 last: without it a version is not there. Invariant: what `read` leaves in a folder is what `checksum` speaks of.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import orjson
 
-from buffer import weights_manifest
 from buffer.chunks import CHUNK_BYTES
 from buffer.errors import WireError
 from buffer.keys import Keys
 from buffer.payloads import ROUND_BYTES
 from buffer.store import Store
+from buffer.weights import manifest as weights_manifest
 
 ADDRESS = "redis:"
 """What the path of weights begins with that are here; their label follows."""

@@ -1,8 +1,8 @@
 """Weights that a trainer hands over from its memory: what they are, and how to meet it.
 
 This is all that goes through Redis: a key of the run, whose digest stands in the control state. The tensors go from
-process to process (buffer/weights_meeting.py, buffer/weights_group.py). A copy in a folder follows a moment later, for
-whoever comes when the trainer is gone.
+process to process (rendezvous.py, process_group.py). A copy in a folder follows a moment later, for whoever comes when
+the trainer is gone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from buffer import weights_manifest
 from buffer.errors import WireError
 from buffer.keys import Keys
 from buffer.store import Store
-from buffer.weights_chunks import WeightsChunks
+from buffer.weights import manifest as weights_manifest
+from buffer.weights.redis_chunks import WeightsChunks
 
 ADDRESS = "transfer:"
 """What the path of weights begins with that are handed over; their label follows."""

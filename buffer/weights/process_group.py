@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from buffer.errors import WireError
-from buffer.weights_meeting import Meeting
+from buffer.weights.rendezvous import Meeting
 
 TRAINER, ENGINE = 0, 1
 CHUNK_BYTES = 16 << 20
