@@ -47,7 +47,9 @@ class Announcement:
 
     def to_json(self) -> bytes:
         # "files" at the top is the list of chunks that a version in Redis has: here there are none
-        offer = asdict(self) | {"files": {name: facts._asdict() for name, facts in self.files.items()}}
+        offer = asdict(self) | {
+            "files": {name: facts._asdict() for name, facts in self.files.items()}
+        }
         return orjson.dumps({"weights": self.label, "files": {}, "offer": offer})
 
     @classmethod
@@ -55,9 +57,17 @@ class Announcement:
         """Raises WireError where this is none."""
         try:
             offer: dict[str, Any] = orjson.loads(data)["offer"]
-            files = {name: FileFacts(int(f["bytes"]), str(f["blake2b"])) for name, f in offer.pop("files").items()}
-            tensors = {name: tuple(int(n) for n in shape) for name, shape in offer.pop("tensors").items()}
-            texts = {name: str(offer[name]) for name in ("label", "backend", "host", "token", "folder", "checksum")}
+            files = {
+                name: FileFacts(int(f["bytes"]), str(f["blake2b"]))
+                for name, f in offer.pop("files").items()
+            }
+            tensors = {
+                name: tuple(int(n) for n in shape) for name, shape in offer.pop("tensors").items()
+            }
+            texts = {
+                name: str(offer[name])
+                for name in ("label", "backend", "host", "token", "folder", "checksum")
+            }
             return cls(**texts, port=int(offer["port"]), files=files, tensors=tensors)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WireError(f"this announces no weights: {error!r}") from error
@@ -83,7 +93,10 @@ class Announcements:
         """Raises WireError where it is gone, or not what was published."""
         data = self._ask("GET", self._keys.weights_part(label))
         if data is None:
-            raise WireError(f"the server has no announcement of the weights {label}", hint="newer ones are there")
+            raise WireError(
+                f"the server has no announcement of the weights {label}",
+                hint="newer ones are there",
+            )
         weights_manifest.check(data, checksum)
         return Announcement.parse(data)
 

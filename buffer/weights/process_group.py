@@ -1,12 +1,10 @@
-"""The way of the tensors: a process group of torch, of the trainer (rank 0) and a process of an engine (rank 1).
+"""A torch process group of two: the trainer (rank 0) and one process of an engine (rank 1).
 
-The backend is gloo or nccl; both run the same lines, but for the making of the group and the wait. With nccl the bytes
-go through a buffer on the GPU; on either side they come from, and go to, host memory.
+The backend is gloo or nccl. Both run the same code except for opening the group and waiting. With
+nccl, bytes pass through a buffer on the GPU; on both sides they come from, and go to, host memory.
 
-torch comes as an argument, since buffer/ needs none: `import torch.distributed` must have been done.
-
-Invariant: nothing in here waits longer than `stall_s` for a silent peer, and a peer that died is noticed at once:
-gloo by its own connections, nccl by the meeting, whose end aborts the group.
+Invariant: nothing here waits longer than `stall_s` for a silent peer, and a dead peer is noticed at
+once: by gloo through its own connections, by nccl through the rendezvous, whose loss aborts the group.
 """
 
 from __future__ import annotations
@@ -18,40 +16,61 @@ from datetime import timedelta
 from typing import Any
 
 from buffer.errors import WireError
-from buffer.weights.rendezvous import Meeting
+from buffer.weights.rendezvous import Rendezvous
 
 TRAINER, ENGINE = 0, 1
 CHUNK_BYTES = 16 << 20
-"""One message. It has `stall_s` to arrive: with 30 s, a link must carry 0.5 MB/s."""
+"""Size of one message. It has `stall_s` to arrive: with 30 s, a link must carry 0.5 MB/s."""
 
-AHEAD = 2
-"""Messages under way while one is looked at."""
+IN_FLIGHT = 2
+"""Messages in flight while one is processed."""
 
 POLL_S = 0.001
-"""How often an operation of nccl is looked at, which has no time limit of its own that ends only itself."""
+"""How often an nccl operation is polled: it has no time limit of its own that ends only itself."""
 
 
-class WeightsGroup:
-    """Made by both sides of a meeting at the same time. Raises WireError, as all its methods do.
+def load_torch() -> Any:
+    """Return torch, with torch.distributed imported. Not at import time: buffer must not load torch."""
+    import torch
+    import torch.distributed
 
-    `gpu`: the device that nccl uses on this side. Threads do not inherit it.
+    return torch
+
+
+class ProcessGroup:
+    """One side of the group; both sides open it at the same time. All methods raise WireError.
+
+    `gpu`: the device that nccl uses on this side, which a thread does not inherit.
     """
 
     def __init__(
-        self, torch: Any, meeting: Meeting, backend: str, rank: int, *, stall_s: float, gpu: int | None = None
+        self,
+        rendezvous: Rendezvous,
+        backend: str,
+        rank: int,
+        *,
+        stall_s: float,
+        gpu: int | None = None,
     ) -> None:
-        self._torch, self._meeting, self._stall_s, self._gpu = torch, meeting, stall_s, gpu
-        self._is_nccl, self._peer = backend == "nccl", 1 - rank
+        self._torch, self._rendezvous = load_torch(), rendezvous
+        self._stall_s, self._gpu = stall_s, gpu
+        self._is_nccl = backend == "nccl"
+        self._peer = 1 - rank
         try:
             self._group: Any = self._open_nccl(rank) if self._is_nccl else self._open_gloo(rank)
-        except (RuntimeError, AttributeError) as error:  # AttributeError: this torch was built without that backend
-            raise WireError(f"no {backend} group of the two could be made: {_first_line(error)}") from error
-        meeting.on_loss(self._abort)
+        except (
+            RuntimeError,
+            AttributeError,
+        ) as error:  # AttributeError: torch without this backend
+            message = f"cannot open a {backend} process group: {_first_line(error)}"
+            raise WireError(message) from error
+        rendezvous.on_loss(self._abort)
 
     def close(self) -> None:
-        """Its connections end here, and not with the last exception that remembers it: the other side must see it.
+        """Close the connections explicitly: an exception that refers to this group would keep them open.
 
-        Only once both sides have all they want: gloo may take the end for a failure of what has just arrived.
+        Call it once both sides have everything: gloo may take the end for a failure of what has just
+        arrived.
         """
         self._abort()
         self._group = None
@@ -61,96 +80,107 @@ class WeightsGroup:
             group.abort()
 
     def send(self, data: Any) -> None:
-        """All bytes of a uint8[n] in host memory."""
-        chunks = ((chunk, chunk.to(f"cuda:{self._gpu}") if self._is_nccl else chunk) for chunk in self._chunks(data))
-        self._move("send", chunks, lambda chunk, part: None)
+        """Send all bytes of a uint8[n] in host memory."""
+        device = f"cuda:{self._gpu}"
+        chunks = (
+            (chunk, chunk.to(device) if self._is_nccl else chunk)
+            for chunk in data.split(CHUNK_BYTES)
+        )
+        self._transfer("send", chunks, lambda chunk, buffer: None)
 
     def receive(self, data: Any, arrived: Callable[[Any], None]) -> None:
-        """The same into a uint8[n] of that length; `arrived` is called with each part while the next one comes."""
+        """Fill a uint8[n] in host memory. Calls `arrived` with each chunk while the next one comes."""
 
-        def keep(chunk: Any, part: Any) -> None:
-            if part is not chunk:
-                chunk.copy_(part)
+        def store(chunk: Any, buffer: Any) -> None:
+            if buffer is not chunk:
+                chunk.copy_(buffer)
             arrived(chunk)
 
-        def room(chunk: Any) -> Any:
-            return self._torch.empty_like(chunk, device=f"cuda:{self._gpu}") if self._is_nccl else chunk
+        def buffer_for(chunk: Any) -> Any:
+            if not self._is_nccl:
+                return chunk
+            return self._torch.empty_like(chunk, device=f"cuda:{self._gpu}")
 
-        self._move("recv", ((chunk, room(chunk)) for chunk in self._chunks(data)), keep)
+        chunks = ((chunk, buffer_for(chunk)) for chunk in data.split(CHUNK_BYTES))
+        self._transfer("recv", chunks, store)
 
-    def _chunks(self, data: Any) -> Iterator[Any]:
-        return iter(data.split(CHUNK_BYTES))
+    def _transfer(
+        self, operation: str, chunks: Iterator[tuple[Any, Any]], done: Callable[[Any, Any], None]
+    ) -> None:
+        """Send or receive each chunk, with `IN_FLIGHT` of them ahead of `done`.
 
-    def _move(self, how: str, chunks: Iterator[tuple[Any, Any]], done: Callable[[Any, Any], None]) -> None:
-        """send or recv each chunk, `AHEAD` before `done`. It is a pair: in host memory, and what the wire sees."""
-        moving: deque[tuple[Any, Any, Any]] = deque()
+        A chunk is a pair: its part of host memory, and the buffer that the backend reads or writes.
+        """
+        in_flight: deque[tuple[Any, Any, Any]] = deque()
         try:
-            for chunk, part in chunks:
-                moving.append((getattr(self._group, how)([part], self._peer, 0), chunk, part))
-                if len(moving) > AHEAD:
-                    done(*self._finish(*moving.popleft()))
-            while moving:
-                done(*self._finish(*moving.popleft()))
+            for chunk, buffer in chunks:
+                work = getattr(self._group, operation)([buffer], self._peer, 0)
+                in_flight.append((work, chunk, buffer))
+                del work
+                if len(in_flight) > IN_FLIGHT:
+                    done(*self._finish(*in_flight.popleft()))
+            while in_flight:
+                done(*self._finish(*in_flight.popleft()))
         except RuntimeError as error:
             raise WireError(f"the transfer was cut: {_first_line(error)}") from None
         finally:
-            moving.clear()  # what an exception remembers would keep the connections open
+            in_flight.clear()  # what an exception refers to would keep the connections open
 
-    def _finish(self, work: Any, chunk: Any, part: Any) -> tuple[Any, Any]:
+    def _finish(self, work: Any, chunk: Any, buffer: Any) -> tuple[Any, Any]:
         try:
-            if self._meeting.is_lost:
-                raise WireError("the other side left in the middle of the weights")
+            if self._rendezvous.is_lost:
+                raise WireError("the peer left during the transfer")
             if self._is_nccl:
-                self._watch(work)
+                self._poll(work)
             else:
                 work.wait()
         finally:
             del work
-        return chunk, part
+        return chunk, buffer
 
-    def _watch(self, work: Any) -> None:
-        """Until an operation of nccl is done: its kernel would wait for a dead peer for ever."""
+    def _poll(self, work: Any) -> None:
+        """Wait for an nccl operation, whose kernel would wait for a dead peer forever."""
         deadline = time.monotonic() + self._stall_s
         while not work.is_completed():
-            if self._meeting.is_lost or time.monotonic() > deadline:
+            if self._rendezvous.is_lost or time.monotonic() > deadline:
                 self._abort()
-                raise WireError("the other side fell silent in the middle of the weights")
+                raise WireError("the peer stopped responding during the transfer")
             time.sleep(POLL_S)
 
     def _open_gloo(self, rank: int) -> Any:
         kind = self._torch.distributed.ProcessGroupGloo
         options = kind._Options()
         options._timeout = timedelta(seconds=self._stall_s)
-        # the interface on which the two have met; gloo's own choice is what the host's name stands for
-        options._devices = [kind.create_device(hostname=self._meeting.own_host)]
+        # the interface of the rendezvous; gloo by itself takes the one that the host name resolves to
+        options._devices = [kind.create_device(hostname=self._rendezvous.own_host)]
         return kind(self._store(), rank, 2, options)
 
     def _open_nccl(self, rank: int) -> Any:
         kind = self._torch.distributed.ProcessGroupNCCL
         options = kind.Options()
-        # torch's own watchdog ends the whole process where an operation is late: it must never find one
+        # torch's watchdog ends the whole process when an operation is late: it must never find one
         options._timeout = timedelta(days=1)
         return kind(self._store(), rank, 2, options)
 
     def _store(self) -> Any:
-        """The meeting as torch's groups want it: their addresses go through nothing but this."""
-        meeting, stall_s = self._meeting, self._stall_s
+        """Wrap the rendezvous as the store in which torch's groups exchange their addresses."""
+        rendezvous, stall_s = self._rendezvous, self._stall_s
 
-        class MeetingStore(self._torch.distributed.Store):  # type: ignore[misc, name-defined]
+        class RendezvousStore(self._torch.distributed.Store):  # type: ignore[misc, name-defined]
             def set(self, key: str, value: bytes) -> None:
-                meeting.put(f"group/{key}", bytes(value))
+                rendezvous.put(f"group/{key}", bytes(value))
 
             def get(self, key: str) -> bytes:
-                return meeting.get(f"group/{key}", stall_s)
+                return rendezvous.get(f"group/{key}", stall_s)
 
             def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
                 for key in keys:
-                    meeting.get(f"group/{key}", stall_s)
+                    rendezvous.get(f"group/{key}", stall_s)
 
             def check(self, keys: list[str]) -> bool:
-                return all(meeting.has(f"group/{key}") for key in keys)
+                return all(rendezvous.has(f"group/{key}") for key in keys)
 
-        return MeetingStore()
+        return RendezvousStore()
 
 
 def _first_line(error: Exception) -> str:

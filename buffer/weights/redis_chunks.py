@@ -50,7 +50,10 @@ class WeightsChunks:
         for file, _ in _files(manifest):
             with (folder / file).open("rb") as stream:
                 while chunks := list(_next_chunks(stream)):
-                    names = [self._keys.weights_part(label, number + place) for place in range(1, len(chunks) + 1)]
+                    names = [
+                        self._keys.weights_part(label, number + place)
+                        for place in range(1, len(chunks) + 1)
+                    ]
                     sets = [("SET", name, chunk) for name, chunk in zip(names, chunks, strict=True)]
                     self._store.write("weights", sets)
                     number += len(chunks)
@@ -61,7 +64,9 @@ class WeightsChunks:
         """Write the files of a version into an empty folder. Raises WireError where they are not what was published."""
         manifest = self._ask("GET", self._keys.weights_part(label))
         if manifest is None:
-            raise WireError(f"the server holds no weights {label}", hint="newer ones may have taken their place")
+            raise WireError(
+                f"the server holds no weights {label}", hint="newer ones may have taken their place"
+            )
         (folder / weights_manifest.NAME).write_bytes(manifest)
         weights_manifest.check(manifest, checksum)
         number = 0

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: where each tensor lies, without torch.
+"""Safetensors files: their headers, the files of a model folder, and those of a LoRA adapter. Needs no torch.
 
-Format: https://github.com/huggingface/safetensors#format. Headers come from strangers as well: whatever is wrong with
-one is a ValueError.
+Format: https://github.com/huggingface/safetensors#format. Headers may come from untrusted sources:
+every defect in one is a ValueError.
 """
 
 from __future__ import annotations
@@ -17,9 +17,23 @@ from buffer.errors import ModelError, WireError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 
+CHECKSUM_BLOCKS, CHECKSUM_BLOCK_BYTES = 4, 4096
+"""How much of a tensor goes into a model's checksum: this many blocks, evenly spaced. A smaller
+tensor is read as a whole."""
 
-class TensorPlace(NamedTuple):
-    """`dtype` in the format's words ("F32", "BF16"), `start` and `end` in bytes of the whole file."""
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""The two files of a LoRA adapter, as PEFT writes them and vLLM reads them."""
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the name of a layer."""
+
+BASE_CHECKSUM = "rolloutmq_base"
+"""Key in the metadata of an adapter's tensors: the checksum (`model_checksum`) of its base model."""
+
+
+class TensorSpan(NamedTuple):
+    """Where a tensor lies. `dtype` is the format's name ("F32", "BF16"), `start` and `end` are byte
+    offsets in the whole file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,52 +42,45 @@ class TensorPlace(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`bytes`: what the whole file has."""
+    """A file's tensors by name. `file_bytes`: the size that the whole file must have."""
 
-    places: dict[str, TensorPlace]
+    tensors: dict[str, TensorSpan]
     metadata: dict[str, Any]
-    bytes: int
+    file_bytes: int
 
 
 def read_header(stream: IO[bytes]) -> Header:
-    """Of a file that is read from its beginning. Raises ValueError, OSError."""
+    """Read the header from the beginning of a file. Raises ValueError, OSError."""
     length = int.from_bytes(stream.read(8), "little")
     if not 0 < length <= MAX_HEADER_BYTES:
-        raise ValueError(f"impossible header of {length} bytes")
+        raise ValueError(f"impossible header length: {length} bytes")
     header = orjson.loads(stream.read(length))
+    data_start = 8 + length
     try:
         metadata = dict(header.pop("__metadata__", {}))
-        places = {name: _place(facts, 8 + length) for name, facts in header.items()}
+        tensors = {name: _span(entry, data_start) for name, entry in header.items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no header of tensors: {error!r}") from error
-    return Header(places, metadata, max((place.end for place in places.values()), default=8 + length))
+        raise ValueError(f"the header does not describe tensors: {error!r}") from error
+    file_bytes = max((span.end for span in tensors.values()), default=data_start)
+    return Header(tensors, metadata, file_bytes)
 
 
-def places_of(data: memoryview) -> dict[str, TensorPlace]:
-    """Every tensor of a file by its name. Raises WireError where the bytes are no whole safetensors file."""
-    end_of_header = 8 + min(int.from_bytes(data[:8], "little"), MAX_HEADER_BYTES)
+def parse_tensors(data: memoryview) -> dict[str, TensorSpan]:
+    """Return every tensor of a file in memory by name. Raises WireError unless the file is complete."""
+    header_end = 8 + min(int.from_bytes(data[:8], "little"), MAX_HEADER_BYTES)
     try:
-        header = read_header(BytesIO(data[:end_of_header]))
+        header = read_header(BytesIO(data[:header_end]))
     except ValueError as error:
-        raise WireError(f"these are not the bytes of a safetensors file: {error}") from error
-    if header.bytes != len(data):
-        raise WireError(f"{len(data)} bytes are not what the safetensors header in them says")
-    return header.places
-
-
-def _place(facts: dict[str, list[int]], first: int) -> TensorPlace:
-    start, end = (int(offset) for offset in facts["data_offsets"])
-    if not 0 <= start <= end:
-        raise ValueError(f"a tensor from byte {start} to {end}")
-    return TensorPlace(str(facts["dtype"]), tuple(int(n) for n in facts["shape"]), first + start, first + end)
-
-
-BLOCKS, BLOCK_BYTES = 4, 4096
-"""What is read of a tensor for a model's checksum: so many blocks, evenly spaced. All of it, where that is less."""
+        raise WireError(f"not a valid safetensors file: {error}") from error
+    if header.file_bytes != len(data):
+        raise WireError(
+            f"safetensors file of {len(data)} bytes: its header requires {header.file_bytes}"
+        )
+    return header.tensors
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up one checkpoint: the shards that an index names, else all there are. Raises ModelError."""
+    """Return the files of one checkpoint: the shards that an index names, else all. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -84,48 +91,54 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder} has no *.safetensors", hint="save it with safetensors, not as a pickle")
+        hint = "save it with safetensors, not as a pickle"
+        raise ModelError(f"{folder} has no *.safetensors", hint=hint)
     return files
 
 
 def model_checksum(folder: Path) -> str:
-    """Which weights `folder` holds: BLAKE2b, 16 bytes in hex, however they are cut into files. Raises ModelError.
+    """Identify the weights in `folder`, however they are split into files. Raises ModelError.
 
-    Of each tensor name, type, shape and some blocks: a second or two for a large model. That tells models apart
-    (training moves nearly every number); whether a file is whole is the business of manifest.py.
+    BLAKE2b, 16 bytes in hex, of each tensor's name, type, shape and some blocks of its data: a second
+    or two for a large model. This tells models apart, since training changes nearly every number. It
+    does not prove that a file is complete; manifest.py does.
     """
     digests: dict[str, bytes] = {}
     for file in weight_files(folder):
         try:
             with file.open("rb") as stream:
-                digests |= {name: _digest(stream, place) for name, place in read_header(stream).places.items()}
+                for name, span in read_header(stream).tensors.items():
+                    digests[name] = _digest(stream, span)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{file} is no safetensors file: {error!r}", hint="is the copy complete?") from error
+            message = f"{file} is not a valid safetensors file: {error!r}"
+            raise ModelError(message, hint="is the copy complete?") from error
     whole = blake2b(digest_size=16)
     for name in sorted(digests):
         whole.update(name.encode() + b"\0" + digests[name])
     return whole.hexdigest()
 
 
-def _digest(stream: IO[bytes], tensor: TensorPlace) -> bytes:
-    digest = blake2b(orjson.dumps([tensor.dtype, tensor.shape]), digest_size=16)
-    size = tensor.end - tensor.start
-    step = max(size // BLOCKS, 1)
-    all_of_it = size <= BLOCKS * BLOCK_BYTES
-    for block in range(0, size, BLOCK_BYTES) if all_of_it else range(0, BLOCKS * step, step):
-        stream.seek(tensor.start + block)
-        digest.update(stream.read(min(BLOCK_BYTES, size - block)))
-    return digest.digest()
-
-
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-
-STEM = "base_model.model."
-"""What PEFT puts before the name of a layer."""
-
-BASE = "rolloutmq_base"
-"""In the metadata of its tensors: the checksum of the model that it is for (`model_checksum`)."""
-
-
 def is_adapter(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
+    """Return whether `folder` holds a LoRA adapter rather than a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def _span(entry: dict[str, list[int]], data_start: int) -> TensorSpan:
+    start, end = (int(offset) for offset in entry["data_offsets"])
+    if not 0 <= start <= end:
+        raise ValueError(f"a tensor from byte {start} to {end}")
+    shape = tuple(int(n) for n in entry["shape"])
+    return TensorSpan(str(entry["dtype"]), shape, data_start + start, data_start + end)
+
+
+def _digest(stream: IO[bytes], span: TensorSpan) -> bytes:
+    digest = blake2b(orjson.dumps([span.dtype, span.shape]), digest_size=16)
+    size = span.end - span.start
+    step = max(size // CHECKSUM_BLOCKS, 1)
+    offsets = range(0, CHECKSUM_BLOCKS * step, step)
+    if size <= CHECKSUM_BLOCKS * CHECKSUM_BLOCK_BYTES:
+        offsets = range(0, size, CHECKSUM_BLOCK_BYTES)
+    for offset in offsets:
+        stream.seek(span.start + offset)
+        digest.update(stream.read(min(CHECKSUM_BLOCK_BYTES, size - offset)))
+    return digest.digest()

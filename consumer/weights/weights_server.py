@@ -23,8 +23,8 @@ import torch
 import torch.distributed  # the group needs it
 
 from buffer.errors import ConfigError, WireError
-from buffer.weights.process_group import TRAINER, WeightsGroup
-from buffer.weights.rendezvous import GREETING_S, Meeting
+from buffer.weights.process_group import TRAINER, ProcessGroup
+from buffer.weights.rendezvous import HANDSHAKE_S, Rendezvous
 from consumer.weights.weights_snapshot import WeightsSnapshot
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -87,33 +87,33 @@ class WeightsServer:
 
     def _meet(self, connection: socket.socket, who: str) -> None:
         try:
-            with Meeting.accept(connection, self.token) as meeting:
-                self._answer(meeting)
+            with Rendezvous.accept(connection, self.token) as rendezvous:
+                self._answer(rendezvous)
         except WireError as error:
             log.warning("weights did not reach a worker on %s: %s", who, error)
         finally:
             self._callers.release()
 
-    def _answer(self, meeting: Meeting) -> None:
-        label, snapshot = meeting.get("wanted", GREETING_S).decode(errors="replace"), self._snapshot
+    def _answer(self, rendezvous: Rendezvous) -> None:
+        label, snapshot = rendezvous.get("wanted", HANDSHAKE_S).decode(errors="replace"), self._snapshot
         if snapshot is None or snapshot.label != label:
-            meeting.put("refusal", b"newer weights took their place")
-            meeting.get("verdict", self._stall_s)
+            rendezvous.put("refusal", b"newer weights took their place")
+            rendezvous.get("verdict", self._stall_s)
             return
         with self._places:
-            meeting.put("refusal", b"")
-            verdict = self._send(meeting, snapshot)
+            rendezvous.put("refusal", b"")
+            verdict = self._send(rendezvous, snapshot)
         if verdict:
             raise WireError(f"it refused them: {verdict.decode(errors='replace')}")
 
-    def _send(self, meeting: Meeting, snapshot: WeightsSnapshot) -> bytes:
+    def _send(self, rendezvous: Rendezvous, snapshot: WeightsSnapshot) -> bytes:
         """What the other side says of them: nothing, where they are right."""
-        group = WeightsGroup(torch, meeting, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu)
+        group = ProcessGroup(rendezvous, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu)
         with closing(group):
             for data in snapshot.weights.values():
                 group.send(torch.frombuffer(data, dtype=torch.uint8))
-            meeting.put("sent", b"")
-            return meeting.get("verdict", VERDICT_S)
+            rendezvous.put("sent", b"")
+            return rendezvous.get("verdict", VERDICT_S)
 
 
 def _listen(host: str) -> socket.socket:

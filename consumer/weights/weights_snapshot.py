@@ -18,7 +18,7 @@ import orjson
 
 from buffer.weights import manifest as weights_manifest
 from buffer.weights.announcement import FileFacts
-from buffer.weights.safetensors_files import places_of
+from buffer.weights.safetensors_files import parse_tensors
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -67,7 +67,7 @@ class WeightsSnapshot:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor."""
-        places = [places_of(memoryview(data)) for data in self.weights.values()]
+        places = [parse_tensors(memoryview(data)) for data in self.weights.values()]
         return {name: place.shape for file in places for name, place in file.items()}
 
     def save(self, folder: Path) -> None:

@@ -19,9 +19,9 @@ import torch.distributed  # the group needs it
 
 from buffer.errors import WireError
 from buffer.weights.announcement import Announcement
-from buffer.weights.process_group import ENGINE, WeightsGroup
-from buffer.weights.rendezvous import Meeting
-from buffer.weights.safetensors_files import TensorPlace, places_of
+from buffer.weights.process_group import ENGINE, ProcessGroup
+from buffer.weights.rendezvous import Rendezvous
+from buffer.weights.safetensors_files import TensorSpan, parse_tensors
 
 STALL_S = 30.0
 """A trainer that sends no chunk for so long is given up."""
@@ -48,7 +48,7 @@ class WeightsReceiver:
     def __init__(self, announced: Announcement, *, limit_s: float, stall_s: float = STALL_S) -> None:
         self._announced, self._limit_s, self._stall_s = announced, limit_s, stall_s
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._files: list[tuple[torch.Tensor, dict[str, TensorPlace]]] = []
+        self._files: list[tuple[torch.Tensor, dict[str, TensorSpan]]] = []
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weights-receiver", daemon=True)
         self._thread.start()
@@ -75,28 +75,28 @@ class WeightsReceiver:
 
     def _receive(self) -> None:
         announced = self._announced
-        with Meeting.connect(announced.host, announced.port, announced.token) as meeting:
-            meeting.put("wanted", announced.label.encode())
-            if refusal := meeting.get("refusal", self._limit_s):
+        with Rendezvous.connect(announced.host, announced.port, announced.token) as rendezvous:
+            rendezvous.put("wanted", announced.label.encode())
+            if refusal := rendezvous.get("refusal", self._limit_s):
                 raise WireError(f"the trainer has no {announced.label} to give: {refusal.decode(errors='replace')}")
-            group = WeightsGroup(torch, meeting, announced.backend, ENGINE, stall_s=self._stall_s, gpu=self._gpu)
+            group = ProcessGroup(rendezvous, announced.backend, ENGINE, stall_s=self._stall_s, gpu=self._gpu)
             try:
                 with closing(group):
                     files = [self._receive_file(group, name) for name in announced.files]
-                    meeting.get("sent", self._stall_s)
+                    rendezvous.get("sent", self._stall_s)
             except (WireError, KeyError) as error:
-                meeting.put("verdict", str(error).encode())
+                rendezvous.put("verdict", str(error).encode())
                 raise
             self._files = files
-            meeting.put("verdict", b"")
+            rendezvous.put("verdict", b"")
 
-    def _receive_file(self, group: WeightsGroup, name: str) -> tuple[torch.Tensor, dict[str, TensorPlace]]:
+    def _receive_file(self, group: ProcessGroup, name: str) -> tuple[torch.Tensor, dict[str, TensorSpan]]:
         facts = self._announced.files[name]
         data, digest = torch.empty(facts.bytes, dtype=torch.uint8), hashlib.blake2b(digest_size=16)
         group.receive(data, lambda part: digest.update(part.numpy().data))
         if digest.hexdigest() != facts.blake2b:
             raise WireError(f"{name} is not what was announced")
-        places = places_of(memoryview(data.numpy().data))
+        places = parse_tensors(memoryview(data.numpy().data))
         if strange := sorted({place.dtype for place in places.values()} - DTYPES.keys()):
             raise WireError(f"{name} has tensors of the unknown type {strange[0]}")
         return data, places

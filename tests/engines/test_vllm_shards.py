@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
 from buffer.weights.announcement import Announcement
-from buffer.weights.rendezvous import Meeting
+from buffer.weights.rendezvous import Rendezvous
 from consumer.launch.placement import count_gpus
 from consumer.weights.weights_server import WeightsServer
 from producer_workers.engines import vllm_engine as module
@@ -120,10 +120,10 @@ def test_weights_from_a_trainers_memory_reach_every_shard_or_none(
     assert isinstance(engine, ReceivesWeights)
     answer, turns, params = WeightsServer._answer, count(), sampling(30, seed=5)
 
-    def answer_one(self: WeightsServer, meeting: Meeting) -> None:
+    def answer_one(self: WeightsServer, rendezvous: Rendezvous) -> None:
         if next(turns):
             raise WireError("no more")
-        answer(self, meeting)
+        answer(self, rendezvous)
 
     before = run(generate(engine, params))
     monkeypatch.setattr(WeightsServer, "_answer", answer_one)

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from buffer.weights import process_group
 from buffer.weights.announcement import Announcement
-from buffer.weights.process_group import WeightsGroup
+from buffer.weights.process_group import ProcessGroup
 from consumer.weights.weights_server import WeightsServer
 from consumer.weights.weights_snapshot import WeightsSnapshot
 from producer_workers.engines.weights_receiver import WeightsReceiver
@@ -52,9 +52,9 @@ def say(line: str) -> None:
 
 def stop_in_the_middle() -> None:
     """After 25 chunks, in the second file: say so, and do nothing more."""
-    finish, chunks = WeightsGroup._finish, 0
+    finish, chunks = ProcessGroup._finish, 0
 
-    def count(self: WeightsGroup, *moving: Any) -> Any:
+    def count(self: ProcessGroup, *moving: Any) -> Any:
         nonlocal chunks
         done = finish(self, *moving)
         chunks += 1
@@ -63,7 +63,7 @@ def stop_in_the_middle() -> None:
             threading.Event().wait()
         return done
 
-    WeightsGroup._finish = count  # type: ignore[method-assign, assignment]
+    ProcessGroup._finish = count  # type: ignore[method-assign, assignment]
 
 
 def main(end: str) -> None:

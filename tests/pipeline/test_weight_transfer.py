@@ -21,8 +21,8 @@ from buffer.rollout import PolicyVersion
 from buffer.weights import manifest as weights_manifest
 from buffer.weights import process_group
 from buffer.weights.announcement import ADDRESS, Announcement, Announcements
-from buffer.weights.process_group import WeightsGroup
-from buffer.weights.rendezvous import NONCE_BYTES, Meeting
+from buffer.weights.process_group import ProcessGroup
+from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
 from consumer.weights import weights_server
 from consumer.weights.shared_folder import SharedFolder
 from consumer.weights.transfer import WeightTransfer
@@ -117,11 +117,11 @@ class CutInTheMiddle:
                 target.sendall(data)
 
 
-def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[WeightsGroup], object]) -> None:
+def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[ProcessGroup], object]) -> None:
     """`do(group)` once, when a group has received 25 chunks: in the second file."""
-    receive, chunks = WeightsGroup.receive, 0
+    receive, chunks = ProcessGroup.receive, 0
 
-    def count(self: WeightsGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
+    def count(self: ProcessGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
         def counted(part: torch.Tensor) -> None:
             nonlocal chunks
             chunks += 1
@@ -131,7 +131,7 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[WeightsGroup], 
 
         receive(self, data, counted)
 
-    monkeypatch.setattr(WeightsGroup, "receive", count)
+    monkeypatch.setattr(ProcessGroup, "receive", count)
 
 
 def test_many_workers_get_every_bit_at_the_same_time(
@@ -153,14 +153,14 @@ def test_a_stranger_gets_32_random_bytes_and_the_door(
         if token:
             stranger.sendall(bytes(2 * NONCE_BYTES))
             assert stranger.recv(1000) == b""
-            with pytest.raises(WireError, match="did not prove"):
+            with pytest.raises(WireError, match="could not be authenticated"):
                 received(moved(announced, token=token))
         assert_whole(received(announced), tmp_path / "came")
 
 
 def test_a_worker_gives_its_proof_to_no_other_trainer(trainer: tuple[WeightsServer, Announcement]) -> None:
     other = WeightsServer("127.0.0.1", "gloo")
-    with pytest.raises(WireError, match="did not prove"):
+    with pytest.raises(WireError, match="could not be authenticated"):
         received(moved(trainer[1], port=other.port))
     other.close()
 
@@ -174,9 +174,9 @@ def test_a_transfer_that_is_cut_is_thrown_away(
     server, announced = trainer
     relay = CutInTheMiddle(server.port)
 
-    def cut(group: WeightsGroup) -> None:
+    def cut(group: ProcessGroup) -> None:
         relay.cut()
-        until(lambda: group._meeting.is_lost)
+        until(lambda: group._rendezvous.is_lost)
 
     in_the_middle(monkeypatch, cut)
     receiver = WeightsReceiver(moved(announced, port=relay.port), limit_s=DEADLINE_S)
@@ -209,9 +209,9 @@ def test_a_worker_that_hangs_loses_its_place(
     monkeypatch.setattr(weights_server, "AT_ONCE", 1)
     server = WeightsServer("127.0.0.1", "gloo", stall_s=0.5)
     announced = announce(server, WeightsSnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path)
-    with Meeting.connect("127.0.0.1", server.port, server.token) as meeting:
-        meeting.put("wanted", LABEL.encode())
-        assert meeting.get("refusal", DEADLINE_S) == b""
+    with Rendezvous.connect("127.0.0.1", server.port, server.token) as rendezvous:
+        rendezvous.put("wanted", LABEL.encode())
+        assert rendezvous.get("refusal", DEADLINE_S) == b""
         until(lambda: "weights did not reach a worker" in caplog.text)
         server._stall_s = DEADLINE_S
         assert_whole(received(announced), tmp_path / "came")
