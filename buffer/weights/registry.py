@@ -1,0 +1,91 @@
+"""The registry of transports. To add one, write its file and add it here, nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from buffer.keys import Keys
+from buffer.store import Store
+from buffer.weights import redis_chunks, shared_folder, transfer
+from buffer.weights.announcement import Announcement
+from buffer.weights.redis_chunks import RedisReceiver, RedisSender
+from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.weights.transfer import TransferReceiver, TransferSender
+from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsSender
+
+TransportName = Literal["folder", "redis", "gloo", "nccl"]
+"""Values of [policy] weights_transport."""
+
+
+class SenderSettings(NamedTuple):
+    """What a config says of the trainer's side; `TransferSender` explains `host`."""
+
+    store: Store
+    keys: Keys
+    folder: Path
+    keep: int
+    host: str | None = None
+
+
+def _folder_sender(settings: SenderSettings) -> FolderSender:
+    return FolderSender(settings.folder, keep=settings.keep)
+
+
+def _redis_sender(settings: SenderSettings) -> RedisSender:
+    return RedisSender(settings.store, settings.keys, keep=settings.keep)
+
+
+def _transfer_sender(backend: str) -> Callable[[SenderSettings], TransferSender]:
+    def open_transfer(settings: SenderSettings) -> TransferSender:
+        store, keys, _, keep, host = settings
+        folder = _folder_sender(settings)
+        return TransferSender(store, keys, folder, backend, host=host, keep=keep)
+
+    return open_transfer
+
+
+_SENDERS: dict[TransportName, Callable[[SenderSettings], WeightsSender]] = {
+    "folder": _folder_sender,
+    "redis": _redis_sender,
+    "gloo": _transfer_sender("gloo"),
+    "nccl": _transfer_sender("nccl"),
+}
+
+_RECEIVERS: dict[str, Callable[[Store, Keys], WeightsReceiver]] = {
+    redis_chunks.SCHEME: RedisReceiver,
+    transfer.SCHEME: TransferReceiver,
+    shared_folder.SCHEME: lambda store, keys: FolderReceiver(),
+}
+"""By the scheme of an address; the empty one matches all others, so it stands last."""
+
+
+def open_sender(name: TransportName, settings: SenderSettings) -> WeightsSender:
+    """Open the trainer's side of a transport."""
+    return _SENDERS[name](settings)
+
+
+class AnyReceiver(WeightsReceiver):
+    """Receives weights of every transport: the scheme of their address selects the receiver."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._receivers = {scheme: open_(store, keys) for scheme, open_ in _RECEIVERS.items()}
+
+    def announcement(self, published: PublishedWeights) -> Announcement | None:
+        return self._receiver_of(published).announcement(published)
+
+    def fetch(self, published: PublishedWeights) -> Path:
+        return self._receiver_of(published).fetch(published)
+
+    def keep_only(self, folder: Path) -> None:
+        for receiver in self._receivers.values():
+            receiver.keep_only(folder)
+
+    def close(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def _receiver_of(self, published: PublishedWeights) -> WeightsReceiver:
+        schemes = self._receivers.items()
+        return next(receiver for scheme, receiver in schemes if published.address.startswith(scheme))
