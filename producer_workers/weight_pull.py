@@ -1,4 +1,4 @@
-"""The worker's access to published weights: torn, foreign or missing ones never reach the engine (I9)."""
+"""The worker's access to published weights: torn or foreign ones never reach the engine (I9)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from producer_workers.engines.base import WeightsError
 
 
 class WeightPull:
-    """Finds the weights that a control state names. `announcement` and `fetch` raise WeightsError."""
+    """Finds the weights that a control state names. Both lookups raise WeightsError."""
 
     def __init__(self, run: Run) -> None:
         self._receiver = AnyReceiver(run.store, run.keys)
 
     def announcement(self, state: ControlState) -> Announcement | None:
-        """Return how an engine gets these weights from the trainer's memory, if their transport can."""
+        """Return how engines get these weights from the trainer's memory, if they can."""
         try:
             return self._receiver.announcement(_published(state))
         except (OSError, WireError, StoreUnavailable) as error:
-            raise WeightsError(f"no announcement of the weights {state.weights}: {error}") from error
+            message = f"no announcement of the weights {state.weights}: {error}"
+            raise WeightsError(message) from error
 
     def fetch(self, state: ControlState) -> Path:
         """Return a folder with these weights, verified. A missing checksum verifies nothing."""

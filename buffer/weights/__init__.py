@@ -1,1 +1,1 @@
-"""Versions of weights between a trainer and its workers: files, checksums and the ways they travel."""
+"""Versions of weights between a trainer and its workers: files, checksums, transports."""

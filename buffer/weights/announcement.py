@@ -1,6 +1,6 @@
-"""The announcement of one version of weights: how an engine's processes get it from the trainer's memory.
+"""The announcement of a version of weights that engines get from the trainer's memory.
 
-This is all of such a version that Redis stores; its checksum is in the control state. The tensors go
+Redis stores nothing else of such a version; its checksum is in the control state. The tensors go
 from process to process (tensor_exchange.py).
 """
 
@@ -24,10 +24,10 @@ class FileFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One version. `token` admits an engine's process; every reader of the run's keys has it.
+    """One version. `token` admits an engine's process; readers of the run's keys have it.
 
     folder, checksum: the copy on disk that follows, and the checksum of its manifest.
-    files: the safetensors files that are sent, in order. tensors: name -> shape of all their tensors.
+    files: the safetensors files that are sent, in order. tensors: shapes of their tensors, by name.
     """
 
     label: str
@@ -41,7 +41,7 @@ class Announcement:
     tensors: Mapping[str, tuple[int, ...]]
 
     def to_json(self) -> bytes:
-        """Return the record that `VersionStore` keeps; its empty "files" means that it has no chunks."""
+        """Return the record for `VersionStore`; its empty "files" means that it has no chunks."""
         offer = asdict(self)
         offer["files"] = {name: facts._asdict() for name, facts in self.files.items()}
         return orjson.dumps({"weights": self.label, "files": {}, "offer": offer})

@@ -31,7 +31,7 @@ def write(folder: Path, label: str) -> str:
 
 
 def verify(folder: Path, checksum: str) -> None:
-    """Raise WireError (or OSError) unless `folder` is complete and `checksum` is that of its manifest."""
+    """Raise WireError or OSError unless `folder` is complete and `checksum` its manifest's."""
     data = (folder / NAME).read_bytes()
     check(data, checksum)
     for name, facts in orjson.loads(data)["files"].items():
@@ -40,7 +40,7 @@ def verify(folder: Path, checksum: str) -> None:
 
 
 def check_sizes(folder: Path, checksum: str) -> None:
-    """Check the manifest and the sizes of the files, without reading them. Raises as `verify` does."""
+    """Check the manifest and the sizes of the files, but do not read them. Raises as `verify`."""
     data = (folder / NAME).read_bytes()
     check(data, checksum)
     for name, facts in orjson.loads(data)["files"].items():

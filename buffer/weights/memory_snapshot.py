@@ -1,8 +1,8 @@
 """One version of weights in this process's memory, as the files of a model folder.
 
-A learner writes files. Here they are written into memory (/dev/shm, where there is room), mapped and
-deleted at once: training continues while they are sent, nothing passes through a disk, and a killed
-trainer leaves nothing.
+A learner writes files. Here they are written into memory (/dev/shm, where there is room), mapped
+and deleted at once: training continues while they are sent, nothing passes through a disk, and a
+killed trainer leaves nothing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The backend is gloo or nccl. Both run the same code except for opening the group
 nccl, bytes pass through a buffer on the GPU; on both sides they come from, and go to, host memory.
 
 Invariant: nothing here waits longer than `stall_s` for a silent peer, and a dead peer is noticed at
-once: by gloo through its own connections, by nccl through the rendezvous, whose loss aborts the group.
+once: by gloo through its own connections, by nccl through the rendezvous, whose loss aborts the
+group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ POLL_S = 0.001
 
 
 def load_torch() -> Any:
-    """Return torch, with torch.distributed imported. Not at import time: buffer must not load torch."""
+    """Return torch with torch.distributed; imported late, since buffer must not load torch."""
     import torch
     import torch.distributed
 
@@ -67,10 +68,10 @@ class ProcessGroup:
         rendezvous.on_loss(self._abort)
 
     def close(self) -> None:
-        """Close the connections explicitly: an exception that refers to this group would keep them open.
+        """Close the connections, although an exception may still refer to this group.
 
-        Call it once both sides have everything: gloo may take the end for a failure of what has just
-        arrived.
+        Call it once both sides have everything: gloo may report the end as a failure of what has
+        just arrived.
         """
         self._abort()
         self._group = None
@@ -89,7 +90,7 @@ class ProcessGroup:
         self._transfer("send", chunks, lambda chunk, buffer: None)
 
     def receive(self, data: Any, arrived: Callable[[Any], None]) -> None:
-        """Fill a uint8[n] in host memory. Calls `arrived` with each chunk while the next one comes."""
+        """Fill a uint8[n] in host memory; call `arrived` with each chunk while the next comes."""
 
         def store(chunk: Any, buffer: Any) -> None:
             if buffer is not chunk:
@@ -151,14 +152,14 @@ class ProcessGroup:
         kind = self._torch.distributed.ProcessGroupGloo
         options = kind._Options()
         options._timeout = timedelta(seconds=self._stall_s)
-        # the interface of the rendezvous; gloo by itself takes the one that the host name resolves to
+        # the interface of the rendezvous: by default, gloo takes the one of the host's name
         options._devices = [kind.create_device(hostname=self._rendezvous.own_host)]
         return kind(self._store(), rank, 2, options)
 
     def _open_nccl(self, rank: int) -> Any:
         kind = self._torch.distributed.ProcessGroupNCCL
         options = kind.Options()
-        # torch's watchdog ends the whole process when an operation is late: it must never find one
+        # torch's watchdog ends the process when an operation is late: it must never find one
         options._timeout = timedelta(days=1)
         return kind(self._store(), rank, 2, options)
 

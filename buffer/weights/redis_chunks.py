@@ -61,7 +61,7 @@ class VersionStore:
         return bool(self._call("EXISTS", self._keys.weights_part(label)))
 
     def record(self, label: str, checksum: str) -> bytes:
-        """Return the record of a version. Raises WireError if it is missing or not the published one."""
+        """Return a version's record. Raises WireError if it is missing or not the published one."""
         record = self._call("GET", self._keys.weights_part(label))
         if record is None:
             hint = "it may have been replaced by newer ones"
@@ -149,7 +149,10 @@ class RedisSender:
         return PublishedWeights(SCHEME + label, checksum)
 
     def prune(self) -> None:
-        """Delete all but the newest versions. A worker that still reads an older one gets a newer one next."""
+        """Delete all but the newest versions.
+
+        A worker that still reads an older one is about to get a newer one.
+        """
         self._versions.prune(self._keep)
 
     def clear(self) -> None:
@@ -209,7 +212,7 @@ def _read_chunks(stream: IO[bytes]) -> list[bytes]:
 
 
 def _files(record: bytes) -> list[tuple[str, int]]:
-    """Return (name, size in bytes) of each file. Raises WireError for a name that leaves the folder."""
+    """Return (name, bytes) of each file. Raises WireError for a name that leaves the folder."""
     files = [(name, int(facts["bytes"])) for name, facts in orjson.loads(record)["files"].items()]
     for name, _ in files:
         if Path(name).name != name or name in ("", ".", ".."):

@@ -87,5 +87,5 @@ class AnyReceiver(WeightsReceiver):
             receiver.close()
 
     def _receiver_of(self, published: PublishedWeights) -> WeightsReceiver:
-        schemes = self._receivers.items()
-        return next(receiver for scheme, receiver in schemes if published.address.startswith(scheme))
+        address = published.address
+        return next(r for scheme, r in self._receivers.items() if address.startswith(scheme))

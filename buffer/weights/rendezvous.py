@@ -1,11 +1,11 @@
 """An authenticated connection between a trainer and one process of an engine.
 
-Both sides first prove that they know the token of the announcement: HMAC-SHA256 over random bytes of
-both. A stranger who connects makes the trainer read 64 bytes at most, and learns nothing.
+Both sides first prove that they know the token of the announcement: HMAC-SHA256 over random bytes
+of both. A stranger who connects makes the trainer read 64 bytes at most, and learns nothing.
 
-After that, the connection is a key-value store of the two: each side may `put` values that the other
-may `get`. torch's process groups exchange their addresses in it. It also detects a lost peer: when
-one process dies, the kernel closes the connection and the other side is notified.
+After that, the connection is a key-value store of the two: each side may `put` values that the
+other may `get`. torch's process groups exchange their addresses in it. It also detects a lost peer:
+when one process dies, the kernel closes the connection and the other side is notified.
 """
 
 from __future__ import annotations

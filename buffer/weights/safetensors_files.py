@@ -1,4 +1,4 @@
-"""Safetensors files: their headers, the files of a model folder, and those of a LoRA adapter. Needs no torch.
+"""Safetensors files without torch: headers, the files of a model folder and of a LoRA adapter.
 
 Format: https://github.com/huggingface/safetensors#format. Headers may come from untrusted sources:
 every defect in one is a ValueError.
@@ -28,12 +28,14 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name of a layer."""
 
 BASE_CHECKSUM = "rolloutmq_base"
-"""Key in the metadata of an adapter's tensors: the checksum (`model_checksum`) of its base model."""
+"""Metadata key of an adapter's tensors: the checksum (`model_checksum`) of its base model."""
 
 
 class TensorSpan(NamedTuple):
-    """Where a tensor lies. `dtype` is the format's name ("F32", "BF16"), `start` and `end` are byte
-    offsets in the whole file."""
+    """The position of a tensor in its file.
+
+    `dtype` is the format's name ("F32", "BF16"); `start` and `end` are byte offsets in the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,7 +68,7 @@ def read_header(stream: IO[bytes]) -> Header:
 
 
 def parse_tensors(data: memoryview) -> dict[str, TensorSpan]:
-    """Return every tensor of a file in memory by name. Raises WireError unless the file is complete."""
+    """Return the tensors of a file in memory by name. Raises WireError unless it is complete."""
     header_end = 8 + min(int.from_bytes(data[:8], "little"), MAX_HEADER_BYTES)
     try:
         header = read_header(BytesIO(data[:header_end]))
@@ -80,7 +82,7 @@ def parse_tensors(data: memoryview) -> dict[str, TensorSpan]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of one checkpoint: the shards that an index names, else all. Raises ModelError."""
+    """Return a checkpoint's files: the shards that an index names, else all. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -99,9 +101,9 @@ def weight_files(folder: Path) -> list[Path]:
 def model_checksum(folder: Path) -> str:
     """Identify the weights in `folder`, however they are split into files. Raises ModelError.
 
-    BLAKE2b, 16 bytes in hex, of each tensor's name, type, shape and some blocks of its data: a second
-    or two for a large model. This tells models apart, since training changes nearly every number. It
-    does not prove that a file is complete; manifest.py does.
+    BLAKE2b, 16 bytes in hex, of each tensor's name, type, shape and some blocks of its data: a
+    second or two for a large model. This tells models apart, since training changes nearly every
+    number. It does not prove that a file is complete; manifest.py does.
     """
     digests: dict[str, bytes] = {}
     for file in weight_files(folder):

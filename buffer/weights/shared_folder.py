@@ -36,7 +36,10 @@ class FolderSender:
         return self.folder / f"{weights.lineage}-{weights.version:06d}"
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
-        """Write one version, whose files `save` writes, with its manifest. A previous attempt is replaced."""
+        """Write one version, whose files `save` writes, with its manifest.
+
+        A previous attempt is replaced.
+        """
         path = self.path(weights)
         with self._replaced(path) as folder:
             save(folder)
@@ -57,7 +60,10 @@ class FolderSender:
         self._newest = path
 
     def prune(self) -> None:
-        """Delete all but the newest versions. Call it after a publication: none in use may disappear."""
+        """Delete all but the newest versions.
+
+        Call it after a publication: none in use may disappear.
+        """
         versions = [p for p in self.folder.iterdir() if VERSION.fullmatch(p.name) and p.is_dir()]
         # the one just written counts as the newest even if the clock was set back
         versions.sort(key=lambda path: (path == self._newest, path.stat().st_mtime_ns))

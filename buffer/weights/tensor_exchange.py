@@ -1,4 +1,4 @@
-"""Both ends of the transfer of one version of weights from the trainer's memory into an engine's process.
+"""Both ends of the transfer of weights from the trainer's memory into an engine's process.
 
     TensorServer                                  TensorReceiver
     accepts, authenticates (rendezvous.py)        connects, authenticates
@@ -8,20 +8,21 @@
     sends every file                              receives, compares each file's checksum
     "sent"                                        "verdict": empty, or what is wrong
 
-The trainer serves each process on a thread of its own, pairwise: one that is slow, stopped or killed
-delays nobody else, and itself no longer than `stall_s`; workers come and go unnoticed by the others.
+The trainer serves each process on a thread of its own, pairwise: one that is slow, stopped or
+killed delays nobody else, and is given up after `stall_s`; workers come and go unnoticed by the
+others.
 
     a worker dies                   its connections close, its thread ends; the others continue
     a worker hangs                  its thread gives up after `stall_s` and frees its slot
     the trainer dies
-      before it published           nobody knows of the version; the next trainer publishes its own
+      before it published           the version is unknown; the next trainer publishes its own
       during a transfer             the receiver sees the connection close; its model is untouched
       later                         late workers read the copy on disk (transfer.py)
 
 The receiver works beside the forward passes, on a thread, into host memory. The engine loads the
 tensors, between two forward passes, only once all its processes have all of them: so torn or wrong
-weights never reach a model, and no process is ahead of another. This costs one copy of the weights in
-host memory per process until they are loaded.
+weights never reach a model, and no process is ahead of another. This costs one copy of the weights
+in host memory per process until they are loaded.
 """
 
 from __future__ import annotations
@@ -100,14 +101,14 @@ class TensorServer:
         threading.Thread(target=self._accept, name="tensor-server", daemon=True).start()
 
     def offer(self, snapshot: MemorySnapshot) -> None:
-        """Send only this snapshot from now on. Transfers of older ones continue, and keep theirs in memory."""
+        """Send only this snapshot from now on. Transfers of older ones continue."""
         self._snapshot = snapshot
 
     def close(self) -> None:
         """Accept nobody any more."""
         self._snapshot = None
         self._closed.set()
-        # some systems refuse this for a listening socket; others would continue to accept without it
+        # some systems refuse it for a listening socket; others continue to accept without it
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -152,7 +153,7 @@ class TensorServer:
             raise WireError(f"the worker refused them: {verdict.decode(errors='replace')}")
 
     def _send(self, rendezvous: Rendezvous, snapshot: MemorySnapshot) -> bytes:
-        """Send all files and return the verdict of the other side: empty if they arrived unchanged."""
+        """Send all files. Returns the peer's verdict: empty if they arrived unchanged."""
         group = ProcessGroup(
             rendezvous, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu
         )
@@ -221,9 +222,7 @@ class TensorReceiver:
             self._files = files
             rendezvous.put("verdict", b"")
 
-    def _receive_file(
-        self, group: ProcessGroup, name: str
-    ) -> tuple[Tensor, dict[str, TensorSpan]]:
+    def _receive_file(self, group: ProcessGroup, name: str) -> tuple[Tensor, dict[str, TensorSpan]]:
         facts = self._announced.files[name]
         data = self._torch.empty(facts.bytes, dtype=self._torch.uint8)
         digest = hashlib.blake2b(digest_size=16)

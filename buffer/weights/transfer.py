@@ -1,12 +1,13 @@
 """The transports "gloo" and "nccl": from the trainer's memory to an engine's, with a copy on disk.
 
     write     takes a snapshot in memory, announces it in Redis, starts to copy it into the folder
-    publish   (the caller) names the announcement; engines that can, fetch the tensors (tensor_exchange.py)
+    publish   (the caller) names the announcement; engines fetch the tensors (tensor_exchange.py)
     fallback  an engine that cannot, or does not reach the trainer, reads the copy in the folder
 
-While a trainer lives, no worker waits for a disk. Once it is dead, late workers still find the newest
-weights, unless it died in the second before they were on disk: then the next trainer publishes those
-of its checkpoint, as always. Recovery needs nothing of this (I5): it is the checkpoint's task.
+While a trainer lives, no worker waits for a disk. Once it is dead, late workers still find the
+newest weights, unless it died in the second before they were on disk: then the next trainer
+publishes those of its checkpoint, as always. Recovery needs nothing of this (I5): it is the
+checkpoint's task.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ SCHEME = "transfer:"
 class TransferSender:
     """Offers the newest version from memory.
 
-    `backend` is gloo or nccl; `folder` gets the copies. `host`: the address that workers connect to;
-    by default, the one from which this machine reaches the Redis server.
+    `backend` is gloo or nccl; `folder` gets the copies. `host`: the address that workers connect
+    to; by default, the one from which this machine reaches the Redis server.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class TransferSender:
         self._folder, self._backend, self._keep, self._stall_s = folder, backend, keep, stall_s
         self._host = host or _address_towards(store.servers.url_of(keys.control))
         self._versions = VersionStore(store, keys)
-        # depends on the folder alone: found again even if the run was created anew on a server that lost it
+        # depends on the folder alone: the same if the run is created anew on a server that lost it
         folder_digest = blake2b(str(folder.folder).encode(), digest_size=8).hexdigest()
         self._prefix = f"rolloutmq-{folder_digest}-"
         self._server: TensorServer | None = None
@@ -69,7 +70,7 @@ class TransferSender:
         snapshot = MemorySnapshot.take(str(weights), save, self._prefix)
         self._server.offer(snapshot)
         published = self._announce(weights, snapshot, self._server)
-        # one copy at a time: a disk slower than training slows it down instead of filling the memory
+        # one copy at a time: a disk slower than training slows it down, but memory stays free
         self._await_copy()
         self._copying = threading.Thread(
             target=self._copy, args=(weights, snapshot), name="weights-copy"

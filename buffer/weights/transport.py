@@ -19,8 +19,11 @@ Save = Callable[[Path], None]
 
 
 class PublishedWeights(NamedTuple):
-    """Where a version is. `address`: a folder, or a scheme of a transport and what follows it.
-    `checksum`: of the manifest or announcement found there; empty if the publisher gave none."""
+    """The location of a version.
+
+    address: a folder, or the scheme of a transport and what follows it.
+    checksum: of the manifest or announcement found there; empty if the publisher gave none.
+    """
 
     address: str
     checksum: str
@@ -43,14 +46,14 @@ class WeightsSender(Protocol):
 
 
 class WeightsReceiver(ABC):
-    """A worker's side. `announcement` and `fetch` raise OSError, WireError, StoreUnavailable."""
+    """A worker's side. `announcement`, `fetch` raise OSError, WireError, StoreUnavailable."""
 
     @abstractmethod
     def fetch(self, published: PublishedWeights) -> Path:
-        """Return a local folder with these weights, verified. An empty checksum verifies nothing."""
+        """Return a folder with these weights, verified. An empty checksum verifies nothing."""
 
     def announcement(self, published: PublishedWeights) -> Announcement | None:
-        """Return how engines get these weights from the trainer's memory, where the transport can."""
+        """Return how engines get these weights from the trainer's memory, if they can."""
         return None
 
     def keep_only(self, folder: Path) -> None:  # noqa: B027 - most transports have no local copies
