@@ -10,7 +10,6 @@ from typing import NamedTuple
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import registry
-from buffer.weights.registry import SenderSettings
 from buffer.weights.transport import Save, WeightsSender
 from consumer.config import TrainingConfig
 from consumer.rollout_consumer import PauseMode, RolloutConsumer
@@ -26,9 +25,14 @@ class PublicationTimes(NamedTuple):
 def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
     """Open the transport of [policy] weights_transport."""
     policy = config.policy
-    folder, keep = policy.weights_folder(config.run), config.trainer.keep_weights
-    settings = SenderSettings(run.store, run.keys, folder, keep, policy.weights_host)
-    return registry.open_sender(policy.weights_transport, settings)
+    return registry.open_sender(
+        policy.weights_transport,
+        run.store,
+        run.keys,
+        policy.weights_folder(config.run),
+        keep=config.trainer.keep_weights,
+        host=policy.weights_host,
+    )
 
 
 def publish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from buffer.keys import Keys
 from buffer.store import Store
@@ -18,41 +18,6 @@ from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsS
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
 """Values of [policy] weights_transport."""
 
-
-class SenderSettings(NamedTuple):
-    """What a config says of the trainer's side; `TransferSender` explains `host`."""
-
-    store: Store
-    keys: Keys
-    folder: Path
-    keep: int
-    host: str | None = None
-
-
-def _folder_sender(settings: SenderSettings) -> FolderSender:
-    return FolderSender(settings.folder, keep=settings.keep)
-
-
-def _redis_sender(settings: SenderSettings) -> RedisSender:
-    return RedisSender(settings.store, settings.keys, keep=settings.keep)
-
-
-def _transfer_sender(backend: str) -> Callable[[SenderSettings], TransferSender]:
-    def open_transfer(settings: SenderSettings) -> TransferSender:
-        store, keys, _, keep, host = settings
-        folder = _folder_sender(settings)
-        return TransferSender(store, keys, folder, backend, host=host, keep=keep)
-
-    return open_transfer
-
-
-_SENDERS: dict[TransportName, Callable[[SenderSettings], WeightsSender]] = {
-    "folder": _folder_sender,
-    "redis": _redis_sender,
-    "gloo": _transfer_sender("gloo"),
-    "nccl": _transfer_sender("nccl"),
-}
-
 _RECEIVERS: dict[str, Callable[[Store, Keys], WeightsReceiver]] = {
     redis_chunks.SCHEME: RedisReceiver,
     transfer.SCHEME: TransferReceiver,
@@ -61,9 +26,27 @@ _RECEIVERS: dict[str, Callable[[Store, Keys], WeightsReceiver]] = {
 """By the scheme of an address; the empty one matches all others, so it stands last."""
 
 
-def open_sender(name: TransportName, settings: SenderSettings) -> WeightsSender:
-    """Open the trainer's side of a transport."""
-    return _SENDERS[name](settings)
+def open_sender(
+    name: TransportName,
+    store: Store,
+    keys: Keys,
+    folder: Path,
+    *,
+    keep: int,
+    host: str | None = None,
+) -> WeightsSender:
+    """Open the trainer's side of a transport that keeps the newest `keep` versions.
+
+    `folder`: for the versions, or their copies. `host`: see `TransferSender`.
+    """
+    match name:
+        case "folder":
+            return FolderSender(folder, keep=keep)
+        case "redis":
+            return RedisSender(store, keys, keep=keep)
+        case "gloo" | "nccl":
+            copies = FolderSender(folder, keep=keep)
+            return TransferSender(store, keys, copies, name, host=host, keep=keep)
 
 
 class AnyReceiver(WeightsReceiver):

@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from buffer.weights.announcement import Announcement
 from buffer.weights.memory_snapshot import MemorySnapshot
 from buffer.weights.process_group import ProcessGroup
 from buffer.weights.redis_chunks import VersionStore
+from buffer.weights.registry import AnyReceiver, TransportName, open_sender
 from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.tensor_exchange import TensorReceiver, TensorServer
@@ -67,6 +69,10 @@ def received(announced: Announcement) -> dict[str, torch.Tensor]:
 def written(folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
     save(folder)
+    return written_in(folder)
+
+
+def written_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -360,6 +366,25 @@ def test_an_announcement_that_is_not_the_published_one_is_refused(yard: Yard, tr
     for strange in (b"", b"[]", b'{"offer": {"files": 1}}'):
         with pytest.raises(WireError, match="not an announcement of weights"):
             Announcement.parse(strange)
+
+
+@pytest.mark.parametrize("name", [name for name in get_args(TransportName) if name != "nccl"])
+def test_what_a_transport_sends_the_registry_finds_by_its_address(
+    yard: Yard, tmp_path: Path, name: TransportName
+) -> None:
+    """nccl needs two GPUs; it differs from gloo in the exchange of tensors only."""
+    sender = open_sender(name, yard.store, yard.run.keys, tmp_path / "published", keep=1)
+    older = sender.write(PolicyVersion(LINEAGE, 1), save)
+    newer = sender.write(PolicyVersion(LINEAGE, 2), save)
+    sender.close()  # what is sent from memory is on disk then
+    sender.prune()
+    receiver = AnyReceiver(yard.store, yard.run.keys)
+    with closing(receiver):
+        assert_whole(written_in(receiver.fetch(newer)), tmp_path / "wanted")
+        with pytest.raises((WireError, OSError)):
+            receiver.fetch(older)
+        with pytest.raises(WireError, match="the manifest has checksum"):
+            receiver.fetch(newer._replace(checksum="0" * 32))
 
 
 def _announced(yard: Yard) -> Announcement:
