@@ -21,10 +21,9 @@ import torch
 import typer
 from safetensors.numpy import save_file
 
-from buffer.weights_announcement import Announcement
-from consumer.weights.weights_server import WeightsServer
-from consumer.weights.weights_snapshot import WeightsSnapshot
-from producer_workers.engines.weights_receiver import WeightsReceiver
+from buffer.weights.announcement import Announcement
+from buffer.weights.memory_snapshot import MemorySnapshot
+from buffer.weights.tensor_exchange import TensorReceiver, TensorServer
 
 app = typer.Typer(add_completion=False)
 LIMIT_S = 300.0
@@ -36,9 +35,9 @@ def check(
     megabytes: Annotated[int, typer.Option(help="size of the weights", min=1)] = 1000,
 ) -> None:
     """Whole, killed at a random moment, whole again."""
-    server = WeightsServer("127.0.0.1", backend)
+    server = TensorServer("127.0.0.1", backend)
     with closing(server):
-        snapshot = WeightsSnapshot.take("check:1", lambda folder: _save(folder, megabytes), "rolloutmq-check-")
+        snapshot = MemorySnapshot.take("check:1", lambda folder: _save(folder, megabytes), "rolloutmq-check-")
         facts, shapes = snapshot.facts(), snapshot.shapes()
         met = ("check:1", backend, "127.0.0.1", server.port, server.token, "", snapshot.checksum)
         server.offer(snapshot)
@@ -55,7 +54,7 @@ def receive() -> None:
     announced = Announcement.parse(sys.stdin.readline())
     typer.echo("ready")
     began = time.perf_counter()
-    receiver = WeightsReceiver(announced, limit_s=LIMIT_S)
+    receiver = TensorReceiver(announced, limit_s=LIMIT_S)
     while not receiver.is_done():
         time.sleep(0.001)
     typer.echo(f"{1000 * (time.perf_counter() - began):.0f} ms for {sum(f.bytes for f in announced.files.values())} B")

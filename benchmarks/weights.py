@@ -24,13 +24,13 @@ from buffer.limits import RunLimits, TaskLimits
 from buffer.open_run import INITIAL
 from buffer.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.weights.redis_chunks import RedisSender
+from buffer.weights.shared_folder import FolderSender
+from buffer.weights.transfer import TransferSender
+from buffer.weights.transport import WeightsSender
 from consumer.model_folder import copy_tokenizer, load_model
 from consumer.tiny_model import build_tiny_model
 from consumer.tiny_model_config import TinyModelConfig
-from consumer.weights import WeightsTransport
-from consumer.weights.redis_chunks import RedisChunks
-from consumer.weights.shared_folder import SharedFolder
-from consumer.weights.transfer import WeightTransfer
 from producer_workers.engines import build_engine
 from producer_workers.engines.config import VllmConfig
 from producer_workers.steered_engine import SteeredEngine
@@ -59,10 +59,10 @@ async def _compare(
     build_tiny_model(model, config, 0)
     save, size = _learner(model), sum(file.stat().st_size for file in model.glob("*.safetensors"))
     run = Run.create(server.store, "weights", new_nonce(), RunLimits(tasks={"math": TaskLimits()}), FIRST, "")
-    ways: dict[str, WeightsTransport] = {
-        "folder": SharedFolder(folder / "shared", keep=1),
-        "Redis": RedisChunks(run, keep=1),
-        "gloo": WeightTransfer(run, SharedFolder(folder / "behind", keep=1), "gloo", keep=1),
+    ways: dict[str, WeightsSender] = {
+        "folder": FolderSender(folder / "shared", keep=1),
+        "Redis": RedisSender(run.store, run.keys, keep=1),
+        "gloo": TransferSender(run.store, run.keys, FolderSender(folder / "behind", keep=1), "gloo", keep=1),
     }
     engine = build_engine(VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST)
     await engine.start()
@@ -84,7 +84,7 @@ async def _compare(
 
 
 async def _update(
-    steered: SteeredEngine, way: WeightsTransport, version: PolicyVersion, save: Callable[[Path], None]
+    steered: SteeredEngine, way: WeightsSender, version: PolicyVersion, save: Callable[[Path], None]
 ) -> tuple[float, float]:
     began = time.perf_counter()
     path, checksum = way.write(version, save)

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from buffer.adapter_files import BASE, CONFIG, STEM, TENSORS
 from buffer.errors import ConfigError, ModelError
+from buffer.weights.safetensors_files import ADAPTER_CONFIG, ADAPTER_TENSORS, BASE_CHECKSUM, PEFT_PREFIX
 from consumer.learner_config import LoraConfig
 
 IDENTITY, SCALE = "adapter/base", "adapter/alpha"
@@ -69,13 +69,13 @@ class Adapter:
     def save(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write it into an existing folder; rounded to `dtype` where one is given."""
         tensors = {
-            STEM + name: value.detach().to("cpu", dtype, copy=True).contiguous()
+            PEFT_PREFIX + name: value.detach().to("cpu", dtype, copy=True).contiguous()
             for name, value in self._peft.get_peft_model_state_dict(self._model).items()
         }
-        save_file(tensors, folder / TENSORS, {"format": "pt", BASE: self._base})
+        save_file(tensors, folder / ADAPTER_TENSORS, {"format": "pt", BASE_CHECKSUM: self._base})
         config = self._config.to_dict() | {"inference_mode": True}
         data = orjson.dumps(config, default=sorted, option=orjson.OPT_INDENT_2)  # sets, of names
-        (folder / CONFIG).write_bytes(data)
+        (folder / ADAPTER_CONFIG).write_bytes(data)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What says which model, and how much of the adapter is added to it."""

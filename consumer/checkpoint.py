@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from buffer.errors import ModelError
 from buffer.recovery.position import Position
-from consumer.model_folder import new_folder
+from buffer.weights.new_folder import new_folder
 
 POSITION = "trainer.json"
 

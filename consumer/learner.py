@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, ModelError
 from buffer.media import MediaFolder
-from buffer.tensor_files import model_checksum
+from buffer.weights.safetensors_files import model_checksum
 from consumer.adapter import Adapter
 from consumer.importance import Samples
 from consumer.learner_config import LearnerConfig

@@ -1,15 +1,9 @@
-"""Hugging Face model folders: written whole or not at all, and loaded with errors that say what is wrong.
-
-Invariant: a folder under its final name is complete. It is written beside it and renamed.
-"""
+"""Hugging Face model folders: saved, and loaded with errors that name the cause."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,25 +27,6 @@ TOKENIZER_FILES = (
     "vocab*",
     "merges*",
 )
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into: renamed to `path` at the end, removed on an error.
-
-    Raises ModelError if `path` is there already.
-    """
-    if path.exists():
-        raise ModelError(f"{path} exists already", hint="remove it, or choose another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    unfinished.mkdir()
-    try:
-        yield unfinished
-        unfinished.rename(path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def check_model_folder(path: Path) -> None:

@@ -210,8 +210,15 @@ class RolloutConsumer:
 
     @contextmanager
     def paused(self, mode: PauseMode) -> Iterator[float]:
-        """Pause, wait for every live worker's receipt, and continue at the end. Yields the seconds it took."""
-        seconds = self.pause(mode)
+        """Pause, wait for every live worker's receipt, and continue at the end. Yields the seconds it took.
+
+        Raises Stopped, and lets the run continue, after `stop` during the wait.
+        """
+        try:
+            seconds = self.pause(mode)
+        except Stopped:
+            self.continue_()
+            raise
         try:
             yield seconds
         finally:

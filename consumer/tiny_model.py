@@ -14,7 +14,8 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consumer.model_folder import new_folder, save_model
+from buffer.weights.new_folder import new_folder
+from consumer.model_folder import save_model
 from consumer.tiny_model_config import TinyModelConfig
 
 if TYPE_CHECKING:

@@ -25,17 +25,13 @@ from torch import Tensor
 
 from buffer.errors import ConfigError
 from buffer.group import RolloutGroup
-from buffer.rollout import PolicyVersion
 from consumer.advantages import AdvantageEstimator, session_advantages
 from consumer.batch_filter import BatchFilter
 from consumer.config import TrainingConfig
 from consumer.critic import Critic, packed_gae
 from consumer.learner import Learner
-from consumer.model_folder import copy_tokenizer
 from consumer.overlong import shaped_scores
-from consumer.rollout_consumer import PauseMode, RolloutConsumer
 from consumer.train_batch import TrainBatch
-from consumer.weights import WeightsTransport
 
 
 class TrainController:
@@ -129,22 +125,6 @@ class TrainController:
             return metrics
         told = [self.critic.update(u.batches, u.values, u.returns) for u in batch.updates]
         return metrics | {name: sum(t[name] for t in told) / len(told) for name in (told[0] if told else ())}
-
-    def sync_weights(
-        self, consumer: RolloutConsumer, transport: WeightsTransport, step: int, *, mode: PauseMode, tokenizer: Path
-    ) -> float:
-        """Publish the weights after train step `step` around a pause; returns its seconds. `tokenizer`: the model
-        folder that has it."""
-
-        def save(path: Path) -> None:
-            self.learner.save_weights(path, to_publish=True)
-            copy_tokenizer(tokenizer, path)
-
-        path, checksum = transport.write(PolicyVersion(consumer.lineage, step), save)
-        with consumer.paused(mode) as seconds:
-            consumer.publish_weights(step, path, checksum)
-        transport.prune()
-        return seconds
 
     def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
         """One per rollout of this rank, float32[sum k]. Estimators that look at the whole batch see all ranks'."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from buffer.batch_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, LostRun, ModelError
 from buffer.recovery.position import Position
-from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
@@ -30,11 +29,11 @@ from consumer.learner import Learner
 from consumer.metric_writers import MetricWriter, open_writers
 from consumer.model_folder import copy_tokenizer
 from consumer.progress_bar import ProgressBar
+from consumer.publication import open_sender, published
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from consumer.step_log import StepWriter
 from consumer.step_metrics import Throughput, Timing, batch_metrics, production_metrics
 from consumer.train_controller import TrainController
-from consumer.weights import open_transport
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -48,7 +47,7 @@ class Trainer:
         self._run, self._config, self._model_dir = run, config, model_dir
         folder = config.run.folder
         self._checkpoints = CheckpointFolder(folder / "checkpoints")
-        self._weights = open_transport(config, run)
+        self._weights = open_sender(config, run)
         self._log = StepWriter(folder)
         self._writers: list[MetricWriter] = []
         self.shows_progress = False
@@ -224,31 +223,21 @@ class Trainer:
         return produced | self._throughput.metrics(samples, tokens, timing, produced)
 
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
-        """Write the weights first, so that workers stand still only for the switch.
+        """Publish the present weights, and measure them in the same pause where evaluations are exclusive.
 
-        Whoever is stopped while it waits for the workers publishes nothing: the next trainer begins with that.
+        After `consumer.stop` it publishes or evaluates no further: the step in progress still ends, so that it is
+        logged. The next trainer publishes first of all.
         """
-        clock = time.monotonic()
-        weights = PolicyVersion(self.consumer.lineage, self._position.step)
-        path, checksum = self._weights.write(weights, partial(self._save_model, to_publish=True))
-        timing.publish = time.monotonic() - clock
-        mode = self._config.policy.pause_mode
-        try:
-            timing.pause = timing.pause if is_paused else self.consumer.pause(mode)
-        except Stopped:
-            self.consumer.continue_()
-            return
-        self.consumer.publish_weights(weights.version, path, checksum)
-        self._weights.prune()
-        try:
-            if self._evaluations.is_exclusive and self._evaluations.tasks(weights.version, self._run.limits.steps):
+        step, save = self._position.step, partial(self._save_model, to_publish=True)
+        pause = None if is_paused else self._config.policy.pause_mode
+        with suppress(Stopped), published(self.consumer, self._weights, step, save, pause=pause) as times:
+            timing.publish = times.write_s
+            timing.pause = timing.pause if is_paused else times.pause_s
+            if self._evaluations.is_exclusive and self._evaluations.tasks(step, self._run.limits.steps):
                 if self._is_colocated:
                     self._share.sleep()
-                self.consumer.pause(mode, lanes="eval")
+                self.consumer.pause(self._config.policy.pause_mode, lanes="eval")
                 self._evaluate()
-        finally:
-            if not is_paused:
-                self.consumer.continue_()
 
     def _evaluate(self) -> None:
         """The newest weights, where that is due and was not done in the pause before."""

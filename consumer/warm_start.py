@@ -24,7 +24,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from buffer.errors import DatasetError
-from consumer.model_folder import load_model, load_tokenizer, new_folder, save_model
+from buffer.weights.new_folder import new_folder
+from consumer.model_folder import load_model, load_tokenizer, save_model
 from consumer.warm_start_config import WarmStartConfig
 
 IGNORED = -100

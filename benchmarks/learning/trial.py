@@ -14,11 +14,13 @@ from pathlib import Path
 from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
 from buffer import Mode, PolicyVersion, Run, RunLimits, Store, TaskLimits, group_id, new_nonce
+from buffer.weights.shared_folder import FolderSender
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig, LossConfig
+from consumer.model_folder import copy_tokenizer
+from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.train_controller import TrainController
-from consumer.weights.shared_folder import SharedFolder
 
 PATIENCE_S = 600.0
 """Give up a trial whose fleet makes nothing for so long."""
@@ -70,7 +72,12 @@ def make_run(store: Store, name: str, model: Path, setting: Setting) -> Run:
 
 def train(run: Run, controller: TrainController, setting: Setting, folder: Path, model: Path) -> list[Point]:
     """The trainer of a trial; somebody else makes its groups."""
-    consumer, weights, points = RolloutConsumer(run), SharedFolder(folder / run.name), []
+    consumer, weights, points = RolloutConsumer(run), FolderSender(folder / run.name), []
+
+    def save(to: Path) -> None:
+        controller.learner.save_weights(to, to_publish=True)
+        copy_tokenizer(model, to)
+
     consumer.open()
     started = time.monotonic()
     for step in range(1, setting.steps + 1):
@@ -80,7 +87,7 @@ def train(run: Run, controller: TrainController, setting: Setting, folder: Path,
         batch = consumer.take_batch(step, {TASK: setting.batch})
         metrics = controller.fit(batch.groups)
         ages = [step - entry.version - 1 for entry in batch.manifest.entries if entry.version is not None]
-        controller.sync_weights(consumer, weights, step, mode="keep", tokenizer=model)
+        publish(consumer, weights, step, save, pause="keep")
         consumer.commit(step, keep=step)
         scores = [float(score) for group in batch.groups for score in group.scores]
         clocks = {"wall_s": time.monotonic() - started, "train_s": time.thread_time() - used}

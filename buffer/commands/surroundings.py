@@ -13,12 +13,12 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError, ResponseError
 
-from buffer import weights_manifest
 from buffer.commands.diagnosis import Symptom
 from buffer.commands.screen import plural
 from buffer.errors import StoreError, WireError
 from buffer.run import Run
 from buffer.watch.snapshot import Snapshot
+from buffer.weights import manifest as weights_manifest
 
 
 def look_around(run: Run, snap: Snapshot) -> list[Symptom]:

@@ -25,6 +25,7 @@ from buffer.rollout import SampleParams
 from buffer.server.url import SCHEMES
 from buffer.staleness import stale_threshold
 from buffer.structured_output import StructuredOutput
+from buffer.weights.registry import TransportName
 
 
 def check_name(name: str) -> str:
@@ -134,7 +135,7 @@ class PolicySection(Section):
     """Hugging Face model folder to start from; default: the run makes a small one"""
     weights_dir: Path | None = None
     """folder in which each run has one to share its weights through; default: <run folder>/weights"""
-    weights_transport: Literal["folder", "redis", "gloo", "nccl"] = "folder"
+    weights_transport: TransportName = "folder"
     """how weights reach workers: through that folder; in chunks through Redis (small models; memory on top of
     [memory]); or from the trainer's memory to the engines' processes over gloo or nccl, with the folder behind it"""
     weights_host: str | None = None

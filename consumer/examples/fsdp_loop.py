@@ -16,22 +16,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from buffer import PolicyVersion, ProduceBatchStatus
+from buffer import ProduceBatchStatus
 from buffer.config.loader import load_config
 from buffer.open_run import open_store, server_url
 from buffer.recovery.position import Position
+from buffer.weights.shared_folder import FolderSender
 from consumer.batch_dataset import BatchDataset
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.launch.preparation import make_run
 from consumer.learner import Learner
 from consumer.model_folder import copy_tokenizer
+from consumer.publication import publish
 from consumer.ranks import join
 from consumer.sharded_consumer import ShardedConsumer
-from consumer.sharded_writing import write_together
+from consumer.sharded_writing import Save, write_together
 from consumer.step_log import StepWriter
 from consumer.train_controller import TrainController
-from consumer.weights.shared_folder import SharedFolder
 
 
 class FsdpLoop:
@@ -44,7 +45,7 @@ class FsdpLoop:
         self.run = make_run(store, config, self.model_dir, regenerate=False)
         self.consumer = ShardedConsumer(self.run)
         self.leader, self.ranks = self.consumer.leader, self.consumer.ranks
-        self.checkpoints, self.weights = CheckpointFolder(folder / "checkpoints"), SharedFolder(folder / "weights")
+        self.checkpoints, self.weights = CheckpointFolder(folder / "checkpoints"), FolderSender(folder / "weights")
         self.log, self.state = StepWriter(folder), f"optimizer-{self.ranks.rank:05d}.safetensors"
 
     def open(self) -> None:
@@ -92,11 +93,13 @@ class FsdpLoop:
         self.consumer.commit(step, keep=self.checkpoints.prune(2) if self.leader else 0)
 
     def publish(self, step: int) -> None:
-        version = PolicyVersion(self.leader.lineage if self.leader else "", step)
-        written = write_together(self.ranks, self.save, lambda save_all: self.weights.write(version, save_all))
-        if self.leader and written:
-            with self.leader.paused(self.config.policy.pause_mode):
-                self.leader.publish_weights(step, *written)
+        """Every rank writes its part; rank 0 publishes the whole."""
+
+        def publish_all(save_all: Save) -> None:
+            assert self.leader
+            publish(self.leader, self.weights, step, save_all, pause=self.config.policy.pause_mode)
+
+        write_together(self.ranks, self.save, publish_all)
 
     def save(self, folder: Path) -> None:
         self.controller.learner.save_weights(folder, to_publish=True)

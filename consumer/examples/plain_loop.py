@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer import PolicyVersion, Run
+from buffer import Run
 from buffer.recovery.position import Position
+from buffer.weights.shared_folder import FolderSender
 from consumer.batch import Batch
 from consumer.batch_dataset import BatchDataset, padded_tensors
 from consumer.checkpoint import CheckpointFolder
@@ -23,9 +24,9 @@ from consumer.config import TrainingConfig
 from consumer.evaluator import Evaluator
 from consumer.learner_state import capture, restore
 from consumer.model_folder import copy_tokenizer, load_model, save_model
+from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.step_log import StepWriter
-from consumer.weights.shared_folder import SharedFolder
 
 Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
 """What to minimize of a batch, and what to log of it."""
@@ -39,7 +40,7 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
 def fit(run: Run, config: TrainingConfig, model_dir: Path, model: Any, batch_loss: Loss, take_over: bool) -> None:
     """The same for any model and loss."""
     folder, last = config.run.folder, config.plan.steps
-    checkpoints, weights = CheckpointFolder(folder / "checkpoints"), SharedFolder(folder / "weights")
+    checkpoints, weights = CheckpointFolder(folder / "checkpoints"), FolderSender(folder / "weights")
     log, consumer = StepWriter(folder), RolloutConsumer(run)
     position = checkpoints.read(checkpoints.steps()[-1]) if checkpoints.steps() else Position()
     consumer.open(position=position, take_over=take_over)  # fences a trainer that came before; a new lineage begins
@@ -55,16 +56,12 @@ def fit(run: Run, config: TrainingConfig, model_dir: Path, model: Any, batch_los
         save_model(model, folder)
         copy_tokenizer(model_dir, folder)
 
-    def publish(step: int) -> None:
-        path, checksum = weights.write(PolicyVersion(consumer.lineage, step), save)
-        with consumer.paused(config.policy.pause_mode):
-            consumer.publish_weights(step, path, checksum)
-
     def save_checkpoint(folder: Path) -> None:
         save(folder)
         save_file(capture(parameters, optimizer, position.step, device), folder / "state.safetensors")
 
-    publish(position.step)  # those of this lineage: what the dead trainer published later is not in the checkpoint
+    # those of this lineage: what the dead trainer published later is not in the checkpoint
+    publish(consumer, weights, position.step, save, pause=config.policy.pause_mode)
     for batch in BatchDataset(consumer, run.limits.mix().shares, first=position.step + 1, last=last):
         loss, metrics = batch_loss(model, batch)
         optimizer.zero_grad()
@@ -77,7 +74,7 @@ def fit(run: Run, config: TrainingConfig, model_dir: Path, model: Any, batch_los
             position.forget(checkpoints.oldest_with(batch.step, 2))
             checkpoints.write(position, save_checkpoint)  # whole or not there; only then:
             consumer.commit(batch.step, keep=checkpoints.prune(2))
-        publish(batch.step)
+        publish(consumer, weights, batch.step, save, pause=config.policy.pause_mode)
     for name in (name for name, task in config.tasks.items() if task.eval_of):
         log.add_evaluation(last, name, Evaluator().evaluate(consumer.evaluate(name, config.evaluation_size(name))))
     consumer.finish()

@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from buffer import PolicyVersion, RolloutGroup, Run
+from buffer import RolloutGroup, Run
 from buffer.errors import ConfigError
 from buffer.recovery.position import Position
+from buffer.weights.shared_folder import FolderSender
 from consumer.config import TrainingConfig
 from consumer.model_folder import load_model, load_tokenizer
+from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.step_log import StepWriter
-from consumer.weights.shared_folder import SharedFolder
 
 POSITION = "rolloutmq.json"
 """In TRL's own checkpoint folders; one without it is not whole."""
@@ -37,7 +38,7 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
     def __init__(self, run: Run, config: TrainingConfig, position: Position) -> None:
         self.consumer, self.position = RolloutConsumer(run), position
         self._run, self._config = run, config
-        self._weights, self._log = SharedFolder(config.run.folder / "weights"), StepWriter(config.run.folder)
+        self._weights, self._log = FolderSender(config.run.folder / "weights"), StepWriter(config.run.folder)
 
     def rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: one column entry per rollout, groups of `num_generations` in a row."""
@@ -80,11 +81,8 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
-        weights = PolicyVersion(self.consumer.lineage, self.position.step)
-        path, checksum = self._weights.write(weights, save)
-        with self.consumer.paused(self._config.policy.pause_mode):
-            self.consumer.publish_weights(weights.version, path, checksum)
-        self._weights.prune()
+        pause = self._config.policy.pause_mode
+        publish(self.consumer, self._weights, self.position.step, save, pause=pause)
 
 
 def judged(prompts: Any, completions: Any, score: list[float], **_: Any) -> list[float]:

@@ -11,10 +11,15 @@ from pathlib import Path
 
 import orjson
 
-from buffer.adapter_files import BASE, CONFIG, STEM, TENSORS
 from buffer.errors import ModelError
-from buffer.safetensors_header import read_header
-from buffer.tensor_files import model_checksum
+from buffer.weights.safetensors_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    BASE_CHECKSUM,
+    PEFT_PREFIX,
+    model_checksum,
+    read_header,
+)
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.model_folder import Shapes, read_shapes
 
@@ -34,13 +39,15 @@ class AdapterCheck:
         for name, shape in read_shapes(folder).items():
             if shape != self._expected(name, rank):
                 hint = "publish lora_A and lora_B of the model that the worker was started with, and nothing else"
-                raise WeightsError(f"{folder} does not fit the model: {name} is {list(shape)}", hint=hint)
+                raise WeightsError(
+                    f"{folder} does not fit the model: {name} is {list(shape)}", hint=hint
+                )
         self._check_base(folder)
 
     def _check_base(self, folder: Path) -> None:
         try:
-            with (folder / TENSORS).open("rb") as stream:
-                base = read_header(stream).metadata.get(BASE)
+            with (folder / ADAPTER_TENSORS).open("rb") as stream:
+                base = read_header(stream).metadata.get(BASE_CHECKSUM)
             mine = self._checksum if base else base  # an adapter that others made does not say
         except (OSError, ValueError, ModelError) as error:
             raise WeightsError(f"{folder} does not say for which model it is: {error}") from error
@@ -52,20 +59,23 @@ class AdapterCheck:
 
     def _rank(self, folder: Path) -> int:
         try:
-            config = orjson.loads((folder / CONFIG).read_bytes())
+            config = orjson.loads((folder / ADAPTER_CONFIG).read_bytes())
             rank = config["r"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             hint = "[engine] max_lora_rank is set: publish adapters; without it, whole weights"
             raise WeightsError(f"{folder} holds no LoRA adapter: {error!r}", hint=hint) from error
         if not isinstance(rank, int) or not 0 < rank <= (self._most or rank):
-            raise WeightsError(f"{folder} is an adapter of rank {rank}", hint=f"[engine] max_lora_rank is {self._most}")
+            raise WeightsError(
+                f"{folder} is an adapter of rank {rank}",
+                hint=f"[engine] max_lora_rank is {self._most}",
+            )
         if others := [name for name in OTHER_KINDS if config.get(name)]:
             raise WeightsError(f"{folder} is no plain LoRA adapter: it has {', '.join(others)}")
         return rank
 
     def _expected(self, name: str, rank: int) -> tuple[int, ...] | None:
         """The shape of a tensor of an adapter; None for one that has no place here."""
-        layer, _, side = name.removeprefix(STEM).removesuffix(".weight").rpartition(".lora_")
+        layer, _, side = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         weight = self._shapes.get(f"{layer}.weight", ())
         if len(weight) != 2 or side not in ("A", "B"):
             return None

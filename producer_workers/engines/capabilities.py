@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from buffer.rollout import MediaRef, PolicyVersion
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from producer_workers.images.image_reader import ImageReader
 
 
@@ -35,13 +35,13 @@ class AbortsSome(Protocol):
 
 @runtime_checkable
 class ReceivesWeights(Protocol):
-    """It can meet a trainer that hands weights over from memory to memory. Without it, it waits for their folder."""
+    """The engine can receive weights from the trainer's memory. Without it, it reads their folder."""
 
     def receives_weights(self) -> bool:
-        """Whether it can, as it was started."""
+        """Return whether it can, as it was started."""
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
-        """As `Engine.load_weights`. What was cut or is not what was announced was never near the model."""
+        """Do as `Engine.load_weights`. A transfer that fails never touches the model."""
 
 
 class GroupImages(Protocol):

@@ -12,13 +12,18 @@ from pathlib import Path
 
 import orjson
 
-from buffer import tensor_files
-from buffer.adapter_files import is_adapter
 from buffer.errors import ModelError
-from buffer.safetensors_header import read_header
+from buffer.weights import safetensors_files
+from buffer.weights.safetensors_files import is_adapter, read_header
 from producer_workers.engines.base import EngineError, WeightsError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tekken.json",
+    "tiktoken.model",
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -26,7 +31,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 def check_model_folder(folder: Path) -> None:
     """Raises EngineError where `folder` cannot be a model: what is missing, before an engine starts."""
     if not folder.is_dir():
-        raise EngineError(f"no model folder at {folder}", hint="give a local folder; nothing is downloaded")
+        raise EngineError(
+            f"no model folder at {folder}", hint="give a local folder; nothing is downloaded"
+        )
     if not (folder / "config.json").is_file():
         raise EngineError(f"{folder} has no config.json", hint="is it a Hugging Face model folder?")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -49,7 +56,7 @@ def read_shapes(folder: Path) -> Shapes:
 def weight_files(folder: Path) -> list[Path]:
     """The files that make up one checkpoint. Raises WeightsError."""
     try:
-        return tensor_files.weight_files(folder)
+        return safetensors_files.weight_files(folder)
     except ModelError as error:
         raise WeightsError(error.message, hint=error.hint) from error
 
@@ -69,15 +76,22 @@ def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: boo
     optional = {"lm_head.weight"} if tied_head else set()
     if is_adapter(folder):
         hint = "set [engine] max_lora_rank (kind http: weights = 'adapters'), or leave out [learner.lora]"
-        raise WeightsError(f"{folder} holds a LoRA adapter, and the engine samples with whole weights", hint=hint)
+        raise WeightsError(
+            f"{folder} holds a LoRA adapter, and the engine samples with whole weights", hint=hint
+        )
     missing = sorted(old.keys() - new.keys() - optional)
     unknown = sorted(new.keys() - old.keys() - optional)
     changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    for names, what in ((missing, "lacks"), (unknown, "has unknown"), (changed, "has another shape of")):
+    for names, what in (
+        (missing, "lacks"),
+        (unknown, "has unknown"),
+        (changed, "has another shape of"),
+    ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise WeightsError(
-                f"{folder} {what} {names[0]}{more}", hint="publish the model that the worker was started with"
+                f"{folder} {what} {names[0]}{more}",
+                hint="publish the model that the worker was started with",
             )
 
 
@@ -87,7 +101,12 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         with file.open("rb") as stream:
             header = read_header(stream)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{file} is no safetensors file: {error}", hint="is the copy complete?") from error
-    if size != header.bytes:
-        raise WeightsError(f"{file} has {size} bytes, its header says {header.bytes}", hint="was it copied completely?")
-    return {name: place.shape for name, place in header.places.items()}
+        raise WeightsError(
+            f"{file} is not a valid safetensors file: {error}", hint="is the copy complete?"
+        ) from error
+    if size != header.file_bytes:
+        raise WeightsError(
+            f"{file} has {size} bytes, its header says {header.file_bytes}",
+            hint="was it copied completely?",
+        )
+    return {name: span.shape for name, span in header.tensors.items()}

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.adapter_files import is_adapter
 from buffer.rollout import PolicyVersion, SampleParams
+from buffer.weights.safetensors_files import is_adapter
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

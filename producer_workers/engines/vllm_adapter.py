@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from buffer.adapter_files import CONFIG, STEM, TENSORS
+from buffer.weights.safetensors_files import ADAPTER_CONFIG, ADAPTER_TENSORS, PEFT_PREFIX
 from producer_workers.engines.adapter_folder import AdapterCheck
 from producer_workers.engines.base import EngineError
 from producer_workers.engines.model_folder import Shapes
@@ -55,11 +55,11 @@ def _write_zeros(folder: Path, shapes: Shapes) -> None:
     if name is None:
         raise EngineError(f"the model has no {ZEROED}, with which an adapter begins", hint="unset max_lora_rank")
     out, into = shapes[name]
-    stem = STEM + name.removesuffix(".weight")
+    stem = PEFT_PREFIX + name.removesuffix(".weight")
     zeros = {
         f"{stem}.lora_A.weight": np.zeros((8, into), "<f4"),
         f"{stem}.lora_B.weight": np.zeros((out, 8), "<f4"),
     }
-    save_file(zeros, folder / TENSORS)
+    save_file(zeros, folder / ADAPTER_TENSORS)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8, "target_modules": [ZEROED]}
-    (folder / CONFIG).write_bytes(orjson.dumps(config | {"bias": "none"}))
+    (folder / ADAPTER_CONFIG).write_bytes(orjson.dumps(config | {"bias": "none"}))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
 from buffer.rollout import PolicyVersion, SampleParams
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,

@@ -1,4 +1,4 @@
-"""How all processes of a vLLM engine receive weights, before any of them loads them."""
+"""Receiving weights in all processes of a vLLM engine, before any of them loads them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from buffer.weights_announcement import Announcement
+from buffer.weights.announcement import Announcement
 from producer_workers.engines.base import WeightsError
 
-FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05
-"""Waits before the processes are asked whether all is there; doubled each time. A look costs vLLM's loop a message."""
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05
+"""Waits between polls of the processes; doubled each time. A poll costs vLLM's loop one message."""
 
 Call = Callable[..., Awaitable[list[Any]]]
-"""A method of the worker extension by its name, in all processes: their answers."""
+"""Calls a method of the worker extension by name in all processes; returns their results."""
 
 
 async def receive_weights(call: Call, announced: Announcement, limit_s: float) -> None:
-    """Raises WeightsError, and keeps nothing, where one process has not all of it within `limit_s`."""
+    """Receive announced weights in every process.
+
+    Raises WeightsError, and discards everything, unless all processes have all of it in `limit_s`.
+    """
     await call("rolloutmq_receive_weights", announced.to_json().decode(), limit_s)
     try:
         async with asyncio.timeout(limit_s):
             await _wait_for_all(call, announced.label)
     except TimeoutError as error:
         await call("rolloutmq_forget_received")
-        raise WeightsError(f"the weights {announced.label} did not come within {limit_s:g} s") from error
+        message = f"the weights {announced.label} did not arrive within {limit_s:g} s"
+        raise WeightsError(message) from error
     except WeightsError:
         await call("rolloutmq_forget_received")
         raise
 
 
 async def load_received(call: Call) -> None:
-    """All processes at once, between two forward passes."""
+    """Load the received weights in all processes at once, between two forward passes."""
     try:
         await call("rolloutmq_load_received")
     finally:
@@ -39,10 +43,14 @@ async def load_received(call: Call) -> None:
 
 
 async def _wait_for_all(call: Call, label: str) -> None:
-    wait_s = FIRST_LOOK_S
-    while set(said := await call("rolloutmq_has_received")) != {"yes"}:
-        for process, answer in enumerate(said):
+    wait_s = FIRST_POLL_S
+    while True:
+        answers = await call("rolloutmq_has_received")
+        if set(answers) == {"yes"}:
+            return
+        for process, answer in enumerate(answers):
             if answer not in ("yes", "not yet"):
-                raise WeightsError(f"the weights {label} did not reach process {process} of the engine: {answer}")
+                problem = f"did not reach process {process} of the engine: {answer}"
+                raise WeightsError(f"the weights {label} {problem}")
         await asyncio.sleep(wait_s)
-        wait_s = min(2 * wait_s, LAST_LOOK_S)
+        wait_s = min(2 * wait_s, LAST_POLL_S)

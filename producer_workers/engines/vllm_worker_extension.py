@@ -51,10 +51,10 @@ class WeightLoader:
 
     def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
         """Begin to receive announced weights, while the model goes on; `announced` as JSON."""
-        from buffer.weights_announcement import Announcement
-        from producer_workers.engines.weights_receiver import WeightsReceiver
+        from buffer.weights.announcement import Announcement
+        from buffer.weights.tensor_exchange import TensorReceiver
 
-        self._rolloutmq_receiver = WeightsReceiver(Announcement.parse(announced), limit_s=limit_s)
+        self._rolloutmq_receiver = TensorReceiver(Announcement.parse(announced), limit_s=limit_s)
 
     def rolloutmq_has_received(self) -> str:
         """Whether they are here and right: "yes", "not yet", or what went wrong."""

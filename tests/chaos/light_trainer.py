@@ -16,12 +16,12 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from buffer import weights_manifest
 from buffer.group import RolloutGroup
 from buffer.manifest import ManifestEntry
 from buffer.recovery.position import Position
 from buffer.rollout import VersionSpan
 from buffer.run import Run
+from buffer.weights import manifest as weights_manifest
 from consumer.checkpoint import CheckpointFolder
 from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
 from tests.chaos.history import History

@@ -12,9 +12,10 @@ from rq import Worker
 from rq.serializers import JSONSerializer
 from safetensors.numpy import save_file
 
-from buffer import Store, weights_manifest
+from buffer import Store
 from buffer.commands import diagnosis
 from buffer.rollout import PolicyVersion
+from buffer.weights import manifest as weights_manifest
 from producer_workers.judges.rq_job import FUNCTION
 from producer_workers.judges.rq_queue import open_queue
 from tests.cli.conftest import Command, json_of
@@ -46,7 +47,7 @@ def a_letter(_: Scene, __: Path) -> None:
 
 BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
     judge_queue_without_judges: ("1 rollout waiting to be judged, and no judge is alive", "rolloutmq judge"),
-    torn_weights: ("torn: model.safetensors has 4 bytes, not ", "publishes them anew"),
+    torn_weights: ("torn: model.safetensors has 4 bytes, expected ", "publishes them anew"),
     weights_that_nobody_has: ("w0 has l0:0, w1 has l0:0; they claim nothing", "can they read /elsewhere/2"),
     idle_workers: ("5 groups waiting, and nobody claims them: w0 (idle), w1 (idle)", "[worker] tasks, lanes"),
     a_letter: ("the newest dead letter is math-0000000005: ValueError: the judge said no", "rolloutmq requeue"),

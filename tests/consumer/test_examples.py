@@ -108,6 +108,7 @@ def check(site: Site) -> None:
     assert run.control.state().weights.version == STEPS
     assert run.control.state().mode == "finish"
     assert run.account.fsck().clean
+    assert len(list((site.config.run.folder / "weights").iterdir())) <= 3  # older ones are pruned
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from buffer import PolicyVersion
 from buffer.errors import WireError
-from buffer.weights_manifest import verify
-from consumer.weights.shared_folder import SharedFolder
+from buffer.weights.manifest import verify
+from buffer.weights.shared_folder import FolderSender
 
 
 def save(folder: Path) -> None:
@@ -18,21 +18,21 @@ def save(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(bytes(range(256)))
 
 
-def publish(shared: SharedFolder, version: int) -> Path:
+def publish(shared: FolderSender, version: int) -> Path:
     path, _ = shared.write(PolicyVersion("ab12cd34", version), save)
     shared.prune()
     return Path(path)
 
 
 def test_write_gives_a_folder_that_its_reader_accepts(tmp_path: Path) -> None:
-    path, checksum = SharedFolder(tmp_path).write(PolicyVersion("ab12cd34", 4), save)
+    path, checksum = FolderSender(tmp_path).write(PolicyVersion("ab12cd34", 4), save)
     assert Path(path) == tmp_path / "ab12cd34-000004"
     verify(Path(path), checksum)
 
 
 @pytest.mark.parametrize("damage", ["torn", "changed", "gone", "manifest", "other"])
 def test_reader_refuses_a_folder_that_is_not_what_was_published(tmp_path: Path, damage: str) -> None:
-    path, checksum = SharedFolder(tmp_path).write(PolicyVersion("ab12cd34", 4), save)
+    path, checksum = FolderSender(tmp_path).write(PolicyVersion("ab12cd34", 4), save)
     file = Path(path) / "model.safetensors"
     if damage == "torn":
         file.write_bytes(file.read_bytes()[:-1])
@@ -43,7 +43,7 @@ def test_reader_refuses_a_folder_that_is_not_what_was_published(tmp_path: Path, 
     elif damage == "manifest":
         (Path(path) / "manifest.json").write_text("{}", encoding="utf-8")
     else:
-        checksum = SharedFolder(tmp_path).write(PolicyVersion("ab12cd34", 5), save)[1]
+        checksum = FolderSender(tmp_path).write(PolicyVersion("ab12cd34", 5), save)[1]
     with pytest.raises((WireError, OSError)):
         verify(Path(path), checksum)
 
@@ -54,14 +54,14 @@ def test_write_leaves_nothing_when_saving_fails(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        SharedFolder(tmp_path).write(PolicyVersion("ab12cd34", 4), fail)
+        FolderSender(tmp_path).write(PolicyVersion("ab12cd34", 4), fail)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_prune_keeps_the_newest_and_what_is_not_weights(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "notes-2024").mkdir()
-    shared = SharedFolder(tmp_path, keep=2)
+    shared = FolderSender(tmp_path, keep=2)
     for version in range(4):
         publish(shared, version)
     names = {path.name for path in tmp_path.iterdir()}
@@ -69,7 +69,7 @@ def test_prune_keeps_the_newest_and_what_is_not_weights(tmp_path: Path) -> None:
 
 
 def test_prune_keeps_what_was_just_published_when_the_clock_was_set_back(tmp_path: Path) -> None:
-    shared = SharedFolder(tmp_path, keep=2)
+    shared = FolderSender(tmp_path, keep=2)
     for version in range(3):
         path = publish(shared, version)
         os.utime(path, (4e9, 4e9))
@@ -77,7 +77,7 @@ def test_prune_keeps_what_was_just_published_when_the_clock_was_set_back(tmp_pat
 
 
 def test_clear_deletes_what_a_killed_writer_left(tmp_path: Path) -> None:
-    shared = SharedFolder(tmp_path)
+    shared = FolderSender(tmp_path)
     path = publish(shared, 1)
     (tmp_path / f".{path.name}.0123abcd.tmp").mkdir()
     (tmp_path / ".something.tmp").mkdir()

@@ -19,6 +19,7 @@ from buffer.control import Mode
 from buffer.errors import Fenced, LedgerError, LostRun, ModelError
 from buffer.live_settings import LiveSettings
 from buffer.step_log import StepLog
+from buffer.weights.shared_folder import FolderSender
 from consumer.checkpoint import CheckpointFolder
 from consumer.config import TrainingConfig
 from consumer.evaluations import read_evaluations
@@ -27,7 +28,6 @@ from consumer.learner import Learner
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.step_log import StepWriter
 from consumer.trainer import OPTIMIZER, Trainer
-from consumer.weights.shared_folder import SharedFolder
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 from tests.servers import on_both
@@ -127,11 +127,11 @@ def test_undisturbed_trainer_ends_with_a_clean_account(
 
 CRASHES: list[tuple[type, str, int]] = [
     (RolloutConsumer, "open", 1),
-    (SharedFolder, "write", 1),
+    (FolderSender, "write", 1),
     (RolloutConsumer, "evaluate", 1),
     (RolloutConsumer, "take_batch", 1),
     (Learner, "train_step", 4),
-    (SharedFolder, "write", 4),
+    (FolderSender, "write", 4),
     (RolloutConsumer, "pause", 4),
     (RolloutConsumer, "publish_weights", 4),
     (RolloutConsumer, "continue_", 4),

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from buffer.adapter_files import BASE
 from buffer.rollout import PolicyVersion
 from buffer.store import Store
+from buffer.weights.safetensors_files import BASE_CHECKSUM
 from producer_workers.engines.base import Engine, Generation, WeightsError
 from tests.engines.adapter_run import AdapterRun
 from tests.engines.conformance import LONG, PROMPT, TOLERANCE, generate, interrupt, sampling, worst_difference
@@ -75,7 +75,7 @@ class AdapterContract:
         file.write_bytes(file.read_bytes()[:-100])
         tensors = load_file(file_of(foreign))
         save_file({name: tensor[:, :7].clone() for name, tensor in tensors.items()}, file_of(foreign))
-        save_file(load_file(file_of(adapters[1])), file_of(other), {BASE: "0" * 32})
+        save_file(load_file(file_of(adapters[1])), file_of(other), {BASE_CHECKSUM: "0" * 32})
 
         async def scenario() -> tuple[Generation, Generation]:
             await engine.load_weights(adapters[0], VERSIONS[0])

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from buffer.rollout import PolicyVersion
-from buffer.weights_announcement import Announcement
-from consumer.weights.weights_server import WeightsServer
-from consumer.weights.weights_snapshot import WeightsSnapshot
+from buffer.weights.announcement import Announcement
+from buffer.weights.memory_snapshot import MemorySnapshot
+from buffer.weights.tensor_exchange import TensorServer
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from producer_workers.engines.config import HttpConfig, SimulatedConfig, VllmConfig
@@ -145,12 +145,12 @@ def http_engine(running_http: Engine, run: Run[None], folders: Folders) -> Itera
 
 
 @pytest.fixture
-def announced(folders: Folders) -> Iterator[tuple[WeightsServer, Announcement]]:
+def announced(folders: Folders) -> Iterator[tuple[TensorServer, Announcement]]:
     """The second weights, in the memory of a trainer."""
-    server = WeightsServer("127.0.0.1", "gloo")
+    server = TensorServer("127.0.0.1", "gloo")
 
     def save(folder: Path) -> None:
         shutil.copytree(folders.second, folder, dirs_exist_ok=True)
 
-    yield server, announce(server, WeightsSnapshot.take("main:4", save, "rolloutmq-test-"), folders.second)
+    yield server, announce(server, MemorySnapshot.take("main:4", save, "rolloutmq-test-"), folders.second)
     server.close()

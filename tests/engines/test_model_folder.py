@@ -50,7 +50,7 @@ def test_check_model_folder_says_so_when_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x05", b"\x05" + bytes(7) + b"{a:1}", b"\xff" * 100])
 def test_read_shapes_refuses_a_file_that_is_not_safetensors(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(WeightsError, match="no safetensors file"):
+    with pytest.raises(WeightsError, match="not a valid safetensors file"):
         read_shapes(folder)
 
 

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from buffer.rollout import PolicyVersion, RolloutState, SampleParams
-from buffer.weights_announcement import Announcement
-from consumer.weights.weights_server import WeightsServer
+from buffer.weights.announcement import Announcement
+from buffer.weights.tensor_exchange import TensorServer
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.gateway.runner import AgentTask
 from producer_workers.agent_loops.multi_turn import turns_of
@@ -93,7 +93,7 @@ def test_an_update_is_finished_when_its_caller_is_cancelled(
 
 
 def test_weights_from_a_trainers_memory_come_while_tokens_flow(
-    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[WeightsServer, Announcement]
+    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[TensorServer, Announcement]
 ) -> None:
     """Each token names the weights that made it, and then the engine is as if it had read the file, to the bit."""
     assert isinstance(vllm_engine, ReceivesWeights)
@@ -117,7 +117,7 @@ def test_weights_from_a_trainers_memory_come_while_tokens_flow(
 
 
 def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
-    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[WeightsServer, Announcement]
+    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[TensorServer, Announcement]
 ) -> None:
     assert isinstance(vllm_engine, ReceivesWeights)
     engine, (server, whole), params = vllm_engine, announced, sampling(60, seed=5)
@@ -125,7 +125,8 @@ def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
     before = run(generate(engine, params))
     assert server._snapshot
     server._snapshot.weights["model.safetensors"][-1] ^= 1
-    for refused, why in ((whole, "not what was announced"), (wider, "another shape"), (replace(whole, port=1), "met")):
+    unreachable = replace(whole, port=1)
+    for refused, why in ((whole, "differs from"), (wider, "another shape"), (unreachable, "cannot connect")):
         with pytest.raises(WeightsError, match=why):
             run(engine.receive_weights(refused, NEXT))
         assert np.array_equal(run(generate(engine, params)).logprobs, before.logprobs)

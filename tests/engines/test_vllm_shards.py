@@ -19,10 +19,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
-from buffer.weights_announcement import Announcement
-from buffer.weights_meeting import Meeting
+from buffer.weights.announcement import Announcement
+from buffer.weights.rendezvous import Rendezvous
+from buffer.weights.tensor_exchange import TensorServer
 from consumer.launch.placement import count_gpus
-from consumer.weights.weights_server import WeightsServer
 from producer_workers.engines import vllm_engine as module
 from producer_workers.engines.base import Engine, EngineDeadError, Generation, WeightsError
 from producer_workers.engines.capabilities import ReceivesWeights
@@ -113,20 +113,20 @@ def test_weights_from_a_trainers_memory_reach_every_shard_or_none(
     engine: Engine,
     run: Run[Any],
     folders: Folders,
-    announced: tuple[WeightsServer, Announcement],
+    announced: tuple[TensorServer, Announcement],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At first one shard alone is served."""
     assert isinstance(engine, ReceivesWeights)
-    answer, turns, params = WeightsServer._answer, count(), sampling(30, seed=5)
+    answer, turns, params = TensorServer._answer, count(), sampling(30, seed=5)
 
-    def answer_one(self: WeightsServer, meeting: Meeting) -> None:
+    def answer_one(self: TensorServer, rendezvous: Rendezvous) -> None:
         if next(turns):
             raise WireError("no more")
-        answer(self, meeting)
+        answer(self, rendezvous)
 
     before = run(generate(engine, params))
-    monkeypatch.setattr(WeightsServer, "_answer", answer_one)
+    monkeypatch.setattr(TensorServer, "_answer", answer_one)
     with pytest.raises(WeightsError, match="did not reach process"):
         run(engine.receive_weights(announced[1], NEXT))
     after = run(generate(engine, params))

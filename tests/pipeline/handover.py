@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer import weights_group
-from buffer.weights_announcement import Announcement
-from buffer.weights_group import WeightsGroup
-from consumer.weights.weights_server import WeightsServer
-from consumer.weights.weights_snapshot import WeightsSnapshot
-from producer_workers.engines.weights_receiver import WeightsReceiver
+from buffer.weights import process_group
+from buffer.weights.announcement import Announcement
+from buffer.weights.memory_snapshot import MemorySnapshot
+from buffer.weights.process_group import ProcessGroup
+from buffer.weights.tensor_exchange import TensorReceiver, TensorServer
 
 LABEL = "l1:7"
 CHUNK_BYTES = 1000
@@ -38,7 +37,7 @@ def save(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def announce(server: WeightsServer, snapshot: WeightsSnapshot, folder: Path, backend: str = "gloo") -> Announcement:
+def announce(server: TensorServer, snapshot: MemorySnapshot, folder: Path, backend: str = "gloo") -> Announcement:
     server.offer(snapshot)
     facts, shapes, checksum = snapshot.facts(), snapshot.shapes(), snapshot.checksum
     met = (snapshot.label, backend, "127.0.0.1", server.port, server.token)
@@ -52,9 +51,9 @@ def say(line: str) -> None:
 
 def stop_in_the_middle() -> None:
     """After 25 chunks, in the second file: say so, and do nothing more."""
-    finish, chunks = WeightsGroup._finish, 0
+    finish, chunks = ProcessGroup._finish, 0
 
-    def count(self: WeightsGroup, *moving: Any) -> Any:
+    def count(self: ProcessGroup, *moving: Any) -> Any:
         nonlocal chunks
         done = finish(self, *moving)
         chunks += 1
@@ -63,17 +62,17 @@ def stop_in_the_middle() -> None:
             threading.Event().wait()
         return done
 
-    WeightsGroup._finish = count  # type: ignore[method-assign, assignment]
+    ProcessGroup._finish = count  # type: ignore[method-assign, assignment]
 
 
 def main(end: str) -> None:
-    weights_group.CHUNK_BYTES = CHUNK_BYTES
+    process_group.CHUNK_BYTES = CHUNK_BYTES
     stop_in_the_middle()
     if end == "worker":
-        WeightsReceiver(Announcement.parse(sys.stdin.readline()), limit_s=60)
+        TensorReceiver(Announcement.parse(sys.stdin.readline()), limit_s=60)
     else:
-        server = WeightsServer("127.0.0.1", "gloo")
-        announced = announce(server, WeightsSnapshot.take(LABEL, save, "rolloutmq-test-"), Path("nowhere"))
+        server = TensorServer("127.0.0.1", "gloo")
+        announced = announce(server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), Path("nowhere"))
         say(announced.to_json().decode())
     threading.Event().wait()
 

@@ -9,26 +9,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer import weights_group, weights_manifest
 from buffer.errors import WireError
 from buffer.rollout import PolicyVersion
-from buffer.weights_announcement import ADDRESS, Announcement, Announcements
-from buffer.weights_group import WeightsGroup
-from buffer.weights_meeting import NONCE_BYTES, Meeting
-from consumer.weights import weights_server
-from consumer.weights.shared_folder import SharedFolder
-from consumer.weights.transfer import WeightTransfer
-from consumer.weights.weights_server import WeightsServer
-from consumer.weights.weights_snapshot import WeightsSnapshot
+from buffer.weights import manifest as weights_manifest
+from buffer.weights import process_group, tensor_exchange
+from buffer.weights.announcement import Announcement
+from buffer.weights.memory_snapshot import MemorySnapshot
+from buffer.weights.process_group import ProcessGroup
+from buffer.weights.redis_chunks import VersionStore
+from buffer.weights.registry import AnyReceiver, TransportName, open_sender
+from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
+from buffer.weights.shared_folder import FolderSender
+from buffer.weights.tensor_exchange import TensorReceiver, TensorServer
+from buffer.weights.transfer import SCHEME, TransferReceiver, TransferSender, store_announcement
+from buffer.weights.transport import PublishedWeights
 from producer_workers.engines.base import WeightsError
-from producer_workers.engines.weights_receiver import WeightsReceiver
 from tests.pipeline.handover import CHUNK_BYTES, LABEL, announce, save
 from tests.pipeline.yard import FIRST, LINEAGE, WatchedEngine, Yard
 
@@ -37,14 +41,14 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_group, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(process_group, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[tuple[WeightsServer, Announcement]]:
+def trainer(tmp_path: Path) -> Iterator[tuple[TensorServer, Announcement]]:
     """One that offers the weights of `save`."""
-    server = WeightsServer("127.0.0.1", "gloo")
-    yield server, announce(server, WeightsSnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path / "nowhere")
+    server = TensorServer("127.0.0.1", "gloo")
+    yield server, announce(server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path / "nowhere")
     server.close()
 
 
@@ -57,7 +61,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def received(announced: Announcement) -> dict[str, torch.Tensor]:
     """All that comes. Raises what the receiver says."""
-    receiver = WeightsReceiver(announced, limit_s=DEADLINE_S)
+    receiver = TensorReceiver(announced, limit_s=DEADLINE_S)
     until(receiver.is_done)
     return dict(receiver.tensors())
 
@@ -65,6 +69,10 @@ def received(announced: Announcement) -> dict[str, torch.Tensor]:
 def written(folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
     save(folder)
+    return written_in(folder)
+
+
+def written_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -76,8 +84,6 @@ def assert_whole(came: dict[str, torch.Tensor], folder: Path) -> None:
 
 def moved(announced: Announcement, port: int = 0, token: str = "") -> Announcement:
     """The same, to be met elsewhere or with another secret."""
-    from dataclasses import replace
-
     return replace(announced, port=port or announced.port, token=token or announced.token)
 
 
@@ -116,11 +122,11 @@ class CutInTheMiddle:
                 target.sendall(data)
 
 
-def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[WeightsGroup], object]) -> None:
+def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[ProcessGroup], object]) -> None:
     """`do(group)` once, when a group has received 25 chunks: in the second file."""
-    receive, chunks = WeightsGroup.receive, 0
+    receive, chunks = ProcessGroup.receive, 0
 
-    def count(self: WeightsGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
+    def count(self: ProcessGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
         def counted(part: torch.Tensor) -> None:
             nonlocal chunks
             chunks += 1
@@ -130,13 +136,13 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[WeightsGroup], 
 
         receive(self, data, counted)
 
-    monkeypatch.setattr(WeightsGroup, "receive", count)
+    monkeypatch.setattr(ProcessGroup, "receive", count)
 
 
 def test_many_workers_get_every_bit_at_the_same_time(
-    trainer: tuple[WeightsServer, Announcement], tmp_path: Path
+    trainer: tuple[TensorServer, Announcement], tmp_path: Path
 ) -> None:
-    receivers = [WeightsReceiver(trainer[1], limit_s=DEADLINE_S) for _ in range(12)]  # more than get them at once
+    receivers = [TensorReceiver(trainer[1], limit_s=DEADLINE_S) for _ in range(12)]  # more than get them at once
     for number, receiver in enumerate(receivers):
         until(receiver.is_done)
         assert_whole(dict(receiver.tensors()), tmp_path / str(number))
@@ -144,7 +150,7 @@ def test_many_workers_get_every_bit_at_the_same_time(
 
 @pytest.mark.parametrize("token", ["", "0" * 64], ids=["silent", "with another token"])
 def test_a_stranger_gets_32_random_bytes_and_the_door(
-    trainer: tuple[WeightsServer, Announcement], tmp_path: Path, token: str
+    trainer: tuple[TensorServer, Announcement], tmp_path: Path, token: str
 ) -> None:
     server, announced = trainer
     with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as stranger:
@@ -152,20 +158,20 @@ def test_a_stranger_gets_32_random_bytes_and_the_door(
         if token:
             stranger.sendall(bytes(2 * NONCE_BYTES))
             assert stranger.recv(1000) == b""
-            with pytest.raises(WireError, match="did not prove"):
+            with pytest.raises(WireError, match="could not be authenticated"):
                 received(moved(announced, token=token))
         assert_whole(received(announced), tmp_path / "came")
 
 
-def test_a_worker_gives_its_proof_to_no_other_trainer(trainer: tuple[WeightsServer, Announcement]) -> None:
-    other = WeightsServer("127.0.0.1", "gloo")
-    with pytest.raises(WireError, match="did not prove"):
+def test_a_worker_gives_its_proof_to_no_other_trainer(trainer: tuple[TensorServer, Announcement]) -> None:
+    other = TensorServer("127.0.0.1", "gloo")
+    with pytest.raises(WireError, match="could not be authenticated"):
         received(moved(trainer[1], port=other.port))
     other.close()
 
 
 def test_a_transfer_that_is_cut_is_thrown_away(
-    trainer: tuple[WeightsServer, Announcement],
+    trainer: tuple[TensorServer, Announcement],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -173,12 +179,12 @@ def test_a_transfer_that_is_cut_is_thrown_away(
     server, announced = trainer
     relay = CutInTheMiddle(server.port)
 
-    def cut(group: WeightsGroup) -> None:
+    def cut(group: ProcessGroup) -> None:
         relay.cut()
-        until(lambda: group._meeting.is_lost)
+        until(lambda: group._rendezvous.is_lost)
 
     in_the_middle(monkeypatch, cut)
-    receiver = WeightsReceiver(moved(announced, port=relay.port), limit_s=DEADLINE_S)
+    receiver = TensorReceiver(moved(announced, port=relay.port), limit_s=DEADLINE_S)
     with pytest.raises(WireError, match=r"cut|left"):
         until(receiver.is_done)
     assert not list(receiver.tensors())
@@ -187,30 +193,30 @@ def test_a_transfer_that_is_cut_is_thrown_away(
     assert_whole(received(announced), tmp_path / "came")
 
 
-def test_a_byte_that_changed_on_the_way_is_found(trainer: tuple[WeightsServer, Announcement]) -> None:
+def test_a_byte_that_changed_on_the_way_is_found(trainer: tuple[TensorServer, Announcement]) -> None:
     server, announced = trainer
     assert server._snapshot
     server._snapshot.weights["model-2.safetensors"][-1] ^= 1
-    with pytest.raises(WireError, match=r"model-2\.safetensors is not what was announced"):
+    with pytest.raises(WireError, match=r"model-2\.safetensors differs from the announced checksum"):
         received(announced)
 
 
-def test_older_weights_are_not_handed_over_as_the_newest(trainer: tuple[WeightsServer, Announcement]) -> None:
+def test_older_weights_are_not_handed_over_as_the_newest(trainer: tuple[TensorServer, Announcement]) -> None:
     server, announced = trainer
-    server.offer(WeightsSnapshot.take("l1:8", save, "rolloutmq-test-"))
-    with pytest.raises(WireError, match="newer weights took their place"):
+    server.offer(MemorySnapshot.take("l1:8", save, "rolloutmq-test-"))
+    with pytest.raises(WireError, match="replaced by newer weights"):
         received(announced)
 
 
 def test_a_worker_that_hangs_loses_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weights_server, "AT_ONCE", 1)
-    server = WeightsServer("127.0.0.1", "gloo", stall_s=0.5)
-    announced = announce(server, WeightsSnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path)
-    with Meeting.connect("127.0.0.1", server.port, server.token) as meeting:
-        meeting.put("wanted", LABEL.encode())
-        assert meeting.get("refusal", DEADLINE_S) == b""
+    monkeypatch.setattr(tensor_exchange, "MAX_TRANSFERS", 1)
+    server = TensorServer("127.0.0.1", "gloo", stall_s=0.5)
+    announced = announce(server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path)
+    with Rendezvous.connect("127.0.0.1", server.port, server.token) as rendezvous:
+        rendezvous.put("wanted", LABEL.encode())
+        assert rendezvous.get("refusal", DEADLINE_S) == b""
         until(lambda: "weights did not reach a worker" in caplog.text)
         server._stall_s = DEADLINE_S
         assert_whole(received(announced), tmp_path / "came")
@@ -218,7 +224,7 @@ def test_a_worker_that_hangs_loses_its_place(
 
 
 def test_a_worker_is_killed_in_the_middle_and_the_others_get_all(
-    trainer: tuple[WeightsServer, Announcement], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trainer: tuple[TensorServer, Announcement], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = [sys.executable, "-m", "tests.pipeline.handover", "worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
@@ -236,7 +242,7 @@ def test_a_trainer_is_killed_in_the_middle_and_nobody_waits_for_it() -> None:
     command = [sys.executable, "-m", "tests.pipeline.handover", "trainer"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout
-        receiver = WeightsReceiver(Announcement.parse(trainer.stdout.readline()), limit_s=DEADLINE_S)
+        receiver = TensorReceiver(Announcement.parse(trainer.stdout.readline()), limit_s=DEADLINE_S)
         assert trainer.stdout.readline() == "middle\n"
         assert not receiver.is_done()
         trainer.kill()
@@ -269,16 +275,16 @@ class ReceivingEngine(WatchedEngine):
 
 
 @pytest.fixture
-def transfer(yard: Yard, tmp_path: Path) -> Iterator[WeightTransfer]:
-    transfer = WeightTransfer(yard.run, SharedFolder(tmp_path / "published"), "gloo", keep=2)
+def transfer(yard: Yard, tmp_path: Path) -> Iterator[TransferSender]:
+    transfer = TransferSender(yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2)
     yield transfer
     transfer.close()
 
 
-def publish(yard: Yard, transfer: WeightTransfer, version: int) -> PolicyVersion:
+def publish(yard: Yard, transfer: TransferSender, version: int) -> PolicyVersion:
     weights = PolicyVersion(LINEAGE, version)
     path, checksum = transfer.write(weights, save)
-    assert path == f"{ADDRESS}{weights}"
+    assert path == f"{SCHEME}{weights}"
     yard.run.control.publish_weights(yard.trainer, weights, path, checksum)
     transfer.prune()
     return weights
@@ -291,7 +297,7 @@ def make_engine(yard: Yard) -> ReceivingEngine:
 
 
 def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
-    yard: Yard, transfer: WeightTransfer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, late = make_engine(yard), make_engine(yard)
 
@@ -313,21 +319,21 @@ def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
 
 
 def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
-    yard: Yard, transfer: WeightTransfer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Then one whose trainer died before its folder was there: the worker stays, says so, and waits for the next."""
     late = make_engine(yard)
     second = publish(yard, transfer, 2)
     transfer.close()
-    reborn = WeightTransfer(yard.run, SharedFolder(tmp_path / "published"), "gloo", keep=2)
+    reborn = TransferSender(yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2)
     reborn.clear()
 
     async def scenario() -> None:
         async with yard.working(yard.worker(engine=late)):
             await yard.until(lambda: late.version() == second)
             lost = PolicyVersion(LINEAGE, 3)
-            announced = moved(Announcements(yard.store, yard.run.keys).read(str(second), _checksum(yard)))
-            address = Announcements(yard.store, yard.run.keys).write(_gone(announced, lost, tmp_path))
+            gone = replace(_announced(yard), label=str(lost), folder=str(tmp_path / "never written"))
+            address = store_announcement(VersionStore(yard.store, yard.run.keys), gone)
             await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
             await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
             assert late.version() == second
@@ -338,10 +344,10 @@ def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_
     reborn.close()
     assert late.came[second] == tmp_path / "published" / "l1-000002"
     assert isinstance(late.came[PolicyVersion(LINEAGE, 4)], dict)
-    weights_manifest.verify(tmp_path / "published" / "l1-000004", _folder_checksum(yard))
+    weights_manifest.verify(tmp_path / "published" / "l1-000004", _announced(yard).checksum)
 
 
-def test_an_engine_that_cannot_receive_reads_the_folder(yard: Yard, transfer: WeightTransfer) -> None:
+def test_an_engine_that_cannot_receive_reads_the_folder(yard: Yard, transfer: TransferSender) -> None:
     async def scenario() -> None:
         async with yard.working(yard.worker()) as engine:
             weights = await asyncio.to_thread(publish, yard, transfer, 1)
@@ -350,27 +356,39 @@ def test_an_engine_that_cannot_receive_reads_the_folder(yard: Yard, transfer: We
     asyncio.run(scenario())
 
 
-def test_an_announcement_that_is_not_the_published_one_is_refused(yard: Yard, transfer: WeightTransfer) -> None:
+def test_an_announcement_that_is_not_the_published_one_is_refused(yard: Yard, transfer: TransferSender) -> None:
     publish(yard, transfer, 1)
+    receiver, checksum = TransferReceiver(yard.store, yard.run.keys), yard.run.control.state().weights_checksum
     with pytest.raises(WireError, match="the manifest has checksum"):
-        Announcements(yard.store, yard.run.keys).read("l1:1", "0" * 32)
-    with pytest.raises(WireError, match="no announcement"):
-        Announcements(yard.store, yard.run.keys).read("l1:9", _checksum(yard))
+        receiver.announcement(PublishedWeights(f"{SCHEME}l1:1", "0" * 32))
+    with pytest.raises(WireError, match="the server has no weights l1:9"):
+        receiver.announcement(PublishedWeights(f"{SCHEME}l1:9", checksum))
     for strange in (b"", b"[]", b'{"offer": {"files": 1}}'):
-        with pytest.raises(WireError, match="announces no weights"):
+        with pytest.raises(WireError, match="not an announcement of weights"):
             Announcement.parse(strange)
 
 
-def _checksum(yard: Yard) -> str:
-    return yard.run.control.state().weights_checksum
+@pytest.mark.parametrize("name", [name for name in get_args(TransportName) if name != "nccl"])
+def test_what_a_transport_sends_the_registry_finds_by_its_address(
+    yard: Yard, tmp_path: Path, name: TransportName
+) -> None:
+    """nccl needs two GPUs; it differs from gloo in the exchange of tensors only."""
+    sender = open_sender(name, yard.store, yard.run.keys, tmp_path / "published", keep=1)
+    older = sender.write(PolicyVersion(LINEAGE, 1), save)
+    newer = sender.write(PolicyVersion(LINEAGE, 2), save)
+    sender.close()  # what is sent from memory is on disk then
+    sender.prune()
+    receiver = AnyReceiver(yard.store, yard.run.keys)
+    with closing(receiver):
+        assert_whole(written_in(receiver.fetch(newer)), tmp_path / "wanted")
+        with pytest.raises((WireError, OSError)):
+            receiver.fetch(older)
+        with pytest.raises(WireError, match="the manifest has checksum"):
+            receiver.fetch(newer._replace(checksum="0" * 32))
 
 
-def _folder_checksum(yard: Yard) -> str:
+def _announced(yard: Yard) -> Announcement:
+    """The newest that was published."""
     state = yard.run.control.state()
-    return Announcements(yard.store, yard.run.keys).read(str(state.weights), state.weights_checksum).checksum
-
-
-def _gone(announced: Announcement, weights: PolicyVersion, folder: Path) -> Announcement:
-    from dataclasses import replace
-
-    return replace(announced, label=str(weights), folder=str(folder / "never written"))
+    published = PublishedWeights(state.weights_path, state.weights_checksum)
+    return TransferReceiver(yard.store, yard.run.keys).announcement(published)

@@ -9,12 +9,11 @@ import orjson
 import pytest
 from safetensors.numpy import load_file
 
-from buffer import weights_manifest
 from buffer.chunks import CHUNK_BYTES
 from buffer.errors import WireError
 from buffer.rollout import PolicyVersion
-from buffer.weights_chunks import ADDRESS, WeightsChunks
-from consumer.weights.redis_chunks import RedisChunks
+from buffer.weights import manifest as weights_manifest
+from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
 from producer_workers import steered_engine
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
@@ -25,8 +24,8 @@ SIZES = {"a": 0, "b": 1, "c": CHUNK_BYTES, "d": CHUNK_BYTES + 1, "e": 9 * CHUNK_
 """No chunk, one, a full one, two, and more than one round trip carries."""
 
 
-def chunks_of(yard: Yard) -> WeightsChunks:
-    return WeightsChunks(yard.run.store, yard.run.keys)
+def chunks_of(yard: Yard) -> VersionStore:
+    return VersionStore(yard.run.store, yard.run.keys)
 
 
 def keys_of(yard: Yard) -> set[str]:
@@ -40,8 +39,8 @@ def save(folder: Path) -> None:
 
 @on_both
 def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None:
-    address, checksum = RedisChunks(yard.run).write(PolicyVersion("ab12cd34", 4), save)
-    assert address == ADDRESS + LABEL
+    address, checksum = RedisSender(yard.run.store, yard.run.keys).write(PolicyVersion("ab12cd34", 4), save)
+    assert address == SCHEME + LABEL
     (came := tmp_path / "came").mkdir()
     chunks_of(yard).read(LABEL, checksum, came)
     (wanted := tmp_path / "wanted").mkdir()
@@ -52,7 +51,7 @@ def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("damage", ["gone", "changed", "unfinished", "other", "name"])
 def test_a_version_is_refused_that_is_not_what_was_published(yard: Yard, tmp_path: Path, damage: str) -> None:
-    _, checksum = RedisChunks(yard.run).write(PolicyVersion("ab12cd34", 4), save)
+    _, checksum = RedisSender(yard.run.store, yard.run.keys).write(PolicyVersion("ab12cd34", 4), save)
     raw, part = yard.store.control, yard.run.keys.weights_part
     if damage == "gone":
         raw.delete(part(LABEL, 7))
@@ -75,13 +74,13 @@ def test_a_version_is_refused_that_is_not_what_was_published(yard: Yard, tmp_pat
 
 @on_both
 def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> None:
-    transport = RedisChunks(yard.run, keep=2)
+    transport = RedisSender(yard.run.store, yard.run.keys, keep=2)
     for version in range(4):
         transport.write(PolicyVersion(LINEAGE, version), save)
         transport.prune()
     assert chunks_of(yard).labels() == [f"{LINEAGE}:2", f"{LINEAGE}:3"]
     yard.store.control.delete(yard.run.keys.weights_part(f"{LINEAGE}:2"))  # as a trainer leaves it that dies here
-    RedisChunks(yard.run).clear()
+    RedisSender(yard.run.store, yard.run.keys).clear()
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
     assert keys_of(yard) == newest | {yard.run.keys.weights}
@@ -105,10 +104,10 @@ def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
     def publish(version: int, *, torn: bool = False) -> PolicyVersion:
         folder, checksum = yard.write_weights(version)
         weights = PolicyVersion(LINEAGE, version)
-        address = chunks_of(yard).write(str(weights), folder)
+        chunks_of(yard).write(str(weights), folder)
         if torn:
             yard.store.control.setrange(yard.run.keys.weights_part(str(weights), 1), 50, b"torn")
-        yard.run.control.publish_weights(yard.trainer, weights, address, checksum)
+        yard.run.control.publish_weights(yard.trainer, weights, f"{SCHEME}{weights}", checksum)
         return weights
 
     async def scenario() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer import weights_manifest, wire
+from buffer import wire
 from buffer.control import ControlState, Mode, new_nonce
 from buffer.group import RolloutGroup
 from buffer.keys import group_id
@@ -22,6 +22,7 @@ from buffer.payloads import PayloadRef
 from buffer.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
 from buffer.store import Store
+from buffer.weights import manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.config import SimulatedConfig
@@ -87,9 +88,7 @@ class Yard:
 
     # -- moves ---------------------------------------------------------------
 
-    def enqueue(
-        self, count: int, tokens: Sequence[int] = (10, 10), extra: dict[str, Any] | None = None
-    ) -> list[str]:
+    def enqueue(self, count: int, tokens: Sequence[int] = (10, 10), extra: dict[str, Any] | None = None) -> list[str]:
         """Groups whose members generate exactly so many tokens each."""
         cursor = self.run.jobs.cursor(TASK)
         gids = [group_id(TASK, cursor + i) for i in range(count)]

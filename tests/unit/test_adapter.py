@@ -12,9 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from buffer.adapter_files import BASE, STEM
 from buffer.errors import ConfigError, ModelError
-from buffer.tensor_files import model_checksum
+from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, model_checksum
 from consumer.config import TrainingConfig
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig, LoraConfig, LossConfig
@@ -42,7 +41,7 @@ def merged(model_dir: Path, adapter: Path, folder: Path) -> Path:
     config = orjson.loads((adapter / "adapter_config.json").read_bytes())
     for name in [name for name in tensors if ".lora_A." in name]:
         low, high = tensors[name].float(), tensors[name.replace(".lora_A.", ".lora_B.")].float()
-        layer = name.removeprefix(STEM).replace(".lora_A.weight", ".weight")
+        layer = name.removeprefix(PEFT_PREFIX).replace(".lora_A.weight", ".weight")
         weights[layer] = weights[layer] + config["lora_alpha"] / config["r"] * high @ low
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -61,7 +60,7 @@ def test_only_the_adapter_is_trained_and_its_files_say_what_the_model_became(mod
     learner.save_weights(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
-        assert file.metadata()[BASE] == model_checksum(model_dir)
+        assert file.metadata()[BASE_CHECKSUM] == model_checksum(model_dir)
     plain = make_learner(merged(model_dir, tmp_path, tmp_path / "merged"), lora=None)
     part = plain.pack(make_batch(9)[0]).updates[0].batches[0]
     torch.testing.assert_close(plain.logprobs(part), learner.logprobs(part), atol=1e-5, rtol=0)

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.errors import DatasetError, ModelError
 from buffer.web.tokens import TokenTexts
-from consumer.model_folder import load_model, load_tokenizer, new_folder
+from buffer.weights.new_folder import new_folder
+from consumer.model_folder import load_model, load_tokenizer
 from consumer.tiny_model import build_tiny_model
 from consumer.tiny_model_config import TinyModelConfig
 from consumer.warm_start import Problem, WarmStartProgress, read_problems, warm_start

@@ -1,0 +1,1 @@
+"""Versions of weights between a trainer and its workers: files, checksums, transports."""

@@ -1,0 +1,66 @@
+"""The manifest of a folder of weights: its files, their sizes and their checksums.
+
+The publisher writes it last and every worker reads it. Control carries the checksum of the manifest
+itself, so a folder that was replaced, torn or half copied is noticed wherever it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import orjson
+
+from buffer.errors import WireError
+
+NAME = "manifest.json"
+
+
+def write(folder: Path, label: str) -> str:
+    """Write the manifest of all files in `folder` and return its checksum.
+
+    `label` names the weights for human readers.
+    """
+    files = {
+        file.name: {"bytes": file.stat().st_size, "blake2b": _file_digest(file)}
+        for file in sorted(folder.iterdir())
+    }
+    data = orjson.dumps({"weights": label, "files": files}, option=orjson.OPT_INDENT_2)
+    (folder / NAME).write_bytes(data)
+    return digest(data)
+
+
+def verify(folder: Path, checksum: str) -> None:
+    """Raise WireError or OSError unless `folder` is complete and `checksum` its manifest's."""
+    data = (folder / NAME).read_bytes()
+    check(data, checksum)
+    for name, facts in orjson.loads(data)["files"].items():
+        if _file_digest(folder / name) != facts["blake2b"]:
+            raise WireError(f"{name} differs from its checksum in the manifest")
+
+
+def check_sizes(folder: Path, checksum: str) -> None:
+    """Check the manifest and the sizes of the files, but do not read them. Raises as `verify`."""
+    data = (folder / NAME).read_bytes()
+    check(data, checksum)
+    for name, facts in orjson.loads(data)["files"].items():
+        size = (folder / name).stat().st_size
+        if size != facts["bytes"]:
+            raise WireError(f"{name} has {size} bytes, expected {facts['bytes']}")
+
+
+def digest(manifest: bytes) -> str:
+    """Return the checksum of a manifest: BLAKE2b, 16 bytes in hex."""
+    return hashlib.blake2b(manifest, digest_size=16).hexdigest()
+
+
+def check(manifest: bytes, checksum: str) -> None:
+    """Raise WireError unless `checksum` is that of the manifest."""
+    found = digest(manifest)
+    if found != checksum:
+        raise WireError(f"the manifest has checksum {found}, {checksum} was published")
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

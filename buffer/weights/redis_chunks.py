@@ -1,0 +1,220 @@
+"""The transport "redis": versions of weights on the run's server, for small models and adapters.
+
+A version is a record and the chunks that it describes, or no chunks. The record is written last:
+without it the version does not exist. Here it is a manifest (manifest.py); transfer.py stores its
+announcements in the same way.
+
+Invariant: what `VersionStore.read` leaves in a folder has the checksum that was published.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any
+
+import orjson
+
+from buffer.chunks import CHUNK_BYTES
+from buffer.errors import WireError
+from buffer.keys import Keys
+from buffer.payloads import ROUND_BYTES
+from buffer.rollout import PolicyVersion
+from buffer.store import Store
+from buffer.weights import manifest
+from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+
+SCHEME = "redis:"
+"""What an address begins with; the version's label follows."""
+
+_CHUNKS_AT_ONCE = max(1, ROUND_BYTES // CHUNK_BYTES)
+"""Chunks in one round trip, and in memory."""
+
+
+class VersionStore:
+    """The versions of one run on its server. A label names one: "lineage:version"."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store, self._keys = store, keys
+
+    def labels(self) -> list[str]:
+        """Return all versions, complete or not, the oldest first."""
+        listed = self._call("LRANGE", self._keys.weights, 0, -1)
+        return list(dict.fromkeys(label.decode() for label in listed))
+
+    def begin(self, label: str) -> None:
+        """List a version before anything of it is written, so that it can be found and deleted.
+
+        A previous attempt is deleted.
+        """
+        self.drop(label)
+        self._call("RPUSH", self._keys.weights, label)
+
+    def finish(self, label: str, record: bytes) -> None:
+        """Write the record of a version that was begun: from now on it exists."""
+        self._call("SET", self._keys.weights_part(label), record)
+
+    def is_finished(self, label: str) -> bool:
+        """Return whether the version has its record."""
+        return bool(self._call("EXISTS", self._keys.weights_part(label)))
+
+    def record(self, label: str, checksum: str) -> bytes:
+        """Return a version's record. Raises WireError if it is missing or not the published one."""
+        record = self._call("GET", self._keys.weights_part(label))
+        if record is None:
+            hint = "it may have been replaced by newer ones"
+            raise WireError(f"the server has no weights {label}", hint=hint)
+        manifest.check(record, checksum)
+        return bytes(record)
+
+    def write(self, label: str, folder: Path) -> None:
+        """Store the files of a folder that has a manifest."""
+        self.begin(label)
+        record = (folder / manifest.NAME).read_bytes()
+        number = 0
+        for file, _ in _files(record):
+            with (folder / file).open("rb") as stream:
+                while chunks := _read_chunks(stream):
+                    names = self._chunk_names(label, number, len(chunks))
+                    sets = [("SET", name, chunk) for name, chunk in zip(names, chunks, strict=True)]
+                    self._store.write("weights", sets)
+                    number += len(chunks)
+        self.finish(label, record)
+
+    def read(self, label: str, checksum: str, folder: Path) -> None:
+        """Write the files of a version into an empty folder.
+
+        Raises WireError unless they are what was published.
+        """
+        record = self.record(label, checksum)
+        (folder / manifest.NAME).write_bytes(record)
+        number = 0
+        for file, size in _files(record):
+            count = _chunk_count(size)
+            with (folder / file).open("wb") as stream:
+                for names in _batches(self._chunk_names(label, number, count)):
+                    stream.writelines(self._get_chunks(label, names))
+            number += count
+        manifest.verify(folder, checksum)
+
+    def drop(self, label: str) -> None:
+        """Delete a version, its record first."""
+        record = self._call("GETDEL", self._keys.weights_part(label))
+        # an announcement lists no files; an unfinished version has no record
+        count = sum(_chunk_count(size) for _, size in _files(record)) if record else 0
+        for names in _batches(self._chunk_names(label, 0, count)):
+            self._store.each("weights", [("UNLINK", name) for name in names])
+        # of an unfinished version the number of chunks is unknown, but they have no gaps
+        number = count + 1
+        while self._call("UNLINK", self._keys.weights_part(label, number)):
+            number += 1
+        self._call("LREM", self._keys.weights, 0, label)
+
+    def prune(self, keep: int) -> None:
+        """Delete all but the newest `keep`."""
+        for label in self.labels()[:-keep]:
+            self.drop(label)
+
+    def _chunk_names(self, label: str, before: int, count: int) -> list[str]:
+        """Return the keys of `count` chunks that follow `before` others."""
+        return [self._keys.weights_part(label, before + n) for n in range(1, count + 1)]
+
+    def _get_chunks(self, label: str, names: list[str]) -> list[bytes]:
+        found: list[bytes | None] = self._store.each("weights", [("GET", name) for name in names])
+        chunks = [chunk for chunk in found if chunk is not None]
+        if len(chunks) != len(found):
+            raise WireError(f"{len(found) - len(chunks)} chunks of the weights {label} are missing")
+        return chunks
+
+    def _call(self, *command: Any) -> Any:
+        return self._store.each("weights", [command])[0]
+
+
+class RedisSender:
+    """Stores versions on the server. The newest `keep` stay, and one more while it is published."""
+
+    def __init__(self, store: Store, keys: Keys, *, keep: int = 3) -> None:
+        self._versions, self._keep = VersionStore(store, keys), keep
+
+    def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
+        """Store one version, whose files `save` writes."""
+        label = str(weights)
+        with TemporaryDirectory(prefix="rolloutmq-weights-") as name:
+            folder = Path(name)
+            save(folder)
+            checksum = manifest.write(folder, label)
+            self._versions.write(label, folder)
+        return PublishedWeights(SCHEME + label, checksum)
+
+    def prune(self) -> None:
+        """Delete all but the newest versions.
+
+        A worker that still reads an older one is about to get a newer one.
+        """
+        self._versions.prune(self._keep)
+
+    def clear(self) -> None:
+        """Delete what a trainer left that was killed while it wrote."""
+        for label in self._versions.labels():
+            if not self._versions.is_finished(label):
+                self._versions.drop(label)
+
+    def close(self) -> None:
+        """Do nothing: what was published stays."""
+
+
+class RedisReceiver(WeightsReceiver):
+    """Downloads versions into a temporary folder of this process.
+
+    The one that an engine has loaded stays there, as the way back from an update that fails.
+    """
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._versions = VersionStore(store, keys)
+        self._downloads: TemporaryDirectory[str] | None = None
+
+    def fetch(self, published: PublishedWeights) -> Path:
+        label = published.address.removeprefix(SCHEME)
+        if self._downloads is None:
+            self._downloads = TemporaryDirectory(prefix="rolloutmq-weights-")
+        folder = Path(self._downloads.name) / label.replace(":", "-")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self._versions.read(label, published.checksum, folder)
+        return folder
+
+    def keep_only(self, folder: Path) -> None:
+        for other in Path(self._downloads.name).iterdir() if self._downloads else ():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def close(self) -> None:
+        if self._downloads is not None:
+            self._downloads.cleanup()
+
+
+def _chunk_count(size: int) -> int:
+    return -(-size // CHUNK_BYTES)
+
+
+def _batches(names: list[str]) -> Iterator[list[str]]:
+    """Split keys into those of one round trip each."""
+    for start in range(0, len(names), _CHUNKS_AT_ONCE):
+        yield names[start : start + _CHUNKS_AT_ONCE]
+
+
+def _read_chunks(stream: IO[bytes]) -> list[bytes]:
+    """Read the chunks of one round trip; none at the end of the file."""
+    chunks = (stream.read(CHUNK_BYTES) for _ in range(_CHUNKS_AT_ONCE))
+    return [chunk for chunk in chunks if chunk]
+
+
+def _files(record: bytes) -> list[tuple[str, int]]:
+    """Return (name, bytes) of each file. Raises WireError for a name that leaves the folder."""
+    files = [(name, int(facts["bytes"])) for name, facts in orjson.loads(record)["files"].items()]
+    for name, _ in files:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise WireError(f"the manifest of weights has an invalid file name: {name!r}")
+    return files

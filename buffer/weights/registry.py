@@ -1,0 +1,74 @@
+"""The registry of transports. To add one, write its file and add it here, nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from buffer.keys import Keys
+from buffer.store import Store
+from buffer.weights import redis_chunks, shared_folder, transfer
+from buffer.weights.announcement import Announcement
+from buffer.weights.redis_chunks import RedisReceiver, RedisSender
+from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.weights.transfer import TransferReceiver, TransferSender
+from buffer.weights.transport import PublishedWeights, WeightsReceiver, WeightsSender
+
+TransportName = Literal["folder", "redis", "gloo", "nccl"]
+"""Values of [policy] weights_transport."""
+
+_RECEIVERS: dict[str, Callable[[Store, Keys], WeightsReceiver]] = {
+    redis_chunks.SCHEME: RedisReceiver,
+    transfer.SCHEME: TransferReceiver,
+    shared_folder.SCHEME: lambda store, keys: FolderReceiver(),
+}
+"""By the scheme of an address; the empty one matches all others, so it stands last."""
+
+
+def open_sender(
+    name: TransportName,
+    store: Store,
+    keys: Keys,
+    folder: Path,
+    *,
+    keep: int,
+    host: str | None = None,
+) -> WeightsSender:
+    """Open the trainer's side of a transport that keeps the newest `keep` versions.
+
+    `folder`: for the versions, or their copies. `host`: see `TransferSender`.
+    """
+    match name:
+        case "folder":
+            return FolderSender(folder, keep=keep)
+        case "redis":
+            return RedisSender(store, keys, keep=keep)
+        case "gloo" | "nccl":
+            copies = FolderSender(folder, keep=keep)
+            return TransferSender(store, keys, copies, name, host=host, keep=keep)
+
+
+class AnyReceiver(WeightsReceiver):
+    """Receives weights of every transport: the scheme of their address selects the receiver."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._receivers = {scheme: open_(store, keys) for scheme, open_ in _RECEIVERS.items()}
+
+    def announcement(self, published: PublishedWeights) -> Announcement | None:
+        return self._receiver_of(published).announcement(published)
+
+    def fetch(self, published: PublishedWeights) -> Path:
+        return self._receiver_of(published).fetch(published)
+
+    def keep_only(self, folder: Path) -> None:
+        for receiver in self._receivers.values():
+            receiver.keep_only(folder)
+
+    def close(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def _receiver_of(self, published: PublishedWeights) -> WeightsReceiver:
+        address = published.address
+        return next(r for scheme, r in self._receivers.items() if address.startswith(scheme))

@@ -1,0 +1,90 @@
+"""The transport "folder": a folder that trainer and workers share.
+
+A version is a folder `<lineage>-<M>` of safetensors, config and tokenizer with a manifest. It is
+written beside its final path and renamed, so no reader ever finds an incomplete one.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from buffer.rollout import PolicyVersion
+from buffer.weights import manifest
+from buffer.weights.new_folder import new_folder
+from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+
+SCHEME = ""
+"""An address is the path of the version's folder."""
+
+VERSION = re.compile(r"\w+-\d{6,}")
+"""Matches the name of one version's folder."""
+
+
+class FolderSender:
+    """Versions of weights in `folder`. The newest `keep` stay; other contents are left alone."""
+
+    def __init__(self, folder: Path, *, keep: int = 3) -> None:
+        self.folder, self._keep = folder.resolve(), keep
+        self._newest: Path | None = None
+
+    def path(self, weights: PolicyVersion) -> Path:
+        """Return the path of a version, written or not."""
+        return self.folder / f"{weights.lineage}-{weights.version:06d}"
+
+    def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
+        """Write one version, whose files `save` writes, with its manifest.
+
+        A previous attempt is replaced.
+        """
+        path = self.path(weights)
+        with self._replaced(path) as folder:
+            save(folder)
+            checksum = manifest.write(folder, str(weights))
+        return PublishedWeights(str(path), checksum)
+
+    def copy(self, weights: PolicyVersion, save: Save) -> None:
+        """Write one version whose manifest `save` writes, too."""
+        with self._replaced(self.path(weights)) as folder:
+            save(folder)
+
+    @contextmanager
+    def _replaced(self, path: Path) -> Iterator[Path]:
+        if path.exists():
+            shutil.rmtree(path)
+        with new_folder(path) as folder:
+            yield folder
+        self._newest = path
+
+    def prune(self) -> None:
+        """Delete all but the newest versions.
+
+        Call it after a publication: none in use may disappear.
+        """
+        versions = [p for p in self.folder.iterdir() if VERSION.fullmatch(p.name) and p.is_dir()]
+        # the one just written counts as the newest even if the clock was set back
+        versions.sort(key=lambda path: (path == self._newest, path.stat().st_mtime_ns))
+        for path in versions[: -self._keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Delete what a trainer left that was killed while it wrote."""
+        for path in self.folder.glob(".*.tmp"):
+            if VERSION.match(path.name[1:]):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Do nothing: what was published stays."""
+
+
+class FolderReceiver(WeightsReceiver):
+    """Reads a version where it is."""
+
+    def fetch(self, published: PublishedWeights) -> Path:
+        folder = Path(published.address)
+        if published.checksum:
+            manifest.verify(folder, published.checksum)
+        return folder

@@ -1,0 +1,245 @@
+"""Both ends of the transfer of weights from the trainer's memory into an engine's process.
+
+    TensorServer                                  TensorReceiver
+    accepts, authenticates (rendezvous.py)        connects, authenticates
+                                                  "wanted": the label of a version
+    "refusal": empty, or why not
+    opens a process group (process_group.py)      opens it, too
+    sends every file                              receives, compares each file's checksum
+    "sent"                                        "verdict": empty, or what is wrong
+
+The trainer serves each process on a thread of its own, pairwise: one that is slow, stopped or
+killed delays nobody else, and is given up after `stall_s`; workers come and go unnoticed by the
+others.
+
+    a worker dies                   its connections close, its thread ends; the others continue
+    a worker hangs                  its thread gives up after `stall_s` and frees its slot
+    the trainer dies
+      before it published           the version is unknown; the next trainer publishes its own
+      during a transfer             the receiver sees the connection close; its model is untouched
+      later                         late workers read the copy on disk (transfer.py)
+
+The receiver works beside the forward passes, on a thread, into host memory. The engine loads the
+tensors, between two forward passes, only once all its processes have all of them: so torn or wrong
+weights never reach a model, and no process is ahead of another. This costs one copy of the weights
+in host memory per process until they are loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
+
+from buffer.errors import ConfigError, WireError
+from buffer.weights.announcement import Announcement
+from buffer.weights.memory_snapshot import MemorySnapshot
+from buffer.weights.process_group import ENGINE, TRAINER, ProcessGroup, load_torch
+from buffer.weights.rendezvous import HANDSHAKE_S, Rendezvous
+from buffer.weights.safetensors_files import TensorSpan, parse_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("rolloutmq.trainer")
+
+MAX_TRANSFERS = 8
+"""Simultaneous transfers, which share the trainer's bandwidth; further workers wait for a slot."""
+
+MAX_CONNECTIONS = 256
+STALL_S = 30.0
+"""A peer that sends or takes no chunk for this long is given up."""
+
+ACCEPT_RETRY_S = 1.0
+"""Wait before workers are accepted again after this process ran out of connections."""
+
+VERDICT_S = 600.0
+"""Time limit for the worker's check of what it received."""
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Names of types: safetensors -> torch."""
+
+
+class TensorServer:
+    """Sends the offered snapshot to every process that asks for it, from a free port of `host`.
+
+    `token` is the secret that admits a process. Raises ConfigError.
+    """
+
+    def __init__(self, host: str, backend: str, *, stall_s: float = STALL_S) -> None:
+        self._torch = load_torch()
+        if backend == "nccl" and not self._torch.cuda.is_available():
+            message = "weights_transport = nccl: torch finds no GPU here"
+            raise ConfigError(message, hint="gloo works everywhere")
+        self._backend, self._stall_s = backend, stall_s
+        self._gpu = self._torch.cuda.current_device() if backend == "nccl" else None
+        self.token = secrets.token_hex(32)
+        self._snapshot: MemorySnapshot | None = None
+        self._closed = threading.Event()
+        self._transfers = threading.BoundedSemaphore(MAX_TRANSFERS)
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._listener = _listen(host)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="tensor-server", daemon=True).start()
+
+    def offer(self, snapshot: MemorySnapshot) -> None:
+        """Send only this snapshot from now on. Transfers of older ones continue."""
+        self._snapshot = snapshot
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        self._snapshot = None
+        self._closed.set()
+        # some systems refuse it for a listening socket; others continue to accept without it
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if self._closed.wait(ACCEPT_RETRY_S):
+                    return
+                log.error("workers cannot connect for weights: %s", error)
+                continue
+            if not self._connections.acquire(blocking=False):
+                connection.close()
+                continue
+            arguments = (connection, address[0])
+            threading.Thread(
+                target=self._serve, args=arguments, name="weights", daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        try:
+            with Rendezvous.accept(connection, self.token) as rendezvous:
+                self._answer(rendezvous)
+        except WireError as error:
+            log.warning("weights did not reach a worker on %s: %s", peer, error)
+        finally:
+            self._connections.release()
+
+    def _answer(self, rendezvous: Rendezvous) -> None:
+        label = rendezvous.get("wanted", HANDSHAKE_S).decode(errors="replace")
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.label != label:
+            rendezvous.put("refusal", b"replaced by newer weights")
+            rendezvous.get("verdict", self._stall_s)
+            return
+        with self._transfers:
+            rendezvous.put("refusal", b"")
+            verdict = self._send(rendezvous, snapshot)
+        if verdict:
+            raise WireError(f"the worker refused them: {verdict.decode(errors='replace')}")
+
+    def _send(self, rendezvous: Rendezvous, snapshot: MemorySnapshot) -> bytes:
+        """Send all files. Returns the peer's verdict: empty if they arrived unchanged."""
+        group = ProcessGroup(
+            rendezvous, self._backend, TRAINER, stall_s=self._stall_s, gpu=self._gpu
+        )
+        with closing(group):
+            for data in snapshot.weights.values():
+                group.send(self._torch.frombuffer(data, dtype=self._torch.uint8))
+            rendezvous.put("sent", b"")
+            return rendezvous.get("verdict", VERDICT_S)
+
+
+class TensorReceiver:
+    """Receives an announced version on a thread, from construction on.
+
+    `limit_s`: how long to wait for a free slot of the trainer.
+    """
+
+    def __init__(
+        self, announced: Announcement, *, limit_s: float, stall_s: float = STALL_S
+    ) -> None:
+        self._announced, self._limit_s, self._stall_s = announced, limit_s, stall_s
+        self._torch = load_torch()
+        has_gpu = self._torch.cuda.is_available()
+        self._gpu = self._torch.cuda.current_device() if has_gpu else None
+        self._files: list[tuple[Tensor, dict[str, TensorSpan]]] = []
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="tensor-receiver", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Return whether everything arrived unchanged. Raises the error that ended the transfer."""
+        if self._failure:
+            raise self._failure
+        return not self._thread.is_alive()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors in the order of the files, in the memory that received them."""
+        for data, spans in self._files:
+            for name, span in spans.items():
+                raw, dtype = data[span.start : span.end], getattr(self._torch, DTYPES[span.dtype])
+                aligned = raw if span.start % dtype.itemsize == 0 else raw.clone()
+                yield name, aligned.view(dtype).reshape(span.shape)
+
+    def _run(self) -> None:
+        try:
+            self._receive()
+        except Exception as error:
+            self._failure = error  # `is_done` raises it on the caller's thread
+
+    def _receive(self) -> None:
+        announced = self._announced
+        with Rendezvous.connect(announced.host, announced.port, announced.token) as rendezvous:
+            rendezvous.put("wanted", announced.label.encode())
+            refusal = rendezvous.get("refusal", self._limit_s).decode(errors="replace")
+            if refusal:
+                raise WireError(f"the trainer does not send {announced.label}: {refusal}")
+            group = ProcessGroup(
+                rendezvous, announced.backend, ENGINE, stall_s=self._stall_s, gpu=self._gpu
+            )
+            try:
+                with closing(group):
+                    files = [self._receive_file(group, name) for name in announced.files]
+                    rendezvous.get("sent", self._stall_s)
+            except (WireError, KeyError) as error:
+                rendezvous.put("verdict", str(error).encode())
+                raise
+            self._files = files
+            rendezvous.put("verdict", b"")
+
+    def _receive_file(self, group: ProcessGroup, name: str) -> tuple[Tensor, dict[str, TensorSpan]]:
+        facts = self._announced.files[name]
+        data = self._torch.empty(facts.bytes, dtype=self._torch.uint8)
+        digest = hashlib.blake2b(digest_size=16)
+        group.receive(data, lambda chunk: digest.update(chunk.numpy().data))
+        if digest.hexdigest() != facts.blake2b:
+            raise WireError(f"{name} differs from the announced checksum")
+        spans = parse_tensors(memoryview(data.numpy().data))
+        unknown = sorted({span.dtype for span in spans.values()} - DTYPES.keys())
+        if unknown:
+            raise WireError(f"{name} has tensors of an unknown type: {unknown[0]}")
+        return data, spans
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(found[4][:2], family=found[0], backlog=MAX_CONNECTIONS)
+    except OSError as error:
+        hint = "set [policy] weights_host to an address of the trainer's machine"
+        raise ConfigError(f"cannot listen on {host} to send weights: {error}", hint=hint) from error
