@@ -16,6 +16,7 @@ from benchmarks.learning.sampler import Sampler
 from buffer import Mode, PolicyVersion, Run, RunLimits, Store, TaskLimits, group_id, new_nonce
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig, LossConfig
+from consumer.model_folder import copy_tokenizer
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.train_controller import TrainController
 from consumer.weights.shared_folder import SharedFolder
@@ -72,6 +73,11 @@ def train(run: Run, controller: TrainController, setting: Setting, folder: Path,
     """The trainer of a trial; somebody else makes its groups."""
     consumer, weights, points = RolloutConsumer(run), SharedFolder(folder / run.name), []
     consumer.open()
+
+    def save(path: Path) -> None:
+        controller.learner.save_weights(path, to_publish=True)
+        copy_tokenizer(model, path)
+
     started = time.monotonic()
     for step in range(1, setting.steps + 1):
         if not setting.overlaps:
@@ -80,7 +86,10 @@ def train(run: Run, controller: TrainController, setting: Setting, folder: Path,
         batch = consumer.take_batch(step, {TASK: setting.batch})
         metrics = controller.fit(batch.groups)
         ages = [step - entry.version - 1 for entry in batch.manifest.entries if entry.version is not None]
-        controller.sync_weights(consumer, weights, step, mode="keep", tokenizer=model)
+        path, checksum = weights.write(PolicyVersion(consumer.lineage, step), save)
+        with consumer.paused("keep"):
+            consumer.publish_weights(step, path, checksum)
+        weights.prune()
         consumer.commit(step, keep=step)
         scores = [float(score) for group in batch.groups for score in group.scores]
         clocks = {"wall_s": time.monotonic() - started, "train_s": time.thread_time() - used}
