@@ -94,7 +94,7 @@ class RecordedExperts:
                 f"has routed experts of shape {list(experts.shape)}, expected {list(shape)}"
             )
         if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < self._experts:
-            raise WireError(f"has a routed expert that is not one of 0 to {self._experts - 1}")
+            raise WireError(f"has a routed expert outside 0 to {self._experts - 1}")
         return experts
 
     def _read_file(self, uri: str, shape: tuple[int, ...]) -> NDArray[np.int16]:

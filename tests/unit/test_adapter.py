@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused_by_name(model_dir: Path, tmp_path: Path) -
     for lora in (LORA.model_copy(update={"rank": 8}), None):
         with pytest.raises(ModelError, match="of another model"):
             make_learner(model_dir, lora).load_state_tensors(state)
-    with pytest.raises(ModelError, match="no linear layers named lm_head, q that") as told:
+    with pytest.raises(ModelError, match="no linear layers named lm_head, q for an adapter") as told:
         make_learner(model_dir, LoraConfig(target_modules=("lm_head", "q", "q_proj")))
     assert "v_proj" in told.value.hint
     (two := Ranks()).size = 2

@@ -148,7 +148,7 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
 
     whole = group.states[0].routed_experts
     assert isinstance(whole, np.ndarray)
-    refused(None, "without the experts")
+    refused(None, "has no routed experts")
     refused(f"run://{group.gid}/none.npy", "cannot be read")
     refused("/etc/passwd", "no file of a run")
     refused(kept(b"no array"), "cannot be read")
@@ -156,9 +156,9 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     refused(kept(npy(whole.astype("<f8")[:3])), "type float64")
     refused(kept(npy(whole).replace(b"(%d," % len(whole), b"(%d," % 10**15, 1)), "cannot be read")
     refused(kept(npy(np.repeat(whole, 2, 0))), "more than")
-    refused(whole[1:], "of the shape")
+    refused(whole[1:], "routed experts of shape")
     refused(whole[..., :1], "of different shapes")
-    refused(np.where(whole == 3, 4, whole), "a model of 4 experts")
+    refused(np.where(whole == 3, 4, whole), "a routed expert outside 0 to 3")
 
 
 def npy(array: np.ndarray[Any, Any]) -> bytes:
