@@ -130,7 +130,7 @@ CRASHES: list[tuple[type, str, int]] = [
     (SharedFolder, "write", 1),
     (RolloutConsumer, "evaluate", 1),
     (RolloutConsumer, "take_batch", 1),
-    (Learner, "train_step", 4),
+    (Learner, "train", 4),
     (SharedFolder, "write", 4),
     (RolloutConsumer, "pause", 4),
     (RolloutConsumer, "publish_weights", 4),
