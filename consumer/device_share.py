@@ -1,6 +1,6 @@
 """A device shared by trainer and engines (colocated flow): how the trainer sleeps and wakes.
 
-    engines   awake ──pause: receipts say asleep──▶ asleep ───────────── continue ──▶ awake
+    engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
     trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
 
 The side that sleeps keeps its weights in host memory, so the device never holds both.

@@ -20,7 +20,9 @@ from consumer.tiny_model_config import TinyModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
+PAD = "<|pad|>"
+END = "<|end|>"
+UNKNOWN = "<|unk|>"
 SPECIAL = (PAD, END, UNKNOWN, "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 

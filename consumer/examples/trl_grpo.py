@@ -129,15 +129,36 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
     if newest:
         # the last trainer may have died between its checkpoint and the commit
         queue.consumer.commit(position.step, keep=steps[0])
+    group_size = _group_size(config)
+    rollouts = config.plan.batch_size * group_size
+    arguments = _arguments(config, folder, rollouts, group_size)
+    trainer = GRPOTrainer(
+        model=load_model(model_dir),
+        processing_class=load_tokenizer(model_dir),
+        reward_funcs=judged,
+        args=arguments,
+        # only counted: the producer decides which prompts are drawn
+        train_dataset=Dataset.from_dict({"prompt": ["from the queue"] * rollouts}),
+        rollout_func=queue.rollouts,
+        callbacks=[queue],
+    )
+    trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    queue.consumer.finish()
+    queue.consumer.close()
+
+
+def _group_size(config: TrainingConfig) -> int:
     sizes = {task.prompt_repeat_k for task in config.tasks.values() if task.eval_of is None}
     if len(sizes) > 1:
         raise ConfigError(
             f"TRL has one num_generations for all tasks, and prompt_repeat_k is {sorted(sizes)}",
             hint="set the same prompt_repeat_k for all tasks",
         )
-    (group_size,) = sizes
-    rollouts = config.plan.batch_size * group_size
-    arguments = GRPOConfig(
+    return sizes.pop()
+
+
+def _arguments(config: TrainingConfig, folder: Path, rollouts: int, group_size: int) -> GRPOConfig:
+    return GRPOConfig(
         output_dir=str(folder),
         max_steps=config.plan.steps,
         per_device_train_batch_size=rollouts,
@@ -154,19 +175,6 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
         disable_tqdm=True,
         seed=config.run.seed,
     )
-    trainer = GRPOTrainer(
-        model=load_model(model_dir),
-        processing_class=load_tokenizer(model_dir),
-        reward_funcs=judged,
-        args=arguments,
-        # only counted: the producer decides which prompts are drawn
-        train_dataset=Dataset.from_dict({"prompt": ["from the queue"] * rollouts}),
-        rollout_func=queue.rollouts,
-        callbacks=[queue],
-    )
-    trainer.train(resume_from_checkpoint=str(newest) if newest else None)
-    queue.consumer.finish()
-    queue.consumer.close()
 
 
 def _masks(group: RolloutGroup) -> list[NDArray[np.uint8]]:
