@@ -6,7 +6,6 @@ two sides cannot disagree about what they both can read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 
 from buffer.control import ControlState, Mode
@@ -24,11 +23,6 @@ class ProduceBatchStatus(StrEnum):
     EXPIRED_BATCH = "expired_batch"
     """the newest weights are too old for the step: only newer ones go on"""
     NORMAL = "normal"
-
-    @classmethod
-    def worst(cls, statuses: Iterable[ProduceBatchStatus]) -> ProduceBatchStatus:
-        """Of several tasks; NORMAL of none."""
-        return min(statuses, key=list(cls).index, default=cls.NORMAL)
 
 
 def batch_status(state: ControlState, step: int, limits: RunLimits) -> ProduceBatchStatus:

@@ -52,19 +52,6 @@ class JobQueue:
             if not int(unfenced(reply, "producer")[2]):
                 return int(reply[1])
 
-    def room(self, task: str, target: int | None) -> int:
-        """About how many groups may be started; `enqueue` decides for itself, this only sizes its payloads."""
-        keys = self._keys
-        commands = [
-            ("HMGET", keys.progress(task), "consumed", "running", "target"),
-            ("ZCARD", keys.pool(task, "completed")),
-            *(("XLEN", stream) for stream in keys.all_jobs(task)),
-        ]
-        counters, completed, *waiting = self._store.each("room", commands, "control")
-        consumed, running, asked = (int(c or 0) for c in counters)
-        used: int = consumed + running + completed + sum(waiting)
-        return (asked if target is None else target) - used
-
     def enqueue(
         self, nonce: str, operation: str, task: str, cursor: int, samples: Sequence[int], target: int | None
     ) -> Enqueued:

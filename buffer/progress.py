@@ -79,22 +79,12 @@ class ProduceProgress:
     tasks: Mapping[str, TaskProgress]
     leftovers: Mapping[str, Leftovers]
 
-    def producer_future_step(self, shares: Mapping[str, int]) -> int:
-        """The first train step for which groups are missing. `shares`: groups of each task in a batch; KeyError for a
-        task that was not read."""
-        covered = [(self.tasks[t].consumed + self.leftovers[t].completed) // n for t, n in shares.items() if n]
-        return max(min(covered, default=0) + 1, self.next_consumer_step)
-
-    def target_upto_future_step(self, shares: Mapping[str, int]) -> int:
-        """The last train step that the targets cover, 0 for none."""
-        return min((self.tasks[task].target // share for task, share in shares.items() if share), default=0)
-
     def since(self, earlier: ProduceProgress) -> dict[str, TaskProgress]:
         """What each task did between two readings."""
         return {task: now.since(earlier.tasks[task]) for task, now in self.tasks.items()}
 
 
-def read_progress(store: Store, keys: Keys, tasks: list[str], ledger: str = "train") -> ProduceProgress:
+def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress:
     """One round trip, whatever the run holds."""
     pipe = store.control.pipeline(transaction=False)
     for task in tasks:
@@ -105,7 +95,7 @@ def read_progress(store: Store, keys: Keys, tasks: list[str], ledger: str = "tra
             pipe.xlen(keys.jobs(task, lane))
     pipe.hmget(keys.cursors, tasks)
     # last: of a batch that is taken meanwhile the step is seen, rather than what it used: nobody starts too much
-    pipe.hget(keys.ledger(ledger), "taken")
+    pipe.hget(keys.ledger("train"), "taken")
     *rows, cursors, taken = store.retrying("progress", pipe.execute)
     width, pooled = 1 + len(POOLS) + len(LANES), 1 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}

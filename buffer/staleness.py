@@ -43,8 +43,8 @@ def token_mask(
     """uint8[tokens]: which tokens of a response step T trains: those in `mask` that are fresh by themselves.
 
     A token is fresh while T - M - 1 < `token_threshold` (`stale_threshold` of max_token_staleness), M being the
-    version that made it; one that no policy made (a tool's) does not age. All zeros: the rollout has expired
-    (`is_used_up`). None where it does not apply: no threshold, no token, or none that was to be trained anyway.
+    version that made it; one that no policy made (a tool's) does not age. All zeros: the rollout has expired.
+    None where it does not apply: no threshold, no token, or none that was to be trained anyway.
     Versions of weights that a trainer forked away from are clamped by the caller (`living_version`).
     """
     if token_threshold is None:
@@ -58,8 +58,3 @@ def token_mask(
         if staleness(step, span.version) >= token_threshold:
             fresh[span.start : span.start + span.length] = 0
     return fresh
-
-
-def is_used_up(fresh: NDArray[np.uint8] | None) -> bool:
-    """Whether a mask of `token_mask` leaves nothing to train, so that its rollout counts as expired."""
-    return fresh is not None and not fresh.any()

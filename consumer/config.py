@@ -1,5 +1,8 @@
-"""The config file as the training side reads it: the shared sections, and [trainer], [learner], [critic],
-[tiny_model], [warm_start], [evaluation]."""
+"""The config file as the training side reads it.
+
+It has the shared sections, and [trainer], [learner], [critic], [tiny_model], [warm_start] and
+[evaluation].
+"""
 
 from __future__ import annotations
 
@@ -20,58 +23,79 @@ from consumer.warm_start_config import WarmStartConfig
 
 
 class TrainerSection(Section):
-    """[trainer]: the loop around the learner."""
+    """[trainer]: the loop around the learner.
+
+    Usage:
+
+        TrainerSection(advantages="rloo", checkpoint_every_steps=10)
+    """
 
     loop: str | None = None
-    """a trainer of yours in place of the reference one: "module:function" (consumer/examples has two)"""
+    """a trainer of your own, "module:function" (see consumer/examples); None: the reference trainer"""
     flow: Literal["disaggregated", "colocated"] = "disaggregated"
-    """disaggregated: workers go on while it trains. colocated: from when a batch is taken until the new weights are
-    published they are paused ([policy] pause_mode abort or drain), and may sleep ([worker] sleep_when_paused)"""
+    """disaggregated: workers generate while the trainer trains. colocated: workers are paused from
+    the take of a batch until the new weights are published ([policy] pause_mode abort or drain),
+    and may sleep ([worker] sleep_when_paused)"""
     advantages: AdvantageEstimator | Literal["gae"] = "grpo"
-    """what a reward says compared with the other rollouts of its prompt: grpo, dr_grpo, rloo, opo, pass_at_k; or
-    with the batch: reinforce_pp, reinforce_pp_baseline; or with what a critic expected: gae ([critic])"""
+    """how a reward becomes an advantage: compared with the other rollouts of its prompt (grpo,
+    dr_grpo, rloo, opo, pass_at_k), with the batch (reinforce_pp, reinforce_pp_baseline), or with
+    the values of a critic (gae, see [critic])"""
     overlong_buffer_tokens: int | None = Field(None, ge=1)
-    """scores fall linearly, by up to 1, over so many tokens before a response's max_tokens (DAPO); None: they do not"""
+    """scores fall linearly, by up to 1, over this many tokens before a response's max_tokens
+    (DAPO); None: no penalty"""
     max_sequence_tokens: int | None = Field(None, ge=1)
-    """rollouts longer than this, with their prompt, are not trained (consumer/batch_filter.py); None: all are"""
+    """rollouts with more tokens than this, prompt included, are not trained
+    (consumer/batch_filter.py); None: no limit"""
     mask_truncated: bool = False
-    """rollouts that ran into their max_tokens are not trained; their scores still count for the others"""
+    """rollouts that reached their max_tokens are not trained; their scores still count for the
+    others"""
     checkpoint_every_steps: int = Field(5, ge=1)
-    """a restart repeats at most so many steps"""
+    """train steps between two checkpoints; a restart repeats at most this many"""
     keep_checkpoints: int = Field(2, ge=1)
-    """older ones are deleted; batches since the oldest kept one can be delivered again"""
+    """number of checkpoints kept; batches since the oldest one can be delivered again"""
     keep_weights: int = Field(3, ge=2)
-    """published versions that stay on disk, for workers that are a little behind"""
+    """published versions kept on disk, for workers that still load an older one"""
     producer_timeout_s: float | None = Field(120.0, gt=0)
-    """how long a batch is awaited while no producer lives, before the trainer ends and says so; None: for ever"""
+    """how long the trainer waits for a batch without a live producer before it ends with an error;
+    None: forever"""
     device: str = "auto"
     """auto, cpu or cuda"""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """where metrics go beside steps.jsonl: tensorboard (needs tensorboardX), wandb"""
+    """destinations of metrics beside steps.jsonl: tensorboard (needs tensorboardX), wandb"""
 
     @property
     def is_gae(self) -> bool:
-        """Whether there is a critic."""
+        """Return whether there is a critic."""
         return self.advantages == "gae"
 
 
 class EvaluationSection(Section):
-    """[evaluation]: of the first and the last weights, and of those between, on every held-out task."""
+    """[evaluation]: of the first and the last weights, and some between, on every held-out task.
+
+    Usage:
+
+        EvaluationSection(every_steps=20, flow="background")
+    """
 
     every_steps: int | None = Field(None, ge=1)
-    """also the weights after every so many train steps, a multiple of [policy] sync_weights_interval; None: only the
-    first and the last"""
+    """interval in train steps, a multiple of [policy] sync_weights_interval; None: only the first
+    and the last weights"""
     flow: Literal["foreground", "exclusive", "background"] = "foreground"
-    """foreground: the trainer waits for it, ahead of the workers' training work. exclusive: training work is paused
-    meanwhile, after new weights and before the run continues ([policy] pause_mode abort or drain). background: the
-    trainer goes on"""
+    """foreground: the trainer waits for the result, and workers prefer evaluation jobs to training
+    jobs. exclusive: training jobs are paused meanwhile, after new weights are published and before
+    the run continues ([policy] pause_mode abort or drain). background: the trainer continues"""
 
     groups: int | None = Field(None, ge=1)
-    """problems per evaluation; default: all held-out ones, which alone asks the same ones each time"""
+    """problems per evaluation; None: all held-out ones. Only then are they the same each time"""
 
 
 class TrainingConfig(ConfigFile):
-    """What the trainer needs."""
+    """The config file of a trainer.
+
+    Usage:
+
+        config = load_config(TrainingConfig, Path("configs/demo.toml"), ["run.name=mine"])
+    """
 
     trainer: TrainerSection = TrainerSection()
     learner: LearnerConfig = LearnerConfig()
@@ -92,7 +116,10 @@ class TrainingConfig(ConfigFile):
 
     @model_validator(mode="after")
     def _engine_takes_what_is_published(self) -> TrainingConfig:
-        """Adapters where it wants adapters. The engine's section is the other side's; a loop of yours may do either."""
+        """Check that the trainer publishes adapters exactly where the engine loads adapters.
+
+        The engine's section belongs to the workers; a trainer of your own may publish either.
+        """
         engine, lora = self.engine if isinstance(self.engine, dict) else {}, self.learner.lora
         kind, most = engine.get("kind", "vllm"), engine.get("max_lora_rank")
         is_wanted = engine.get("weights") == "adapters" if kind == "http" else bool(most)
@@ -106,7 +133,7 @@ class TrainingConfig(ConfigFile):
 
     @model_validator(mode="after")
     def _temperatures_agree(self) -> TrainingConfig:
-        """Else what the trainer computes again is another distribution than the one that was sampled from."""
+        """Check that the trainer computes the distribution that rollouts are sampled from."""
         mine = self.learner.temperature
         for name, task in self.tasks.items():
             if self.trainer.loop is None and not task.eval_of and task.sample.temperature != mine:
@@ -131,7 +158,10 @@ class TrainingConfig(ConfigFile):
         return self
 
     def evaluation_size(self, task: str) -> int:
-        """Problems of one evaluation of `task`. ConfigError where its file cannot be read."""
+        """Return the number of problems of one evaluation of `task`.
+
+        Raises ConfigError where they cannot be counted.
+        """
         if self.evaluation.groups is not None:
             return self.evaluation.groups
         dataset = self.tasks[task].dataset

@@ -1,4 +1,4 @@
-"""[critic] of the config: the value model of `advantages = "gae"`. Needs no torch."""
+"""[critic] of the config: the value model of `advantages = "gae"`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from buffer.config.loader import Section
 
 
 class CriticConfig(Section):
-    """[critic]: the value model; only there with [trainer] advantages = gae."""
+    """[critic]: the value model; used only with [trainer] advantages = gae.
+
+    Usage:
+
+        CriticConfig(learning_rate=1e-5, lam=0.95)
+    """
 
     learning_rate: float = Field(1e-5, gt=0)
     clip: float | None = Field(0.2, gt=0)
-    """how far a value may move in one step; None = as far as it likes"""
+    """largest change of a value in one step; None: unbounded"""
     gamma: float = Field(1.0, ge=0, le=1)
-    """what a reward is worth one token later"""
+    """discount of a reward per token"""
     lam: float = Field(1.0, ge=0, le=1)
-    """GAE's lambda: 1 trusts rewards alone, 0 the critic alone"""
+    """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
     max_grad_norm: float = Field(1.0, gt=0)

@@ -1,9 +1,9 @@
-"""A device that trainer and engines share (colocated flow): the trainer's half of sleeping and waking.
+"""A device shared by trainer and engines (colocated flow): how the trainer sleeps and wakes.
 
-    engines   awake ──pause: receipts say asleep──▶ asleep ───────────── continue ──▶ awake
+    engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
     trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
 
-Whoever sleeps keeps its weights in the processor's memory, so the device is never asked for both.
+The side that sleeps keeps its weights in host memory, so the device never holds both.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ import torch
 from torch import nn
 
 Part = tuple[Sequence[nn.Module], torch.optim.Optimizer]
+"""Modules and their optimizer, as `Learner.on_device` returns them."""
 
 
 class DeviceShare:
-    """Weights, gradients and optimizer state of `parts` (modules and their optimizer); on `device` while awake."""
+    """Move the weights, gradients and optimizer state of `parts` to `device` and away from it.
 
-    def __init__(
-        self, device: torch.device, parts: Sequence[tuple[Sequence[nn.Module], torch.optim.Optimizer]]
-    ) -> None:
-        self._device, self._parts = device, parts
+    Usage:
+
+        share = DeviceShare(learner.device, [learner.on_device()])
+        share.sleep()
+        with share.awake():
+            learner.train(batch)
+    """
+
+    def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
+        self._device = device
+        self._parts = parts
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """Leave the device. What is asleep can be saved, but not trained."""
+        """Free the device. Parts that sleep can be saved, but not trained."""
         for _, optimizer in self._parts:
             optimizer.zero_grad(set_to_none=True)
         self._move(torch.device("cpu"))
@@ -36,12 +44,13 @@ class DeviceShare:
         self.is_asleep = True
 
     def wake(self) -> None:
-        """Come back to the device, with the very numbers that left it."""
+        """Move everything back to the device, bit for bit."""
         self._move(self._device)
         self.is_asleep = False
 
     @contextmanager
     def awake(self) -> Iterator[None]:
+        """Wake up for the duration of the context."""
         self.wake()
         try:
             yield
@@ -51,7 +60,8 @@ class DeviceShare:
     def _move(self, device: torch.device) -> None:
         for modules, optimizer in self._parts:
             for module in modules:
-                module.to(device)  # in place: the optimizer's parameters are the same objects
+                # in place: the optimizer holds the same parameter objects
+                module.to(device)
             for state in optimizer.state.values():
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What was measured on held-out problems, as the trainer wrote it down."""
+"""The metrics of held-out problems, as the trainer logged them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Evaluations = dict[tuple[str, int], dict[str, float]]
 
 
 def read_evaluations(folder: Path) -> Evaluations:
-    """All evaluations of a run; the last one of a task and step counts. A torn line is passed over."""
+    """Return all evaluations of a run; the last one of a task and step counts.
+
+    An incomplete line is skipped.
+    """
     file = folder / FILE
     found: Evaluations = {}
     for line in file.read_bytes().splitlines() if file.exists() else []:
@@ -26,5 +29,5 @@ def _parse(line: bytes) -> Evaluations:
         entry = orjson.loads(line)
         return {(entry["task"], entry["step"]): entry["metrics"]}
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        # a trainer was killed in the middle of this line; the restarted one evaluates again
+        # a trainer was killed while it wrote this line; the restarted one evaluates again
         return {}

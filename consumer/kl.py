@@ -1,8 +1,8 @@
 """Per-token estimates of KL(policy, reference) from the log-probability of the sampled token alone.
 
 With d = logprob - reference (Schulman 2020, "Approximating KL divergence"):
-    k1   d                  unbiased, but of either sign
-    abs  |d|                no estimate of KL; a robust distance
+    k1   d                  unbiased, of either sign
+    abs  |d|                not an estimate of KL; a robust distance
     k2   d^2 / 2            biased, low variance
     k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
 """
@@ -17,7 +17,10 @@ KlKind = Literal["k1", "abs", "k2", "k3"]
 
 
 def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """The estimate of that kind, float32[N] from float32[N]; carries the gradient of `logprobs`."""
+    """Return the estimate of that kind, float32[N] from float32[N].
+
+    It carries the gradient of `logprobs`.
+    """
     difference = logprobs - ref_logprobs
     match kind:
         case "k1":

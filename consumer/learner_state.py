@@ -2,13 +2,14 @@
 
     model/<parameter>            float32, the master weights
     optimizer/<slot>/<parameter> AdamW's step, exp_avg, exp_avg_sq
-    rng/cpu, rng/cuda            torch's generators, uint8
+    rng/cpu, rng/cuda            torch's random generators, uint8
     step                         int64, optimizer steps done
     adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (adapter.py)
 
-Of sharded weights, a rank's state is its shards: only as many ranks can go on from them.
+With sharded weights, the state of a rank holds its shards: only the same number of ranks can
+resume.
 
-Invariant: `restore` of what `capture` gave leaves a learner that continues bit for bit.
+Invariant: after `restore` of what `capture` returned, a learner continues bit for bit.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import torch
 from torch import Tensor
 
 from buffer.errors import ModelError
-from consumer.sharding import local, sharded_as
+from consumer.sharding import local_part, shard_like
 
 SLOTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def capture(
-    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, step: int, device: torch.device
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    device: torch.device,
 ) -> dict[str, Tensor]:
-    """Copies on the CPU, contiguous; safe to write while training goes on."""
+    """Return contiguous copies on the CPU, which further training does not change."""
     state = {f"model/{name}": _copy(tensor) for name, tensor in parameters.items()}
     for name, parameter in parameters.items():
         for slot, tensor in optimizer.state[parameter].items():
@@ -45,10 +49,13 @@ def restore(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> int:
-    """Put `state` in place and return its step. ModelError, and nothing changed, if it is another model's."""
+    """Load `state` into the parameters and the optimizer; return its step.
+
+    Raises ModelError, and changes nothing, where the state belongs to another model.
+    """
     _check(state, parameters)
     for name, parameter in parameters.items():
-        local(parameter).copy_(state[f"model/{name}"])
+        local_part(parameter).copy_(state[f"model/{name}"])
         saved = {slot: state.get(f"optimizer/{slot}/{name}") for slot in SLOTS}
         optimizer.state[parameter] = {
             slot: _like(parameter, slot, tensor.to(device, copy=True))
@@ -62,22 +69,28 @@ def restore(
 
 
 def _check(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    wanted = {f"model/{name}": tuple(local(parameter).shape) for name, parameter in parameters.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith("model/")}
-    if found != wanted:
-        different = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    expected = {
+        f"model/{name}": tuple(local_part(parameter).shape)
+        for name, parameter in parameters.items()
+    }
+    found = {name: tuple(t.shape) for name, t in state.items() if name.startswith("model/")}
+    if found != expected:
+        names = expected.keys() | found.keys()
+        different = sorted(name for name in names if expected.get(name) != found.get(name))
         raise ModelError(
-            f"the learner's state is of another model: {len(different)} tensors differ, first {different[0]}",
-            hint="resume with the model, the config and as many ranks as the checkpoint was made with",
+            f"the learner's state is of another model: {len(different)} tensors differ, "
+            f"the first is {different[0]}",
+            hint="resume with the model, the config and the number of ranks of the checkpoint",
         )
-    if missing := {"step", "rng/cpu"} - state.keys():
+    missing = {"step", "rng/cpu"} - state.keys()
+    if missing:
         raise ModelError(f"the learner's state is incomplete: it lacks {sorted(missing)}")
 
 
 def _like(parameter: Tensor, slot: str, tensor: Tensor) -> Tensor:
-    """A moment is sharded as its parameter is; the step is a number."""
-    return tensor if slot == "step" else sharded_as(parameter, tensor)
+    """Shard a moment as its parameter is sharded; the step is a number."""
+    return tensor if slot == "step" else shard_like(parameter, tensor)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return local(tensor.detach()).to("cpu", copy=True).contiguous()
+    return local_part(tensor.detach()).to("cpu", copy=True).contiguous()

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go beside `steps.jsonl`: TensorBoard, and Weights & Biases where that is installed."""
+"""Further destinations of a step's metrics beside `steps.jsonl`: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,59 +14,92 @@ WriterName = Literal["tensorboard", "wandb"]
 
 
 class MetricWriter(Protocol):
-    """Writes one step after the other; after a restart, some of them again."""
+    """Write the metrics of one step after the other; after a restart, some steps again.
+
+    Usage:
+
+        for writer in open_writers(("tensorboard",), folder, run.name, first=1):
+            writer.write(step, metrics)
+            writer.close()
+    """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
-def open_writers(names: Sequence[WriterName], folder: Path, run: str, first: int) -> list[MetricWriter]:
-    """The writers of these names; `first`: the step that is written next. ConfigError for one that is not installed."""
-    makers: dict[WriterName, Callable[[Path, str, int], MetricWriter]]
-    makers = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter}
+def open_writers(
+    names: Sequence[WriterName], folder: Path, run: str, first: int
+) -> list[MetricWriter]:
+    """Open the named writers; `first`: the step that is written next.
+
+    Raises ConfigError where a writer's package is not installed.
+    """
+    makers: dict[WriterName, Callable[[Path, str, int], MetricWriter]] = {
+        "tensorboard": TensorBoardWriter,
+        "wandb": WandbWriter,
+    }
     return [makers[name](folder, run, first) for name in names]
 
 
 class TensorBoardWriter:
-    """Event files in `<folder>/tensorboard`; `tensorboard --logdir` shows them."""
+    """Write event files into `<folder>/tensorboard`.
+
+    Usage:
+
+        writer = TensorBoardWriter(folder, run.name, first=1)    # tensorboard --logdir <folder>
+    """
 
     def __init__(self, folder: Path, run: str, first: int) -> None:
         package = _load("tensorboardX", "tensorboard")
-        # purge: what a trainer that was killed wrote of later steps is not of the weights that exist
-        # suffix: files are named by the second, and one of the same second would be overwritten
-        suffix = f".{time.time_ns()}"
         self._events: Any = package.SummaryWriter(
-            str(folder / "tensorboard"), purge_step=first, filename_suffix=suffix
+            str(folder / "tensorboard"),
+            # hide what a killed trainer wrote of later steps: those weights are lost
+            purge_step=first,
+            # file names have a resolution of one second: without a suffix, a restart within the
+            # same second would overwrite a file
+            filename_suffix=f".{time.time_ns()}",
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         self._events.close()
 
 
 class WandbWriter:
-    """One run of Weights & Biases per run of ours, gone on with after a restart; by the train step, not by time."""
+    """Write to one run of Weights & Biases for each run, continued after a restart.
+
+    The x axis is the train step, not the time.
+
+        writer = WandbWriter(folder, run.name, first=1)
+    """
 
     def __init__(self, folder: Path, run: str, first: int) -> None:
         package = _load("wandb", "wandb")
-        self._run: Any = package.init(project="rolloutmq", name=run, id=run, dir=str(folder), resume="allow")
+        self._run: Any = package.init(
+            project="rolloutmq", name=run, id=run, dir=str(folder), resume="allow"
+        )
         self._run.define_metric("*", step_metric="train_step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
         self._run.log({**metrics, "train_step": step})
 
     def close(self) -> None:
+        """Finish the run at Weights & Biases."""
         self._run.finish()
 
 
-def _load(module: str, extra: str) -> Any:
+def _load(module: str, writer: WriterName) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"[trainer] writers: {module} is not installed", hint=f"pip install {module}, or remove {extra!r} from them"
+            f"[trainer] writers: {module} is not installed",
+            hint=f"pip install {module}, or remove {writer!r} from [trainer] writers",
         ) from error

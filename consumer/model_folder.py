@@ -1,4 +1,4 @@
-"""Hugging Face model folders: saved, and loaded with errors that name the cause."""
+"""Hugging Face model folders: saved, and loaded with errors that name the problem."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOADING = threading.Lock()
-"""transformers makes models under switches of the whole process: of two threads that load, one may be left with a model
-without values (seen: "Cannot copy out of meta tensor")."""
+"""Only one thread loads at a time: transformers sets process-wide switches while it creates a
+model, and another thread may get a model without values ("Cannot copy out of meta tensor")."""
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -30,24 +30,34 @@ TOKENIZER_FILES = (
 
 
 def check_model_folder(path: Path) -> None:
-    """ModelError unless `path` holds a Hugging Face model with safetensors weights."""
+    """Raise ModelError unless `path` holds a Hugging Face model with safetensors weights."""
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path} is not a model folder: it has no config.json", hint="see [model] path")
+        raise ModelError(
+            f"{path} is not a model folder: it has no config.json", hint="see [model] path"
+        )
     if not any(path.glob("*.safetensors")):
-        raise ModelError(f"{path} has no *.safetensors weights", hint="convert the model to safetensors")
+        raise ModelError(
+            f"{path} has no *.safetensors weights", hint="convert the model to safetensors"
+        )
 
 
 def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The causal language model of a folder, on the CPU, with torch's attention; float32 unless said."""
+    """Return the causal language model of a folder, on the CPU, with torch's attention.
+
+    `dtype`: of its parameters; default: float32. Raises ModelError where it cannot be loaded.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     check_model_folder(path)
-    _hush()
+    _disable_progress_bars()
     try:
         with _LOADING:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype or torch.float32, attn_implementation="sdpa", local_files_only=True
+                path,
+                dtype=dtype or torch.float32,
+                attn_implementation="sdpa",
+                local_files_only=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path}: cannot load the model: {error}") from error
@@ -55,23 +65,29 @@ def load_model(path: Path, *, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 
 def save_model(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write config.json and safetensors weights into an existing folder; rounded to `dtype` where one is given."""
-    _hush()
+    """Write config.json and safetensors weights into an existing folder.
+
+    `dtype`: round the weights to it; default: write them as they are.
+    """
+    _disable_progress_bars()
     if dtype is None:
         model.save_pretrained(folder)
         return
-    rounded: dict[int, torch.Tensor] = {}  # tied weights stay tied: one copy per storage
-    state = model.state_dict()
-    model.save_pretrained(
-        folder, state_dict={n: rounded.setdefault(t.data_ptr(), t.to("cpu", dtype)) for n, t in state.items()}
-    )
+    # one copy per storage: tied weights stay tied
+    rounded: dict[int, torch.Tensor] = {}
+    state = {
+        name: rounded.setdefault(tensor.data_ptr(), tensor.to("cpu", dtype))
+        for name, tensor in model.state_dict().items()
+    }
+    model.save_pretrained(folder, state_dict=state)
     file = folder / "config.json"
-    config = orjson.loads(file.read_bytes()) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = orjson.loads(file.read_bytes())
+    config["dtype"] = str(dtype).removeprefix("torch.")
     file.write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Put the tokenizer of a model folder into another one; what is there already stays."""
+    """Copy the tokenizer files of a model folder into another one; existing files stay."""
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if not (folder / file.name).exists():
@@ -79,20 +95,28 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder. ModelError where there is none, or it has no chat template."""
+    """Return the tokenizer of a folder.
+
+    Raises ModelError where it cannot be loaded or has no chat template.
+    """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path}: cannot load the tokenizer: {error}") from error
     if not tokenizer.chat_template:
-        raise ModelError(f"{path}: the tokenizer has no chat template", hint="prompts are chat messages")
+        raise ModelError(
+            f"{path}: the tokenizer has no chat template",
+            hint="add chat_template.jinja: prompts are chat messages",
+        )
     return tokenizer
 
 
-def _hush() -> None:
-    # transformers draws a progress bar per load and save, over whatever the terminal shows.
+def _disable_progress_bars() -> None:
+    # transformers draws one per load and save, over the output of the terminal
     from transformers.utils import logging
 
     logging.disable_progress_bar()

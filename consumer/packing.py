@@ -1,24 +1,24 @@
 """Packing: from the columns of received groups to micro-batches of a bounded number of token slots.
 
-Samples are laid into rows, longest first; a row holds as many as fit (first fit decreasing), each with
-positions that start again at 0. Given no attention mask, transformers 5 sees the restarts and keeps attention
-inside each sample. A row's unused end continues the positions of its last sample: it comes after everything
-that is used, so causal attention never looks at it.
+Samples are assigned to rows, longest first; a row holds as many as fit (first fit decreasing). The
+positions of each sample start at 0. When no attention mask is given, transformers 5 detects these
+restarts and keeps attention inside each sample. The unused end of a row continues the positions of
+its last sample. It follows all used slots, so causal attention never reads it.
 
-Why not one long row per micro-batch: without a variable-length kernel its attention costs the square of the
-whole batch. Rows are as wide as their longest sample, so attention costs what right-padding costs and next to
-no slot is wasted; where all samples are about as long (short answers), no row holds two, and the fast causal
-path is taken.
+Why a micro-batch is not one long row: without a variable-length kernel, attention over one row
+costs the square of the whole micro-batch. Rows here are as wide as their longest sample, so
+attention costs as much as with right padding, and few slots are wasted. Where all samples have
+about the same length (short answers), no row holds two samples, and the fast causal path is taken.
 
-Invariant: every response token that is kept appears in exactly one micro-batch, with the logprob, mask and
-advantage of its own rollout. All work on tokens is numpy on whole columns.
+Invariant: every kept response token is in exactly one micro-batch, with the logprob and the mask of
+its own rollout. All work on tokens is numpy on whole columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,11 +29,17 @@ from consumer.recorded_experts import RecordedExperts
 from consumer.shares import balanced_shares
 
 Ints = NDArray[np.int64]
-INT, FLOAT = torch.int64, torch.float32
+INT = torch.int64
+FLOAT = torch.float32
 
 
 class GroupColumns(Protocol):
-    """What packing reads of a `buffer.group.RolloutGroup`."""
+    """The columns of a `buffer.group.RolloutGroup` that packing reads.
+
+    Any object with these attributes can be packed:
+
+        batches = Packer(8192).pack_pad_dispatch(groups)    # groups: Sequence[GroupColumns]
+    """
 
     @property
     def gid(self) -> str: ...
@@ -48,8 +54,6 @@ class GroupColumns(Protocol):
     @property
     def mask(self) -> NDArray[np.uint8]: ...
     @property
-    def scores(self) -> NDArray[np.float32]: ...
-    @property
     def multimodal(self) -> Sequence[object]: ...
 
     def experts(self) -> list[NDArray[np.int16] | str | None]: ...
@@ -57,9 +61,12 @@ class GroupColumns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass: R rows of W slots that hold S samples with N response tokens in all.
+    """Hold one forward pass: R rows of W slots with S samples and N response tokens in total.
 
     The logits at `logit_index` (flat slots, `row * W + column`) predict `targets`.
+
+        hidden = model(input_ids=batch.input_ids, position_ids=batch.position_ids)
+        logits = head(hidden.flatten(0, 1)[batch.logit_index])    # float[N, vocabulary]
     """
 
     input_ids: torch.Tensor  # int64[R, W]; 0 in unused slots
@@ -68,54 +75,46 @@ class MicroBatch:
     targets: torch.Tensor  # int64[N]
     rollout_logprobs: torch.Tensor  # float32[N]
     mask: torch.Tensor  # float32[N]; 1 = trained
-    sample: torch.Tensor  # int64[N]; index into the two below
-    rollout: torch.Tensor  # int64[S]; which one of the batch, in the order of groups and rollouts
-    advantages: torch.Tensor  # float32[S]
+    sample: torch.Tensor  # int64[N]; index into the two columns below
+    rollout: torch.Tensor  # int64[S]; index of the rollout in the batch, in order of the groups
     trained_tokens: torch.Tensor  # float32[S]; sum of the sample's mask
-    experts: torch.Tensor | None = None  # int16[R * W, layers, top_k]: those that the engine chose; -1: none known
+    experts: torch.Tensor | None = None
+    """int16[R * W, layers, top_k]: the experts that the engine chose; -1 where none are recorded"""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """Return a copy on another device."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{name: column.to(device) for name, column in columns.items() if column is not None})
+        present = {name: column for name, column in columns.items() if column is not None}
+        return MicroBatch(**{name: column.to(device) for name, column in present.items()})
 
     def numbered_from(self, first: int) -> MicroBatch:
-        """The same, of rollouts whose numbers begin there."""
+        """Return the micro-batch with `first` added to the indices in `rollout`."""
         return replace(self, rollout=self.rollout + first)
 
 
 class Packer:
-    """Packs groups into micro-batches of at most `token_budget` slots; a longer sample gets its own.
+    """Pack groups into micro-batches of at most `token_budget` slots.
 
-    `share_rows`: off for a model that does not keep samples of one row apart (`consumer.row_sharing`). `recorded`: the
-    experts that were chosen go with the tokens.
+    A sample that is longer than the budget gets a micro-batch of its own. `share_rows`: whether a
+    row may hold several samples; False for a model that mixes them (`consumer.row_sharing`).
+    `recorded`: the reader of recorded experts; if given, micro-batches contain `experts`.
+
+        packer = Packer(8192)
+        batches = packer.pack_pad_dispatch(groups)
     """
 
     def __init__(
-        self, token_budget: int, *, share_rows: bool = True, recorded: RecordedExperts | None = None
+        self,
+        token_budget: int,
+        *,
+        share_rows: bool = True,
+        recorded: RecordedExperts | None = None,
     ) -> None:
         if token_budget < 1:
             raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
-        self.token_budget, self._share_rows, self._recorded = token_budget, share_rows, recorded
-
-    def pack(
-        self,
-        groups: Sequence[GroupColumns],
-        advantages: NDArray[np.float32],
-        *,
-        keep: NDArray[np.bool_] | None = None,
-    ) -> list[MicroBatch]:
-        """`advantages` float32[sum k] in the order of groups and rollouts; `keep` bool[sum k], default all.
-
-        Rollouts without a response token are left out: they have nothing to train. Raises WireError where a
-        group's columns disagree or it has no prompt, ConfigError where its prompt is more than text.
-        """
-        samples = _Samples.gather(groups, advantages)
-        wanted = samples.lengths > 0
-        if keep is not None:
-            wanted &= keep
-        order = _longest_first(samples.totals, np.flatnonzero(wanted))
-        return [self._build(samples, *placed) for placed in self._place(samples.totals, order)]
+        self.token_budget = token_budget
+        self._share_rows = share_rows
+        self._recorded = recorded
 
     def pack_pad_dispatch(
         self,
@@ -125,77 +124,96 @@ class Packer:
         rank: int = 0,
         keep: NDArray[np.bool_] | None = None,
     ) -> list[MicroBatch]:
-        """The micro-batches of one rank, of a batch that all ranks hold; without advantages, which are not known yet.
+        """Return the micro-batches of one rank, of a batch that all ranks hold.
 
-        Rollouts are dealt out by their tokens (`balanced_shares`), and every rank gets as many micro-batches, at the
-        end empty ones: with sharded weights, all take part in every forward pass. Rollouts without a trained token are
-        left out. `rollout` numbers those of the batch.
+        `keep`: bool[sum k], which rollouts to pack; default: all. Rollouts without a trained token
+        are always left out. Rollouts are distributed by their tokens (`balanced_shares`). Every
+        rank gets the same number of micro-batches, the last ones possibly empty: with sharded
+        weights, all ranks must take part in every forward pass. `rollout` of the result holds
+        indices into the whole batch.
+
+        Raises WireError where the columns of a group disagree or it has no prompt ids, ConfigError
+        where its prompt contains images.
         """
-        columns = _Samples.gather(groups, np.zeros(sum(len(group.lengths) for group in groups), np.float32))
-        wanted = (columns.trained > 0) & (True if keep is None else keep)
-        chosen = np.flatnonzero(wanted)
-        shares = [chosen[share] for share in balanced_shares(columns.totals[chosen].tolist(), ranks)]
-        plans = [list(self._place(columns.totals, _longest_first(columns.totals, share))) for share in shares]
-        own = [self._build(columns, *placed) for placed in plans[rank]]
+        samples = _Samples.gather(groups)
+        packable = samples.trained > 0
+        if keep is not None:
+            packable &= keep
+        chosen = np.flatnonzero(packable)
+        plans = [
+            list(self._layouts(samples.totals, _longest_first(samples.totals, chosen[share])))
+            for share in balanced_shares(samples.totals[chosen].tolist(), ranks)
+        ]
+        own = [self._build(samples, layout) for layout in plans[rank]]
         return self.pad(own, max(len(plan) for plan in plans))
 
     @staticmethod
     def pad(batches: list[MicroBatch], count: int) -> list[MicroBatch]:
-        """With so many empty micro-batches behind them that there are `count`."""
-        return batches + [_nothing() for _ in range(count - len(batches))]
+        """Return `count` micro-batches: the given ones, followed by empty ones."""
+        return batches + [_empty_batch() for _ in range(count - len(batches))]
 
-    def _place(self, totals: Ints, order: Ints) -> Iterator[tuple[Ints, Ints, int, int]]:
-        """Yields (samples, first slot of each, rows, width), first fit decreasing."""
+    def _layouts(self, totals: Ints, order: Ints) -> Iterator[_Layout]:
+        """Yield the layout of one micro-batch after the other (first fit decreasing)."""
         while len(order):
             width = int(totals[order[0]])
             free = np.full(max(1, self.token_budget // width), width)
             slots = np.full(len(order), -1)
-            for place, sample in enumerate(order):
+            for position, sample in enumerate(order):
                 row = int(np.argmax(free >= totals[sample]))
                 if free[row] >= totals[sample]:
-                    slots[place] = row * width + width - free[row]
+                    slots[position] = row * width + width - free[row]
                     free[row] -= totals[sample] if self._share_rows else width
-            here = slots >= 0
-            yield order[here], slots[here], int((free < width).sum()), width
-            order = order[~here]
+            fits = slots >= 0
+            yield _Layout(order[fits], slots[fits], int((free < width).sum()), width)
+            order = order[~fits]
 
-    def _build(self, samples: _Samples, chosen: Ints, slots: Ints, rows: int, width: int) -> MicroBatch:
-        prompts, lengths = samples.prompt_lengths[chosen], samples.lengths[chosen]
+    def _build(self, samples: _Samples, layout: _Layout) -> MicroBatch:
+        chosen, slots, rows, width = layout
+        prompts = samples.prompt_lengths[chosen]
+        lengths = samples.lengths[chosen]
         totals = prompts + lengths
-        prompt_source = _ranges(samples.prompt_starts[chosen], prompts)
         source = _ranges(samples.starts[chosen], lengths)
+        prompt_source = _ranges(samples.prompt_starts[chosen], prompts)
         input_ids = np.zeros(rows * width, np.int64)
         input_ids[_ranges(slots, prompts)] = samples.prompt_ids[prompt_source]
         input_ids[_ranges(slots + prompts, lengths)] = samples.response_ids[source]
         mask = samples.mask[source].astype(np.float32)
-        owner = np.repeat(np.arange(len(chosen)), lengths)
+        sample = np.repeat(np.arange(len(chosen)), lengths)
         columns: dict[str, NDArray[Any]] = {
             "input_ids": input_ids.reshape(rows, width),
-            "position_ids": _positions(slots, totals, rows, width),
+            "position_ids": _positions(slots, rows, width),
+            # the logits of a token's predecessor predict it
             "logit_index": _ranges(slots + prompts - 1, lengths),
             "targets": samples.response_ids[source].astype(np.int64),
             "rollout_logprobs": samples.logprobs[source].astype(np.float32),
             "mask": mask,
-            "sample": owner,
+            "sample": sample,
             "rollout": chosen.astype(np.int64),
-            "advantages": samples.advantages[chosen].astype(np.float32),
-            "trained_tokens": np.bincount(owner, mask, len(chosen)).astype(np.float32),
+            "trained_tokens": np.bincount(sample, mask, len(chosen)).astype(np.float32),
         }
         if self._recorded:
-            experts = (samples.experts[sample] for sample in chosen.tolist())
+            experts = (samples.experts[index] for index in chosen.tolist())
             columns["experts"] = self._recorded.of_slots(experts, slots, totals, rows * width)
         return MicroBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
+class _Layout(NamedTuple):
+    """The samples of a micro-batch, the first slot of each, and the number of rows and columns."""
+
+    chosen: Ints
+    slots: Ints
+    rows: int
+    width: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """All rollouts of a batch: the groups' columns one behind the other, and where each rollout lies."""
+    """All S rollouts of a batch: the concatenated columns of the groups, and offsets into them."""
 
     prompt_ids: NDArray[np.int32]
     response_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     mask: NDArray[np.uint8]
-    advantages: NDArray[np.float32]
     prompt_starts: Ints
     prompt_lengths: Ints
     starts: Ints
@@ -204,31 +222,28 @@ class _Samples:
 
     @property
     def totals(self) -> Ints:
-        """Tokens of prompt and response, int64[S]."""
+        """Return the number of tokens of prompt and response of each sample, int64[S]."""
         return self.prompt_lengths + self.lengths
 
     @property
     def trained(self) -> Ints:
-        """Trained tokens of each, int64[S]."""
+        """Return the number of trained tokens of each sample, int64[S]."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.mask, dtype=np.int64)])
         counts: Ints = before[self.starts + self.lengths] - before[self.starts]
         return counts
 
     @classmethod
-    def gather(cls, groups: Sequence[GroupColumns], advantages: NDArray[np.float32]) -> _Samples:
+    def gather(cls, groups: Sequence[GroupColumns]) -> _Samples:
         for group in groups:
             _check(group)
-        members = np.array([len(g.lengths) for g in groups], np.int64)
-        if len(advantages) != members.sum():
-            raise WireError(f"{len(advantages)} advantages for {members.sum()} rollouts")
-        prompt_lengths = np.array([len(g.prompt_ids) for g in groups], np.int64)
-        lengths = _concatenate([g.lengths for g in groups], np.int64)
+        members = np.array([len(group.lengths) for group in groups], np.int64)
+        prompt_lengths = np.array([len(group.prompt_ids) for group in groups], np.int64)
+        lengths = _concatenate([group.lengths for group in groups], np.int64)
         return cls(
-            prompt_ids=_concatenate([g.prompt_ids for g in groups], np.int32),
-            response_ids=_concatenate([g.response_ids for g in groups], np.int32),
-            logprobs=_concatenate([g.logprobs for g in groups], np.float32),
-            mask=_concatenate([g.mask for g in groups], np.uint8),
-            advantages=advantages,
+            prompt_ids=_concatenate([group.prompt_ids for group in groups], np.int32),
+            response_ids=_concatenate([group.response_ids for group in groups], np.int32),
+            logprobs=_concatenate([group.logprobs for group in groups], np.float32),
+            mask=_concatenate([group.mask for group in groups], np.uint8),
             prompt_starts=np.repeat(_starts(prompt_lengths), members),
             prompt_lengths=np.repeat(prompt_lengths, members),
             starts=_starts(lengths),
@@ -238,31 +253,50 @@ class _Samples:
 
 
 def _longest_first(totals: Ints, chosen: Ints) -> Ints:
-    # Stable, so that the same batch gives the same micro-batches on every machine.
+    # stable, so that the same batch gives the same micro-batches on every machine
     order: Ints = chosen[np.argsort(-totals[chosen], kind="stable")]
     return order
 
 
-def _nothing() -> MicroBatch:
-    """One slot that nothing is computed of: N = S = 0."""
-    slot, index, column = (torch.zeros(shape, dtype=kind) for shape, kind in (((1, 1), INT), (0, INT), (0, FLOAT)))
-    return MicroBatch(slot, slot, index, index, column, column, index, index, column, column)
+def _empty_batch() -> MicroBatch:
+    """Return a micro-batch of one unused slot: N = S = 0."""
+    slot = torch.zeros((1, 1), dtype=INT)
+    index = torch.zeros(0, dtype=INT)
+    column = torch.zeros(0, dtype=FLOAT)
+    return MicroBatch(
+        input_ids=slot,
+        position_ids=slot,
+        logit_index=index,
+        targets=index,
+        rollout_logprobs=column,
+        mask=column,
+        sample=index,
+        rollout=index,
+        trained_tokens=column,
+    )
 
 
 def _check(group: GroupColumns) -> None:
     if group.multimodal:
-        hint = "a trainer of yours (trainer.loop) reads them: see consumer/README.md"
-        raise ConfigError(f"group {group.gid} shows images, and token ids alone are another prompt", hint=hint)
+        raise ConfigError(
+            f"the prompt of group {group.gid} contains images: token ids alone are another prompt",
+            hint="use a trainer of your own that reads images (trainer.loop): consumer/README.md",
+        )
     if not len(group.prompt_ids):
-        raise WireError(f"group {group.gid} has no prompt ids", hint="nothing predicts its first response token")
+        raise WireError(
+            f"group {group.gid} has no prompt ids",
+            hint="without a prompt, nothing predicts the first response token",
+        )
     tokens = int(group.lengths.sum())
-    found = {n: len(getattr(group, n)) for n in ("response_ids", "logprobs", "mask")}
-    if wrong := {name: size for name, size in found.items() if size != tokens}:
+    found = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
+    wrong = {name: size for name, size in found.items() if size != tokens}
+    if wrong:
         raise WireError(f"group {group.gid}: lengths add up to {tokens} tokens, but {wrong}")
 
 
-def _positions(slots: Ints, totals: Ints, rows: int, width: int) -> Ints:
-    # A sample owns the slots up to the next one, so that an unused end is no new sample to transformers.
+def _positions(slots: Ints, rows: int, width: int) -> Ints:
+    # A sample owns the slots up to the next one: a restart in the unused end of a row would be a
+    # new sample to transformers.
     start = np.zeros(rows * width, np.int64)
     start[slots] = slots
     position: Ints = np.arange(rows * width) - np.maximum.accumulate(start)
@@ -270,7 +304,7 @@ def _positions(slots: Ints, totals: Ints, rows: int, width: int) -> Ints:
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """`arange(start, start + length)` of every pair, one behind the other."""
+    """Return the concatenation of `arange(start, start + length)` of every pair."""
     ranges: Ints = np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
     return ranges
 
@@ -281,4 +315,6 @@ def _starts(lengths: Ints) -> Ints:
 
 
 def _concatenate(columns: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
-    return np.concatenate([np.asarray(c, dtype) for c in columns]) if columns else np.empty(0, dtype)
+    if not columns:
+        return np.empty(0, dtype)
+    return np.concatenate([np.asarray(column, dtype) for column in columns])

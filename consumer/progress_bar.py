@@ -1,17 +1,31 @@
-"""How far training is, as a bar on a terminal; log lines say it elsewhere."""
+"""A progress bar of training on a terminal; elsewhere, log lines report the progress."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from buffer.commands import screen
 
 
 class ProgressBar:
-    """A `MetricWriter` that draws: `done` steps of `steps`, and the reward of the newest."""
+    """Draw `done` of `steps` steps and the newest reward, as a `MetricWriter`.
+
+    Usage:
+
+        bar = ProgressBar(done=0, steps=100)
+        bar.write(1, {"rewards/mean": 0.25})
+        bar.close()
+    """
 
     def __init__(self, done: int, steps: int, console: Console | None = None) -> None:
         self._bar = Progress(
@@ -28,8 +42,11 @@ class ProgressBar:
         self._bar.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that `step` is done."""
         reward = metrics.get("rewards/mean")
-        self._bar.update(self._task, completed=step, reward="-" if reward is None else f"{reward:.3f}")
+        text = "-" if reward is None else f"{reward:.3f}"
+        self._bar.update(self._task, completed=step, reward=text)
 
     def close(self) -> None:
+        """Stop drawing."""
         self._bar.stop()

@@ -1,6 +1,7 @@
-"""The experts that workers handed in for rollouts: whether they are of this model, and as a micro-batch has its tokens.
+"""The experts that workers recorded for rollouts: checked, and assigned to a micro-batch's tokens.
 
-They come from strangers, as columns or as files: nothing is read beyond what a rollout of its length can have.
+The data comes from outside, as columns or as files. No more is read than a rollout of its length
+can have.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ from buffer.media import MediaFolder
 
 Ints = NDArray[np.int64]
 Recorded = NDArray[np.int16] | str | None
-"""As of `RolloutState.routed_experts`."""
+"""As in `RolloutState.routed_experts`."""
 
-_npy: Any = np.lib.format  # its functions have no types
+# its functions have no types
+_npy: Any = np.lib.format
 
 HEADER_BYTES = 128
-"""What a file may have beside its numbers: all that numpy writes."""
+"""Bytes of a file beside its numbers: the header that numpy writes."""
 
 
-class Routed(Protocol):
-    """What is asked of a group."""
+class RoutedGroup(Protocol):
+    """The columns of a group that `RecordedExperts` reads.
+
+    Usage:
+
+        problem = recorded.problem(group)    # group: RoutedGroup
+    """
 
     prompt_ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
@@ -35,60 +42,79 @@ class Routed(Protocol):
 
 
 class RecordedExperts:
-    """For a model that gives each token `top_k` of its `experts` in each of its layers."""
+    """Read experts recorded for a model with `top_k` of `experts` experts per token in each layer.
 
-    def __init__(self, layers: int, top_k: int, experts: int, media: MediaFolder | None = None) -> None:
-        self._shape, self._experts, self._media = (layers, top_k), experts, media
+    `media`: the folder with the files of recorded experts, where the run has one.
 
-    def problem(self, group: Routed) -> str:
-        """Why this model cannot be told what the engine chose for a group; "" where it can."""
-        for number, (recorded, length) in enumerate(zip(group.experts(), group.lengths.tolist(), strict=True)):
+        recorded = replay.recorded_experts(run.media)
+        packer = Packer(8192, recorded=recorded)
+    """
+
+    def __init__(
+        self, layers: int, top_k: int, experts: int, media: MediaFolder | None = None
+    ) -> None:
+        self._shape = (layers, top_k)
+        self._experts = experts
+        self._media = media
+
+    def problem(self, group: RoutedGroup) -> str:
+        """Return why the experts of a group cannot be replayed; "" where they can."""
+        rollouts = zip(group.experts(), group.lengths.tolist(), strict=True)
+        for index, (recorded, length) in enumerate(rollouts):
             try:
                 if length:
                     self._read(recorded, len(group.prompt_ids) + length)
             except WireError as error:
-                return f"rollout {number} {error}"
+                return f"rollout {index} {error}"
         return ""
 
-    def of_slots(self, rollouts: Iterable[Recorded], first: Ints, totals: Ints, slots: int) -> NDArray[np.int16]:
-        """int16[slots, layers, top_k] of rollouts whose tokens begin at the slots `first` and are `totals` many.
+    def of_slots(
+        self, rollouts: Iterable[Recorded], first: Ints, totals: Ints, slots: int
+    ) -> NDArray[np.int16]:
+        """Return the experts at each slot of a micro-batch, int16[slots, layers, top_k].
 
-        -1 for the last token of each, which was never routed, and for slots without a token. Raises WireError where a
-        rollout has none, or none that could be replayed.
+        `first`, `totals`: int64[S], the first slot and the number of tokens of each rollout. The
+        result is -1 for the last token of each, which is never routed, and for unused slots. Raises
+        WireError where a rollout has no experts, or experts that cannot be replayed.
         """
         table = np.full((slots, *self._shape), -1, "<i2")
-        for recorded, start, total in zip(rollouts, first.tolist(), totals.tolist(), strict=True):
+        placed = zip(rollouts, first.tolist(), totals.tolist(), strict=True)
+        for recorded, start, total in placed:
             table[start : start + total - 1] = self._read(recorded, total)
         return table
 
     def _read(self, recorded: Recorded, total: int) -> NDArray[np.int16]:
-        """Of a rollout of `total` tokens."""
+        """Return the checked experts of a rollout of `total` tokens."""
         shape = (total - 1, *self._shape)
         if recorded is None:
-            raise WireError("came without the experts that were chosen for it")
+            raise WireError("has no routed experts")
         experts = self._read_file(recorded, shape) if isinstance(recorded, str) else recorded
         if experts.shape != shape:
-            raise WireError(f"has routed experts of the shape {list(experts.shape)}, here it is {list(shape)}")
+            raise WireError(
+                f"has routed experts of shape {list(experts.shape)}, expected {list(shape)}"
+            )
         if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < self._experts:
-            raise WireError(f"chose an expert that a model of {self._experts} experts does not have")
+            raise WireError(f"has a routed expert outside 0 to {self._experts - 1}")
         return experts
 
     def _read_file(self, uri: str, shape: tuple[int, ...]) -> NDArray[np.int16]:
         if self._media is None:
-            raise WireError(f"has its routed experts at {uri[:200]}, and this run has no media folder")
+            raise WireError(
+                f"has its routed experts at {uri[:200]}, and the run has no media folder"
+            )
         try:
-            return _array(self._media.read(uri, HEADER_BYTES + 2 * int(np.prod(shape))))
+            return _parse(self._media.read(uri, HEADER_BYTES + 2 * int(np.prod(shape))))
         except (ConfigError, MediaError, ValueError) as error:
             raise WireError(f"has routed experts that cannot be read: {error}") from error
 
 
-def _array(data: bytes) -> NDArray[np.int16]:
-    """Of a .npy file. ValueError where it is none of int16."""
+def _parse(data: bytes) -> NDArray[np.int16]:
+    """Return the array of a .npy file. Raises ValueError unless it is one of int16."""
     file = BytesIO(data)
     version = _npy.read_magic(file)
     if version != (1, 0):
-        raise ValueError(f"version {version} of the format")
+        raise ValueError(f".npy version {version} is not supported, expected (1, 0)")
     shape, is_fortran, dtype = _npy.read_array_header_1_0(file)
     if is_fortran or dtype != np.dtype("<i2"):
-        raise ValueError(f"numbers of the type {dtype}")
+        raise ValueError(f"numbers of type {dtype}, expected int16 in C order")
     return np.frombuffer(data, "<i2", offset=file.tell()).reshape(shape)

@@ -1,8 +1,10 @@
-"""Rollout routing replay: a mixture of experts is trained with the experts that the engine chose (arXiv:2510.11370).
+"""Rollout routing replay: train a mixture of experts with the experts that the engine chose.
 
-Engine and trainer compute the same gates to a few digits; where two experts are about as good, they choose differently,
-and the ratio of such a token says nothing about the policy. So the choice is the recorded one, and the weights of the
-chosen ones are the trainer's own, with their gradient. A gate runs its own code: only its top-k is told what to find.
+(arXiv:2510.11370.) Engine and trainer compute the same gates to a few digits. Where two experts are
+about equally good, they choose differently, and the ratio of such a token carries no information
+about the policy. So the recorded choice is used, while the weights of the chosen experts are the
+trainer's own, with their gradient. A gate runs its own code: only the result of its top-k is
+replaced.
 """
 
 from __future__ import annotations
@@ -19,90 +21,128 @@ from transformers import PreTrainedModel
 
 from buffer.errors import ConfigError, WireError
 from buffer.expert_gates import expert_gates, layers_of
+from buffer.media import MediaFolder
+from consumer.recorded_experts import RecordedExperts
+
+GateOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits, weights and the chosen experts."""
 
 
 class RoutingReplay:
-    """Stands before the gates of `model`. ConfigError where it has none, or some that do not do as they are told."""
+    """Wrap the gates of `model` so that their choice can be set.
+
+    Raises ConfigError where the model has no gates, or gates whose choice cannot be set.
+
+        replay = RoutingReplay(model)
+        replay.set_experts(batch.experts)
+        model(input_ids=batch.input_ids, ...)
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._gates, self.layers = expert_gates(model), layers_of(model)
-        self._told: dict[int, Tensor] = {}
+        self._gates = expert_gates(model)
+        self._experts_of: dict[int, Tensor] = {}
+        self.layers = layers_of(model)
         for layer, gate in self._gates.items():
             gate.forward = partial(self._choose, layer, gate.forward)
-        self.experts, self.top_k = self._try(model)
+        self.experts, self.top_k = self._probe(model)
 
-    def tell(self, experts: Tensor | None) -> None:
-        """What the gates choose until told otherwise, in the backward pass of a checkpointed layer, too.
+    def recorded_experts(self, media: MediaFolder | None) -> RecordedExperts:
+        """Return a reader of recorded experts for this model."""
+        return RecordedExperts(self.layers, self.top_k, self.experts, media)
 
-        int16[slots, layers, top_k], -1 where they choose for themselves; None: they do everywhere. Raises WireError
-        where it is of another model.
+    def set_experts(self, experts: Tensor | None) -> None:
+        """Set the experts that the gates choose until the next call.
+
+        `experts`: int16[slots, layers, top_k], -1 where a gate chooses itself; None: every gate
+        chooses itself. It must stay set until the backward pass: checkpointed layers are computed
+        again there. Raises WireError where it was recorded with another model.
         """
-        self._told = {}
+        self._experts_of = {}
         if experts is None:
             return
         largest = int(experts.max()) if experts.numel() else -1
         if experts.shape[1:] != (self.layers, self.top_k) or largest >= self.experts:
-            found = f"{experts.shape[1]} layers, {experts.shape[2]} experts of each token, one of them number {largest}"
-            own = f"the trainer's has {self.layers} layers and {self.top_k} of {self.experts} experts"
-            raise WireError(f"routed experts of another model: {found}; {own}")
-        self._told = {layer: experts[:, layer].long() for layer in self._gates}
+            raise WireError(
+                f"routed experts of another model: {experts.shape[1]} layers, "
+                f"{experts.shape[2]} experts per token, largest index {largest}; the trainer's "
+                f"model has {self.layers} layers and {self.top_k} of {self.experts} experts"
+            )
+        self._experts_of = {layer: experts[:, layer].long() for layer in self._gates}
 
-    def _choose(self, layer: int, forward: Callable[..., Any], hidden: Tensor, *more: Any, **named: Any) -> Any:
-        if layer not in self._told:
-            return forward(hidden, *more, **named)
-        with _ToldTopK(self._told[layer]):
-            return forward(hidden, *more, **named)
+    def _choose(
+        self, layer: int, forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if layer not in self._experts_of:
+            return forward(hidden, *args, **kwargs)
+        with _ForcedTopK(self._experts_of[layer]):
+            return forward(hidden, *args, **kwargs)
 
     @torch.no_grad()
-    def _try(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Experts of a layer, and how many of them a token has; found by telling each gate what it did not choose."""
-        name, hint = type(model).__name__, "leave out [learner] replay_routing"
-        with _listening(self._gates) as heard:
+    def _probe(self, model: PreTrainedModel) -> tuple[int, int]:
+        """Return the number of experts of a layer, and how many of them a token uses.
+
+        Sets each gate to experts that it did not choose, and checks that it then returns them.
+        """
+        name = type(model).__name__
+        hint = "remove [learner] replay_routing from the config"
+        with _recording(self._gates) as outputs:
             _run(model)
-            if not heard:
-                raise ConfigError(f"{name} has no experts whose choice could be replayed", hint=hint)
-            own = {layer: output[2] for layer, output in heard.items()}
-            logits = next(iter(heard.values()))[0]
+            if not outputs:
+                raise ConfigError(f"{name} has no experts whose choice can be replayed", hint=hint)
+            own = {layer: output[2] for layer, output in outputs.items()}
+            logits = next(iter(outputs.values()))[0]
             experts = int(logits.shape[-1])
-            self._told = {layer: (chosen + 1) % experts for layer, chosen in own.items()}
+            self._experts_of = {layer: (chosen + 1) % experts for layer, chosen in own.items()}
             _run(model)
-            deaf = [layer for layer, told in self._told.items() if not torch.equal(heard[layer][2], told)]
-        self._told = {}
-        if deaf:
-            raise ConfigError(f"the gates of {name} cannot be told what to choose (layer {deaf[0]})", hint=hint)
+            unchanged = [
+                layer
+                for layer, expected in self._experts_of.items()
+                if not torch.equal(outputs[layer][2], expected)
+            ]
+        self._experts_of = {}
+        if unchanged:
+            raise ConfigError(
+                f"the choice of the gates of {name} cannot be set (layer {unchanged[0]})", hint=hint
+            )
         return experts, int(own[next(iter(own))].shape[-1])
 
 
-class _ToldTopK(TorchFunctionMode):
-    """Within it, the top-k over all experts finds the ones that it was told, int64[tokens, top_k]."""
+class _ForcedTopK(TorchFunctionMode):
+    """Within this context, top-k over all experts returns the given ones, int64[tokens, top_k]."""
 
-    def __init__(self, told: Tensor) -> None:
+    def __init__(self, experts: Tensor) -> None:
         super().__init__()
-        self._told = told
+        self._experts = experts
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        # models with groups of experts ask for the best of each group, too: in another shape
-        if func not in (torch.topk, Tensor.topk) or found.indices.shape != self._told.shape:
-            return found
-        chosen = torch.where(self._told < 0, found.indices, self._told)
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        # models with groups of experts also select the best groups, in another shape
+        if result.indices.shape != self._experts.shape:
+            return result
+        chosen = torch.where(self._experts < 0, result.indices, self._experts)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
 @contextmanager
-def _listening(gates: dict[int, Any]) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
-    """What each gate answered last: logits, weights and the experts it chose."""
-    heard: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+def _recording(gates: dict[int, Any]) -> Iterator[dict[int, GateOutput]]:
+    """Record the newest output of each gate, by layer."""
+    outputs: dict[int, GateOutput] = {}
 
-    def hear(layer: int, gate: Any, inputs: Any, output: Any) -> None:
+    def record(layer: int, gate: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 3:
-            heard[layer] = output
+            outputs[layer] = output
 
-    hooks = [gate.register_forward_hook(partial(hear, layer)) for layer, gate in gates.items()]
+    hooks = [gate.register_forward_hook(partial(record, layer)) for layer, gate in gates.items()]
     try:
-        yield heard
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()

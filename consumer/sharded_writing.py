@@ -1,4 +1,4 @@
-"""A folder that all ranks write together: rank 0 makes it, and it becomes visible once each has written its part."""
+"""A folder that all ranks write together: it becomes visible once each has written its part."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ Save = Callable[[Path], None]
 
 
 def write_together(ranks: Ranks, save: Save, make: Callable[[Save], T]) -> T | None:
-    """`make(save_all)` runs on rank 0 only, and calls `save_all(folder)` once (`CheckpointFolder.write`, say); `save`
-    runs on every rank with that folder, which all of them must see. What `make` returns, on rank 0; else None.
+    """Let all ranks write into a folder that rank 0 creates; all ranks must call it.
 
-    A rank that dies in here breaks the others' connection: nothing becomes visible.
+    `make(save_all)` runs on rank 0 only, and calls `save_all(folder)` once (for example
+    `CheckpointFolder.write`). `save(folder)` runs on every rank; all of them must be able to access
+    the folder. Returns the result of `make` on rank 0, None on the others. A rank that dies during
+    the call breaks the connection of the others: nothing becomes visible.
+
+        write_together(ranks, save, lambda save_all: checkpoints.write(position, save_all))
     """
 
     def write_part(folder: str) -> None:

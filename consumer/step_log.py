@@ -1,6 +1,7 @@
-"""What the trainer writes down of every train step and evaluation: two JSONL files in the run's folder.
+"""The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
-A step that is trained again after a restart is written again; the reader (`buffer.step_log`) knows which counts.
+A step that is trained again after a restart is logged again; the reader (`buffer.step_log`) decides
+which entry counts.
 """
 
 from __future__ import annotations
@@ -15,19 +16,28 @@ from consumer.evaluations import FILE, Evaluations, read_evaluations
 
 
 class StepWriter:
-    """Appends to `steps.jsonl` and `evaluations.jsonl`."""
+    """Append to `steps.jsonl` and `evaluations.jsonl` in `folder`.
+
+    Usage:
+
+        writer = StepWriter(config.run.folder)
+        writer.add_step(batch.step, consumer.lineage, batch.manifest.gids, metrics)
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
+        """Append one train step; it is on disk when the call returns."""
         entry = {"step": step, "lineage": lineage, "gids": gids, "metrics": metrics}
         _append(self._folder / "steps.jsonl", entry)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
+        """Append one evaluation of a held-out task; it is on disk when the call returns."""
         _append(self._folder / FILE, {"step": step, "task": task, "metrics": metrics})
 
     def evaluations(self) -> Evaluations:
+        """Return all evaluations logged so far."""
         return read_evaluations(self._folder)
 
 
@@ -36,7 +46,7 @@ def _append(file: Path, entry: dict[str, Any]) -> None:
     with file.open("a+b") as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
-            # a trainer that was killed in the middle of a line must not spoil the next one
+            # a line that a killed trainer left incomplete must not corrupt the next one
             line = line if stream.read(1) == b"\n" else b"\n" + line
         stream.write(line)
         # on disk before the checkpoint of this step is

@@ -1,4 +1,4 @@
-"""What training needs of a causal language model, as one module, so that FSDP gathers its weights around it."""
+"""The part of a causal language model that training uses, as one module that FSDP can shard."""
 
 from __future__ import annotations
 
@@ -11,24 +11,39 @@ from consumer.routing_replay import RoutingReplay
 
 
 class TargetLogits(nn.Module):
-    """Logits of the positions that predict a response token, and of no other."""
+    """Compute the logits of the positions that predict a response token, and of no other.
+
+    `replay`: sets the experts that the model's gates choose.
+
+        policy = TargetLogits(load_model(model_dir))
+        logits = policy(batch.input_ids, batch.position_ids, batch.logit_index)
+    """
 
     def __init__(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> None:
         super().__init__()
-        self.model, self._replay = model, replay
+        self.model = model
+        self._replay = replay
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, logit_index: Tensor, experts: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logit_index: Tensor,
+        experts: Tensor | None = None,
     ) -> Tensor:
-        """`input_ids`, `position_ids` int64[R, W], `logit_index` int64[N] of flat slots: [N, vocabulary].
+        """Return the logits, [N, vocabulary].
 
-        The output head is applied to N positions, not to all R * W slots: prompts cost no logits, which for a large
-        vocabulary is most of the memory. `experts`: see `RoutingReplay.tell`.
+        `input_ids`, `position_ids`: int64[R, W]. `logit_index`: int64[N] of flat slots. `experts`:
+        see `RoutingReplay.set_experts`.
+
+        The output head is applied to N positions, not to all R * W slots: prompts cost no logits,
+        which for a large vocabulary are most of the memory.
         """
         if self._replay:
-            self._replay.tell(experts)
-        # No attention mask on purpose: only then does transformers read the borders from the positions.
+            self._replay.set_experts(experts)
+        # no attention mask: only then does transformers find sample borders in the positions
         hidden = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        return cast(Tensor, self.model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, logit_index)))
+        states = hidden.flatten(0, 1).index_select(0, logit_index)
+        return cast(Tensor, self.model.get_output_embeddings()(states))

@@ -1,11 +1,11 @@
-"""A small Qwen3-architecture model and its tokenizer, made on the spot: no download, real file formats.
+"""A small model of the Qwen3 architecture and its tokenizer, built locally without a download.
 
-The folder is an ordinary Hugging Face one: transformers and vLLM load it like any other model. The weights
-are random (seeded); `consumer.warm_start` teaches them something.
+The folder is an ordinary Hugging Face one: transformers and vLLM load it like any other model. The
+weights are random (seeded); `consumer.warm_start` trains them.
 
-The tokenizer knows printable ASCII, one token per character, so that every digit of a number is its own
-token. `phrases` are longer pieces of text that become one token each, as a vocabulary trained on the task's
-text would have them: prompts get shorter, and generation on a CPU cheaper.
+The tokenizer covers printable ASCII, one token per character, so every digit of a number is a
+token. `phrases` are longer pieces of text that become one token each, as in a vocabulary trained on
+the task's text: prompts get shorter, and generation on a CPU cheaper.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from consumer.tiny_model_config import TinyModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
+PAD = "<|pad|>"
+END = "<|end|>"
+UNKNOWN = "<|unk|>"
 SPECIAL = (PAD, END, UNKNOWN, "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
@@ -37,8 +39,8 @@ CHAT_TEMPLATE = (
 def build_tiny_model(out_dir: Path, spec: TinyModelConfig, seed: int) -> None:
     """Write a model folder with random weights: config, safetensors, tokenizer with chat template.
 
-    The same spec and seed give the same weights. The caller's random state is not touched. Raises ModelError
-    where `out_dir` exists.
+    The same spec and seed give the same weights. The caller's random state does not change. Raises
+    ModelError where `out_dir` exists.
     """
     import torch
     from transformers import Qwen3ForCausalLM
@@ -54,15 +56,20 @@ def build_tiny_model(out_dir: Path, spec: TinyModelConfig, seed: int) -> None:
 
 
 def build_tokenizer(spec: TinyModelConfig) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and per phrase; anything else is `<|unk|>`."""
+    """Return a tokenizer with one token per printable ASCII character and per phrase.
+
+    Any other character becomes `<|unk|>`.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
-    # A byte-pair model without merges: every character stays alone, and no pre-tokenizer drops a space.
+    # a byte-pair model without merges: one token per character, and no pre-tokenizer drops a space
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in spec.phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -78,9 +85,10 @@ def build_tokenizer(spec: TinyModelConfig) -> PreTrainedTokenizerFast:
 def _architecture(spec: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     from transformers import Qwen3Config
 
+    rows = max(len(tokenizer), spec.vocab_size or 0)
     return Qwen3Config(
-        # A multiple of 64 keeps matrix kernels and tensor parallelism simple.
-        vocab_size=-(-max(len(tokenizer), spec.vocab_size or 0) // 64) * 64,
+        # a multiple of 64 suits matrix kernels and tensor parallelism
+        vocab_size=-(-rows // 64) * 64,
         hidden_size=spec.hidden,
         num_hidden_layers=spec.layers,
         num_attention_heads=spec.heads,

@@ -1,4 +1,4 @@
-"""[tiny_model] of the config: the model that is built locally. Needs no torch."""
+"""[tiny_model] of the config: the model that is built locally. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from buffer.config.loader import Section
 
 
 class TinyModelConfig(Section):
-    """[tiny_model]: the architecture of the model that is built locally."""
+    """[tiny_model]: the architecture of the model that is built locally.
+
+    Usage:
+
+        TinyModelConfig(hidden=128, layers=2)
+    """
 
     hidden: int = Field(128, ge=32)
     """width of the residual stream"""
@@ -16,24 +21,27 @@ class TinyModelConfig(Section):
     heads: int = Field(4, ge=1)
     kv_heads: int = Field(4, ge=1)
     head_dim: int = Field(32, ge=8, multiple_of=8)
-    """vLLM's attention on a CPU takes 32, 64, 80, 96, 112, 128 and 256"""
+    """vLLM's attention on a CPU supports 32, 64, 80, 96, 112, 128 and 256"""
     intermediate: int = Field(384, ge=8)
     vocab_size: int | None = Field(None, ge=1)
-    """rows of the embedding, for the shape of a larger model; default: as many as the tokenizer has tokens"""
+    """rows of the embedding, to get the shape of a larger model; None: the tokenizer's tokens"""
     max_positions: int = Field(256, ge=16)
-    """longest prompt and answer together, in tokens"""
+    """largest number of tokens of prompt and answer"""
     init_std: float = Field(0.08, gt=0)
-    """deviation of the random weights; the usual 0.02 makes narrow models learn slowly at first"""
+    """standard deviation of the random weights; with the usual 0.02 narrow models learn slowly at
+    first"""
     phrases: tuple[str, ...] = (
         "State the final answer to the following arithmetic problem: ",
         " + ",
         " - ",
         " =",
     )
-    """pieces of text that become one token each; the defaults are those of reasoning-gym's chain_sum"""
+    """pieces of text that become one token each; the defaults fit reasoning-gym's chain_sum"""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TinyModelConfig:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
         return self

@@ -12,7 +12,12 @@ from consumer.target_logits import TargetLogits
 
 
 class TokenLogprobs(NamedTuple):
-    """Both float32[N], one value per response token."""
+    """Hold one value per response token, float32[N] each; the entropy is in nats.
+
+    Usage:
+
+        logprobs, entropy = token_logprobs(policy, batch)
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -26,12 +31,15 @@ def token_logprobs(
     bf16: bool = False,
     entropy_gradient: bool = True,
 ) -> TokenLogprobs:
-    """Log-probability of each of the N targets, and the entropy (nats) of what it was drawn from.
+    """Return the log-probability of each target and the entropy of its distribution.
 
-    Without `entropy_gradient` the entropy keeps none of its tensors, each as large as the logits, for a backward pass.
+    `temperature`: the logits are divided by it. Without `entropy_gradient` the backward pass keeps
+    no tensor of the entropy; each of them is as large as the logits.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
-        logits = target_logits(batch.input_ids, batch.position_ids, batch.logit_index, batch.experts)
+        logits = target_logits(
+            batch.input_ids, batch.position_ids, batch.logit_index, batch.experts
+        )
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = distribution.gather(1, batch.targets[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

@@ -1,4 +1,4 @@
-"""A batch on its way through a train step: packed, and with what was computed of it so far."""
+"""A batch on its way through a train step: packed, with the columns that were computed so far."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from consumer.packing import GroupColumns, MicroBatch
 
 @dataclass(slots=True)
 class Update:
-    """The rollouts of one optimizer step, on this rank.
+    """Hold the rollouts of one optimizer step that are on this rank.
 
-    `tokens` and `samples` are what the loss divides by, over all ranks. The other columns are lists of float32[N], one
-    for each micro-batch; empty where they were not computed.
+    `tokens` and `samples` are the divisors of the loss, summed over all ranks. The other columns
+    are lists with one float32[N] for each micro-batch; a list is empty until it is computed.
+
+        for batch, advantages in zip(update.batches, update.advantages, strict=True):
+            loss = loss_of(batch, advantages) / update.tokens
     """
 
     batches: list[MicroBatch]
@@ -33,17 +36,28 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """The groups of a batch that are this rank's, as the optimizer steps that will consume them."""
+    """Hold this rank's groups of a batch, divided into the optimizer steps that consume them.
+
+    Usage:
+
+        batch = learner.pack(groups)
+        batch.set_advantages(advantages)
+        metrics = learner.train(batch)
+    """
 
     groups: Sequence[GroupColumns]
     updates: list[Update]
 
     def set_advantages(self, advantages: NDArray[np.float32]) -> None:
-        """One per rollout, float32[sum k] in the order of groups and rollouts: each token gets its rollout's."""
+        """Give every token the advantage of its rollout.
+
+        `advantages`: float32[sum k], one for each rollout, in the order of groups and rollouts.
+        """
         column = torch.from_numpy(np.asarray(advantages, np.float32))
         for update in self.updates:
-            update.advantages = [_spread(column, batch) for batch in update.batches]
+            update.advantages = [_per_token(column, batch) for batch in update.batches]
 
 
-def _spread(column: Tensor, batch: MicroBatch) -> Tensor:
+def _per_token(column: Tensor, batch: MicroBatch) -> Tensor:
+    """Return float32[N] for one micro-batch from float32[sum k] for the whole batch."""
     return column.to(batch.sample.device)[batch.rollout][batch.sample]

@@ -1,6 +1,7 @@
-"""A train step in one call, or in the steps it consists of (XTuner's `TrainController`).
+"""A train step in one call, or in the steps that it consists of (XTuner's `TrainController`).
 
-    controller.fit(groups)                                    # the same, of usable groups, as
+    controller.fit(groups)    # filters the groups, then does the same as
+
     batch = controller.pack_pad_dispatch(groups)
     batch = controller.compute_old_logprobs(batch)
     batch = controller.compute_ref_logprobs(batch)
@@ -8,8 +9,8 @@
     batch = controller.compute_advantages(batch)
     metrics = controller.train(batch)
 
-A step that the config does not ask for (a reference without a KL term, values without a critic) leaves the batch as it
-is. What is between two of them is yours.
+A step that the config does not need (reference log-probabilities without a KL term, values without
+a critic) leaves the batch as it is. Code of your own can run between two of them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,21 @@ from consumer.learner import Learner
 from consumer.overlong import shaped_scores
 from consumer.train_batch import TrainBatch
 
+CRITIC_PREFIX = "critic/"
+"""Of the names of a critic's tensors in the state."""
+
 
 class TrainController:
-    """Trains a `Learner` on groups; with a critic, advantages are generalized ones, token by token."""
+    """Train a `Learner` on groups, by an advantage estimator or by a critic.
+
+    `advantages`: the estimator that compares the rollouts of a group or batch, or "gae":
+    generalized advantage estimation token by token, which needs a `critic`.
+    `overlong_buffer_tokens`: see `consumer.overlong`. Raises ConfigError where these do not fit
+    together.
+
+        controller = TrainController(Learner(model_dir, LearnerConfig()), "grpo")
+        metrics = controller.fit(batch.groups)
+    """
 
     def __init__(
         self,
@@ -47,120 +60,183 @@ class TrainController:
         batch_filter: BatchFilter | None = None,
     ) -> None:
         if (advantages == "gae") != (critic is not None):
-            raise ConfigError("advantages = gae needs a critic, and only it has one", hint="see [critic] of the config")
+            raise ConfigError(
+                "advantages = gae needs a critic, and no other estimator uses one",
+                hint="see [critic] in configs/README.md",
+            )
         if critic and learner.ranks.size > 1:
-            raise ConfigError("a critic trains on one rank only", hint="an estimator that compares rollouts needs none")
-        self.learner, self.critic = learner, critic
-        self._estimator, self._overlong = advantages, overlong_buffer_tokens
+            raise ConfigError(
+                "a critic trains on one rank only",
+                hint="use one GPU, or an estimator that compares rollouts: it needs no critic",
+            )
+        self.learner = learner
+        self.critic = critic
+        self._estimator = advantages
+        self._overlong_buffer_tokens = overlong_buffer_tokens
         self._filter = batch_filter or BatchFilter(recorded=learner.recorded)
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
-        """of the newest batch: one per rollout; with a critic one per token, before they are scaled"""
+        """of the newest batch: one per rollout; with a critic one per token, before scaling"""
 
     @classmethod
     def of(cls, config: TrainingConfig, learner: Learner, model_dir: Path) -> TrainController:
-        """As [trainer] and [critic] say; a critic starts from the model of that folder."""
-        section, seed, device = config.trainer, config.run.seed, learner.device.type
-        critic = Critic(model_dir, config.critic, device=device, seed=seed) if section.is_gae else None
-        usable = BatchFilter(
-            section.max_sequence_tokens, mask_truncated=section.mask_truncated, recorded=learner.recorded
+        """Create the controller that [trainer] and [critic] describe.
+
+        A critic starts from the model in `model_dir`.
+        """
+        section = config.trainer
+        critic = None
+        if section.is_gae:
+            critic = Critic(
+                model_dir, config.critic, device=learner.device.type, seed=config.run.seed
+            )
+        batch_filter = BatchFilter(
+            section.max_sequence_tokens,
+            mask_truncated=section.mask_truncated,
+            recorded=learner.recorded,
         )
-        overlong = section.overlong_buffer_tokens
-        return cls(learner, section.advantages, overlong_buffer_tokens=overlong, critic=critic, batch_filter=usable)
+        return cls(
+            learner,
+            section.advantages,
+            overlong_buffer_tokens=section.overlong_buffer_tokens,
+            critic=critic,
+            batch_filter=batch_filter,
+        )
 
     def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Train on one batch, without what `BatchFilter` leaves out; metrics as of `Learner.train_step`."""
-        usable = self._filter.apply(groups)
-        return self._fit(usable.groups) | usable.metrics()
+        """Train on one batch, without the groups and rollouts that `BatchFilter` excludes.
 
-    def _fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        if self.critic is None:
-            self.advantages = self.outcome_advantages(groups)
-            return self.learner.train_step(groups, self.advantages)
-        batch = self.pack_pad_dispatch(groups)
-        if self.learner.config.old_policy == "current":
-            batch = self.compute_old_logprobs(batch)
-        batch = self.compute_values(self.compute_ref_logprobs(batch))
-        return self.train(self.compute_advantages(batch))
+        Returns the metrics of `train` and of the filter.
+        """
+        filtered = self._filter.apply(groups)
+        batch = self.pack_pad_dispatch(filtered.groups)
+        batch = self.compute_old_logprobs(batch)
+        batch = self.compute_ref_logprobs(batch)
+        batch = self.compute_values(batch)
+        batch = self.compute_advantages(batch)
+        return self.train(batch) | filtered.metrics()
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
-        """Micro-batches by token budget, cut into optimizer steps. Rollouts that teach nothing are left out."""
+        """Pack this rank's groups into micro-batches, divided into optimizer steps.
+
+        Rollouts without a policy gradient are left out (`Learner.keep`).
+        """
         keep = None if self.critic else self.learner.keep(self.outcome_advantages(groups))
         return self.learner.pack(groups, keep=keep)
 
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Of the present weights; read where `learner.old_policy` is current."""
+        """Compute the log-probabilities under the weights before the batch, where they are read."""
         return self.learner.compute_old_logprobs(batch)
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Compute the log-probabilities under the reference model, where there is a KL term."""
         return self.learner.compute_ref_logprobs(batch)
 
     def compute_values(self, batch: TrainBatch) -> TrainBatch:
-        for update in batch.updates if self.critic else []:
-            assert self.critic
-            update.values = [self.critic.values(part) for part in update.batches]
+        """Compute the critic's values, where there is a critic."""
+        if self.critic:
+            for update in batch.updates:
+                update.values = [self.critic.values(part) for part in update.batches]
         return batch
 
     def compute_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """By the estimator; with values, by GAE, then scaled to mean 0 and deviation 1 over the batch's tokens."""
+        """Compute the advantages by the estimator, or from the values by GAE.
+
+        Those of GAE are scaled to mean 0 and standard deviation 1 over the batch's tokens.
+        """
         groups: Sequence[RolloutGroup] = batch.groups  # type: ignore[assignment]
         if self.critic is None:
             self.advantages = self.outcome_advantages(groups)
             batch.set_advantages(self.advantages)
             return batch
-        scores = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *map(self._scores, groups)]))
         config = self.critic.config
+        scores = np.concatenate([np.zeros(0, np.float32), *map(self._scores, groups)])
+        rewards = torch.from_numpy(scores)
         for update in batch.updates:
             pairs = [
-                packed_gae(scores[part.rollout].to(values), values, part, gamma=config.gamma, lam=config.lam)
+                packed_gae(
+                    rewards[part.rollout].to(values),
+                    values,
+                    part,
+                    gamma=config.gamma,
+                    lam=config.lam,
+                )
                 for part, values in zip(update.batches, update.values, strict=True)
             ]
-            update.advantages, update.returns = [a for a, _ in pairs], [r for _, r in pairs]
+            update.advantages = [advantages for advantages, _ in pairs]
+            update.returns = [returns for _, returns in pairs]
         self.advantages = _standardize(batch)
         return batch
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """The optimizer steps of policy and critic."""
+        """Take the optimizer steps of policy and critic; return the metrics of both."""
         metrics = self.learner.train(batch)
-        if self.critic is None:
+        if self.critic is None or not batch.updates:
             return metrics
-        told = [self.critic.update(u.batches, u.values, u.returns) for u in batch.updates]
-        return metrics | {name: sum(t[name] for t in told) / len(told) for name in (told[0] if told else ())}
+        losses = [
+            self.critic.update(update.batches, update.values, update.returns)
+            for update in batch.updates
+        ]
+        means = {name: sum(loss[name] for loss in losses) / len(losses) for name in losses[0]}
+        return metrics | means
 
     def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
-        """One per rollout of this rank, float32[sum k]. Estimators that look at the whole batch see all ranks'."""
-        said = self.learner.ranks.say([[self._scores(g).tolist(), g.lengths.tolist(), g.sessions] for g in groups])
-        everywhere = [group for rank in said for group in rank]
-        scores = [np.array(group[0], np.float32) for group in everywhere]
-        lengths = [np.array(group[1], np.int32) for group in everywhere]
-        first = sum(len(group[0]) for rank in said[: self.learner.ranks.rank] for group in rank)
+        """Return one advantage for each rollout of this rank, float32[sum k].
+
+        All ranks must call it: estimators that look at the whole batch see the scores of all ranks.
+        """
+        own = [[self._scores(g).tolist(), g.lengths.tolist(), g.sessions] for g in groups]
+        ranks = self.learner.ranks.say(own)
+        everywhere = [group for rank in ranks for group in rank]
         estimator = "grpo" if self._estimator == "gae" else self._estimator
-        sessions = [group[2] for group in everywhere]
-        advantages = session_advantages(estimator, scores, lengths, sessions)
+        advantages = session_advantages(
+            estimator,
+            scores=[np.array(scores, np.float32) for scores, _, _ in everywhere],
+            lengths=[np.array(lengths, np.int32) for _, lengths, _ in everywhere],
+            sessions=[sessions for _, _, sessions in everywhere],
+        )
+        before = ranks[: self.learner.ranks.rank]
+        first = sum(len(scores) for rank in before for scores, _, _ in rank)
         return advantages[first : first + sum(len(group) for group in groups)]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a resume needs, of learner and critic."""
+        """Return everything that a resume of learner and critic needs."""
         critic = self.critic.state_tensors() if self.critic else {}
-        return self.learner.state_tensors() | {f"critic/{name}": tensor for name, tensor in critic.items()}
+        named = {f"{CRITIC_PREFIX}{name}": tensor for name, tensor in critic.items()}
+        return self.learner.state_tensors() | named
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        prefix = "critic/"
+        """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
         if self.critic:
-            own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-            self.critic.load_state_tensors(own)
-        # last: it is the one whose random state counts
-        self.learner.load_state_tensors({name: t for name, t in state.items() if not name.startswith(prefix)})
+            self.critic.load_state_tensors(
+                {
+                    name.removeprefix(CRITIC_PREFIX): tensor
+                    for name, tensor in state.items()
+                    if name.startswith(CRITIC_PREFIX)
+                }
+            )
+        # last: both set the generators of random numbers, and those of the learner count
+        self.learner.load_state_tensors(
+            {name: tensor for name, tensor in state.items() if not name.startswith(CRITIC_PREFIX)}
+        )
 
     def _scores(self, group: RolloutGroup) -> NDArray[np.float32]:
-        return shaped_scores(group, self._overlong)
+        return shaped_scores(group, self._overlong_buffer_tokens)
 
 
 def _standardize(batch: TrainBatch) -> NDArray[np.float32]:
-    """Scale to mean 0 and deviation 1 over all trained tokens of the batch; what they were before."""
-    parts = [(a, b.mask > 0) for u in batch.updates for a, b in zip(u.advantages, u.batches, strict=True)]
-    column = torch.cat([advantages[trained] for advantages, trained in parts]) if parts else torch.zeros(0)
+    """Scale the advantages to mean 0 and standard deviation 1 over the trained tokens of the batch.
+
+    Returns the advantages of these tokens before scaling.
+    """
+    trained = [
+        advantages[part.mask > 0]
+        for update in batch.updates
+        for advantages, part in zip(update.advantages, update.batches, strict=True)
+    ]
+    column = torch.cat(trained) if trained else torch.zeros(0)
     if len(column) > 1:
-        mean, std = column.mean(), column.std()
+        mean = column.mean()
+        std = column.std()
         for update in batch.updates:
-            update.advantages = [(advantages - mean) / (std + 1e-8) for advantages in update.advantages]
+            update.advantages = [(values - mean) / (std + 1e-8) for values in update.advantages]
     return column.cpu().numpy()

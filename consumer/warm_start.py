@@ -1,13 +1,13 @@
 """Warm start: a short supervised phase that teaches a random model part of a task, before GRPO.
 
-The demonstrations are correct answers. The model is **stopped early**: as soon as its greedy accuracy on
-problems held back from the training ones reaches `stop_accuracy`. What reinforcement learning starts from is
-thus an under-trained model, right sometimes and wrong often, that has learned from clean data and was not
-spoilt on purpose. Choose problems that cover every kind of answer (for sums: as many negative as other ones):
-what a model never samples, GRPO cannot reinforce.
+The demonstrations are correct answers. Training stops early: as soon as the greedy accuracy on
+held-out problems reaches `stop_accuracy`. Reinforcement learning thus starts from an under-trained
+model, sometimes right and often wrong, that has learned from correct data only. Choose problems
+that cover every kind of answer (for sums: as many negative as positive ones): GRPO cannot reinforce
+what a model never samples.
 
-Invariant: `out_dir` is a complete model folder or does not exist; the same inputs and seed give the same
-weights (on one machine with one thread count).
+Invariant: `out_dir` is a complete model folder or does not exist; the same inputs and seed give the
+same weights (on one machine with one thread count).
 """
 
 from __future__ import annotations
@@ -29,17 +29,29 @@ from consumer.model_folder import load_model, load_tokenizer, save_model
 from consumer.warm_start_config import WarmStartConfig
 
 IGNORED = -100
+"""The label of positions without a loss, as `cross_entropy` knows it by default."""
 
 
 class Problem(NamedTuple):
-    """A prompt (chat messages) and the answer that is demonstrated."""
+    """A prompt (chat messages) and the answer to demonstrate.
+
+    Usage:
+
+        Problem([{"role": "user", "content": "2 + 3 ="}], "5")
+    """
 
     messages: list[dict[str, str]]
     answer: str
 
 
 class WarmStartProgress(NamedTuple):
-    """What the caller's progress display is told. `accuracy` is the newest measured, 0.0 before the first."""
+    """The arguments of a progress callback; `accuracy` is the newest measured, at first 0.0.
+
+    Usage:
+
+        def show(progress: WarmStartProgress) -> None:
+            print(progress.step, progress.loss)
+    """
 
     step: int
     max_steps: int
@@ -51,15 +63,18 @@ ProgressCallback = Callable[[WarmStartProgress], None]
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """Problems of a JSONL file: `{"messages": [{"role", "content"}, ...], "ground_truth": "..."}` per line.
+    """Return the problems of a JSONL file.
 
-    Other keys are ignored. Raises DatasetError with the line's number.
+    One object per line: `{"messages": [{"role", "content"}, ...], "ground_truth": "..."}`; other
+    keys are ignored. Raises DatasetError with the number of the line.
     """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DatasetError(f"{path}: cannot read the problems: {error.strerror}") from error
-    return [_problem(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [
+        _parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
 
 
 def warm_start(
@@ -69,21 +84,23 @@ def warm_start(
     config: WarmStartConfig,
     progress: ProgressCallback | None = None,
 ) -> WarmStartProgress:
-    """Train the model of `model_dir` on the problems; write it and its tokenizer to the new folder `out_dir`.
+    """Train the model of `model_dir` on the problems, and write it with its tokenizer to `out_dir`.
 
-    Returns the last progress. Raises DatasetError where there are too few problems, ModelError where a folder
-    is unusable.
+    Returns the last progress. Raises DatasetError where there are too few problems, ModelError
+    where `model_dir` is not a model or `out_dir` exists.
     """
     tokenizer = load_tokenizer(model_dir)
     model = load_model(model_dir).train()
     examples = [_encode(tokenizer, problem) for problem in problems]
-    held_back = config.development_problems
-    if len(examples) < held_back + config.batch_size:
+    held_out = config.development_problems
+    least = held_out + config.batch_size
+    if len(examples) < least:
         raise DatasetError(
             f"the warm start has {len(examples)} problems",
-            hint=f"it needs at least development_problems + batch_size = {held_back + config.batch_size}",
+            hint=f"it needs at least development_problems + batch_size = {least}",
         )
-    last = _train(model, examples[:-held_back], _pad(examples[-held_back:]), config, progress or _ignore)
+    development = _pad(examples[-held_out:])
+    last = _train(model, examples[:-held_out], development, config, progress or _ignore)
     with new_folder(out_dir) as folder:
         save_model(model, folder)
         tokenizer.save_pretrained(folder)
@@ -102,15 +119,22 @@ def _train(
     config: WarmStartConfig,
     progress: ProgressCallback,
 ) -> WarmStartProgress:
-    draw = np.random.default_rng(config.seed)
-    # beta2 0.98: with some hundred steps the second moment has to follow quickly.
+    random = np.random.default_rng(config.seed)
     optimizer = torch.optim.AdamW(
-        model.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        model.parameters(),
+        config.learning_rate,
+        # beta2 0.98: in some hundred steps the second moment has to adapt quickly
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        fused=True,
     )
-    accuracy = loss = 0.0
+    accuracy = 0.0
+    loss = 0.0
     for step in range(1, config.max_steps + 1):
-        batch = [examples[i] for i in draw.choice(len(examples), config.batch_size, replace=False)]
-        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / config.warmup_steps)
+        chosen = random.choice(len(examples), config.batch_size, replace=False)
+        batch = [examples[index] for index in chosen]
+        warmup = min(1.0, step / config.warmup_steps)
+        optimizer.param_groups[0]["lr"] = config.learning_rate * warmup
         loss = _step(model, optimizer, *_pad(batch))
         if step % config.check_every_steps == 0:
             accuracy = _accuracy(model, *development)
@@ -120,7 +144,9 @@ def _train(
     return WarmStartProgress(step, config.max_steps, loss, accuracy)
 
 
-def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor) -> float:
+def _step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor
+) -> float:
     logits = model(input_ids=inputs, use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
@@ -132,8 +158,8 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, inputs: Tens
 
 @torch.no_grad()
 def _accuracy(model: PreTrainedModel, inputs: Tensor, labels: Tensor) -> float:
-    # A greedy answer is right exactly where every token of it is the argmax given the right tokens before it,
-    # so one forward pass measures it and nothing has to be generated.
+    # A greedy answer is right exactly where each of its tokens is the argmax given the right tokens
+    # before it: one forward pass measures it, and nothing has to be generated.
     guesses = model(input_ids=inputs, use_cache=False).logits.argmax(-1)
     right = ((guesses == labels) | (labels == IGNORED)).all(-1)
     return float(right.float().mean())
@@ -148,8 +174,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> _Example:
 
 
 def _pad(examples: Sequence[_Example]) -> tuple[Tensor, Tensor]:
-    """(inputs, labels), int64[B, W], padded on the right; column t of labels holds the token of t + 1."""
-    width = max(len(e.prompt) + len(e.answer) for e in examples)
+    """Return (inputs, labels), int64[B, W] each, padded on the right.
+
+    Column t of the labels holds the token of position t + 1.
+    """
+    width = max(len(example.prompt) + len(example.answer) for example in examples)
     inputs = np.zeros((len(examples), width), np.int64)
     labels = np.full((len(examples), width), IGNORED, np.int64)
     for row, (prompt, answer) in enumerate(examples):
@@ -158,16 +187,17 @@ def _pad(examples: Sequence[_Example]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
-def _problem(line: bytes, where: str) -> Problem:
+def _parse(line: bytes, where: str) -> Problem:
     try:
         record = orjson.loads(line)
         return Problem(record["messages"], str(record["ground_truth"]))
     except orjson.JSONDecodeError as error:
-        raise DatasetError(f"{where}: not JSON: {error}") from error
+        raise DatasetError(f"{where}: not valid JSON: {error}") from error
     except (KeyError, TypeError) as error:
-        hint = "it needs messages and ground_truth"
-        raise DatasetError(f"{where}: not a problem: {error!r}", hint=hint) from error
+        raise DatasetError(
+            f"{where}: not a problem: {error!r}", hint="a line needs messages and ground_truth"
+        ) from error
 
 
 def _ignore(_: WarmStartProgress) -> None:
-    """The progress of a caller that does not want any."""
+    """Do nothing: the callback of a caller that passes none."""

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.learning.sampler import Sampler
-from buffer import Mode, PolicyVersion, Pulse, Run, Store, WorkerState, group_id, new_nonce, wire
+from buffer import ControlState, Mode, PolicyVersion, Pulse, Run, Store, WorkerState, group_id, new_nonce, wire
 from buffer.open_run import wait_for_run
+from producer_workers.produce_context import contexts
 
 TASK = "sums"
 AT_ONCE = 8
@@ -47,7 +48,7 @@ class Fleet:
             self._sampler.load(Path(state.weights_path))
             self._loaded = state.weights
         # what these weights can still serve: steps up to M + threshold
-        self._produce((state.weights.version + self._run.limits.stale_threshold) * self._batch)
+        self._produce(state, (state.weights.version + self._run.limits.stale_threshold) * self._batch)
         jobs = self._run.jobs.claim("w0", self._nonce, new_nonce(), state.weights, AT_ONCE).jobs
         if jobs:
             groups = self._sampler.answer([self._run.buffer.read(job.payload) for job in jobs], state.weights)
@@ -69,9 +70,10 @@ class Fleet:
             self._run.janitor.sweep()
             self._swept = time.monotonic()
 
-    def _produce(self, target: int) -> None:
+    def _produce(self, state: ControlState, target: int) -> None:
         jobs, cursor = self._run.jobs, self._run.jobs.cursor(TASK)
-        room = min(AT_ONCE, jobs.room(TASK, target), self._run.limits.steps * self._batch - cursor)
+        context = contexts(self._run.limits, state, self._run.read_progress([TASK]))[TASK]
+        room = min(AT_ONCE, context.room(target), self._run.limits.steps * self._batch - cursor)
         if room > 0:
             gids = [group_id(TASK, cursor + place) for place in range(room)]
             self._run.payloads.write_prompts({gid: wire.encode(self._sampler.prompt(gid)) for gid in gids})

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 
 from buffer.errors import ConfigError
 from buffer.store import Store
@@ -21,19 +20,14 @@ _BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0
 _WAITS = frozenset({"bell"})
 """Calls that last as long as nothing happens: their time says nothing of the server."""
 
-Readings = Mapping[str, tuple[str, Callable[[], float]]]
-"""name -> (what it is, how it is read)"""
 
-
-def serve_process(process: str, store: Store, address: str, readings: Readings | None = None) -> MetricsEndpoint:
+def serve_process(process: str, store: Store, address: str) -> MetricsEndpoint:
     """Answer /metrics at `HOST:PORT` until the process ends. ConfigError where that cannot be."""
     host, port = parse_address(address)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     Info("rolloutmq_process", "Which process this is.", registry=registry).info({"process": process})
     _watch_calls(store, registry)
-    for name, (text, read) in (readings or {}).items():
-        Gauge(f"rolloutmq_process_{name}", text, registry=registry).set_function(read)
     return MetricsEndpoint(registry, host=host, port=port, token=os.environ.get(TOKEN, ""))
 
 

@@ -1,1 +1,1 @@
-"""Trainers that are not ours, on a run of ours. Each is one file, and `[trainer] loop` of a config names it."""
+"""Trainers other than the reference trainer: one file each, named by `[trainer] loop`."""

@@ -1,10 +1,10 @@
-"""Several ranks with FSDP2: every rank reads its share of a batch, holds its shard of the weights, writes its part.
+"""Several ranks with FSDP2: each has its share of a batch and its shard of the weights.
 
-rolloutmq server, rolloutmq producer and rolloutmq worker of the config run already; then
+Start `rolloutmq server`, `rolloutmq producer` and `rolloutmq worker` with the config, then
 torchrun --nproc-per-node 2 --max-restarts 3 -m consumer.examples.fsdp_loop configs/my_run.toml
 
-When a rank dies, torchrun ends the others and starts all again; so does the same command later. They go on from the
-newest checkpoint that is whole, and what came after it is delivered again.
+When a rank dies, torchrun stops the others and restarts all of them; the same command later does
+so, too. They continue from the newest complete checkpoint, and what follows it is delivered again.
 """
 
 from __future__ import annotations
@@ -36,64 +36,88 @@ from consumer.train_controller import TrainController
 
 
 class FsdpLoop:
-    """One rank; all ranks call the same methods."""
+    """Train on one rank; all ranks call the same methods in the same order.
+
+    Usage:
+
+        loop = FsdpLoop(load_config(TrainingConfig, Path("configs/my_run.toml"), []))
+        loop.open()
+        loop.train()
+    """
 
     def __init__(self, config: TrainingConfig) -> None:
-        self.config, folder = config, config.run.folder
+        self.config = config
+        folder = config.run.folder
         self.model_dir = config.policy.model or folder / "model"
         store = open_store(config, server_url(config), name="rolloutmq-trainer", patient=True)
         self.run = make_run(store, config, self.model_dir, regenerate=False)
         self.consumer = ShardedConsumer(self.run)
-        self.leader, self.ranks = self.consumer.leader, self.consumer.ranks
-        self.checkpoints, self.weights = CheckpointFolder(folder / "checkpoints"), FolderSender(folder / "weights")
-        self.log, self.state = StepWriter(folder), f"optimizer-{self.ranks.rank:05d}.safetensors"
+        self.leader = self.consumer.leader
+        self.ranks = self.consumer.ranks
+        self.checkpoints = CheckpointFolder(folder / "checkpoints")
+        self.weights = FolderSender(folder / "weights")
+        self.log = StepWriter(folder)
+        self.state_file = f"optimizer-{self.ranks.rank:05d}.safetensors"
 
     def open(self) -> None:
-        """From the newest checkpoint that is whole."""
+        """Continue from the newest complete checkpoint."""
         steps = self.checkpoints.steps()
         self.position = self.checkpoints.read(steps[-1]) if steps else Position()
         self.consumer.open(position=self.position, take_over=True)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        seed = self.config.run.seed
-        config, media = self.config.learner, self.run.media
-        learner = Learner(self.model_dir, config, device=device, seed=seed, ranks=self.ranks, media=media)
+        learner = Learner(
+            self.model_dir,
+            self.config.learner,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            seed=self.config.run.seed,
+            ranks=self.ranks,
+            media=self.run.media,
+        )
         self.controller = TrainController.of(self.config, learner, self.model_dir)
         if steps:
-            self.controller.load_state_tensors(load_file(self.checkpoints.path(steps[-1]) / self.state))
-            self.consumer.commit(steps[-1], keep=steps[0])  # it may have died just before
+            state = load_file(self.checkpoints.path(steps[-1]) / self.state_file)
+            self.controller.load_state_tensors(state)
+            # the last trainer may have died between its checkpoint and the commit
+            self.consumer.commit(steps[-1], keep=steps[0])
 
     def train(self) -> None:
+        """Train to the last step of the plan."""
         self.publish(self.position.step)
-        last, every = self.config.plan.steps, self.config.trainer.checkpoint_every_steps
+        last = self.config.plan.steps
+        every = self.config.trainer.checkpoint_every_steps
         interval = self.config.policy.sync_weights_interval
-        counts = self.run.limits.mix().shares
-        for batch in BatchDataset(self.consumer, counts, first=self.position.step + 1, last=last):
+        shares = self.run.limits.mix().shares
+        batches = BatchDataset(self.consumer, shares, first=self.position.step + 1, last=last)
+        for batch in batches:
             metrics = self.controller.fit(batch.groups)
             self.position.add(batch.manifest)
             if self.leader:
-                self.log.add_step(batch.step, self.leader.lineage, batch.manifest.gids, metrics)
-            if batch.step % every == 0 or batch.step == last:
+                gids = batch.manifest.gids
+                self.log.add_step(batch.step, self.leader.lineage, gids, metrics)
+            is_last = batch.step == last
+            if batch.step % every == 0 or is_last:
                 self.checkpoint(batch.step)
             is_too_old = batch.status is ProduceBatchStatus.EXPIRED_BATCH
-            if batch.step % interval == 0 or batch.step == last or is_too_old:
+            if batch.step % interval == 0 or is_last or is_too_old:
                 self.publish(batch.step)
         if self.leader:
             self.leader.finish()
         self.consumer.close()
 
     def checkpoint(self, step: int) -> None:
-        """Every rank writes its part; then it becomes visible; then it is committed."""
+        """Write every rank's part, make the checkpoint visible, then commit it."""
 
         def save(folder: Path) -> None:
             self.save(folder)
-            save_file(self.controller.state_tensors(), folder / self.state)
+            save_file(self.controller.state_tensors(), folder / self.state_file)
 
         self.position.forget(self.checkpoints.oldest_with(step, 2))
-        write_together(self.ranks, save, lambda save_all: self.checkpoints.write(self.position, save_all))
+        write_together(
+            self.ranks, save, lambda save_all: self.checkpoints.write(self.position, save_all)
+        )
         self.consumer.commit(step, keep=self.checkpoints.prune(2) if self.leader else 0)
 
     def publish(self, step: int) -> None:
-        """Every rank writes its part; rank 0 publishes the whole."""
+        """Write the weights of all ranks, and publish them from rank 0."""
 
         def publish_all(save_all: Save) -> None:
             assert self.leader
@@ -102,6 +126,7 @@ class FsdpLoop:
         write_together(self.ranks, self.save, publish_all)
 
     def save(self, folder: Path) -> None:
+        """Write this rank's part of the model, on the leader with the tokenizer."""
         self.controller.learner.save_weights(folder, to_publish=True)
         if self.leader:
             copy_tokenizer(self.model_dir, folder)

@@ -1,8 +1,9 @@
-"""GRPO in a plain torch loop: everything a trainer has to do to lose nothing, in seventy lines.
+"""GRPO in a plain torch loop: everything that a trainer must do to lose nothing, in one file.
 
-rolloutmq run configs/demo.toml --set run.name=plain --set trainer.loop=consumer.examples.plain_loop:train
+rolloutmq run configs/demo.toml --set run.name=plain --set
+trainer.loop=consumer.examples.plain_loop:train
 
-In place of this file, put one of yours: `loop = "my_module:my_function"`.
+For a trainer of your own, name it in the config: `loop = "my_module:my_function"`.
 """
 
 from __future__ import annotations
@@ -29,28 +30,43 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.step_log import StepWriter
 
 Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
-"""What to minimize of a batch, and what to log of it."""
+"""Return the loss of a batch, and the metrics to log."""
 
 
 def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
-    """From the newest checkpoint to the last step of the plan. It may be killed at any line."""
+    """Train from the newest checkpoint to the last step. The process may be killed at any line."""
     fit(run, config, model_dir, load_model(model_dir), batch_loss, take_over)
 
 
-def fit(run: Run, config: TrainingConfig, model_dir: Path, model: Any, batch_loss: Loss, take_over: bool) -> None:
-    """The same for any model and loss."""
-    folder, last = config.run.folder, config.plan.steps
-    checkpoints, weights = CheckpointFolder(folder / "checkpoints"), FolderSender(folder / "weights")
-    log, consumer = StepWriter(folder), RolloutConsumer(run)
-    position = checkpoints.read(checkpoints.steps()[-1]) if checkpoints.steps() else Position()
-    consumer.open(position=position, take_over=take_over)  # fences a trainer that came before; a new lineage begins
+def fit(
+    run: Run,
+    config: TrainingConfig,
+    model_dir: Path,
+    model: Any,
+    batch_loss: Loss,
+    take_over: bool,
+) -> None:
+    """Train any model with any loss, from the newest checkpoint to the last step."""
+    folder = config.run.folder
+    last = config.plan.steps
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    weights = FolderSender(folder / "weights")
+    log = StepWriter(folder)
+    consumer = RolloutConsumer(run)
+    steps = checkpoints.steps()
+    position = checkpoints.read(steps[-1]) if steps else Position()
+    # fences an earlier trainer; a new lineage of weights begins
+    consumer.open(position=position, take_over=take_over)
 
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate)
-    parameters, device = dict(model.named_parameters()), torch.device("cpu")
+    parameters = dict(model.named_parameters())
+    device = torch.device("cpu")
     if position.step:
-        restore(load_file(checkpoints.path(position.step) / "state.safetensors"), parameters, optimizer, device)
-        consumer.commit(position.step, keep=checkpoints.steps()[0])  # it may have died just before
+        state = load_file(checkpoints.path(position.step) / "state.safetensors")
+        restore(state, parameters, optimizer, device)
+        # the last trainer may have died between its checkpoint and the commit
+        consumer.commit(position.step, keep=steps[0])
 
     def save(folder: Path) -> None:
         save_model(model, folder)
@@ -58,43 +74,60 @@ def fit(run: Run, config: TrainingConfig, model_dir: Path, model: Any, batch_los
 
     def save_checkpoint(folder: Path) -> None:
         save(folder)
-        save_file(capture(parameters, optimizer, position.step, device), folder / "state.safetensors")
+        state = capture(parameters, optimizer, position.step, device)
+        save_file(state, folder / "state.safetensors")
 
-    # those of this lineage: what the dead trainer published later is not in the checkpoint
+    # in the new lineage: weights that an earlier trainer published later are not in the checkpoint
     publish(consumer, weights, position.step, save, pause=config.policy.pause_mode)
-    for batch in BatchDataset(consumer, run.limits.mix().shares, first=position.step + 1, last=last):
+    shares = run.limits.mix().shares
+    for batch in BatchDataset(consumer, shares, first=position.step + 1, last=last):
         loss, metrics = batch_loss(model, batch)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        position.add(batch.manifest)  # AccountError if one of its groups was trained before
-        log.add_step(batch.step, consumer.lineage, batch.manifest.gids, {"loss": loss.item(), **metrics})
+        # raises AccountError where one of its groups was already trained
+        position.add(batch.manifest)
+        metrics["loss"] = loss.item()
+        log.add_step(batch.step, consumer.lineage, batch.manifest.gids, metrics)
         if batch.step % config.trainer.checkpoint_every_steps == 0 or batch.step == last:
             position.forget(checkpoints.oldest_with(batch.step, 2))
-            checkpoints.write(position, save_checkpoint)  # whole or not there; only then:
+            # atomic, and before the commit, which frees the batches
+            checkpoints.write(position, save_checkpoint)
             consumer.commit(batch.step, keep=checkpoints.prune(2))
         publish(consumer, weights, batch.step, save, pause=config.policy.pause_mode)
-    for name in (name for name, task in config.tasks.items() if task.eval_of):
-        log.add_evaluation(last, name, Evaluator().evaluate(consumer.evaluate(name, config.evaluation_size(name))))
+    for name, task in config.tasks.items():
+        if task.eval_of:
+            groups = consumer.evaluate(name, config.evaluation_size(name))
+            log.add_evaluation(last, name, Evaluator().evaluate(groups))
     consumer.finish()
     consumer.close()
 
 
 def batch_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the GRPO loss of a batch of text, and its metrics."""
     rows = padded_tensors(batch)
-    logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, :-1]
+    output = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])
+    # logits of a position predict the next token
+    logits = output.logits[:, :-1]
     logprobs = torch.log_softmax(logits, -1).gather(2, rows["input_ids"][:, 1:, None]).squeeze(2)
     return grpo_loss(logprobs, rows), {"rewards/mean": float(rows["scores"].mean())}
 
 
 def grpo_loss(logprobs: torch.Tensor, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The clipped loss of float32[S, L - 1] against the rollout's own logprobs, mean over tokens."""
-    scores, group = rows["scores"], rows["group"]
+    """Return the clipped loss against the rollouts' own logprobs, the mean over trained tokens.
+
+    `logprobs`: float32[S, L - 1], of every token but the first of each row.
+    """
+    scores = rows["scores"]
+    group = rows["group"]
     size = torch.bincount(group).float()
     mean = torch.zeros(len(size)).index_add(0, group, scores) / size
-    std = (torch.zeros(len(size)).index_add(0, group, (scores - mean[group]).square()) / (size - 1).clamp(min=1)).sqrt()
+    squares = torch.zeros(len(size)).index_add(0, group, (scores - mean[group]).square())
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
     advantage = ((scores - mean[group]) / (std[group] + 1e-6))[:, None]
-    ratio, mask = (logprobs - rows["logprobs"][:, 1:]).exp(), rows["loss_mask"][:, 1:]
+    ratio = (logprobs - rows["logprobs"][:, 1:]).exp()
+    mask = rows["loss_mask"][:, 1:]
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-    return -(gain * mask).sum() / mask.sum().clamp(min=1)  # a batch may have nothing to train
+    # clamp: a batch may have no trained token
+    return -(gain * mask).sum() / mask.sum().clamp(min=1)

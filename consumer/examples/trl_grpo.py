@@ -1,10 +1,12 @@
-"""TRL's `GRPOTrainer` on a run: its optimizer, losses and logging; our rollouts, through its `rollout_func` hook.
+"""TRL's `GRPOTrainer` on a run: its optimizer, losses and logging, with the workers' rollouts.
 
-rolloutmq run configs/demo.toml --set run.name=trl --set trainer.loop=consumer.examples.trl_grpo:train
+rolloutmq run configs/demo.toml --set run.name=trl --set
+trainer.loop=consumer.examples.trl_grpo:train
 
-TRL asks for a generation once per optimizer step. We take the batch of that step, which workers made; what TRL hands us
-as prompts is only counted. A checkpoint of TRL's holds our position, and only then is the step committed; after a
-crash the same command goes on from there, and the steps behind it are delivered again.
+TRL requests a generation once per optimizer step, through its hook `rollout_func`. The hook takes
+the batch of that step, and only counts the prompts that TRL passes. A checkpoint of TRL's also
+contains the position of the run, and only then is the step committed; after a crash the same
+command continues from there, and later steps are delivered again.
 """
 
 from __future__ import annotations
@@ -29,33 +31,47 @@ from consumer.rollout_consumer import RolloutConsumer
 from consumer.step_log import StepWriter
 
 POSITION = "rolloutmq.json"
-"""In TRL's own checkpoint folders; one without it is not whole."""
+"""Name of the position's file in TRL's checkpoint folders; a folder without it is incomplete."""
 
 
 class QueueRollouts(TrainerCallback):  # type: ignore[misc]
-    """What stands between TRL and a run: the hook that takes, and the callbacks that commit and publish."""
+    """Connect TRL to a run: a hook that takes batches, and callbacks that commit and publish.
+
+    Usage:
+
+        queue = QueueRollouts(run, config, position)
+        GRPOTrainer(..., rollout_func=queue.rollouts, callbacks=[queue])
+    """
 
     def __init__(self, run: Run, config: TrainingConfig, position: Position) -> None:
-        self.consumer, self.position = RolloutConsumer(run), position
-        self._run, self._config = run, config
-        self._weights, self._log = FolderSender(config.run.folder / "weights"), StepWriter(config.run.folder)
+        self.consumer = RolloutConsumer(run)
+        self.position = position
+        self._run = run
+        self._config = config
+        self._weights = FolderSender(config.run.folder / "weights")
+        self._log = StepWriter(config.run.folder)
 
     def rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's `rollout_func`: one column entry per rollout, groups of `num_generations` in a row."""
+        """Return the next batch as TRL's `rollout_func` does.
+
+        One entry per rollout in each column, with the `num_generations` of a group in a row.
+        """
         step = self.position.step + 1
         batch = self.consumer.take_batch(step, self._run.limits.mix().shares(step))
         states = [state for group in batch.groups for state in group.states]
         if len(states) != len(prompts):
             raise ConfigError(
-                f"step {step} has {len(states)} rollouts, and TRL asks for {len(prompts)}",
-                hint="per_device_train_batch_size * gradient_accumulation_steps must be those of the run's batch",
+                f"step {step} has {len(states)} rollouts, and TRL requests {len(prompts)}",
+                hint="per_device_train_batch_size * gradient_accumulation_steps must equal "
+                "the rollouts of a batch of the run",
             )
         self.position.add(batch.manifest)
         scores = np.concatenate([group.scores for group in batch.groups])
         metrics = {"rewards/mean": float(scores.mean())}
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
+        prompt_ids = [group.prompt_ids.tolist() for group in batch.groups for _ in group.states]
         return {
-            "prompt_ids": [group.prompt_ids.tolist() for group in batch.groups for _ in group.states],
+            "prompt_ids": prompt_ids,
             "completion_ids": [state.response_ids.tolist() for state in states],
             "logprobs": [state.logprobs.tolist() for state in states],
             "env_mask": [mask.tolist() for group in batch.groups for mask in _masks(group)],
@@ -63,18 +79,20 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish the weights of this lineage before the first step."""
         self._publish(kwargs["model"], kwargs["processing_class"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publish the weights after an optimizer step."""
         self._publish(kwargs["model"], kwargs["processing_class"])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """TRL's checkpoint is there: put the position into it, then commit (I6)."""
+        """Add the position to a checkpoint that TRL has written, then commit it (I6)."""
         folder = Path(args.output_dir)
         file = folder / f"checkpoint-{state.global_step}" / POSITION
         file.with_suffix(".tmp").write_text(self.position.model_dump_json(), encoding="utf-8")
         file.with_suffix(".tmp").replace(file)
-        self.consumer.commit(self.position.step, keep=whole_checkpoints(folder)[0])
+        self.consumer.commit(self.position.step, keep=complete_checkpoints(folder)[0])
 
     def _publish(self, model: Any, tokenizer: Any) -> None:
         def save(folder: Path) -> None:
@@ -86,31 +104,59 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
 
 
 def judged(prompts: Any, completions: Any, score: list[float], **_: Any) -> list[float]:
-    """TRL's reward function: the run's judges have said it already."""
+    """Return the scores of the run's judges, as TRL's reward function."""
     return score
 
 
-def whole_checkpoints(folder: Path) -> list[int]:
-    """Steps of TRL's checkpoints that hold a position, oldest first."""
-    return sorted(int(file.parent.name.rpartition("-")[2]) for file in folder.glob(f"checkpoint-*/{POSITION}"))
+def complete_checkpoints(folder: Path) -> list[int]:
+    """Return the steps of TRL's checkpoints that contain a position, oldest first."""
+    files = folder.glob(f"checkpoint-*/{POSITION}")
+    return sorted(int(file.parent.name.rpartition("-")[2]) for file in files)
 
 
 def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool = False) -> None:
-    """From TRL's newest checkpoint to the last step of the plan."""
+    """Train from TRL's newest checkpoint to the last step of the plan."""
     folder = config.run.folder / "trl"
-    steps = whole_checkpoints(folder)
+    steps = complete_checkpoints(folder)
     newest = folder / f"checkpoint-{steps[-1]}" if steps else None
-    position = Position.model_validate_json((newest / POSITION).read_bytes()) if newest else Position()
+    position = Position()
+    if newest:
+        position = Position.model_validate_json((newest / POSITION).read_bytes())
     queue = QueueRollouts(run, config, position)
     queue.consumer.open(position=position, take_over=take_over)
-    if newest:  # it may have died between its checkpoint and the commit
+    if newest:
+        # the last trainer may have died between its checkpoint and the commit
         queue.consumer.commit(position.step, keep=steps[0])
-    groups = {task.prompt_repeat_k for task in config.tasks.values() if task.eval_of is None}
-    if len(groups) > 1:
-        raise ConfigError(f"TRL knows one num_generations, and the tasks have {sorted(groups)}", hint="prompt_repeat_k")
-    (group_size,) = groups
+    group_size = _group_size(config)
     rollouts = config.plan.batch_size * group_size
-    arguments = GRPOConfig(
+    arguments = _arguments(config, folder, rollouts, group_size)
+    trainer = GRPOTrainer(
+        model=load_model(model_dir),
+        processing_class=load_tokenizer(model_dir),
+        reward_funcs=judged,
+        args=arguments,
+        # only counted: the producer decides which prompts are drawn
+        train_dataset=Dataset.from_dict({"prompt": ["from the queue"] * rollouts}),
+        rollout_func=queue.rollouts,
+        callbacks=[queue],
+    )
+    trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    queue.consumer.finish()
+    queue.consumer.close()
+
+
+def _group_size(config: TrainingConfig) -> int:
+    sizes = {task.prompt_repeat_k for task in config.tasks.values() if task.eval_of is None}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"TRL has one num_generations for all tasks, and prompt_repeat_k is {sorted(sizes)}",
+            hint="set the same prompt_repeat_k for all tasks",
+        )
+    return sizes.pop()
+
+
+def _arguments(config: TrainingConfig, folder: Path, rollouts: int, group_size: int) -> GRPOConfig:
+    return GRPOConfig(
         output_dir=str(folder),
         max_steps=config.plan.steps,
         per_device_train_batch_size=rollouts,
@@ -127,22 +173,8 @@ def train(run: Run, config: TrainingConfig, model_dir: Path, *, take_over: bool 
         disable_tqdm=True,
         seed=config.run.seed,
     )
-    trainer = GRPOTrainer(
-        model=load_model(model_dir),
-        processing_class=load_tokenizer(model_dir),
-        reward_funcs=judged,
-        args=arguments,
-        # only counted: which prompts are drawn is the producer's business
-        train_dataset=Dataset.from_dict({"prompt": ["from the queue"] * rollouts}),
-        rollout_func=queue.rollouts,
-        callbacks=[queue],
-    )
-    trainer.train(resume_from_checkpoint=str(newest) if newest else None)
-    queue.consumer.finish()
-    queue.consumer.close()
 
 
 def _masks(group: RolloutGroup) -> list[NDArray[np.uint8]]:
-    """uint8[R] of each rollout: 0 where a token is not the model's, or too old."""
-    ends = group.lengths.cumsum()
-    return [group.mask[end - length : end] for end, length in zip(ends, group.lengths, strict=True)]
+    """Return the mask of each rollout, uint8[R]: 0 for tokens of tools and for too old ones."""
+    return np.split(group.mask, group.lengths.cumsum()[:-1])

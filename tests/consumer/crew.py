@@ -28,6 +28,7 @@ from buffer import (
     split_group_id,
     wire,
 )
+from producer_workers.produce_context import contexts
 
 PROMPT = 6
 MEMBERS = 4
@@ -115,7 +116,9 @@ class Crew:
 
     def produce(self, task: str) -> None:
         jobs, target = self._run.jobs, self._targets.get(task)
-        if (room := min(64, jobs.room(task, target))) <= 0:
+        context = contexts(self._run.limits, self._run.control.state(), self._run.read_progress([task]))[task]
+        room = min(64, context.room(target))
+        if room <= 0:
             return
         cursor = jobs.cursor(task)
         self._run.payloads.write_prompts({g: prompt(g) for g in (group_id(task, cursor + i) for i in range(room))})

@@ -39,6 +39,7 @@ from consumer.learner import Learner
 from consumer.rollout_consumer import Batch
 from consumer.trainer import OPTIMIZER, Trainer
 from tests.consumer.crew import Crew
+from tests.unit.tiny import train_step
 
 STEPS, GROUPS = 6, 3
 LINES = 1500
@@ -194,7 +195,7 @@ class Lives:
         for step in log.steps:
             groups = [wire.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
             scores, lengths = [group.scores for group in groups], [group.lengths for group in groups]
-            learner.train_step(groups, estimate_advantages("grpo", scores, lengths))
+            train_step(learner, groups, estimate_advantages("grpo", scores, lengths))
         last, wanted = load_file(self.checkpoints.path(STEPS) / OPTIMIZER), learner.state_tensors()
         assert last.keys() == wanted.keys()
         weights = [name for name in wanted if name.startswith(("model/", "optimizer/"))]

@@ -13,7 +13,7 @@ from consumer.advantages import grpo_advantages
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig
 from consumer.model_folder import load_model
-from tests.unit.tiny import make_group
+from tests.unit.tiny import make_group, train_step
 
 DEVICES = [
     "cpu",
@@ -38,7 +38,7 @@ def test_parameters_and_optimizer_stay_float32_and_a_resume_is_exact(
     model_dir: Path, tmp_path: Path, device: str
 ) -> None:
     straight = make_learner(model_dir, device)
-    straight.train_step(*make_batch(0))
+    train_step(straight, *make_batch(0))
     state = straight.state_tensors()
     kinds = {name: tensor.dtype for name, tensor in state.items() if name.startswith(("model/", "optimizer/"))}
     assert set(kinds.values()) == {torch.float32}
@@ -47,7 +47,7 @@ def test_parameters_and_optimizer_stay_float32_and_a_resume_is_exact(
 
     resumed = make_learner(model_dir, device)
     resumed.load_state_tensors(load_file(tmp_path / "state.safetensors"))
-    assert resumed.train_step(*make_batch(1)) == straight.train_step(*make_batch(1))
+    assert train_step(resumed, *make_batch(1)) == train_step(straight, *make_batch(1))
     after, again = straight.state_tensors(), resumed.state_tensors()
     assert all(torch.equal(tensor, again[name]) for name, tensor in after.items())
 
@@ -55,8 +55,8 @@ def test_parameters_and_optimizer_stay_float32_and_a_resume_is_exact(
 @pytest.mark.parametrize("device", DEVICES)
 def test_logprobs_in_bfloat16_are_near_those_in_float32_but_not_the_same(model_dir: Path, device: str) -> None:
     exact, rounded = make_learner(model_dir, device, bf16=False), make_learner(model_dir, device)
-    (batch,) = exact._packer.pack(*make_batch(0))
-    batch = batch.to(torch.device(device))
+    (update,) = exact.pack(make_batch(0)[0]).updates
+    (batch,) = update.batches
     apart = (exact.logprobs(batch) - rounded.logprobs(batch)).abs()
     assert 1e-4 < apart.max() < 0.1
     assert rounded.logprobs(batch).dtype == torch.float32
@@ -65,7 +65,7 @@ def test_logprobs_in_bfloat16_are_near_those_in_float32_but_not_the_same(model_d
 @pytest.mark.parametrize("device", DEVICES)
 def test_published_weights_are_the_parameters_rounded_once(model_dir: Path, tmp_path: Path, device: str) -> None:
     learner = make_learner(model_dir, device)
-    learner.train_step(*make_batch(0))
+    train_step(learner, *make_batch(0))
     for name, to_publish in (("kept", False), ("published", True)):
         (tmp_path / name).mkdir()
         learner.save_weights(tmp_path / name, to_publish=to_publish)

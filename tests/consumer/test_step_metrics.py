@@ -58,12 +58,3 @@ def test_group_times_are_those_of_the_groups_that_carry_one() -> None:
     assert (metrics["task/n"], metrics["task/p50_s"], metrics["task/p99_s"]) == (100.0, 51.0, 100.0)
     assert metrics["task/p99_p50_ratio"] == pytest.approx(100 / 51)
     assert (metrics["rewards/mean"], metrics["rewards/solved"]) == (0.5, 1.0)
-
-
-def test_future_steps_follow_what_is_consumed_ready_and_asked_for() -> None:
-    progress = reading(3, consumed=8, target=20)
-    assert progress.producer_future_step({"math": 4}) == 3
-    assert progress.producer_future_step({"math": 3}) == 4
-    assert progress.target_upto_future_step({"math": 4}) == 5
-    with pytest.raises(KeyError):
-        progress.producer_future_step({"code": 1})

@@ -130,7 +130,7 @@ CRASHES: list[tuple[type, str, int]] = [
     (FolderSender, "write", 1),
     (RolloutConsumer, "evaluate", 1),
     (RolloutConsumer, "take_batch", 1),
-    (Learner, "train_step", 4),
+    (Learner, "train", 4),
     (FolderSender, "write", 4),
     (RolloutConsumer, "pause", 4),
     (RolloutConsumer, "publish_weights", 4),
@@ -209,7 +209,7 @@ def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
     with at_work(run, stamp=0, math=DRAWS) as crew:
         trainer = Trainer(run, config, model_dir)
         config.run.folder.mkdir()
-        original = Learner.train_step
+        original = Learner.train
 
         def stop_after(self: Learner, *args: Any) -> dict[str, float]:
             metrics = original(self, *args)
@@ -219,7 +219,7 @@ def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
             return metrics
 
         with monkeypatch.context() as patch:
-            patch.setattr(Learner, "train_step", stop_after)
+            patch.setattr(Learner, "train", stop_after)
             assert not trainer.fit()
         state = run.control.state()
         assert (state.mode, state.weights.version) == ("run", 2)
@@ -316,17 +316,17 @@ def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
     """What `status` of the batch before had promised was taken away: an operator lowered max_staleness."""
     run = make_run(stale_threshold=4)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})})
-    original = Learner.train_step
+    original = Learner.train
 
     def lower(self: Learner, *args: Any) -> dict[str, float]:
         if self.step == 1:
             run.set(parse_settings(LiveSettings, ["max_staleness=0"]))
         return original(self, *args)
 
-    monkeypatch.setattr(Learner, "train_step", lower)
+    monkeypatch.setattr(Learner, "train", lower)
     with at_work(run, math=DRAWS), caplog.at_level("WARNING", "rolloutmq.trainer"):
         assert train(run, config, model_dir)
-    assert caplog.text.count("publishing ahead of time: step 3 cannot be served by the weights") == 1
+    assert caplog.text.count("publishing weights before they are due: step 3 cannot be served by the weights") == 1
     assert published(run) == ["0", "2", "3", "4", "5"]
     assert [step.step for step in history(config).steps] == [1, 2, 3, 4, 5]
     assert run.account.fsck().clean
@@ -337,7 +337,7 @@ def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
 ) -> None:
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 3})})
     second = RolloutConsumer(run)
-    original = Learner.train_step
+    original = Learner.train
 
     def taken_over(self: Learner, *args: Any) -> dict[str, float]:
         metrics = original(self, *args)
@@ -345,7 +345,7 @@ def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
             second.open(0, take_over=True)
         return metrics
 
-    monkeypatch.setattr(Learner, "train_step", taken_over)
+    monkeypatch.setattr(Learner, "train", taken_over)
     with at_work(run, stamp=0, math=DRAWS), pytest.raises(Fenced):
         train(run, config, model_dir)
     assert [step.step for step in history(config).steps] == [1]
@@ -480,5 +480,5 @@ def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
     with at_work(run, math=DRAWS):
         assert train(run, config.model_copy(update={"trainer": trainer}), model_dir)
     assert len(history(config).steps) == STEPS
-    assert "ahead of time" in caplog.text
+    assert "memory is full of batches that are not committed" in caplog.text
     assert run.account.fsck().clean

@@ -129,11 +129,11 @@ class AdapterRun:
         assert run.account.fsck().clean
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
-        train_step, save_weights = Learner.train_step, Learner.save_weights
+        learner_train, save_weights = Learner.train, Learner.save_weights
 
-        def train(learner: Learner, groups: Any, advantages: Any) -> dict[str, float]:
-            self.groups.append(groups)
-            return train_step(learner, groups, advantages)
+        def train(learner: Learner, batch: Any) -> dict[str, float]:
+            self.groups.append(batch.groups)
+            return learner_train(learner, batch)
 
         def save(learner: Learner, folder: Path, *, to_publish: bool = False) -> None:
             save_weights(learner, folder, to_publish=to_publish)
@@ -141,7 +141,7 @@ class AdapterRun:
                 (kept := self.adapter(learner.step)).mkdir(parents=True, exist_ok=True)
                 save_weights(learner, kept, to_publish=True)
 
-        patch.setattr(Learner, "train_step", train)
+        patch.setattr(Learner, "train", train)
         patch.setattr(Learner, "save_weights", save)
 
 

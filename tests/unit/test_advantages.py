@@ -15,7 +15,6 @@ from consumer.advantages import (
     AdvantageEstimator,
     dr_grpo_advantages,
     estimate_advantages,
-    gae,
     grpo_advantages,
     opo_advantages,
     pass_at_k_advantages,
@@ -106,19 +105,6 @@ def test_reinforce_pp_standardizes_over_the_batch(groups: list[list[float]]) -> 
         centered = np.concatenate([group - group.mean() for group in (c.astype(np.float64) for c in columns)])
         expected = centered / (centered.std() + 1e-8)
         np.testing.assert_allclose(reinforce_pp_baseline_advantages(columns), expected, rtol=1e-3, atol=1e-3)
-
-
-@given(st.lists(st.tuples(SCORE, SCORE), min_size=0, max_size=12), st.floats(0, 1), st.floats(0, 1))
-def test_gae_is_the_weighted_sum_of_all_later_surprises(
-    steps: list[tuple[float, float]], gamma: float, lam: float
-) -> None:
-    rewards, values = (np.array([step[part] for step in steps], np.float64) for part in (0, 1))
-    n, after = len(steps), np.append(values[1:], 0.0) if steps else values
-    surprises = rewards + gamma * after - values
-    expected = [sum((gamma * lam) ** (s - t) * surprises[s] for s in range(t, n)) for t in range(n)]
-    advantages, returns = gae(rewards, values, gamma=gamma, lam=lam)
-    np.testing.assert_allclose(advantages, expected, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(returns, advantages + values)
 
 
 def test_overlong_penalty_falls_linearly_before_the_limit() -> None:

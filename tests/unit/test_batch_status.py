@@ -31,10 +31,3 @@ def test_pause_comes_before_expiry_and_the_end_before_a_pause(mode: Mode) -> Non
     for lanes in ((), ("eval",)):
         assert batch_status(state(mode, lanes), 99, limits) is STATUS.UPDATE_WEIGHT_AND_ABORT
     assert batch_status(state(Mode.FINISH, ()), 99, limits) is STATUS.FINISH
-
-
-def test_several_tasks_stand_as_the_worst_of_them() -> None:
-    order = [STATUS.FINISH, STATUS.UPDATE_WEIGHT_AND_ABORT, STATUS.EXPIRED_BATCH, STATUS.NORMAL]
-    for place, status in enumerate(order):
-        assert STATUS.worst(reversed(order[place:])) is status
-    assert STATUS.worst([]) is STATUS.NORMAL

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer.errors import ModelError
+from buffer.errors import ConfigError, ModelError
 from buffer.group import RolloutGroup
 from consumer.advantages import grpo_advantages
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig, LoraConfig, LossConfig
 from consumer.model_folder import load_model
-from tests.unit.tiny import build_model, make_group
+from tests.unit.tiny import build_model, make_group, train_step
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,16 @@ def test_learner_continues_bit_for_bit_after_save_and_load(
 ) -> None:
     straight = make_learner(model_dir, **options)
     for step in range(4):
-        last = straight.train_step(*make_batch(step))
+        last = train_step(straight, *make_batch(step))
 
     first = make_learner(model_dir, **options)
     for step in range(2):
-        first.train_step(*make_batch(step))
+        train_step(first, *make_batch(step))
     save_file(first.state_tensors(), tmp_path / "state.safetensors")
     second = make_learner(model_dir, **options)
     second.load_state_tensors(load_file(tmp_path / "state.safetensors"))
     for step in range(2, 4):
-        resumed = second.train_step(*make_batch(step))
+        resumed = train_step(second, *make_batch(step))
 
     assert resumed == last
     for name, tensor in straight.state_tensors().items():
@@ -70,10 +70,10 @@ def test_learner_continues_bit_for_bit_after_save_and_load(
 
 def test_state_tensors_do_not_change_when_training_goes_on(model_dir: Path) -> None:
     learner = make_learner(model_dir)
-    learner.train_step(*make_batch(0))
+    train_step(learner, *make_batch(0))
     state = learner.state_tensors()
     before = {name: tensor.clone() for name, tensor in state.items()}
-    learner.train_step(*make_batch(1))
+    train_step(learner, *make_batch(1))
     assert all(torch.equal(before[name], state[name]) for name in state)
 
 
@@ -92,7 +92,7 @@ def test_train_step_does_not_depend_on_the_token_budget(model_dir: Path, aggrega
     loss = {"aggregation": aggregation, "max_tokens": 5}
     whole = make_learner(model_dir, loss=loss, token_budget=4096)
     pieces = make_learner(model_dir, loss=loss, token_budget=12)
-    metrics, other = whole.train_step(*make_batch(0)), pieces.train_step(*make_batch(0))
+    metrics, other = train_step(whole, *make_batch(0)), train_step(pieces, *make_batch(0))
     assert metrics == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
@@ -102,17 +102,17 @@ def test_train_step_is_not_changed_by_groups_that_teach_nothing_but_for_the_divi
     advantages[:4] = 0.0
     skipping = make_learner(model_dir)
     computing = make_learner(model_dir, loss={"entropy_coef": 1e-30})
-    skipped, computed = skipping.train_step(batch, advantages), computing.train_step(batch, advantages)
+    skipped, computed = train_step(skipping, batch, advantages), train_step(computing, batch, advantages)
     assert skipped["optim/grad_norm"] == pytest.approx(computed["optim/grad_norm"], rel=1e-4)
     assert skipped["batch/trained_share"] < computed["batch/trained_share"] == 1.0
 
 
 def test_train_step_changes_no_weight_when_all_advantages_are_zero(model_dir: Path) -> None:
     learner = make_learner(model_dir, warmup_steps=0)
-    learner.train_step(*make_batch(0))
+    train_step(learner, *make_batch(0))
     before = weights(learner)
     batch, advantages = make_batch(1)
-    metrics = learner.train_step(batch, np.zeros_like(advantages))
+    metrics = train_step(learner, batch, np.zeros_like(advantages))
     assert all(torch.equal(before[n], tensor) for n, tensor in weights(learner).items())
     assert metrics["optim/grad_norm"] == 0.0
     assert learner.step == 2
@@ -122,7 +122,7 @@ def test_train_step_works_when_only_one_part_of_the_batch_teaches_something(mode
     learner = make_learner(model_dir, updates_per_batch=3)
     batch, advantages = make_batch(0)
     advantages[4:8] = 0.0
-    assert "policy/entropy" in learner.train_step(batch, advantages)
+    assert "policy/entropy" in train_step(learner, batch, advantages)
     assert learner.step == 3
 
 
@@ -131,18 +131,41 @@ def test_train_step_leaves_the_weights_alone_when_the_gradient_is_not_finite(mod
     batch, advantages = make_batch(0)
     before = weights(learner)
     with pytest.raises(ModelError, match="not finite"):
-        learner.train_step(batch, advantages * np.float32("inf"))
+        train_step(learner, batch, advantages * np.float32("inf"))
     assert all(torch.equal(before[n], tensor) for n, tensor in weights(learner).items())
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [({"updates_per_batch": 2, "old_policy": "current"}, "old_logprobs"), ({"loss": {"kl_coef": 0.1}}, "ref_logprobs")],
+)
+def test_train_refuses_a_batch_without_the_logprobs_that_its_loss_reads(
+    model_dir: Path, options: dict[str, Any], missing: str
+) -> None:
+    learner = make_learner(model_dir, **options)
+    groups, advantages = make_batch(0)
+    batch = learner.pack(groups)
+    batch.set_advantages(advantages)
+    with pytest.raises(ConfigError, match=f"the batch has no {missing}"):
+        learner.train(batch)
+
+
+def test_old_logprobs_of_a_single_update_are_those_of_its_own_forward_pass(model_dir: Path) -> None:
+    learner = make_learner(model_dir, old_policy="current")
+    batch = learner.compute_old_logprobs(learner.pack(make_batch(0)[0]))
+    assert all(not update.old_logprobs for update in batch.updates)
+    assert train_step(learner, *make_batch(0))["policy/ratio"] == 1.0
 
 
 def test_train_step_makes_rewarded_answers_more_likely(model_dir: Path) -> None:
     learner = make_learner(model_dir, warmup_steps=0, decay_steps=None)
     batch, advantages = make_batch(0, groups=1)
-    (packed,) = learner._packer.pack(batch, advantages)
-    gain = packed.advantages[packed.sample] * packed.mask
+    (update,) = learner.pack(batch).updates
+    (packed,) = update.batches
+    gain = torch.from_numpy(advantages)[packed.rollout][packed.sample] * packed.mask
     before = (learner.logprobs(packed) * gain).sum()
     for _ in range(5):
-        learner.train_step(batch, advantages)
+        train_step(learner, batch, advantages)
     assert (learner.logprobs(packed) * gain).sum() > before
 
 
@@ -166,14 +189,14 @@ def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:
 
 def test_learner_makes_the_same_weights_when_the_seed_is_the_same(model_dir: Path) -> None:
     one, two = make_learner(model_dir), make_learner(model_dir)
-    one.train_step(*make_batch(0))
-    two.train_step(*make_batch(0))
+    train_step(one, *make_batch(0))
+    train_step(two, *make_batch(0))
     assert all(torch.equal(tensor, two.parameters[name]) for name, tensor in one.parameters.items())
 
 
 def test_save_weights_writes_what_load_model_reads(model_dir: Path, tmp_path: Path) -> None:
     learner = make_learner(model_dir)
-    learner.train_step(*make_batch(0))
+    train_step(learner, *make_batch(0))
     learner.save_weights(tmp_path)
     loaded = dict(load_model(tmp_path).named_parameters())
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights(learner).items())

@@ -14,6 +14,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from buffer.errors import ConfigError, WireError
 from buffer.group import RolloutGroup
+from buffer.rollout import RolloutState
 from consumer.learner import Learner
 from consumer.learner_config import LearnerConfig
 from consumer.model_folder import load_model
@@ -30,11 +31,6 @@ SHAPES = st.lists(
 
 def make_groups(shapes: list[tuple[int, list[int]]]) -> list[RolloutGroup]:
     return [make_group(i, prompt=prompt, lengths=lengths) for i, (prompt, lengths) in enumerate(shapes)]
-
-
-def number_samples(groups: list[RolloutGroup]) -> np.ndarray:
-    """Advantages that name their rollout: 1, 2, 3, ..."""
-    return np.arange(1, 1 + sum(len(g.lengths) for g in groups), dtype=np.float32)
 
 
 def read_sample(batch: MicroBatch, sample: int) -> tuple[list[int], list[int], list[float], list[float]]:
@@ -55,14 +51,18 @@ def read_sample(batch: MicroBatch, sample: int) -> tuple[list[int], list[int], l
     )
 
 
+def is_trained(state: RolloutState) -> bool:
+    return len(state.response_ids) > 0 and (state.response_mask is None or bool(state.response_mask.any()))
+
+
 @given(SHAPES, st.integers(1, 80))
-def test_pack_keeps_every_rollout_exactly_once(shapes: list[tuple[int, list[int]]], budget: int) -> None:
+def test_pack_keeps_every_trained_rollout_exactly_once(shapes: list[tuple[int, list[int]]], budget: int) -> None:
     groups = make_groups(shapes)
     states = [state for group in groups for state in group.states]
     seen = []
-    for batch in Packer(budget).pack(groups, number_samples(groups)):
-        for sample, number in enumerate(batch.advantages.tolist()):
-            state = states[int(number) - 1]
+    for batch in Packer(budget).pack_pad_dispatch(groups):
+        for sample, number in enumerate(batch.rollout.tolist()):
+            state = states[number]
             mask = np.ones(len(state.response_ids)) if state.response_mask is None else state.response_mask
             assert state.prompt_ids is not None
             assert read_sample(batch, sample) == (
@@ -72,8 +72,8 @@ def test_pack_keeps_every_rollout_exactly_once(shapes: list[tuple[int, list[int]
                 mask.tolist(),
             )
             assert batch.trained_tokens[sample] == mask.sum()
-            seen.append(int(number))
-    assert sorted(seen) == [n for n, state in enumerate(states, 1) if len(state.response_ids)]
+            seen.append(number)
+    assert sorted(seen) == [n for n, state in enumerate(states) if is_trained(state)]
 
 
 @given(SHAPES, st.integers(1, 80))
@@ -81,35 +81,34 @@ def test_pack_stays_within_the_budget_unless_one_sample_is_longer(
     shapes: list[tuple[int, list[int]]], budget: int
 ) -> None:
     groups = make_groups(shapes)
-    for batch in Packer(budget).pack(groups, number_samples(groups)):
+    for batch in Packer(budget).pack_pad_dispatch(groups):
         rows, width = batch.input_ids.shape
         assert rows * width <= budget or rows == 1
 
 
 def test_pack_puts_short_samples_into_one_row() -> None:
     group = make_group(0, prompt=2, lengths=[18, 3, 3, 3, 3])
-    (batch,) = Packer(1000).pack([group], number_samples([group]))
+    (batch,) = Packer(1000).pack_pad_dispatch([group])
     assert batch.input_ids.shape == (2, 20)
 
 
 def test_pack_leaves_out_what_is_not_kept() -> None:
     group = make_group(0)
     keep = np.array([False, True, False, True])
-    (batch,) = Packer(1000).pack([group], number_samples([group]), keep=keep)
-    assert sorted(batch.advantages.tolist()) == [2, 4]
+    (batch,) = Packer(1000).pack_pad_dispatch([group], keep=keep)
+    assert sorted(batch.rollout.tolist()) == [1, 3]
 
 
 def test_samples_of_one_row_do_not_see_each_other(tmp_path: Path) -> None:
     model = load_model(build_model(tmp_path)).eval()
     groups = make_groups([(7, [9, 2, 1]), (3, [2, 6, 4]), (2, [1, 1, 3])])
-    advantages = number_samples(groups)
-    (packed,) = Packer(1000).pack(groups, advantages)
-    assert packed.input_ids.shape[0] < len(advantages), "no row holds two samples: this would test nothing"
+    (packed,) = Packer(1000).pack_pad_dispatch(groups)
+    assert packed.input_ids.shape[0] < len(packed.rollout), "no row holds two samples: this would test nothing"
     alone = {}
-    for batch in Packer(1).pack(groups, advantages):
-        alone[float(batch.advantages[0])] = token_logprobs(TargetLogits(model), batch).logprobs
+    for batch in Packer(1).pack_pad_dispatch(groups):
+        alone[int(batch.rollout[0])] = token_logprobs(TargetLogits(model), batch).logprobs
     together = token_logprobs(TargetLogits(model), packed).logprobs
-    for sample, number in enumerate(packed.advantages.tolist()):
+    for sample, number in enumerate(packed.rollout.tolist()):
         torch.testing.assert_close(together[packed.sample == sample], alone[number], atol=2e-5, rtol=1e-4)
 
 
@@ -123,13 +122,11 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> TargetLogits:
 def test_another_sample_changes_nothing_wherever_it_was_packed(
     policy: TargetLogits, shapes: list[tuple[int, list[int]]], budget: int, data: st.DataObject
 ) -> None:
-    """One rollout gets other tokens, prompt and all; empty ones and fully masked ones are packed beside it."""
+    """One rollout gets other tokens, prompt and all."""
     groups = make_groups(shapes)
-    for group in groups:
-        group.mask[: group.lengths[0]] = 0
-    for batch in Packer(budget).pack(groups, number_samples(groups)):
+    for batch in Packer(budget).pack_pad_dispatch(groups):
         before = token_logprobs(policy, batch).logprobs
-        changed = data.draw(st.integers(0, len(batch.advantages) - 1))
+        changed = data.draw(st.integers(0, len(batch.rollout) - 1))
         inputs, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
         own = batch.logit_index[batch.sample == changed]
         start = int(own[0]) - int(positions[own[0]])
@@ -166,7 +163,7 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
 def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> None:
     model = load_model(build_model(tmp_path)).eval()
     group = make_group(0, prompt=6, lengths=[5, 4])
-    (batch,) = Packer(1000).pack([group], number_samples([group]))
+    (batch,) = Packer(1000).pack_pad_dispatch([group])
     assert batch.input_ids.shape == (2, 11)
     before = token_logprobs(TargetLogits(model), batch).logprobs
     batch.input_ids[1, -1] = 77
@@ -177,14 +174,14 @@ def test_pack_refuses_a_group_without_prompt_ids() -> None:
     group = make_group(0)
     group.prompt_ids = np.empty(0, np.int32)
     with pytest.raises(WireError, match="no prompt ids"):
-        Packer(100).pack([group], number_samples([group]))
+        Packer(100).pack_pad_dispatch([group])
 
 
 def test_pack_refuses_columns_that_disagree() -> None:
     group = make_group(0)
     group.logprobs = group.logprobs[:-1]
     with pytest.raises(WireError, match="logprobs"):
-        Packer(100).pack([group], number_samples([group]))
+        Packer(100).pack_pad_dispatch([group])
 
 
 def test_packer_refuses_an_empty_budget() -> None:
@@ -195,5 +192,5 @@ def test_packer_refuses_an_empty_budget() -> None:
 def test_packer_refuses_a_prompt_that_shows_images() -> None:
     group = make_group(0, prompt=3, lengths=[2])
     group.shared["multimodal"] = [{"kind": "image", "uri": "run://see-0000000000/image-0.png", "tokens": 2}]
-    with pytest.raises(ConfigError, match="shows images, and token ids alone are another prompt"):
-        Packer(100).pack([group], np.ones(1, np.float32))
+    with pytest.raises(ConfigError, match="contains images: token ids alone are another prompt"):
+        Packer(100).pack_pad_dispatch([group])

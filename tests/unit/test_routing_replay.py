@@ -22,7 +22,7 @@ from consumer.train_controller import TrainController
 from producer_workers.engines import build_engine
 from producer_workers.engines.config import TransformersConfig
 from tests.engines.tiny_model import write_tiny_model
-from tests.unit.tiny import build_model
+from tests.unit.tiny import build_model, train_step
 
 LENGTHS = (30, 9, 17, 24)
 ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5], np.float32)
@@ -76,7 +76,7 @@ def learner(folder: Path, *, media: MediaFolder | None = None, **options: Any) -
 
 
 def mismatch(trainer: Learner, group: RolloutGroup) -> float:
-    return trainer.train_step([group], ADVANTAGES)["mismatch/abs_logprob"]
+    return train_step(trainer, [group], ADVANTAGES)["mismatch/abs_logprob"]
 
 
 def test_replay_of_the_trainers_own_choice_changes_nothing(tmp_path: Path) -> None:
@@ -107,16 +107,17 @@ def test_replayed_gates_learn_by_the_true_gradient(
     trainer = learner(other_gates, replay_routing=True, gradient_checkpointing=checkpointing, loss=loss)
     gate = trainer.parameters["model.layers.1.mlp.gate.weight"]
     packed = trainer.pack([group])
+    packed = trainer.compute_ref_logprobs(packed)
     packed.set_advantages(ADVANTAGES)
     (update,) = packed.updates
-    trainer._backward(update, update.batches[0], 0)
+    trainer._backward(update, 0)
     assert gate.grad is not None
     slope, step = gate.grad.norm(), 1e-3
     direction = gate.grad / slope
     losses = []
     for move in (step, -2 * step):
         gate.data += move * direction
-        losses.append(trainer._backward(update, update.batches[0], 0)["loss/policy"])
+        losses.append(trainer._backward(update, 0)["loss/policy"])
     assert float(slope) > 1e-3
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(slope), rel=0.05)
 
@@ -147,7 +148,7 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
 
     whole = group.states[0].routed_experts
     assert isinstance(whole, np.ndarray)
-    refused(None, "without the experts")
+    refused(None, "has no routed experts")
     refused(f"run://{group.gid}/none.npy", "cannot be read")
     refused("/etc/passwd", "no file of a run")
     refused(kept(b"no array"), "cannot be read")
@@ -155,9 +156,9 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     refused(kept(npy(whole.astype("<f8")[:3])), "type float64")
     refused(kept(npy(whole).replace(b"(%d," % len(whole), b"(%d," % 10**15, 1)), "cannot be read")
     refused(kept(npy(np.repeat(whole, 2, 0))), "more than")
-    refused(whole[1:], "of the shape")
+    refused(whole[1:], "routed experts of shape")
     refused(whole[..., :1], "of different shapes")
-    refused(np.where(whole == 3, 4, whole), "a model of 4 experts")
+    refused(np.where(whole == 3, 4, whole), "a routed expert outside 0 to 3")
 
 
 def npy(array: np.ndarray[Any, Any]) -> bytes:
@@ -175,7 +176,7 @@ def test_a_group_without_experts_of_this_model_is_left_out_and_ends_no_trainer(
     once, both = (TrainController(learner(mixture, replay_routing=True)) for _ in range(2))
     expected, metrics = once.fit([group]), both.fit([bad, group])
     assert metrics == expected | {"filtered/routed_experts": 1.0}
-    assert "rollout 0 came without the experts" in caplog.text
+    assert "rollout 0 has no routed experts" in caplog.text
     with pytest.raises(ConfigError, match="no group of the batch has experts"):
         both.fit([bad])
 

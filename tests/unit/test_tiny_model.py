@@ -77,7 +77,7 @@ def test_build_gives_the_same_weights_when_the_seed_is_the_same(model_dir: Path,
 
 
 def test_build_refuses_a_folder_that_exists(model_dir: Path) -> None:
-    with pytest.raises(ModelError, match="exists already"):
+    with pytest.raises(ModelError, match="already exists"):
         build_tiny_model(model_dir, SPEC, 0)
 
 

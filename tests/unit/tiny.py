@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from buffer.group import RolloutGroup
 from buffer.rollout import RolloutState, Status
+from consumer.learner import Learner
 from consumer.tiny_model import build_tiny_model
 from consumer.tiny_model_config import TinyModelConfig
 
@@ -39,3 +41,14 @@ def make_group(seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1,
         for index, length in enumerate(lengths)
     ]
     return RolloutGroup(f"task-{seed:010d}", "task", states)
+
+
+def train_step(
+    learner: Learner, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]
+) -> dict[str, float]:
+    """Train on one batch with given advantages, float32[sum k], by the steps of `TrainController.fit`."""
+    batch = learner.pack(groups, keep=learner.keep(advantages))
+    batch = learner.compute_old_logprobs(batch)
+    batch = learner.compute_ref_logprobs(batch)
+    batch.set_advantages(advantages)
+    return learner.train(batch)

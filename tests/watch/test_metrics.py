@@ -132,7 +132,7 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
 ) -> None:
     with EmbeddedServer(tmp_path) as server:
         store = Store(server.url, deadline_s=30)
-        served = serve_process("worker w7", store, "0", {"groups": ("Groups in work.", lambda: 3.0)})
+        served = serve_process("worker w7", store, "0")
         Scene(store, "demo")
         server.kill()
         threading.Timer(0.3, server.start).start()
@@ -141,7 +141,6 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
         found = samples(text)
         assert found["rolloutmq_store_call_seconds_count", "create_run"] == 1
         assert found["rolloutmq_store_retries_total", "look"] == store.retries > 0
-        assert found["rolloutmq_process_groups",] == 3
         assert 'process="worker w7"' in text
         served.close()
         store.close()
