@@ -78,7 +78,7 @@ class ControlState:
 
 def silence_ms(now_ms: int, seen_ms: int) -> int:
     """Since a holder of a role was seen. If that lies ahead of now, it is as long ago: the clock was stepped back, and
-    whoever lives has beaten since. `silence_ms` of prelude.lua decides the same."""
+    whoever lives has beaten since. `silence_ms` in lua/include/role_silence.lua decides the same."""
     return abs(now_ms - seen_ms)
 
 

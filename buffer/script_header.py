@@ -46,7 +46,7 @@ NAMED = {
 The draw of a gid is an offset in a bitmap: an absurd one would cost memory (70,000,000 are 8.75 MB)."""
 
 JUDGED = ("lanes", "number")
-"""Types of arguments that `lua/types.lua` judges, as `is_<name>`."""
+"""Types of arguments that have a check of their own, `lua/include/is_<name>.lua`."""
 
 BIGGEST = 2**53 - 1
 """The largest integer that is exact in Lua."""
@@ -58,6 +58,7 @@ _SLOT = re.compile(
 )
 _RANGE = re.compile(r"([\d_]+)\.\.([\d_]*)")
 _TEXT = re.compile(r"text\.\.(\d+)")
+_CHECK = re.compile(r"\bis_\w+(?=\()")
 _BYTES = re.compile(r"bytes\.\.(\d+)")
 
 
@@ -144,6 +145,10 @@ class Header:
                 continue  # a read-only script may find a wrong type while it reads
             lines += slot.lines()
         return "do\n" + "\n".join(lines) + "\nend"
+
+    def checks(self) -> list[str]:
+        """Return the files under `lua/include` that the guard needs: each check is a file of its name."""
+        return ["refuse", *sorted(set(_CHECK.findall(self.guard())))]
 
     def _counts(self, array: str) -> Iterator[str]:
         fixed, tail = len(self.fixed(array)), self.tail(array)

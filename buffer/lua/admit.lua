@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- admit: a worker that was barred for what it handed in may claim again, and its account begins anew.
+-- include: bells, events, numbers
 -- KEYS[1] suspects  HASH     "since_ms bad barred_ms" by worker
 -- KEYS[2] bell      LIST*    of the workers
 -- KEYS[3] events    STREAM*

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- beat: the trainer or the producer is alive, or closes its role.
+-- include: clock, control_state, numbers
 -- KEYS[1] control   HASH*
 -- ARGV[1] role    trainer|producer
 -- ARGV[2] nonce   token             of the holder

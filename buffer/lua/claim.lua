@@ -1,5 +1,6 @@
 #!lua
 -- claim: give waiting groups to a worker, each with a lease and a token of its own.
+-- include: clock, control_state, events, memory_marks, numbers, open_lanes
 -- KEYS[1] control   HASH*
 -- KEYS[2] leases    ZSET
 -- KEYS[3] worker    HASH*    record of the worker

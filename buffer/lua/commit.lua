@@ -2,6 +2,7 @@
 -- commit: the trainer's checkpoint of step T is durable, and F is the oldest checkpoint it keeps.
 -- Archives one slice of the batches up to F per call; the caller repeats it until freed = F. Payload and manifest of
 -- an archived batch stay until `forget` frees them, at once or after a while: that is what retention means.
+-- include: byte_count, clock, events, numbers
 -- KEYS[1] control   HASH
 -- KEYS[2] ledger    HASH
 -- KEYS[3] batches   prefix of the manifests (LIST)

@@ -2,6 +2,7 @@
 -- control: change the mode of a run. The trainer (around weight updates) and the operator hold it apart:
 -- the operator's pause survives the trainer's continue, and where both hold it the stricter mode rules, with the
 -- lanes that both leave open.
+-- include: bells, clock, control_changes, control_state, events, role_silence
 -- KEYS[1] control   HASH     and the channel that carries the hint
 -- KEYS[2] events    STREAM
 -- KEYS[3] bell_producer  LIST

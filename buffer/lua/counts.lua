@@ -1,5 +1,6 @@
 #!lua flags=no-writes
 -- counts: what the pools of some tasks hold for the next train step, at one instant. Costs O(log N) per pool.
+-- include: numbers
 -- KEYS[1] ledger     HASH
 -- KEYS[2+] completed, aborted, expired  ZSET, ZSET, ZSET x0..256  of each task
 -- ARGV[1+] threshold  ''|0.. xKEYS  of each task: stale threshold in steps; '' = its groups do not age

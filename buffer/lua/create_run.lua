@@ -1,6 +1,7 @@
 #!lua
 -- create_run: make a run, once; or bring its limits up to date, and let a finished one go on (it has more steps now).
 -- The nonce tells this run from any other of the same name, before or after.
+-- include: clock, control_changes, events, numbers
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] ledger    HASH    of the trainer

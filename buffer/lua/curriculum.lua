@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- curriculum: the producer says that the function which weighs the tasks failed, or was refused; or takes that back.
 -- Nothing stops for it: the weights stay as they are, so somebody must be told.
+-- include: events
 -- KEYS[1] control   HASH*
 -- KEYS[2] events    STREAM*
 -- ARGV[1] nonce  token       of the producer

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- deregister: a worker leaves; it has handed everything back.
+-- include: events
 -- KEYS[1] workers   ZSET
 -- KEYS[2] worker    HASH     record of the worker
 -- KEYS[3] holds     SET      gids that the worker holds

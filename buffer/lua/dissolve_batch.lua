@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- dissolve_batch: the last batch that was taken is not one of the trainer's history: its groups are ready again.
+-- include: clock, events, numbers, staleness
 -- KEYS[1] control   HASH
 -- KEYS[2] ledger    HASH
 -- KEYS[3] batch     LIST     the manifest of this step

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- drop: by hand, end a group that waits, is in a pool, or is dead; or one that runs, if its worker is named.
+-- include: bells, byte_count, ended, events, leave, numbers
 -- KEYS[1] group        HASH     record of the group
 -- KEYS[2] progress     HASH     of the task
 -- KEYS[3] jobs_eval    STREAM

@@ -1,6 +1,7 @@
 #!lua
 -- enqueue: start the next draws of a data set, as many as there is room for, and move the cursor with them.
 -- The caller has stored the INIT payloads of draws cursor, cursor+1, …; what is not enqueued expires by itself.
+-- include: bells, byte_count, cursors, events, memory_marks, numbers, open_lanes, room, waiting
 -- KEYS[1] control      HASH*
 -- KEYS[2] progress     HASH*    of the task
 -- KEYS[3] ledger       HASH*    of the trainer

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- fence_worker: a worker did not answer; revoke what it holds, so that nobody waits for it. The caller repeats it until
 -- nothing is left.
+-- include: bells, events, numbers, retries
 -- KEYS[1] leases       ZSET
 -- KEYS[2] groups       prefix of the group records (HASH)
 -- KEYS[3] holds        SET      gids that the worker holds

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- forget: free the payloads and manifests of archived batches that fell out of what is retained. Anybody may call it.
+-- include: bells, byte_count, events, numbers
 -- KEYS[1] ledger    HASH
 -- KEYS[2] batches   prefix of the manifests (LIST)
 -- KEYS[3] garbage   SET

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- forgive: forget the failures of a task, so that it is started again after its cause was mended.
+-- include: bells, events, numbers
 -- KEYS[1] progress  HASH*    of the task
 -- KEYS[2] bell      LIST*    of the producer
 -- KEYS[3] events    STREAM*

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- halt: the producer says that it starts nothing more of a task, and why, so that nobody waits for it in vain; or takes
 -- that back.
+-- include: bells, events
 -- KEYS[1] control   HASH*
 -- KEYS[2] progress  HASH*    of the task
 -- KEYS[3] bell      LIST*    of the trainer

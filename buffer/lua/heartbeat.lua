@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- heartbeat: a worker lives; renew its leases, take its receipt for a pause, tell it the control state.
+-- include: clock, control_state, grace, numbers, receipts
 -- KEYS[1] control   HASH*
 -- KEYS[2] clock     HASH*
 -- KEYS[3] leases    ZSET

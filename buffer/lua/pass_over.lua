@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- pass_over: after a loss, move the cursor over draws that came in before it did: they live, or have ended.
 -- One bounded slice.
+-- include: cursors, ended, numbers
 -- KEYS[1] control   HASH
 -- KEYS[2] progress  HASH     of the task
 -- KEYS[3] groups    prefix of the group records (HASH)

@@ -1,5 +1,6 @@
 #!lua flags=no-writes
 -- peek: the first groups of a pool in the order in which they will be used, none of them too old. Nothing is taken.
+-- include: manifests, numbers, ready
 -- KEYS[1] ledger     HASH
 -- KEYS[2] pool       ZSET
 -- KEYS[3] order      ZSET     of the completed groups of the task, where the policy needs one

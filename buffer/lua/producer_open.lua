@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- producer_open: become the one active producer of a run.
+-- include: clock, control_state, events, numbers, role_silence
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] events    STREAM

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- publish_weights: the newest weights of a run. Workers that do not have them may not claim.
+-- include: bells, clock, control_changes, control_state, events, numbers
 -- KEYS[1] control   HASH     and the channel that carries the hint
 -- KEYS[2] events    STREAM
 -- KEYS[3] bell_producer  LIST

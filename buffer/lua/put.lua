@@ -1,6 +1,7 @@
 #!lua
 -- put: a group that no worker holds goes into the pool of its status; its draw is the next one of those from outside.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
+-- include: bells, byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness
 -- KEYS[1] progress   HASH     of the task
 -- KEYS[2] ledger     HASH     of the trainer
 -- KEYS[3] completed  ZSET     pool of the task
@@ -57,8 +58,8 @@ redis.call('HLEN', groups .. gid)
 local last, was = string.match(done[1] or '', '^(%d+) (%a+)$')
 if num(last) >= place then return {'OK', was} end
 if num(done[2]) >= first then return {'NO_DRAWS', done[2]} end
-local next_draw = first + num(done[3]) + num(done[4])
-if draw ~= next_draw then return {'DRAW', int(next_draw)} end
+local next_free = first + num(done[3]) + num(done[4])
+if draw ~= next_free then return {'DRAW', int(next_free)} end
 if is_full(bytes, mark) then return {'FULL', int(held_bytes(bytes)), int(mark)} end
 local chunks, prompt = ARGV[20], num(ARGV[21])
 local found = seen_bytes(KEYS, 16, 2, num(chunks), size)

@@ -2,6 +2,7 @@
 -- quarantine: a group of a taken, uncommitted batch cannot be used; the next ready one of its task takes its place,
 -- or, if there is none, the place stays open (refill.lua). The group becomes a dead letter, and counts against its
 -- worker: who has handed in too many within the window is barred, and claims nothing until an operator admits it.
+-- include: bells, clock, events, manifests, numbers, ready
 -- KEYS[1] control      HASH
 -- KEYS[2] ledger       HASH
 -- KEYS[3] batch        LIST     the manifest of this step

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- reap: take back what silent workers held, and forget workers that are long gone. Any process may call it.
+-- include: bells, clock, events, grace, numbers, retries
 -- KEYS[1] clock        HASH
 -- KEYS[2] leases       ZSET
 -- KEYS[3] groups       prefix of the group records (HASH)

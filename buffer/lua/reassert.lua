@@ -2,6 +2,7 @@
 -- reassert: after a loss, the trainer's checkpoint knows how draws ended and the server does not: end them again, by
 -- value, wherever they came back to life. Or, for a trainer that goes back below what is freed: let them be drawn again.
 -- One bounded slice of one task.
+-- include: byte_count, clock, cursors, ended, events, leave, numbers
 -- KEYS[1] control      HASH
 -- KEYS[2] groups       prefix of the group records (HASH)
 -- KEYS[3] jobs         prefix of the waiting lines (STREAM)

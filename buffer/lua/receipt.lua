@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- receipt: a worker has carried out a control epoch, and says only that: it comes sooner and costs less than a heartbeat.
+-- include: control_state, numbers, receipts
 -- KEYS[1] control   HASH*
 -- KEYS[2] worker    HASH*    record of the worker
 -- KEYS[3] holds     SET      gids that the worker holds

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- refill: places of a taken, uncommitted batch that quarantine left open get ready groups of their task.
+-- include: events, manifests, numbers, ready
 -- KEYS[1] control   HASH
 -- KEYS[2] ledger    HASH
 -- KEYS[3] batch     LIST     the manifest of this step

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- refresh: move groups that the next train step may no longer use out of a pool. Costs O(log N + moved).
+-- include: bells, byte_count, events, numbers, pool_records
 -- KEYS[1] ledger     HASH*
 -- KEYS[2] pool       ZSET*    completed or aborted
 -- KEYS[3] expired    ZSET     pool of the task

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- register: a worker joins, or joins again after the server forgot it.
+-- include: clock, control_state, events, numbers
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] workers   ZSET

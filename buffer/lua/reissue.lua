@@ -1,5 +1,6 @@
 #!lua
 -- reissue: let aborted or expired groups wait again, as many as there is room for, before new prompts are drawn.
+-- include: bells, events, memory_marks, numbers, open_lanes, pool_records, room, waiting
 -- KEYS[1] control      HASH
 -- KEYS[2] progress     HASH     of the task
 -- KEYS[3] ledger       HASH     of the trainer

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- release: a worker gives a group back without a result.
+-- include: bells, events, numbers, retries, staleness, waiting
 -- KEYS[1] leases       ZSET
 -- KEYS[2] holds        SET      gids that the worker holds
 -- KEYS[3] groups       prefix of the group records (HASH)

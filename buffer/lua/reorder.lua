@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- reorder: put groups that are ready, but not in the index of the run's order, in front of all others, by arrival.
 -- One bounded slice; an index of another policy is thrown away first.
+-- include: numbers
 -- KEYS[1] control   HASH
 -- KEYS[2] progress  HASH     of the task
 -- KEYS[3] pool      ZSET     completed

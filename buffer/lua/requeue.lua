@@ -1,6 +1,7 @@
 #!lua
 -- requeue: by hand, let a dead group, or one of a pool, wait again with all its tries.
 -- It starts from its prompt, since what it had may be what killed it; an aborted group keeps its tokens.
+-- include: bells, byte_count, ended, events, leave_by_hand, numbers, waiting
 -- KEYS[1] group        HASH     record of the group
 -- KEYS[2] progress     HASH     of the task
 -- KEYS[3] jobs         STREAM   the lane it waits in

@@ -2,6 +2,7 @@
 -- rescore: after a fork at step S, versions above S belong to weights that no longer exist and count as S (or less, if
 -- a trainer that opened before died in this: `recovering` is the lowest S).
 -- One bounded slice; the last one lets take go on.
+-- include: numbers, pool_records
 -- KEYS[1] control   HASH
 -- KEYS[2] groups    prefix of the group records (HASH)
 -- KEYS[3+] pool  ZSET x0..1024  every pool of every training task

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- reset_ledger: put the ledger of the trainer at step F, up to which everything is archived or drawn again.
+-- include: events, numbers
 -- KEYS[1] control   HASH
 -- KEYS[2] ledger    HASH
 -- KEYS[3] progress  prefix of the tasks' accounts (HASH)

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- restore_batch: after a loss, the trainer's checkpoint holds the manifest of a batch that the server forgot, and its
 -- bytes are still there: the batch is what it was, wherever its groups came back to life.
+-- include: byte_count, clock, events, leave, numbers
 -- KEYS[1] control      HASH
 -- KEYS[2] ledger       HASH
 -- KEYS[3] batch        LIST     the manifest of this step

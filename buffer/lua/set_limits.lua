@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- set_limits: change what all processes of a run must agree on, while it goes on.
+-- include: bells, events, numbers
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] events    STREAM

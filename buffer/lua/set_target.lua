@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- set_target: the trainer asks for more groups of a task whose target it sets itself (an evaluation).
+-- include: bells, numbers
 -- KEYS[1] control   HASH
 -- KEYS[2] progress  HASH     of the task
 -- KEYS[3] bell      LIST     of the producer

@@ -1,5 +1,6 @@
 #!lua flags=no-writes
 -- silent: live workers that have not carried out the newest control epoch, or a given one, at one instant.
+-- include: clock, numbers
 -- KEYS[1] control   HASH*
 -- KEYS[2] workers   ZSET
 -- KEYS[3] worker_records prefix of the workers' records (HASH)

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- submit: a worker hands in what it made of a group; its bytes are already stored under its own token.
+-- include: bells, byte_count, clock, events, numbers, order_index, payloads, staleness
 -- KEYS[1] leases     ZSET
 -- KEYS[2] holds      SET      gids that the worker holds
 -- KEYS[3] groups     prefix of the group records (HASH)

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
 -- take_batch: hand the next batch of groups to the trainer, for all tasks at once, in the order of the run's policy.
+-- include: bells, clock, events, manifests, memory_marks, numbers, ready
 -- KEYS[1] control   HASH*
 -- KEYS[2] ledger    HASH*
 -- KEYS[3] batch     LIST*    the manifest of this step

@@ -1,5 +1,6 @@
 #!lua flags=no-writes
 -- totals: the account of every task at one instant: how many groups each structure holds, and each counter says.
+-- include: numbers
 -- KEYS[1] leases    ZSET
 -- KEYS[2] dead      ZSET
 -- KEYS[3] bytes     HASH

@@ -2,6 +2,7 @@
 -- trainer_open: become the one trainer of a run, from a checkpoint of step S (0 = from the start).
 -- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S. Take
 -- waits until what was lost is asserted again, and the pools are clamped.
+-- include: clock, events, numbers, role_silence
 -- KEYS[1] meta      HASH
 -- KEYS[2] control   HASH
 -- KEYS[3] ledger    HASH

@@ -1,6 +1,7 @@
 #!lua
 -- update: a group of a pool gets other bytes, stored under a token of their own, and the index what is true of them. It
 -- keeps its arrival, and its turn in an order that does not depend on what is in it.
+-- include: bells, byte_count, ended, events, numbers, order_index, payloads, staleness
 -- KEYS[1] group      HASH     record of the group
 -- KEYS[2] progress   HASH     of the task
 -- KEYS[3] completed  ZSET     pool of the task

@@ -22,7 +22,7 @@ MUTATIONS = {
     # I3
     "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, cursor + drawn)\n", ""),
     # I4, I5
-    "batch-stays-in-pool": ("prelude", "  redis.call('ZREM', pool, unpack(members))\n", ""),
+    "batch-stays-in-pool": ("include/ready", "  redis.call('ZREM', pool, unpack(members))\n", ""),
     "batch-is-no-record": (
         "take_batch",
         "if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end\n",

@@ -11,12 +11,12 @@ import pytest
 import buffer.keys
 from buffer.errors import ScriptError
 from buffer.script_header import JUDGED, NAMED, Header, Slot
-from buffer.scripts import Arg, library
+from buffer.scripts import Arg, assemble, includes, library, sources
 
 BUFFER = Path(buffer.keys.__file__).parent
-BODIES = {path.stem: path.read_text() for path in sorted((BUFFER / "lua").glob("*.lua"))}
-SHARED = {name: BODIES.pop(name) for name in ("prelude", "types")}
-PRELUDE = SHARED["prelude"]
+SOURCES = dict(sorted(sources().items()))
+BODIES = {name: text for name, text in SOURCES.items() if not name.startswith("include/")}
+TOPICS = {name.removeprefix("include/"): text for name, text in SOURCES.items() if name not in BODIES}
 ROLES = {
     "batch": "batch",
     "batches": "batch",
@@ -44,7 +44,13 @@ WRITES = r"'(H(SET|DEL|INCRBY\w*)|Z(ADD|REM)\w*|X(ADD|DEL)|S(ADD|REM|ET|ETBIT)|R
 
 def code_of(name: str) -> str:
     """The body without its comments."""
-    return re.sub(r"--.*", "", BODIES[name])
+    return re.sub(r"--.*", "", SOURCES[name])
+
+
+def functions_of(name: str) -> set[str]:
+    """Names that a file declares for all of its lines, and for the files that include it."""
+    declared = re.findall(r"^local (?:function )?(\w+(?:, \w+)*)", code_of(name), re.MULTILINE)
+    return {name for names in declared for name in names.split(", ")}
 
 
 def slots(name: str, array: str) -> list[Slot]:
@@ -82,6 +88,35 @@ def test_header_and_body_name_the_same_slots(name: str, kind: str) -> None:
 def _computed_from(expressions: list[str]) -> set[int]:
     """Slots that `KEYS[3 + i]`, i from 1 to 3, means (check.lua)."""
     return {int(n) + i for text in expressions for n in re.findall(r"^(\d+) \+ i$", text) for i in (1, 2, 3)}
+
+
+HOMES = {function: topic for topic in TOPICS for function in functions_of(f"include/{topic}")}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_file_includes_what_it_uses_and_nothing_else(name: str) -> None:
+    code = re.sub(r"'[^']*'", "''", code_of(name))
+    used = set(re.findall(r"(?<![.\w])\w+", code)) - functions_of(name)
+    assert {HOMES[word] for word in used if word in HOMES} == set(includes(SOURCES[name]))
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_include_says_what_it_provides_and_is_used(topic: str) -> None:
+    title, _, provided = TOPICS[topic].partition("\n")[0].removeprefix("-- ").partition(": ")
+    assert title == topic
+    assert functions_of(f"include/{topic}") - {"find", "call"} <= {topic, *re.findall(r"\w+", provided)}
+    checks = {check for script in library().values() for check in script.header.checks()}
+    assert topic in checks | {name for text in SOURCES.values() for name in includes(text)}
+
+
+def test_each_function_is_declared_in_one_include() -> None:
+    declared = [function for topic in TOPICS for function in functions_of(f"include/{topic}")]
+    assert len(declared) == len(set(declared))
+
+
+def test_include_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ScriptError, match=r"lua/include/nowhere\.lua"):
+        assemble({**SOURCES, "beat": SOURCES["beat"].replace("-- include: ", "-- include: nowhere, ")})
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -149,11 +184,11 @@ def reads_of_payloads(source: str) -> set[str]:
     return commands & {"GET", "MGET", "GETRANGE", "GETDEL", "KEYS", "SCAN", "HGETALL", "HVALS", "SMEMBERS", "HSCAN"}
 
 
-@pytest.mark.parametrize("name", [*BODIES, *SHARED])
+@pytest.mark.parametrize("name", SOURCES)
 def test_no_script_reads_payloads_or_walks_the_key_space(name: str) -> None:
-    code = re.sub(r"--.*", "", SHARED[name]) if name in SHARED else code_of(name)
+    code = code_of(name)
     assert not reads_of_payloads(code)
-    for slot in [] if name in SHARED else slots(name, "KEYS"):
+    for slot in slots(name, "KEYS") if name in BODIES else []:
         if slot.names == ("payload",):
             on_payloads = set(re.findall(r"redis\.call\('(\w+)', KEYS\[(?:\d+ \+ )?i\]", code))
             assert on_payloads <= {"STRLEN", "EXISTS", "PERSIST"}
@@ -171,9 +206,9 @@ def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) ->
         assert shebang == "#!lua flags=allow-oom"
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", SOURCES)
 def test_time_comes_from_the_server_and_nothing_is_random(name: str) -> None:
-    assert not re.search(r"math\.random|os\.(time|clock)", code_of(name) + PRELUDE)
+    assert not re.search(r"math\.random|os\.(time|clock)", code_of(name))
 
 
 def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
@@ -238,7 +273,7 @@ def test_header_line_without_a_contract_is_refused(line: str) -> None:
 
 
 def test_every_named_type_is_known_and_used() -> None:
-    defined = set(re.findall(r"^local function is_(\w+)\(value\)", SHARED["types"], re.MULTILINE))
+    defined = {topic.removeprefix("is_") for topic, text in TOPICS.items() if f"function {topic}(value)" in text}
     used = {word for name in BODIES for slot in slots(name, "ARGV") for kind in slot.types for word in kind.split("|")}
     assert defined == set(JUDGED)
     assert {*JUDGED, *NAMED} <= used

@@ -134,7 +134,7 @@ BATCHES = [
     ),
     Mutation(
         "I8",
-        "prelude",
+        "include/ready",
         "(version == 'inf' or tonumber(version) >= oldest)",
         batches.nothing_too_stale_is_taken,
         new="true",
@@ -146,13 +146,13 @@ BATCHES = [
     Mutation("I8", "refill", "string.match(header, ' cut=(%S+)')", batches.nothing_too_stale_is_taken, new="'-inf'"),
     Mutation(
         "I8",
-        "prelude",
+        "include/staleness",
         "    if tonumber(fork) < tonumber(version) then version = fork end\n",
         batches.weights_that_were_forked_away_count_as_the_fork,
     ),
     Mutation(
         "I8",
-        "prelude",
+        "include/staleness",
         "    if name == lineage then break end\n",
         batches.weights_that_were_forked_away_count_as_the_fork,
     ),
@@ -203,7 +203,7 @@ BATCHES = [
     ),
     Mutation(
         "I9",
-        "prelude",
+        "include/staleness",
         "if least[1] == '' or tonumber(living) < tonumber(least[1]) then",
         batches.the_oldest_of_several_lineages_counts,
         new="if least[1] == '' then",

@@ -28,7 +28,7 @@ ONE_PLACE = [
         one_place.every_move_keeps_the_account,
     ),
     Mutation("I1", "quarantine", "redis.call('HINCRBY', progress, 'dead', 1)\n", one_place.by_hand_keeps_the_account),
-    Mutation("I1", "prelude", "    redis.call('ZREM', keys.dead, gid)\n", one_place.by_hand_keeps_the_account),
+    Mutation("I1", "include/leave_by_hand", "    redis.call('ZREM', keys.dead, gid)\n", one_place.by_hand_keeps_the_account),
     Mutation(
         "I2",
         "submit",
@@ -65,7 +65,7 @@ ONE_PLACE = [
     ),
     Mutation(
         "I3",
-        "prelude",
+        "include/cursors",
         "redis.call('HGET', cursors, task) or ",
         one_place.a_forged_copy_of_the_cursor_moves_nothing,
     ),
@@ -90,6 +90,6 @@ ONE_PLACE = [
         one_place.a_batch_is_of_all_tasks_or_of_none,
     ),
     Mutation(
-        "I4", "prelude", "  redis.call('ZREM', pool, unpack(members))\n", one_place.a_batch_is_of_all_tasks_or_of_none
+        "I4", "include/ready", "  redis.call('ZREM', pool, unpack(members))\n", one_place.a_batch_is_of_all_tasks_or_of_none
     ),
 ]

@@ -1,0 +1,20 @@
+-- room: room and too_many_failures, whether more groups of a task may be started.
+-- include: numbers
+
+-- Groups of a task that may still be started: target - consumed - fresh completed - waiting - running - judging, and no
+-- more than `most` of the last three. Computed in the script that starts them, so that it cannot overshoot.
+local function room(progress, jobs, completed, ledger, target, threshold, most)
+  local counts = redis.call('HMGET', progress, 'consumed', 'running', 'judging')
+  local in_flight = num(counts[2]) + num(counts[3])
+  for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
+  local cut = '-inf'
+  if threshold ~= '' then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - tonumber(threshold)) end
+  local free = target - num(counts[1]) - in_flight - redis.call('ZCOUNT', completed, cut, '+inf')
+  return most == '' and free or math.min(free, tonumber(most) - in_flight)
+end
+
+-- I11: how many tries of a task have failed, or were filtered, one after the other; nil while it is not too many.
+local function too_many_failures(progress, patience)
+  local failures = num(redis.call('HGET', progress, 'failures_in_row'))
+  return patience ~= '' and failures >= tonumber(patience) and failures or nil
+end
