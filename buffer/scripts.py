@@ -1,7 +1,8 @@
 """The Lua scripts: one file per state change under `lua/`, each opening with its contract.
 
 `script_header.py` reads the contract: names in the header give the order in which a caller's keys and arguments are
-sent, so a caller cannot mix them up, and types and bounds are enforced on the server before a script reads or writes.
+sent, so a caller cannot mix them up, types and bounds are enforced on the server before a script reads or writes, and
+every name of the header is a local of the script.
 
 `-- include: clock, events` in a header puts `lua/include/clock.lua` and `events.lua` in front of the script, each file
 once and behind the files that it includes itself. In every call, Lua makes all functions of a script anew: an include
@@ -16,11 +17,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Protocol
 
 from buffer.errors import ScriptError
 from buffer.script_header import Header
 
 Arg = str | int | float | bytes
+
+
+class KeysByName(Protocol):
+    """The keys of a script by the names in its header: `buffer.keys.SlotKeys`, or a dictionary."""
+
+    def __getitem__(self, slot: str, /) -> str: ...
+
 
 _INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
 _FOLDER = "include/"
@@ -49,23 +58,28 @@ class Script:
 
     def arrange(
         self,
-        keys: Mapping[str, str],
+        keys: KeysByName,
         args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
+        tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
     ) -> tuple[list[str], list[Arg]]:
-        """KEYS and ARGV in the order of the header; ScriptError when a name is missing or unknown."""
-        key_names, arg_names = self.header.fixed("KEYS"), self.header.fixed("ARGV")
-        self._same("KEYS", key_names, keys)
-        self._same("ARGV", arg_names, args)
-        if (tail_keys and not self.header.tail("KEYS")) or (tail_args and not self.header.tail("ARGV")):
-            raise ScriptError(f"{self.name}.lua takes no more keys or arguments than it names")
-        return [keys[n] for n in key_names] + [*tail_keys], [args[n] for n in arg_names] + [*tail_args]
+        """Return KEYS and ARGV in the order of the header; ScriptError when a name is missing or unknown.
 
-    def _same(self, array: str, wanted: tuple[str, ...], got: Mapping[str, object]) -> None:
-        if len(wanted) != len(got) or not all(map(got.__contains__, wanted)):
-            missing, unknown = set(wanted) - set(got), set(got) - set(wanted)
-            raise ScriptError(f"{self.name}.lua: {array} missing {sorted(missing)}, unknown {sorted(unknown)}")
+        `tail_keys`: keys as they are, or the keys of a unit by name.
+        """
+        header, names = self.header, self.header.fixed("ARGV")
+        if len(names) != len(args) or not all(map(args.__contains__, names)):
+            missing, unknown = set(names) - set(args), set(args) - set(names)
+            raise ScriptError(f"{self.name}.lua: ARGV missing {sorted(missing)}, unknown {sorted(unknown)}")
+        if (tail_keys and not header.tail("KEYS")) or (tail_args and not header.tail("ARGV")):
+            raise ScriptError(f"{self.name}.lua takes no more keys or arguments than it names")
+        try:
+            all_keys = [keys[slot] for slot in header.fixed("KEYS")]
+            for unit in tail_keys:
+                all_keys += [unit] if isinstance(unit, str) else [unit[slot] for slot in header.tail_names("KEYS")]
+        except KeyError as missing_key:
+            raise ScriptError(f"{self.name}.lua: KEYS missing {missing_key}") from None
+        return all_keys, [args[name] for name in names] + [*tail_args]
 
 
 @cache
@@ -79,13 +93,12 @@ def includes(text: str) -> list[str]:
 
 
 def _assemble(name: str, texts: Mapping[str, str]) -> Script:
-    """Put the script's name first, so that SLOWLOG can be read; then its includes, the guard and the body."""
+    """Put the name first, so that SLOWLOG can be read; then includes, the checks of the header and the body."""
     shebang, _, rest = texts[name].partition("\n")
     header = Header.parse(texts[name])
-    guard = header.guard()
     included: dict[str, str] = {}
     _include([*header.checks(), *includes(rest)], texts, included)
-    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *included.values(), guard, rest]
+    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *included.values(), header.prologue(), rest]
     return Script(name, "\n".join(parts), header)
 
 

@@ -15,7 +15,7 @@ MUTATIONS = {
     # I1
     "reaped-and-gone": ("reap", "    local place = retry_or_bury(keys, gid, max_tries, reason)\n",
                         "    local place = 'waiting'\n"),
-    "claims-leave-the-job": ("claim", "    redis.call('XDEL', KEYS[i], entry[1])\n", ""),
+    "claims-leave-the-job": ("claim", "    redis.call('XDEL', jobs, entry[1])\n", ""),
     "archived-is-not-counted": ("commit", "    redis.call('HINCRBY', task.progress, 'archived', task.count)\n", ""),
     # I2
     "zombies-submit": ("submit", "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n", ""),
@@ -32,7 +32,7 @@ MUTATIONS = {
     "frees-all-that-is-committed": ("commit", "keep = math.min(keep, committed)\n", "keep = committed\n"),
     # I8
     "nothing-is-too-old": ("take_batch",
-                           "local cut = threshold == '' and '-inf' or int(step - tonumber(threshold))\n",
+                           "local cut = threshold and int(step - threshold) or '-inf'\n",
                            "local cut = '-inf'\n"),
 }  # fmt: skip
 """Name: (file, what is there, what takes its place)."""

@@ -5,17 +5,17 @@
 -- touched, as in retry_keys.
 local function task_keys(under, task)
   local keys = {groups = under.groups, leases = under.leases, holders = under.holders, dead = under.dead,
-    dead_letters = under.dead_letters, jobs = {}, order = under.orders .. task .. ':completed',
-    progress = under.progress .. task}
+    dead_letters = under.dead_letters, jobs = {}, progress = under.accounts .. task,
+    order_index = under.orders .. task .. ':completed'}
   for _, lane in ipairs({'eval', 'resume', 'fresh'}) do
-    keys.jobs[lane] = under.jobs .. task .. ':' .. lane
+    keys.jobs[lane] = under.queues .. task .. ':' .. lane
     redis.call('XLEN', keys.jobs[lane])
   end
   for _, status in ipairs({'completed', 'aborted', 'expired'}) do
     keys[status] = under.pools .. task .. ':' .. status
     redis.call('ZCARD', keys[status])
   end
-  redis.call('ZCARD', keys.order)
+  redis.call('ZCARD', keys.order_index)
   redis.call('HLEN', keys.progress)
   return keys
 end

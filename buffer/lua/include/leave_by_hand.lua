@@ -9,6 +9,6 @@ local function leave_by_hand(keys, gid, stage, status, arrival)
     return 'dead'
   end
   redis.call('ZREM', keys[status], arrival .. ':' .. gid)
-  if status == 'completed' then redis.call('ZREM', keys.order, arrival .. ':' .. gid) end
+  if status == 'completed' then redis.call('ZREM', keys.order_index, arrival .. ':' .. gid) end
   return status
 end

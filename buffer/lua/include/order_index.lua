@@ -2,7 +2,7 @@
 -- include: numbers
 
 -- Put a completed group where `place` says: arrival, bucket:<n> (buckets take turns) or a score; '' = no index.
-local function put_in_order(order, progress, place, arrival, gid)
+local function put_in_order(order_index, progress, place, arrival, gid)
   if place == '' then return end
   if place == 'arrival' then
     place = arrival
@@ -12,5 +12,5 @@ local function put_in_order(order, progress, place, arrival, gid)
     place = int(math.max(num(rounds[1]), num(rounds[2])) + 1)
     redis.call('HSET', progress, turns, place)
   end
-  redis.call('ZADD', order, place, arrival .. ':' .. gid)
+  redis.call('ZADD', order_index, place, arrival .. ':' .. gid)
 end

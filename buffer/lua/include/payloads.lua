@@ -1,16 +1,16 @@
 -- payloads: seen_bytes and pin, for the payloads that a script accepts.
 
--- Payloads in the run's slot are keys from `first` on, and are seen and pinned here. In a cluster they lie elsewhere:
--- none is given, the caller is believed, and they are listed for it to pin (buffer/pins.py). `others` of the keys from
--- `first` on stand before the chunks.
-local function seen_bytes(keys, first, others, chunks, said)
-  if #keys < first then return said end
+-- Payloads in the run's slot are keys of the script: their bytes are counted and kept from expiring here. In a cluster
+-- they lie in other slots: no key is given, the size that the caller states is taken, and they are listed for the caller
+-- to pin (buffer/pins.py). `others`: keys in front of the chunks.
+local function seen_bytes(payloads, others, chunks, size)
+  if #payloads == 0 then return size end
   local found = 0
-  for i = first + others, #keys do found = found + redis.call('STRLEN', keys[i]) end
-  return #keys == first - 1 + others + chunks and found or -1
+  for i = others + 1, #payloads do found = found + redis.call('STRLEN', payloads[i]) end
+  return #payloads == others + chunks and found or -1
 end
 
-local function pin(keys, first, unpinned, entry)
-  if #keys < first then redis.call('SADD', unpinned, entry) end
-  for i = first, #keys do redis.call('PERSIST', keys[i]) end
+local function pin(payloads, others, unpinned, entry)
+  if #payloads == 0 then redis.call('SADD', unpinned, entry) end
+  for i = others + 1, #payloads do redis.call('PERSIST', payloads[i]) end
 end

@@ -3,9 +3,9 @@
 
 -- What retry_or_bury needs of a task that the script learns from a record: streams and account lie under prefixes. All
 -- are touched: one of a wrong type stops the script here, before it writes anything.
-local function retry_keys(task, groups, jobs, progress, dead, dead_letters)
-  local keys = {groups = groups, jobs_resume = jobs .. task .. ':resume', jobs_eval = jobs .. task .. ':eval',
-    progress = progress .. task, dead = dead, dead_letters = dead_letters}
+local function retry_keys(task, groups, queues, accounts, dead, dead_letters)
+  local keys = {groups = groups, jobs_resume = queues .. task .. ':resume', jobs_eval = queues .. task .. ':eval',
+    progress = accounts .. task, dead = dead, dead_letters = dead_letters}
   for _, stream in ipairs({keys.jobs_resume, keys.jobs_eval}) do redis.call('XLEN', stream) end
   redis.call('HLEN', keys.progress)
   return keys

@@ -8,13 +8,13 @@ local function room(progress, jobs, completed, ledger, target, threshold, most)
   local in_flight = num(counts[2]) + num(counts[3])
   for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
   local cut = '-inf'
-  if threshold ~= '' then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - tonumber(threshold)) end
+  if threshold then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - threshold) end
   local free = target - num(counts[1]) - in_flight - redis.call('ZCOUNT', completed, cut, '+inf')
-  return most == '' and free or math.min(free, tonumber(most) - in_flight)
+  return most and math.min(free, most - in_flight) or free
 end
 
 -- I11: how many tries of a task have failed, or were filtered, one after the other; nil while it is not too many.
 local function too_many_failures(progress, patience)
   local failures = num(redis.call('HGET', progress, 'failures_in_row'))
-  return patience ~= '' and failures >= tonumber(patience) and failures or nil
+  return patience and failures >= patience and failures or nil
 end

@@ -16,19 +16,19 @@ end
 -- expires together with the first rollout of this one that has nothing left to train.
 local function pool_score(version, last, lag)
   if not version or version == '' then return '+inf' end
-  if lag == '' or not last or last == '' then return version end
-  return int(math.min(tonumber(version), tonumber(last) - tonumber(lag)))
+  if not lag or not last or last == '' then return version end
+  return int(math.min(tonumber(version), tonumber(last) - lag))
 end
 
--- What the age of a group is counted from, of triples (oldest | last, lineage, version) in the arguments; only living
+-- What the age of a group is counted from, of units (oldest | last, lineage, version) of the arguments; only living
 -- versions count. Returns its version and lineage, its score, and the fields that only token staleness needs.
-local function age_of(lineages, args, first, lag)
+local function age_of(lineages, each_unit, lag)
   local found = {oldest = {'', ''}, last = {'', ''}}
-  for i = first, #args - 2, 3 do
-    local least, living = found[args[i]], living_version(lineages, args[i + 1], args[i + 2])
-    if least[1] == '' or tonumber(living) < tonumber(least[1]) then found[args[i]] = {living, args[i + 1]} end
+  for _, what, lineage, version in each_unit do
+    local least, living = found[what], living_version(lineages, lineage, int(version))
+    if least[1] == '' or tonumber(living) < tonumber(least[1]) then found[what] = {living, lineage} end
   end
   local oldest, last = found.oldest, found.last
-  local fields = lag ~= '' and {'last', last[1], 'last_lineage', last[2]} or nil
+  local fields = lag and {'last', last[1], 'last_lineage', last[2]} or nil
   return oldest[1], oldest[2], pool_score(oldest[1], last[1], lag), fields
 end
