@@ -215,8 +215,7 @@ class RunControl:
     def report_curriculum(self, nonce: str, step: int, reason: str) -> None:
         """The producer says why the curriculum's answer after `step` is not followed; "": it is. Raises Fenced."""
         text = reason.encode(errors="replace")[:2000].decode(errors="ignore")
-        args = {"nonce": nonce, "step": step, "reason": text}
-        reply = self._store.call("curriculum", self._keys.slots(), args)
+        reply = self._store.call("curriculum", self._keys.slots(), {"nonce": nonce, "step": step, "reason": text})
         unfenced(reply, "producer")
 
     def beat(self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0) -> ControlState:

@@ -245,15 +245,16 @@ class SlotKeys:
 
     def __getitem__(self, slot: str) -> str:
         """Return the key; ScriptError for a name without one, or where a fact is missing."""
-        if find := SLOTS.get(slot):
+        key = self._keys.__dict__.get(slot)
+        if key is None:
+            find = SLOTS.get(slot)
+            if find is None:
+                raise ScriptError(f"no key is named {slot!r}", hint="see SLOTS in buffer/keys.py")
             try:
                 return find(self._keys, self._facts)
             except KeyError as missing:
                 raise ScriptError(f"the key {slot!r} of a script needs its {missing.args[0]}") from None
-        key = getattr(self._keys, slot, None)
-        if not isinstance(key, str):
-            raise ScriptError(f"no key is named {slot!r}", hint="see SLOTS in buffer/keys.py")
-        return key
+        return str(key)
 
 
 Facts = Mapping[str, Any]

@@ -64,7 +64,8 @@ BIGGEST = 2**53 - 1
 
 _SLOT = re.compile(
     r"^-- (?P<array>KEYS|ARGV) +(?P<names>\w+(?:, \w+)*)"
-    r" +(?P<types>[^ ,\n]+(?:, [^ ,\n]+)*?)(?: x(?:(?P<least>\d+)\.\.(?P<most>\d+)|(?P<like>KEYS)))?(?: (?!x[\dK]).*)?$",
+    r" +(?P<types>[^ ,\n]+(?:, [^ ,\n]+)*?)"
+    r"(?: x(?:(?P<least>\d+)\.\.(?P<most>\d+)|(?P<like>KEYS)))?(?: (?!x[\dK]).*)?$",
     re.MULTILINE,
 )
 _RANGE = re.compile(r"([\d_]+)\.\.([\d_]*)")
@@ -166,6 +167,7 @@ class Header:
     def tail(self, array: str) -> Slot | None:
         return next((slot for slot in self.slots if slot.array == array and slot.is_tail), None)
 
+    @cache  # noqa: B019
     def tail_names(self, array: str) -> tuple[str, ...]:
         """Return the names of a unit of the tail of KEYS or ARGV."""
         tail = self.tail(array)

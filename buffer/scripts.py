@@ -67,7 +67,8 @@ class Script:
 
         `tail_keys`: keys as they are, or the keys of a unit by name.
         """
-        header, names = self.header, self.header.fixed("ARGV")
+        header = self.header
+        names = header.fixed("ARGV")
         if len(names) != len(args) or not all(map(args.__contains__, names)):
             missing, unknown = set(names) - set(args), set(args) - set(names)
             raise ScriptError(f"{self.name}.lua: ARGV missing {sorted(missing)}, unknown {sorted(unknown)}")
@@ -75,8 +76,9 @@ class Script:
             raise ScriptError(f"{self.name}.lua takes no more keys or arguments than it names")
         try:
             all_keys = [keys[slot] for slot in header.fixed("KEYS")]
+            unit_slots = header.tail_names("KEYS")
             for unit in tail_keys:
-                all_keys += [unit] if isinstance(unit, str) else [unit[slot] for slot in header.tail_names("KEYS")]
+                all_keys += (unit,) if isinstance(unit, str) else [unit[slot] for slot in unit_slots]
         except KeyError as missing_key:
             raise ScriptError(f"{self.name}.lua: KEYS missing {missing_key}") from None
         return all_keys, [args[name] for name in names] + [*tail_args]

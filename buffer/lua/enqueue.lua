@@ -37,9 +37,9 @@
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
 local done = redis.call('HMGET', progress, 'enqueue_op', 'enqueue_count', 'target')
-local actual = next_draw(cursors, progress, task)
-if done[1] == operation then return {'OK', num(done[2]), int(actual)} end
-if actual ~= cursor then return {'CURSOR', int(actual)} end
+local start = next_draw(cursors, progress, task)
+if done[1] == operation then return {'OK', num(done[2]), int(start)} end
+if start ~= cursor then return {'CURSOR', int(start)} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
 local jobs, waiting, held = lane == 'eval' and jobs_eval or jobs_fresh, 0, held_bytes(bytes)
 for _, stream in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do waiting = waiting + redis.call('XLEN', stream) end
@@ -56,16 +56,16 @@ local function prompt_bytes(n, size)
 end
 for n, samples, size in each_unit do
   if samples > 0 and prompt_bytes(n, size) == 0 then
-    return {'NO_PAYLOAD', string.format('%s-%010d', task, cursor + n - 1)}
+    return {'NO_PAYLOAD', string.format('%s-%010d', task, start + n - 1)}
   end
 end
 
 -- this first: who may not write it (ACL) is stopped before anything has come in
-redis.call('HSET', cursors, task, int(cursor))
+redis.call('HSET', cursors, task, int(start))
 local enqueued, drawn, came = 0, 0, 0
 for n, samples, size in each_unit do
   if enqueued >= free or (enqueued > 0 and mark > 0 and held + came >= mark) then break end
-  local draw = cursor + n - 1
+  local draw = start + n - 1
   local gid = string.format('%s-%010d', task, draw)
   local record = groups .. gid
   local ended = redis.call('GETBIT', archived, draw) + redis.call('GETBIT', filtered, draw) + redis.call('GETBIT', dropped, draw)
@@ -91,11 +91,11 @@ for n, samples, size in each_unit do
   end
   drawn = n
 end
-move_cursor(cursors, progress, task, cursor + drawn)
+move_cursor(cursors, progress, task, start + drawn)
 redis.call('HSET', progress, 'target', int(target), 'enqueue_op', operation, 'enqueue_count', enqueued)
 count_bytes(bytes, came, 0)
 if enqueued > 0 then
   ring(bell_workers, enqueued)
-  log_event(events, 'enqueued', 'task', task, 'groups', enqueued, 'cursor', int(cursor + drawn))
+  log_event(events, 'enqueued', 'task', task, 'groups', enqueued, 'cursor', int(start + drawn))
 end
-return {'OK', enqueued, int(cursor + drawn)}
+return {'OK', enqueued, int(start + drawn)}

@@ -20,7 +20,7 @@ MUTATIONS = {
     # I2
     "zombies-submit": ("submit", "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n", ""),
     # I3
-    "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, cursor + drawn)\n", ""),
+    "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, start + drawn)\n", ""),
     # I4, I5
     "batch-stays-in-pool": ("include/ready", "  redis.call('ZREM', pool, unpack(members))\n", ""),
     "batch-is-no-record": (

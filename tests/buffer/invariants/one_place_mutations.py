@@ -49,7 +49,7 @@ ONE_PLACE = [
     Mutation(
         "I3",
         "enqueue",
-        "if actual ~= cursor then return {'CURSOR', int(actual)} end\n",
+        "if start ~= cursor then return {'CURSOR', int(start)} end\n",
         one_place.no_prompt_is_skipped_or_doubled,
     ),
     Mutation(
@@ -62,7 +62,7 @@ ONE_PLACE = [
     Mutation(
         "I3",
         "enqueue",
-        "move_cursor(cursors, progress, task, cursor + drawn)\n",
+        "move_cursor(cursors, progress, task, start + drawn)\n",
         one_place.no_prompt_is_skipped_or_doubled,
     ),
     Mutation(

@@ -180,7 +180,7 @@ RUNNING = [
     Mutation(
         "I13",
         "enqueue",
-        "if done[1] == operation then return {'OK', num(done[2]), int(actual)} end\n",
+        "if done[1] == operation then return {'OK', num(done[2]), int(start)} end\n",
         running.a_repeated_call_is_harmless,
     ),
     Mutation(
