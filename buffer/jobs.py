@@ -36,10 +36,8 @@ class JobQueue:
 
     def cursor(self, task: str) -> int:
         """The next draw of a task (I3)."""
-        keys = self._keys
-        asked = [("HGET", keys.cursors, task), ("HGET", keys.progress(task), "cursor")]
-        cursor, copy = self._store.each("cursor", asked, "control")
-        return int(cursor or copy or 0)
+        cursors = self._keys.cursors
+        return int(self._store.retrying("cursor", lambda: self._store.control.hget(cursors, task)) or 0)
 
     def next_draw(self, nonce: str, task: str) -> int:
         """The cursor, once it has passed over what came in before it did (after a loss). Raises Fenced."""

@@ -37,7 +37,7 @@
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
 local done = redis.call('HMGET', progress, 'enqueue_op', 'enqueue_count', 'target')
-local start = next_draw(cursors, progress, task)
+local start = next_draw(cursors, task)
 if done[1] == operation then return {'OK', num(done[2]), int(start)} end
 if start ~= cursor then return {'CURSOR', int(start)} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end

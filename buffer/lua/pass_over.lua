@@ -16,7 +16,7 @@
 -- keeps I1 (ahead goes down as the cursor goes up), I3 (passes over nothing that must still be drawn), I7, I13 (absolute)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
-local cursor, ahead = next_draw(cursors, progress, task), num(redis.call('HGET', progress, 'ahead'))
+local cursor, ahead = next_draw(cursors, task), num(redis.call('HGET', progress, 'ahead'))
 local stop = cursor + math.min(limit, ahead)
 local draw = cursor
 while draw < stop do

@@ -36,7 +36,7 @@ for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
   redis.call('STRLEN', bitmaps[place])
 end
 local counts = redis.call('HMGET', account, 'put', 'imported', 'ahead', 'reach', 'lost_to')
-local outside, cursor = first + num(counts[1]) + num(counts[2]), next_draw(cursors, account, task)
+local outside, cursor = first + num(counts[1]) + num(counts[2]), next_draw(cursors, task)
 local ahead, reach = num(counts[3]), math.max(cursor, num(counts[4]))
 
 local draws = {}

@@ -23,7 +23,6 @@ from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError,
 from buffer.keys import Keys
 from buffer.limits import LOADING, SCHEMA, RunLimits
 from buffer.media import MediaFolder
-from buffer.memory import Memory
 from buffer.snapshot.cut import Advance
 from buffer.snapshot.folder import Item, read_items, read_manifest, verify
 from buffer.snapshot.media import require_empty, restored
@@ -62,7 +61,6 @@ class SnapshotLoader:
             for number, (batch, done) in enumerate(self._batches(), start=1):
                 self._write(number, batch)
                 advance("items", done)
-            self._count_bytes()
             self._prove()
             with restored(self._media, self._files()) if self._media else nullcontext():
                 self._publish()
@@ -185,12 +183,6 @@ class SnapshotLoader:
 
         self._change(fill, number)
         self._store.each("resume", [("SET", key, item.data) for key, item in named if not self._is_in_slot(key)])
-
-    def _count_bytes(self) -> None:
-        """Those of a run that was saved before bytes were counted, from its records (I12)."""
-        memory = Memory(self._store, self.keys, RunLimits.from_meta(self.facts.meta))
-        if not memory.count().came and (weighed := memory.weigh()):
-            self._change(lambda pipe: pipe.hset(self.keys.bytes, "came", weighed))
 
     def _prove(self) -> None:
         """What was loaded adds up (I1)."""

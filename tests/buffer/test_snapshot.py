@@ -97,17 +97,6 @@ def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(busy: Scene, t
     assert after == before
 
 
-def test_a_run_of_before_the_key_cursors_goes_on_from_its_account(busy: Scene, tmp_path: Path) -> None:
-    cursor = busy.run.jobs.cursor("math")
-    busy.raw.delete(busy.keys.cursors)
-    busy.run.save(tmp_path / "s")
-    for scene in (busy, resumed(busy, tmp_path / "s")):
-        assert scene.run.jobs.cursor("math") == cursor
-        assert scene.enqueue(1).cursor == cursor + 1
-        assert scene.raw.hget(scene.keys.cursors, "math") == b"%d" % (cursor + 1)
-        scene.check()
-
-
 def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(busy: Scene, tmp_path: Path) -> None:
     taken = {step: busy.run.ledger.manifest(step) for step in (2, 3)}
     payloads = [busy.run.payloads.read(e.payload) for m in taken.values() if m for e in m.entries]
@@ -320,16 +309,6 @@ def test_snapshot_of_a_broken_run_is_not_resumed(busy: Scene, tmp_path: Path) ->
     with pytest.raises(SnapshotError, match="does not add up"):
         resumed(busy, tmp_path / "s")
     assert names_of(busy, f"{busy.name}-again") == []
-
-
-def test_bytes_of_a_run_that_was_saved_before_they_were_counted_are_counted(busy: Scene, tmp_path: Path) -> None:
-    busy.raw.delete(busy.keys.bytes)
-    for gid, _ in busy.pool("completed"):
-        busy.raw.hdel(busy.keys.group(gid), "prompt")
-    busy.run.save(tmp_path / "s")
-    again = resumed(busy, tmp_path / "s")
-    assert again.run.memory.count().held == again.run.memory.weigh() > 0
-    again.check()
 
 
 def test_nobody_can_open_a_run_that_is_being_resumed(busy: Scene, tmp_path: Path) -> None:

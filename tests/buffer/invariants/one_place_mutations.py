@@ -67,9 +67,10 @@ ONE_PLACE = [
     ),
     Mutation(
         "I3",
-        "include/cursors",
-        "redis.call('HGET', cursors, task) or ",
+        "enqueue",
+        "local start = next_draw(cursors, task)",
         one_place.a_forged_copy_of_the_cursor_moves_nothing,
+        new="local start = num(redis.call('HGET', progress, 'cursor'))",
     ),
     Mutation("I3", "enqueue", "  if enqueued >= free or ", one_place.nothing_starts_beyond_the_target, new="  if "),
     Mutation(
