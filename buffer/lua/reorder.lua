@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- reorder: put groups that are ready, but not in the index of the run's order, in front of all others, by arrival.
 -- One bounded slice; an index of another policy is thrown away first.
+-- include: numbers
 -- KEYS control     HASH
 -- KEYS progress    HASH  of the task
 -- KEYS completed   ZSET  completed
@@ -21,6 +22,6 @@ if by ~= policy then
   end
   redis.call('HSET', progress, 'order_by', policy)
 end
-local members = redis.call('ZRANGE', completed, start, start + limit - 1)
+local members = redis.call('ZRANGE', completed, int(start), int(start + limit - 1))
 for _, member in ipairs(members) do redis.call('ZADD', order_index, 'NX', '-inf', member) end
 return {'OK', #members}

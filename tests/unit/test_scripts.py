@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import buffer.keys
 from buffer.errors import ScriptError
 from buffer.keys import SLOTS, Keys
-from buffer.script_header import JUDGED, NAMED, Header, Slot
+from buffer.script_header import BIGGEST, JUDGED, NAMED, Header, Slot
 from buffer.scripts import Arg, assemble, includes, library, sources
 
 BUFFER = Path(buffer.keys.__file__).parent
@@ -58,6 +59,33 @@ def test_body_uses_every_name_of_the_header_and_no_number(name: str) -> None:
     names = {word for array in ("KEYS", "ARGV") for slot in slots(name, array) for word in slot.names}
     assert names - of_units <= words
     assert not names & {*HOMES, "KEYS", "ARGV", "SCRIPT", "redis", "string", "table", "math"}
+
+
+def calls_of(code: str, function: str) -> Iterator[list[str]]:
+    """The arguments of each call of a function."""
+    for match in re.finditer(re.escape(function) + r"\(", code):
+        depth, start, found = 1, match.end(), []
+        for place in range(start, len(code)):
+            depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(code[place], 0)
+            if depth == 0 or (depth == 1 and code[place] == ","):
+                found.append(code[start:place].strip())
+                start = place + 1
+            if depth == 0:
+                break
+        yield found
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_integers_that_redis_might_write_as_a_power_of_ten_are_written_by_int(name: str) -> None:
+    large = set()
+    # units that only an include walks are no locals here
+    for slot in (s for s in slots(name, "ARGV") if not s.is_tail or " in each_unit do" in code_of(name)):
+        for word, kind in zip(slot.names, slot.types, strict=True):
+            if bounds := re.search(r"(?:^|\|)[\d_]+\.\.([\d_]*)", kind):
+                large |= {word} if int(bounds[1] or BIGGEST) >= 10**8 else set()
+    for function in ("redis.call", "log_event"):
+        for arguments in calls_of(code_of(name), function):
+            assert not large & set(arguments)
 
 
 @pytest.mark.parametrize("name", [name for name, text in BODIES.items() if " in each_unit do" in text])
