@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from buffer.keys import ENDS, IMPORTED_FROM, LANES, POOLS, Keys, group_id, split_group_id
+from buffer.keys import ENDS, IMPORTED_FROM, LANES, POOLS, Keys, SlotKeys, group_id, split_group_id
 from buffer.ledger import BatchLedger
 from buffer.limits import RunLimits
 from buffer.memory import ByteCount, Memory
@@ -141,18 +141,7 @@ class Account:
     def totals(self) -> Audit:
         """All places of all tasks at one instant. O(tasks)."""
         keys, names = self._keys, list(self._limits.tasks)
-        tail = [
-            key
-            for task in names
-            for key in (
-                *keys.all_jobs(task),
-                *keys.all_pools([task]),
-                keys.progress(task),
-                *(keys.ended(task, end) for end in ENDS),
-            )
-        ]
-        fixed = {"leases": keys.leases, "dead": keys.dead, "bytes": keys.bytes}
-        reply = self._store.call("totals", fixed, {}, tail)
+        reply = self._store.call("totals", keys.slots(), {}, [keys.slots(task=task) for task in names])
         numbers = [int(n) for n in reply[1:]]
         tasks = [_task(name, numbers[4 + i * _WIDTH : 4 + (i + 1) * _WIDTH]) for i, name in enumerate(names)]
         audit = Audit(tasks, leases=numbers[0], bytes=ByteCount(numbers[2], numbers[3]))
@@ -192,20 +181,9 @@ class Account:
         replies = self._store.call_many("check", [self._check_call(gid) for gid in gids])
         return [[str(place) for place in reply[2:]] for reply in replies]
 
-    def _check_call(self, gid: str) -> tuple[dict[str, str], dict[str, Arg], list[str]]:
-        keys, (task, draw) = self._keys, split_group_id(gid)
-        return (
-            {
-                "group": keys.group(gid),
-                "leases": keys.leases,
-                "dead": keys.dead,
-                **{end: keys.ended(task, end) for end in ENDS},
-                **{status: keys.pool(task, status) for status in POOLS},
-                "batches": keys.manifests,
-            },
-            {"gid": gid, "draw": draw},
-            keys.all_jobs(task),
-        )
+    def _check_call(self, gid: str) -> tuple[SlotKeys, dict[str, Arg]]:
+        task, draw = split_group_id(gid)
+        return self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}
 
     def _check_manifests(self, audit: Audit, ledger: BatchLedger) -> None:
         taken, _, freed = ledger.steps()

@@ -32,18 +32,10 @@ class Archive:
 
     def forget_slice(self, *, exported: int = 0, everything: bool = False) -> tuple[int, int, int]:
         """A bounded part of `forget`: (newest step of which nothing is left, batches freed now, batches left)."""
-        keys, limits, retains = self._keys, self._limits, self._name == "train" and not everything
+        limits, retains = self._limits, self._name == "train" and not everything
         reply = self._store.call(
             "forget",
-            {
-                "ledger": keys.ledger(self._name),
-                "batches": keys.batches(self._name),
-                "garbage": keys.garbage,
-                "events": keys.events,
-                "bell_producer": keys.bell("producer"),
-                "bell_workers": keys.bell("workers"),
-                "bytes": keys.bytes,
-            },
+            self._keys.slots(ledger=self._name),
             {
                 "retain": limits.retain_batches if retains else 0,
                 "wait": int(limits.retain_until_exported and retains),

@@ -78,7 +78,7 @@ class ControlState:
 
 def silence_ms(now_ms: int, seen_ms: int) -> int:
     """Since a holder of a role was seen. If that lies ahead of now, it is as long ago: the clock was stepped back, and
-    whoever lives has beaten since. `silence_ms` of prelude.lua decides the same."""
+    whoever lives has beaten since. `silence_ms` in lua/include/role_silence.lua decides the same."""
     return abs(now_ms - seen_ms)
 
 
@@ -145,10 +145,9 @@ class RunControl:
 
         `orphan`: the operator's RUN also ends the pause of a trainer that has left or fallen silent.
         """
-        keys = self._keys
         reply = self._store.call(
             "control",
-            {"control": keys.control, "events": keys.events, "bell_producer": keys.bell("producer")},
+            self._keys.slots(),
             {
                 "operation": new_nonce(),
                 "who": who,
@@ -164,10 +163,9 @@ class RunControl:
 
     def publish_weights(self, nonce: str, weights: PolicyVersion, path: str, checksum: str) -> ControlState:
         """Name the newest weights; workers that do not have them may not claim."""
-        keys = self._keys
         reply = self._store.call(
             "publish_weights",
-            {"control": keys.control, "events": keys.events, "bell_producer": keys.bell("producer")},
+            self._keys.slots(),
             {"nonce": nonce, "weights": str(weights), "path": path, "checksum": checksum},
         )
         return ControlState.parse(unfenced(reply, "trainer")[1:])
@@ -190,10 +188,9 @@ class RunControl:
 
     def silent_workers(self, epoch: int | None = None) -> list[str]:
         """Live workers that have not acknowledged `epoch`; the newest by default. 10,000 workers at most."""
-        keys = self._keys
         reply = self._store.call(
             "silent",
-            {"control": keys.control, "workers": keys.workers, "worker_records": keys.worker_records},
+            self._keys.slots(),
             {"epoch": "" if epoch is None else epoch, "lease_ms": self._limits.lease_ms, "limit": 10_000},
         )
         return reply[1:]
@@ -203,7 +200,7 @@ class RunControl:
         keys = self._keys
         reply = self._store.call(
             "producer_open",
-            {"meta": keys.meta, "control": keys.control, "events": keys.events},
+            keys.slots(),
             {
                 "run_nonce": run_nonce,
                 "nonce": nonce,
@@ -217,13 +214,8 @@ class RunControl:
 
     def report_curriculum(self, nonce: str, step: int, reason: str) -> None:
         """The producer says why the curriculum's answer after `step` is not followed; "": it is. Raises Fenced."""
-        keys = self._keys
         text = reason.encode(errors="replace")[:2000].decode(errors="ignore")
-        reply = self._store.call(
-            "curriculum",
-            {"control": keys.control, "events": keys.events},
-            {"nonce": nonce, "step": step, "reason": text},
-        )
+        reply = self._store.call("curriculum", self._keys.slots(), {"nonce": nonce, "step": step, "reason": text})
         unfenced(reply, "producer")
 
     def beat(self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0) -> ControlState:
@@ -231,7 +223,7 @@ class RunControl:
         Raises Fenced; LostRun where the server, which came back empty, has never seen anybody in that role."""
         reply = self._store.call(
             "beat",
-            {"control": self._keys.control},
+            self._keys.slots(),
             {"role": role, "nonce": nonce, "closing": int(closing), "waited_ms": int(waited_s * 1000)},
         )
         with self.telling_loss(role):

@@ -19,7 +19,7 @@ import redis
 
 from buffer.control import ControlState
 from buffer.errors import ScriptError
-from buffer.keys import Keys
+from buffer.keys import Keys, SlotKeys
 from buffer.scripts import Arg
 from buffer.server.url import open_client
 from buffer.store import Store
@@ -31,10 +31,9 @@ _READ_BYTES = 65_536
 _NOT_YET = object()
 
 
-def receipt(keys: Keys, worker: str, nonce: str, ack: int) -> tuple[dict[str, str], dict[str, Arg]]:
-    """Keys and arguments of the script."""
-    named = {"worker": keys.worker(worker), "holds": keys.holds(worker), "bell": keys.bell("receipts")}
-    return {"control": keys.control, **named}, {"nonce": nonce, "ack": ack}
+def receipt(keys: Keys, worker: str, nonce: str, ack: int) -> tuple[SlotKeys, dict[str, Arg]]:
+    """Return keys and arguments of the script."""
+    return keys.slots(worker=worker), {"nonce": nonce, "ack": ack}
 
 
 def _socket_of(connection: Any) -> Any:

@@ -35,13 +35,7 @@ class Fleet:
         keys, worker = self._keys, valid_name("worker", worker)
         reply = self._store.call(
             "register",
-            {
-                "meta": keys.meta,
-                "control": keys.control,
-                "workers": keys.workers,
-                "worker": keys.worker(worker),
-                "events": keys.events,
-            },
+            keys.slots(worker=worker),
             {"worker": worker, "nonce": nonce},
             tail_args=[part for pair in facts.items() for part in pair],
         )
@@ -51,19 +45,9 @@ class Fleet:
 
     def heartbeat(self, worker: str, nonce: str, pulse: Pulse, held: Sequence[Job]) -> Beat:
         """Renew the leases of `held`, hand in a receipt, hear the control state. Fenced by a newer one of its id."""
-        keys = self._keys
         reply = self._store.call(
             "heartbeat",
-            {
-                "control": keys.control,
-                "clock": keys.clock,
-                "leases": keys.leases,
-                "workers": keys.workers,
-                "worker": keys.worker(worker),
-                "holds": keys.holds(worker),
-                "groups": keys.groups,
-                "bell": keys.bell("receipts"),
-            },
+            self._keys.slots(worker=worker),
             {
                 "worker": worker,
                 "nonce": nonce,
@@ -87,17 +71,7 @@ class Fleet:
 
     def deregister(self, worker: str, nonce: str) -> bool:
         """Leave. False when leases are still held; they will run out."""
-        keys = self._keys
-        reply = self._store.call(
-            "deregister",
-            {
-                "workers": keys.workers,
-                "worker": keys.worker(worker),
-                "holds": keys.holds(worker),
-                "events": keys.events,
-            },
-            {"worker": worker, "nonce": nonce},
-        )
+        reply = self._store.call("deregister", self._keys.slots(worker=worker), {"worker": worker, "nonce": nonce})
         return bool(reply[0] != "HOLDS")
 
     def fence(self, worker: str) -> int:
@@ -110,34 +84,15 @@ class Fleet:
                 return revoked
 
     def _fence(self, worker: str) -> list[str]:
-        keys = self._keys
         return self._store.call(
             "fence_worker",
-            {
-                "leases": keys.leases,
-                "groups": keys.groups,
-                "holds": keys.holds(worker),
-                "workers": keys.workers,
-                "worker": keys.worker(worker),
-                "dead": keys.dead,
-                "dead_letters": keys.dead_letters,
-                "bell_workers": keys.bell("workers"),
-                "bell_producer": keys.bell("producer"),
-                "events": keys.events,
-                "jobs": keys.waiting_lines,
-                "progress": keys.accounts,
-            },
+            self._keys.slots(worker=worker),
             {"worker": worker, "max_tries": self._limits.max_tries, "limit": 200},
         )
 
     def admit(self, worker: str) -> int:
         """Let a worker claim again that was barred; how many bad groups it had handed in (0: it was not)."""
-        keys = self._keys
-        reply = self._store.call(
-            "admit",
-            {"suspects": keys.suspects, "bell": keys.bell("workers"), "events": keys.events},
-            {"worker": valid_name("worker", worker)},
-        )
+        reply = self._store.call("admit", self._keys.slots(), {"worker": valid_name("worker", worker)})
         return int(reply[1])
 
     def workers(self) -> list[WorkerRecord]:

@@ -49,12 +49,10 @@ class Halts:
 
     def say(self, nonce: str, task: str, halt: Halt) -> None:
         """Say it for the producer `nonce`; `Halt()` takes it back. Raises Fenced."""
-        keys = self._keys
         text = halt.reason.encode(errors="replace")[:2000].decode(errors="ignore")
         reply = self._store.call(
             "halt",
-            {"control": keys.control, "progress": keys.progress(task), "bell": keys.bell("trainer")}
-            | {"events": keys.events},
+            self._keys.slots(task=task),
             {"nonce": nonce, "task": task, "kind": halt.kind, "step": halt.step, "reason": text},
         )
         unfenced(reply, "producer")

@@ -61,23 +61,7 @@ class HandIn:
         """What `submit.lua` is told of a result whose bytes are behind `ref`."""
         keys, group, task = self._keys, result.group, result.group.task
         return ScriptCall(
-            {
-                "leases": keys.leases,
-                "holds": keys.holds(worker),
-                "groups": keys.groups,
-                "progress": keys.progress(task),
-                "completed": keys.pool(task, "completed"),
-                "aborted": keys.pool(task, "aborted"),
-                "filtered": keys.ended(task, "filtered"),
-                "lineages": keys.lineages,
-                "garbage": keys.garbage,
-                "bell_trainer": keys.bell("trainer"),
-                "bell_producer": keys.bell("producer"),
-                "events": keys.events,
-                "order": keys.order(task),
-                "bytes": keys.bytes,
-                "unpinned": keys.unpinned,
-            },
+            keys.slots(task=task, worker=worker),
             self._arguments(result, ref),
             keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
             group.made_by(self._limits.token_lag(task) != ""),

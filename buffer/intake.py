@@ -19,7 +19,7 @@ from buffer.control import new_nonce
 from buffer.curation.rollout_line import prompt_of
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, ScriptError, WireError
 from buffer.group import RolloutGroup
-from buffer.keys import ENDS, IMPORTED_FROM, POOLS, Keys, group_id
+from buffer.keys import IMPORTED_FROM, Keys, group_id
 from buffer.limits import RunLimits
 from buffer.order import OrderFunction, submit_argument
 from buffer.payloads import PayloadRef, PayloadStore
@@ -152,21 +152,7 @@ class Intake:
         payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
         reply = self._store.call(
             "put",
-            {
-                "progress": keys.progress(task),
-                "ledger": keys.ledger("train"),
-                **{status: keys.pool(task, status) for status in POOLS},
-                "dropped": keys.ended(task, ENDS[2]),
-                "groups": keys.groups,
-                "lineages": keys.lineages,
-                "garbage": keys.garbage,
-                "bell_trainer": keys.bell("trainer"),
-                "bell_producer": keys.bell("producer"),
-                "events": keys.events,
-                "order": keys.order(task),
-                "bytes": keys.bytes,
-                "unpinned": keys.unpinned,
-            },
+            keys.slots(task=task),
             {
                 "task": task,
                 "gid": gid,

@@ -15,7 +15,7 @@ import orjson
 from buffer.control import new_nonce, unfenced
 from buffer.errors import Fenced, GroupHeld, PayloadMissing, ScriptError
 from buffer.job import Claim, Enqueued, Job, Reaped, ReleaseKind
-from buffer.keys import ENDS, LANES, POOLS, Keys, group_id, split_group_id
+from buffer.keys import Keys, group_id, split_group_id
 from buffer.limits import RunLimits
 from buffer.pins import pin_listed
 from buffer.rollout import PolicyVersion
@@ -41,12 +41,10 @@ class JobQueue:
 
     def next_draw(self, nonce: str, task: str) -> int:
         """The cursor, once it has passed over what came in before it did (after a loss). Raises Fenced."""
-        keys = self._keys
         while True:
             reply = self._store.call(
                 "pass_over",
-                {"control": keys.control, "progress": keys.progress(task), "groups": keys.groups}
-                | {"cursors": keys.cursors} | {end: keys.ended(task, end) for end in ENDS},
+                self._keys.slots(task=task),
                 {"nonce": nonce, "task": task, "limit": 500},
             )
             if not int(unfenced(reply, "producer")[2]):
@@ -67,9 +65,7 @@ class JobQueue:
         sizes = self._store.each("prompts", [("STRLEN", name) for name in payloads if keys.spread])
         reply = self._store.call(
             "enqueue",
-            self._start_keys(task)
-            | {end: keys.ended(task, end) for end in ENDS}
-            | {"bell": keys.bell("workers"), "events": keys.events, "unpinned": keys.unpinned, "cursors": keys.cursors},
+            keys.slots(task=task),
             {
                 "nonce": nonce,
                 "operation": operation,
@@ -104,11 +100,9 @@ class JobQueue:
     ) -> int:
         """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many: none
         above the high mark (I12)."""
-        keys = self._keys
         reply = self._store.call(
             "reissue",
-            self._start_keys(task)
-            | {"pool": keys.pool(task, status), "bell": keys.bell("workers"), "events": keys.events},
+            self._keys.slots(task=task, status=status),
             {
                 "nonce": nonce,
                 "target": "" if target is None else target,
@@ -134,24 +128,7 @@ class JobQueue:
 
     def forgive(self, task: str) -> None:
         """Forget the failures of a task, so that it is started again."""
-        keys = self._keys
-        self._store.call(
-            "forgive",
-            {"progress": keys.progress(task), "bell": keys.bell("producer"), "events": keys.events},
-            {"task": task},
-        )
-
-    def _start_keys(self, task: str) -> dict[str, str]:
-        keys = self._keys
-        return {
-            "control": keys.control,
-            "progress": keys.progress(task),
-            "ledger": keys.ledger("train"),
-            "completed": keys.pool(task, "completed"),
-            "groups": keys.groups,
-            "bytes": keys.bytes,
-            "leases": keys.leases,
-        } | {f"jobs_{lane}": keys.jobs(task, lane) for lane in LANES}
+        self._store.call("forgive", self._keys.slots(task=task), {"task": task})
 
     # -- the worker's side ---------------------------------------------------
 
@@ -169,36 +146,41 @@ class JobQueue:
         `token` repeats a claim whose reply was lost."""
         keys, limits = self._keys, self._limits
         lanes = serving_order(limits, serves, Counter(job.task for job in held))
-        tail = [key for task, lane in lanes for key in (keys.jobs(task, lane), keys.progress(task))]
         reply = self._store.call(
             "claim",
-            {"control": keys.control, "leases": keys.leases, "worker": keys.worker(worker), "groups": keys.groups}
-            | {"holds": keys.holds(worker), "events": keys.events, "bytes": keys.bytes, "ledger": keys.ledger("train")}
-            | {"suspects": keys.suspects},
-            {"worker": worker, "nonce": nonce, "token": token, "weights": str(weights)}
-            | {"lease_ms": limits.lease_ms, "limit": min(limit, CLAIM_MOST)}
-            | {"low_bytes": limits.low_bytes, "high_bytes": limits.high_bytes},
-            tail,
+            keys.slots(worker=worker),
+            {
+                "worker": worker,
+                "nonce": nonce,
+                "token": token,
+                "weights": str(weights),
+                "lease_ms": limits.lease_ms,
+                "limit": min(limit, CLAIM_MOST),
+                "low_bytes": limits.low_bytes,
+                "high_bytes": limits.high_bytes,
+            },
+            [keys.slots(task=task, lane=lane) for task, lane in lanes],
             [lane for _, lane in lanes],
         )
         return Claim.parse(reply, token)
 
     def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
         """Give a group back without a result. Returns its place; Fenced when the lease was lost meanwhile."""
-        keys, task = self._keys, job.task
+        task = job.task
         text = reason[:2000].encode(errors="replace").decode()
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         reply = self._store.call(
             "release",
-            {"leases": keys.leases, "holds": keys.holds(worker), "groups": keys.groups, "events": keys.events}
-            | {"progress": keys.progress(task), "lineages": keys.lineages}
-            | {"dead": keys.dead, "dead_letters": keys.dead_letters}
-            | {status: keys.pool(task, status) for status in ("aborted", "expired")}
-            | {f"jobs_{lane}": keys.jobs(task, lane) for lane in ("resume", "eval")}
-            | {f"bell_{who}": keys.bell(who) for who in ("workers", "producer")},
-            {"gid": job.gid, "token": job.token, "kind": kind, "reason": letter}
-            | {"max_tries": self._limits.max_tries, "tail": self._limits.tail_tries(task) or ""}
-            | {"lag": self._limits.token_lag(task)},
+            self._keys.slots(task=task, worker=worker),
+            {
+                "gid": job.gid,
+                "token": job.token,
+                "kind": kind,
+                "reason": letter,
+                "max_tries": self._limits.max_tries,
+                "tail": self._limits.tail_tries(task) or "",
+                "lag": self._limits.token_lag(task),
+            },
         )
         if reply[0] == "FENCED":
             raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
@@ -216,7 +198,7 @@ class JobQueue:
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
         reply = self._store.call(
             "requeue",
-            self._by_hand_keys(gid, task) | {"jobs": self._keys.jobs(task, lane), "bell": self._keys.bell("workers")},
+            self._keys.slots(gid=gid, task=task, lane=lane),
             {"gid": gid, "draw": draw, "operation": operation or new_nonce(), "lane": lane},
             durable=True,
         )
@@ -228,26 +210,14 @@ class JobQueue:
         One that runs is only dropped if `revoke` names the worker that holds it: the lease ends in the same step.
         Raises GroupHeld otherwise, and when it is in a batch, has ended as something else, or never was.
         """
-        keys, (task, draw) = self._keys, split_group_id(gid)
+        task, draw = split_group_id(gid)
         reply = self._store.call(
             "drop",
-            self._by_hand_keys(gid, task)
-            | {f"jobs_{lane}": keys.jobs(task, lane) for lane in LANES}
-            | {"leases": keys.leases, "holders": keys.holders, "bell": keys.bell("producer")},
+            self._keys.slots(gid=gid, task=task),
             {"gid": gid, "draw": draw, "revoke": revoke},
             durable=True,
         )
         return self._moved(reply, gid)
-
-    def _by_hand_keys(self, gid: str, task: str) -> dict[str, str]:
-        keys = self._keys
-        return (
-            {"group": keys.group(gid), "progress": keys.progress(task), "dead": keys.dead}
-            | {"dead_letters": keys.dead_letters, "garbage": keys.garbage, "events": keys.events}
-            | {"order": keys.order(task), "bytes": keys.bytes}
-            | {status: keys.pool(task, status) for status in POOLS}
-            | {end: keys.ended(task, end) for end in ENDS}
-        )
 
     def _moved(self, reply: list[str], gid: str) -> str:
         match reply[0]:
@@ -267,15 +237,16 @@ class JobQueue:
 
     def reap(self, limit: int = 100) -> Reaped:
         """Take back up to `limit` groups that silent workers held, and forget workers that are long gone."""
-        keys, limits = self._keys, self._limits
+        limits = self._limits
         reply = self._store.call(
             "reap",
-            {"clock": keys.clock, "leases": keys.leases, "groups": keys.groups, "holders": keys.holders}
-            | {"workers": keys.workers, "worker_records": keys.worker_records, "dead": keys.dead}
-            | {"dead_letters": keys.dead_letters, "bell_workers": keys.bell("workers"), "events": keys.events}
-            | {"bell_producer": keys.bell("producer"), "jobs": keys.waiting_lines, "progress": keys.accounts},
-            {"lease_ms": limits.lease_ms, "limit": limit, "max_tries": limits.max_tries}
-            | {"worker_timeout_ms": limits.worker_timeout_ms},
+            self._keys.slots(),
+            {
+                "lease_ms": limits.lease_ms,
+                "limit": limit,
+                "max_tries": limits.max_tries,
+                "worker_timeout_ms": limits.worker_timeout_ms,
+            },
         )
         if reply[0] == "GRACE":
             return Reaped(grace_ms=int(reply[1]))

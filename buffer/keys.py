@@ -1,5 +1,8 @@
 """Every Redis key of the project, built here and nowhere else.
 
+A new key is a row of the table, an attribute or method of `Keys`, and, if it is not an attribute, an entry of `SLOTS`:
+then a script names it in its header, and its callers change nothing.
+
 `{run}` is a cluster hash tag, so all keys of a run lie in one slot.
 
     key                              type     holds
@@ -47,9 +50,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, ScriptError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 GID = re.compile(r"(?P<task>[A-Za-z0-9_.-]+)-(?P<draw>\d{10})")
@@ -141,7 +145,7 @@ class Keys:
         self.weights = self.prefix + "weights"
         self.manifests = self.prefix + "batch:"
         self.groups = self.prefix + "group:"
-        self.waiting_lines = self.prefix + "jobs:"
+        self.queues = self.prefix + "jobs:"
         self.accounts = self.prefix + "progress:"
         self.pools = self.prefix + "pool:"
         self.orders = self.prefix + "order:"
@@ -150,8 +154,12 @@ class Keys:
         self.worker_records = self.prefix + "worker:"
         self.dead_letters = self.prefix + "dead:"
 
+    def slots(self, **facts: str | int) -> SlotKeys:
+        """Return the keys that scripts name in their headers, by name; `facts`: see `SlotKeys`."""
+        return SlotKeys(self, facts)
+
     def jobs(self, task: str, lane: str) -> str:
-        return f"{self.waiting_lines}{task}:{lane}"
+        return f"{self.queues}{task}:{lane}"
 
     def bell(self, who: str) -> str:
         return f"{self.prefix}bell:{who}"
@@ -221,3 +229,73 @@ class Keys:
 
     def all_pools(self, tasks: Iterable[str]) -> list[str]:
         return [self.pool(task, status) for task in tasks for status in POOLS]
+
+
+class SlotKeys:
+    """The keys of a script by the names in its header, for one task, lane, status, worker, gid, ledger or step.
+
+    Those of the run, and prefixes, are attributes of `Keys`; for all others SLOTS says which facts they need. The
+    ledger is that of the trainer where nothing else is said.
+    """
+
+    __slots__ = ("_facts", "_keys")
+
+    def __init__(self, keys: Keys, facts: Mapping[str, str | int]) -> None:
+        self._keys, self._facts = keys, facts
+
+    def __getitem__(self, slot: str) -> str:
+        """Return the key; ScriptError for a name without one, or where a fact is missing."""
+        key = self._keys.__dict__.get(slot)
+        if key is None:
+            find = SLOTS.get(slot)
+            if find is None:
+                raise ScriptError(f"no key is named {slot!r}", hint="see SLOTS in buffer/keys.py")
+            try:
+                return find(self._keys, self._facts)
+            except KeyError as missing:
+                raise ScriptError(f"the key {slot!r} of a script needs its {missing.args[0]}") from None
+        return str(key)
+
+
+Facts = Mapping[str, Any]
+FindKey = Callable[[Keys, Facts], str]
+
+
+def _bell(who: str) -> FindKey:
+    return lambda keys, facts: keys.bell(who)
+
+
+def _jobs(lane: str) -> FindKey:
+    return lambda keys, facts: keys.jobs(facts["task"], lane)
+
+
+def _pool(status: str) -> FindKey:
+    return lambda keys, facts: keys.pool(facts["task"], status)
+
+
+def _ended(end: str) -> FindKey:
+    return lambda keys, facts: keys.ended(facts["task"], end)
+
+
+def _ledger(facts: Facts) -> str:
+    return str(facts.get("ledger", "train"))
+
+
+SLOTS: Mapping[str, FindKey] = {
+    "record": lambda keys, facts: keys.group(facts["gid"]),
+    "worker_record": lambda keys, facts: keys.worker(facts["worker"]),
+    "holds": lambda keys, facts: keys.holds(facts["worker"]),
+    "progress": lambda keys, facts: keys.progress(facts["task"]),
+    "jobs": lambda keys, facts: keys.jobs(facts["task"], facts["lane"]),
+    **{f"jobs_{lane}": _jobs(lane) for lane in LANES},
+    "pool": lambda keys, facts: keys.pool(facts["task"], facts["status"]),
+    **{status: _pool(status) for status in POOLS},
+    "order_index": lambda keys, facts: keys.order(facts["task"]),
+    **{end: _ended(end) for end in ENDS},
+    "ledger": lambda keys, facts: keys.ledger(_ledger(facts)),
+    "ledger_train": lambda keys, facts: keys.ledger("train"),
+    "batch": lambda keys, facts: keys.batch(_ledger(facts), facts["step"]),
+    "batches": lambda keys, facts: keys.batches(_ledger(facts)),
+    **{f"bell_{who}": _bell(who) for who in ("workers", "producer", "trainer", "receipts")},
+}
+"""Keys that depend on facts, by the names that scripts give them."""

@@ -14,7 +14,7 @@ import orjson
 from buffer.archive import Archive
 from buffer.control import unfenced
 from buffer.errors import LedgerError, ScriptError
-from buffer.keys import ENDS, Keys, split_group_id
+from buffer.keys import Keys, split_group_id
 from buffer.limits import RunLimits
 from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.order_index import in_order
@@ -49,17 +49,7 @@ class BatchLedger:
         keys, limits, training = self._keys, self._limits, self.name == "train"
         return self._store.call(
             "take_batch",
-            {
-                "control": keys.control,
-                "ledger": keys.ledger(self.name),
-                "batch": keys.batch(self.name, step),
-                "groups": keys.groups,
-                "bell": keys.bell("producer"),
-                "events": keys.events,
-                "lineages": keys.lineages,
-                "ledger_train": keys.ledger("train"),
-                "bytes": keys.bytes,
-            },
+            keys.slots(ledger=self.name, step=step),
             {
                 "nonce": nonce,
                 "step": step,
@@ -70,7 +60,7 @@ class BatchLedger:
                 "low": limits.low_bytes,
                 "high": limits.high_bytes,
             },
-            [k for task in tasks for k in (keys.pool(task, "completed"), keys.order(task), keys.progress(task))],
+            [keys.slots(task=task) for task in tasks],
             [arg for task in tasks for arg in (task, counts[task])],
             durable=True,
         )
@@ -117,18 +107,11 @@ class BatchLedger:
     def _quarantine(
         self, nonce: str, step: int, entry: ManifestEntry, reason: str, is_workers_fault: bool
     ) -> list[str]:
-        keys, (task, _) = self._keys, split_group_id(entry.gid)
+        task, _ = split_group_id(entry.gid)
         text = reason[:2000].encode(errors="replace").decode()
         return self._store.call(
             "quarantine",
-            self._swap_keys(step, task)
-            | {
-                "dead": keys.dead,
-                "dead_letters": keys.dead_letters,
-                "worker_records": keys.worker_records,
-                "bell": keys.bell("producer"),
-                "suspects": keys.suspects,
-            },
+            self._keys.slots(ledger=self.name, step=step, task=task),
             {
                 "nonce": nonce,
                 "step": step,
@@ -140,20 +123,6 @@ class BatchLedger:
             },
             durable=True,
         )
-
-    def _swap_keys(self, step: int, task: str) -> dict[str, str]:
-        """Of a batch that was taken, and of what is ready to take a place in it."""
-        keys = self._keys
-        return {
-            "control": keys.control,
-            "ledger": keys.ledger(self.name),
-            "batch": keys.batch(self.name, step),
-            "groups": keys.groups,
-            "completed": keys.pool(task, "completed"),
-            "progress": keys.progress(task),
-            "events": keys.events,
-            "order": keys.order(task),
-        }
 
     def _quarantined(self, reply: list[str], step: int, what: str) -> Manifest | None:
         """The manifest after `quarantine` of a group, or `refill` for a task."""
@@ -188,7 +157,7 @@ class BatchLedger:
     def _refill(self, nonce: str, step: int, task: str) -> list[str]:
         return self._store.call(
             "refill",
-            self._swap_keys(step, task),
+            self._keys.slots(ledger=self.name, step=step, task=task),
             {"nonce": nonce, "step": step, "task": task},
             durable=True,
         )
@@ -203,17 +172,9 @@ class BatchLedger:
         while freed < keep:
             reply = self._store.call(
                 "commit",
-                {
-                    "control": keys.control,
-                    "ledger": keys.ledger(self.name),
-                    "batches": keys.batches(self.name),
-                    "groups": keys.groups,
-                    "garbage": keys.garbage,
-                    "events": keys.events,
-                    "bytes": keys.bytes,
-                },
+                keys.slots(ledger=self.name),
                 {"nonce": nonce, "step": step, "keep": keep, "limit": 500},
-                [key for task in tasks for key in (keys.progress(task), keys.ended(task, ENDS[0]))],
+                [keys.slots(task=task) for task in tasks],
                 tasks,
                 durable=True,
             )
@@ -240,10 +201,5 @@ class BatchLedger:
 
     def set_target(self, nonce: str, task: str, target: int) -> None:
         """Ask for groups of a task whose target the trainer sets (an evaluation), `target` in all so far."""
-        keys = self._keys
-        reply = self._store.call(
-            "set_target",
-            {"control": keys.control, "progress": keys.progress(task), "bell": keys.bell("producer")},
-            {"nonce": nonce, "target": target},
-        )
+        reply = self._store.call("set_target", self._keys.slots(task=task), {"nonce": nonce, "target": target})
         unfenced(reply, "trainer")

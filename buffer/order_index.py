@@ -42,19 +42,7 @@ def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, 
     """Move up to `limit` groups out of a pool that the next train step may not use any more; how many there were."""
     reply = store.call(
         "refresh",
-        {
-            "ledger": keys.ledger("train"),
-            "pool": keys.pool(task, status),
-            "expired": keys.pool(task, "expired"),
-            "progress": keys.progress(task),
-            "groups": keys.groups,
-            "dropped": keys.ended(task, "dropped"),
-            "garbage": keys.garbage,
-            "bell": keys.bell("producer"),
-            "events": keys.events,
-            "order": keys.order(task),
-            "bytes": keys.bytes,
-        },
+        keys.slots(task=task, status=status),
         {
             "threshold": limits.stale_threshold,
             "limit": limit,
@@ -70,12 +58,7 @@ def _fill(store: Store, keys: Keys, limits: RunLimits, nonce: str, task: str) ->
     while scanned == _SLICE:
         reply = store.call(
             "reorder",
-            {
-                "control": keys.control,
-                "progress": keys.progress(task),
-                "pool": keys.pool(task, "completed"),
-                "order": keys.order(task),
-            },
+            keys.slots(task=task),
             {"nonce": nonce, "policy": limits.order, "start": start, "limit": _SLICE},
         )
         if reply[0] == "FENCED":

@@ -56,9 +56,9 @@ class Pools:
         names = [self._known(task) for task in (tasks or self._limits.tasks)]
         reply = self._store.call(
             "counts",
-            {"ledger": self._keys.ledger("train")},
+            self._keys.slots(),
             {},
-            [self._keys.pool(task, status) for task in names for status in POOLS],
+            [self._keys.slots(task=task) for task in names],
             [self._limits.threshold(task) for task in names],
         )
         numbers = [int(number) for number in reply[1:]]
@@ -109,16 +109,9 @@ class Pools:
                     return [ManifestEntry.parse(line) for line in reply[1:]]
 
     def _call_peek(self, count: int, task: str, status: str, policy: str, threshold: int | str) -> list[str]:
-        keys = self._keys
         return self._store.call(
             "peek",
-            {
-                "ledger": keys.ledger("train"),
-                "pool": keys.pool(task, status),
-                "order": keys.order(task),
-                "progress": keys.progress(task),
-                "groups": keys.groups,
-            },
+            self._keys.slots(task=task, status=status),
             {"policy": policy, "threshold": threshold, "limit": count},
         )
 

@@ -17,7 +17,7 @@ from buffer.hand_in import HandIn
 from buffer.intake import Intake, described, stamped
 from buffer.job import Job, Result
 from buffer.jobs import JobQueue
-from buffer.keys import ENDS, IMPORTED_FROM, POOLS, group_id, split_group_id
+from buffer.keys import IMPORTED_FROM, group_id, split_group_id
 from buffer.ledger import BatchLedger
 from buffer.manifest import Manifest, NotReady
 from buffer.order import OrderFunction
@@ -115,19 +115,7 @@ class ReplayBuffer(Pools):
         keys, gid, task = self._keys, group.gid, group.task
         reply = self._store.call(
             "update",
-            {
-                "group": keys.group(gid),
-                "progress": keys.progress(task),
-                **{status: keys.pool(task, status) for status in POOLS},
-                "order": keys.order(task),
-                **{end: keys.ended(task, end) for end in ENDS},
-                "lineages": keys.lineages,
-                "garbage": keys.garbage,
-                "bell": keys.bell("trainer"),
-                "events": keys.events,
-                "bytes": keys.bytes,
-                "unpinned": keys.unpinned,
-            },
+            keys.slots(gid=gid, task=task),
             {
                 "gid": gid,
                 "draw": split_group_id(gid)[1],

@@ -78,12 +78,7 @@ class Run:
         store = store.at(keys.meta, limits.wait_replicas)
         reply = store.call(
             "create_run",
-            {
-                "meta": keys.meta,
-                "control": keys.control,
-                "ledger": keys.ledger("train"),
-                "events": keys.events,
-            },
+            keys.slots(),
             {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path},
             tail_args=limits.to_meta(),
             durable=True,
@@ -233,10 +228,9 @@ class Run:
                 return changes
 
     def _set(self, operation: str, fields: list[str], producer: str) -> list[Any]:
-        keys = self.keys
         return self.store.call(
             "set_limits",
-            {"meta": keys.meta, "control": keys.control, "events": keys.events, "bell": keys.bell("producer")},
+            self.keys.slots(),
             {"operation": operation, "version": self._limits_stamp[0], "producer": producer},
             tail_args=fields,
             durable=True,

@@ -1,8 +1,12 @@
 """The Lua scripts: one file per state change under `lua/`, each opening with its contract.
 
-The contract is read, not only written (`script_header.py`): names in the header give the order in which a caller's
-keys and arguments are sent, so a caller cannot mix them up, and types and bounds are enforced on the server before a
-script reads or writes. A slot with `+` takes many values, which the caller passes as a tail.
+`script_header.py` reads the contract: names in the header give the order in which a caller's keys and arguments are
+sent, so a caller cannot mix them up, types and bounds are enforced on the server before a script reads or writes, and
+every name of the header is a local of the script.
+
+`-- include: clock, events` in a header puts `lua/include/clock.lua` and `events.lua` in front of the script, each file
+once and behind the files that it includes itself. In every call, Lua makes all functions of a script anew: an include
+file holds the functions of one topic that are used together.
 """
 
 from __future__ import annotations
@@ -13,17 +17,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Protocol
 
 from buffer.errors import ScriptError
 from buffer.script_header import Header
 
 Arg = str | int | float | bytes
 
-_SHARED = ("prelude", "types")
-"""Lua whose functions, a paragraph each, are put in front of the scripts that use them."""
 
-_DECLARED = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
-_WORD = re.compile(r"\w+")
+class KeysByName(Protocol):
+    """The keys of a script by the names in its header: `buffer.keys.SlotKeys`, or a dictionary."""
+
+    def __getitem__(self, slot: str, /) -> str: ...
+
+
+_INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
+_FOLDER = "include/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +58,30 @@ class Script:
 
     def arrange(
         self,
-        keys: Mapping[str, str],
+        keys: KeysByName,
         args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
+        tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
     ) -> tuple[list[str], list[Arg]]:
-        """KEYS and ARGV in the order of the header; ScriptError when a name is missing or unknown."""
-        key_names, arg_names = self.header.fixed("KEYS"), self.header.fixed("ARGV")
-        self._same("KEYS", key_names, keys)
-        self._same("ARGV", arg_names, args)
-        if (tail_keys and not self.header.tail("KEYS")) or (tail_args and not self.header.tail("ARGV")):
-            raise ScriptError(f"{self.name}.lua takes no more keys or arguments than it names")
-        return [keys[n] for n in key_names] + [*tail_keys], [args[n] for n in arg_names] + [*tail_args]
+        """Return KEYS and ARGV in the order of the header; ScriptError when a name is missing or unknown.
 
-    def _same(self, array: str, wanted: tuple[str, ...], got: Mapping[str, object]) -> None:
-        if len(wanted) != len(got) or not all(map(got.__contains__, wanted)):
-            missing, unknown = set(wanted) - set(got), set(got) - set(wanted)
-            raise ScriptError(f"{self.name}.lua: {array} missing {sorted(missing)}, unknown {sorted(unknown)}")
+        `tail_keys`: keys as they are, or the keys of a unit by name.
+        """
+        header = self.header
+        names = header.fixed("ARGV")
+        if len(names) != len(args) or not all(map(args.__contains__, names)):
+            missing, unknown = set(names) - set(args), set(args) - set(names)
+            raise ScriptError(f"{self.name}.lua: ARGV missing {sorted(missing)}, unknown {sorted(unknown)}")
+        if (tail_keys and not header.tail("KEYS")) or (tail_args and not header.tail("ARGV")):
+            raise ScriptError(f"{self.name}.lua takes no more keys or arguments than it names")
+        try:
+            all_keys = [keys[slot] for slot in header.fixed("KEYS")]
+            unit_slots = header.tail_names("KEYS")
+            for unit in tail_keys:
+                all_keys += (unit,) if isinstance(unit, str) else [unit[slot] for slot in unit_slots]
+        except KeyError as missing_key:
+            raise ScriptError(f"{self.name}.lua: KEYS missing {missing_key}") from None
+        return all_keys, [args[name] for name in names] + [*tail_args]
 
 
 @cache
@@ -73,39 +89,50 @@ def _sha(source: str) -> str:
     return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-def _assemble(name: str, shared: Sequence[str], body: str) -> Script:
-    """The script's name comes first, so that SLOWLOG can be read; then what is shared, the guard, the body."""
-    shebang, _, rest = body.partition("\n")
-    header = Header.parse(body)
-    own = [header.guard(), rest]
-    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *_used(shared, "\n".join(own)), *own]
+def includes(text: str) -> list[str]:
+    """Return the names of the files that a Lua file includes."""
+    return [name for line in _INCLUDE.findall(text) for name in line.split(", ")]
+
+
+def _assemble(name: str, texts: Mapping[str, str]) -> Script:
+    """Put the name first, so that SLOWLOG can be read; then includes, the checks of the header and the body."""
+    shebang, _, rest = texts[name].partition("\n")
+    header = Header.parse(texts[name])
+    included: dict[str, str] = {}
+    _include([*header.checks(), *includes(rest)], texts, included)
+    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *included.values(), header.prologue(), rest]
     return Script(name, "\n".join(parts), header)
 
 
-def _used(shared: Sequence[str], own: str) -> list[str]:
-    """The functions of what is shared that a script uses: in every call of it, Lua makes all that are there anew."""
-    used: list[str] = []
-    words = set(_WORD.findall(own))
-    for function in reversed([part for text in shared for part in text.split("\n\n")]):  # each uses what is above it
-        if words & {name for line in _DECLARED.findall(function) for name in line.split(", ")}:
-            used.insert(0, function)
-            words |= set(_WORD.findall(function))
-    return used
+def _include(names: Sequence[str], texts: Mapping[str, str], included: dict[str, str]) -> None:
+    """Add the named files to `included`, each behind the files that it includes."""
+    for name in names:
+        if name not in included:
+            text = texts.get(_FOLDER + name)
+            if text is None:
+                raise ScriptError(f"there is no lua/include/{name}.lua")
+            _include(includes(text), texts, included)
+            included[name] = text
 
 
 def sources() -> dict[str, str]:
-    """The files under `lua/` by name."""
-    folder = resources.files("buffer") / "lua"
-    return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
+    """Return the files under `lua/` by name; those to include are named `include/<topic>`."""
+    lua = resources.files("buffer") / "lua"
+    found = {}
+    for prefix, folder in (("", lua), (_FOLDER, lua / "include")):
+        for file in folder.iterdir():
+            if file.name.endswith(".lua"):
+                found[prefix + file.name.removesuffix(".lua")] = file.read_text()
+    return found
 
 
 def assemble(texts: Mapping[str, str]) -> dict[str, Script]:
-    """The scripts that these files make, by name."""
-    shared = [texts[name] for name in _SHARED]
-    return {name: _assemble(name, shared, body) for name, body in sorted(texts.items()) if name not in _SHARED}
+    """Return the scripts that these files make, by name."""
+    names = [name for name in sorted(texts) if not name.startswith(_FOLDER)]
+    return {name: _assemble(name, texts) for name in names}
 
 
 @cache
 def library() -> dict[str, Script]:
-    """All scripts by name."""
+    """Return all scripts by name."""
     return assemble(sources())

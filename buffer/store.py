@@ -23,7 +23,7 @@ from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
 from buffer.masking import mask_url
 from buffer.outage_log import OutageLog
 from buffer.passing import is_passing
-from buffer.scripts import Arg, Script, library
+from buffer.scripts import Arg, KeysByName, Script, library
 from buffer.server.nodes import Role, Servers
 from buffer.server.url import SOCKET_TIMEOUT_S
 from buffer.upload import Upload, UploadTrip
@@ -88,14 +88,16 @@ class Store:
     def call(
         self,
         script: str,
-        keys: Mapping[str, str],
+        keys: KeysByName,
         args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
+        tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
         *,
         durable: bool = False,
     ) -> list[Any]:
         """Run a script by name; the reply's strings are decoded. Retried until the deadline (I13).
+
+        `keys`: those that the script's header names, as `Keys.slots` finds them. `tail_keys`: see `Script.arrange`.
 
         A script that starts work is not waited for on a full server: StoreFull at once, so that the caller can do what
         frees memory.
@@ -116,10 +118,8 @@ class Store:
         reply = self.retrying(script, run, starts_work=entry.starts_work)
         return [item.decode() if isinstance(item, bytes) else item for item in reply]
 
-    def call_many(
-        self, script: str, calls: Iterable[tuple[Mapping[str, str], Mapping[str, Arg], Sequence[str]]]
-    ) -> list[list[Any]]:
-        """Run a script that changes nothing once for each (keys, args, tail_keys), in one round trip.
+    def call_many(self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]) -> list[list[Any]]:
+        """Run a script that changes nothing once for each (keys, args), in one round trip.
 
         Each call is of one instant; between two of them others may move.
         """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from redis.exceptions import NoScriptError, ResponseError
 
 from buffer.bulk import Command, send
-from buffer.scripts import Arg, Script
+from buffer.scripts import Arg, KeysByName, Script
 
 if TYPE_CHECKING:
     from buffer.store import Store
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class ScriptCall(NamedTuple):
     """What `Store.call` takes."""
 
-    keys: Mapping[str, str]
+    keys: KeysByName
     args: Mapping[str, Arg]
-    tail_keys: Sequence[str]
+    tail_keys: Sequence[str | KeysByName]
     tail_args: Sequence[Arg]
 
 

@@ -9,10 +9,13 @@ import typer
 
 from buffer.commands.screen import console, emit, plain, table
 from buffer.commands.target import AsJson
+from buffer.keys import Keys
 from buffer.limits import SCHEMA
 from buffer.script_header import Slot
 from buffer.scripts import Script, library, sources
-from buffer.worker_keys import SCRIPTS, worker_keys
+
+OF_A_WORKER = ("register", "heartbeat", "claim", "submit", "release", "deregister")
+"""Scripts whose keys are named: what is needed to write a worker in another language."""
 
 EPILOG = "Example: rolloutmq scripts --json > scripts.json"
 
@@ -38,9 +41,10 @@ def scripts(as_json: AsJson = False) -> None:
 
 def _as_json(script: Script) -> dict[str, Any]:
     slots = {array: [_slot(slot) for slot in script.header.slots if slot.array == array] for array in ("KEYS", "ARGV")}
-    if script.name in SCRIPTS:
-        keys = worker_keys()
-        slots["KEYS"] = [slot | ({} if slot["tail"] else {"key": keys[slot["names"][0]]}) for slot in slots["KEYS"]]
+    if script.name in OF_A_WORKER:
+        for slot in slots["KEYS"]:
+            if not slot["tail"]:
+                slot["key"] = _key(slot["names"][0])
     after_shebang = sources()[script.name].splitlines()[1:]
     contract = [line.removeprefix("-- ") for line in takewhile(lambda line: line.startswith("-- "), after_shebang)]
     return {
@@ -50,6 +54,12 @@ def _as_json(script: Script) -> dict[str, Any]:
         "contract": contract,
         "source": script.source,
     }
+
+
+def _key(slot: str) -> str:
+    """Return what stands behind `rmq:{RUN}:`, with `<task>` and `<worker>` to be filled in."""
+    keys = Keys("any")
+    return keys.slots(task="<task>", worker="<worker>")[slot].removeprefix(keys.prefix)
 
 
 def _slot(slot: Slot) -> dict[str, Any]:

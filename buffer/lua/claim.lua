@@ -1,33 +1,30 @@
 #!lua
 -- claim: give waiting groups to a worker, each with a lease and a token of its own.
--- KEYS[1] control   HASH*
--- KEYS[2] leases    ZSET
--- KEYS[3] worker    HASH*    record of the worker
--- KEYS[4] holds     SET      gids that the worker holds
--- KEYS[5] groups    prefix of the group records (HASH)
--- KEYS[6] events    STREAM*
--- KEYS[7] bytes     HASH*
--- KEYS[8] ledger    HASH*    of the trainer
--- KEYS[9] suspects  HASH*    "since_ms bad barred_ms" by worker
--- KEYS[10+] jobs, progress  STREAM*, HASH x0..1024  pairs in the order in which they are to be served
--- ARGV[1] worker   name           id
--- ARGV[2] nonce    token          of the worker's registration
--- ARGV[3] token    token          of this claim: new for every call, the same for a repeated one
--- ARGV[4] weights  weights        "lineage:version" that its engine has
--- ARGV[5] lease_ms 1..86_400_000
--- ARGV[6] limit    1..128         groups at most
--- ARGV[7] low_bytes  0..          payload bytes of the run from which no fresh group is given out; 0 = no bound
--- ARGV[8] high_bytes 0..          and from which none is
--- ARGV[9+] lane  eval|resume|fresh xKEYS
+-- include: clock, control_state, events, memory_marks, numbers, open_lanes
+-- KEYS control       HASH*
+-- KEYS leases        ZSET
+-- KEYS worker_record HASH*    record of the worker
+-- KEYS holds         SET      gids that the worker holds
+-- KEYS groups        prefix   of the group records (HASH)
+-- KEYS events        STREAM*
+-- KEYS bytes         HASH*
+-- KEYS ledger        HASH*    of the trainer
+-- KEYS suspects      HASH*    "since_ms bad barred_ms" by worker
+-- KEYS jobs, progress  STREAM*, HASH x0..1024  pairs in the order in which they are to be served
+-- ARGV worker     name           id
+-- ARGV nonce      token          of the worker's registration
+-- ARGV token      token          of this claim: new for every call, the same for a repeated one
+-- ARGV weights    weights        "lineage:version" that its engine has
+-- ARGV lease_ms   1..86_400_000
+-- ARGV limit      1..128         groups at most
+-- ARGV low_bytes  0..            payload bytes of the run from which no fresh group is given out; 0 = no bound
+-- ARGV high_bytes 0..            and from which none is
+-- ARGV lane  eval|resume|fresh xKEYS
 -- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
 --       | FULL 6 x control held mark (groups wait, but none that may be started) | BARRED 6 x control bad (see quarantine)
 -- keeps I2 (the token fences), I10 (checked here, whatever the worker heard), I11 (a try counts now; who is barred gets none), I12, I13 (token)
-local control, leases, worker, holds, groups, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local id, nonce, token, weights = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local bytes, ledger, lease_ms, limit, low, high = KEYS[7], KEYS[8], num(ARGV[5]), num(ARGV[6]), num(ARGV[7]), num(ARGV[8])
-local suspects = KEYS[9]
 
-local known = redis.call('HMGET', worker, 'nonce', 'claim', 'claimed')
+local known = redis.call('HMGET', worker_record, 'nonce', 'claim', 'claimed')
 if known[1] ~= nonce then return {'UNKNOWN'} end
 local reply = control_state(control)
 table.insert(reply, 1, 'OK')
@@ -47,7 +44,7 @@ if known[2] == token then
 end
 if reply[4] == '' then reply[1] = 'PAUSED' return reply end
 if reply[5] ~= weights then reply[1] = 'STALE' return reply end
-local bad, barred_ms = string.match(redis.call('HGET', suspects, id) or '', '^%d+ (%d+) (%d+)$')
+local bad, barred_ms = string.match(redis.call('HGET', suspects, worker) or '', '^%d+ (%d+) (%d+)$')
 if bad and barred_ms ~= '0' then
   reply[1] = 'BARRED'
   reply[#reply + 1] = bad
@@ -56,35 +53,34 @@ end
 
 -- what each pair gives is read before anything is written
 local now, claimed, given, refused = now_ms(), {}, {}, nil
-for i = 10, #KEYS, 2 do
+for n, jobs, _, lane in each_unit do
   if #claimed >= limit then break end
-  local lane = ARGV[9 + (i - 10) / 2]
-  local mark = lane == 'fresh' and low or high
+  local mark = lane == 'fresh' and low_bytes or high_bytes
   local is_open = lane_is_open(control, lane)
   if is_open and is_full(bytes, mark) and (#claimed > 0 or is_refused(bytes, mark, leases, ledger)) then
-    if redis.call('XLEN', KEYS[i]) > 0 then refused = mark end
+    if redis.call('XLEN', jobs) > 0 then refused = mark end
   elseif is_open then
-    given[i] = redis.call('XRANGE', KEYS[i], '-', '+', 'COUNT', is_full(bytes, mark) and 1 or limit - #claimed)
-    for _, entry in ipairs(given[i]) do
+    given[n] = redis.call('XRANGE', jobs, '-', '+', 'COUNT', is_full(bytes, mark) and 1 or limit - #claimed)
+    for _, entry in ipairs(given[n]) do
       claimed[#claimed + 1] = entry[2][2]
       add(entry[2][2], 1)
     end
   end
 end
-for i, entries in pairs(given) do
-  for _, entry in ipairs(entries) do
+for n, jobs, progress in each_unit do
+  for _, entry in ipairs(given[n] or {}) do
     local gid = entry[2][2]
-    redis.call('XDEL', KEYS[i], entry[1])
+    redis.call('XDEL', jobs, entry[1])
     redis.call('HINCRBY', groups .. gid, 'tries', 1)
-    redis.call('HSET', groups .. gid, 'stage', 'running', 'token', token, 'owner', id, 'entry', '', 'claimed_ms', int(now))
+    redis.call('HSET', groups .. gid, 'stage', 'running', 'token', token, 'owner', worker, 'entry', '', 'claimed_ms', int(now))
     redis.call('ZADD', leases, int(now + lease_ms), gid)
     redis.call('SADD', holds, gid)
-    redis.call('HINCRBY', KEYS[i + 1], 'running', 1)
+    redis.call('HINCRBY', progress, 'running', 1)
   end
 end
 if #claimed > 0 then
-  redis.call('HSET', worker, 'claim', token, 'claimed', table.concat(claimed, ' '))
-  log_event(events, 'claimed', 'worker', id, 'groups', #claimed, 'first', claimed[1])
+  redis.call('HSET', worker_record, 'claim', token, 'claimed', table.concat(claimed, ' '))
+  log_event(events, 'claimed', 'worker', worker, 'groups', #claimed, 'first', claimed[1])
 elseif refused then
   reply[1] = 'FULL'
   reply[#reply + 1] = int(held_bytes(bytes))

@@ -2,24 +2,22 @@
 -- commit: the trainer's checkpoint of step T is durable, and F is the oldest checkpoint it keeps.
 -- Archives one slice of the batches up to F per call; the caller repeats it until freed = F. Payload and manifest of
 -- an archived batch stay until `forget` frees them, at once or after a while: that is what retention means.
--- KEYS[1] control   HASH
--- KEYS[2] ledger    HASH
--- KEYS[3] batches   prefix of the manifests (LIST)
--- KEYS[4] groups    prefix of the group records (HASH)
--- KEYS[5] garbage   SET
--- KEYS[6] events    STREAM
--- KEYS[7] bytes     HASH
--- KEYS[8+] progress, archived  HASH, STRING x0..256  of each task; archived is a bitmap
--- ARGV[1] nonce token   of the trainer
--- ARGV[2] step  0..     T
--- ARGV[3] keep  0..     F
--- ARGV[4] limit 1..500  groups to archive at most
--- ARGV[5+] task  name xKEYS
+-- include: byte_count, clock, events, numbers
+-- KEYS control HASH
+-- KEYS ledger  HASH
+-- KEYS batches prefix  of the manifests (LIST)
+-- KEYS groups  prefix  of the group records (HASH)
+-- KEYS garbage SET
+-- KEYS events  STREAM
+-- KEYS bytes   HASH
+-- KEYS progress, archived  HASH, STRING x0..256  of each task; archived is a bitmap
+-- ARGV nonce token   of the trainer
+-- ARGV step  0..     T
+-- ARGV keep  0..     F
+-- ARGV limit 1..500  groups to archive at most
+-- ARGV task  name xKEYS
 -- replies OK committed freed | FENCED | GAP taken | UNKNOWN_TASK gid
 -- keeps I1, I6 (frees nothing a kept checkpoint may ask for again), I12, I13 (step)
-local control, ledger, batches, groups, garbage, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local bytes = KEYS[7]
-local nonce, step, keep, limit = ARGV[1], num(ARGV[2]), num(ARGV[3]), num(ARGV[4])
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep', 'slice')
@@ -29,10 +27,7 @@ committed = math.max(committed, step)
 keep = math.min(keep, committed)
 
 local tasks = {}
-for i = 5, #ARGV do
-  local first = 8 + (i - 5) * 2
-  tasks[ARGV[i]] = {progress = KEYS[first], archived = KEYS[first + 1]}
-end
+for _, progress, archived, task in each_unit do tasks[task] = {progress = progress, archived = archived} end
 local batch = batches .. int(freed + 1)
 local entries = {}
 if freed < keep then entries = redis.call('LRANGE', batch, 1 + done, done + limit) end

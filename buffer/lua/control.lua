@@ -2,21 +2,19 @@
 -- control: change the mode of a run. The trainer (around weight updates) and the operator hold it apart:
 -- the operator's pause survives the trainer's continue, and where both hold it the stricter mode rules, with the
 -- lanes that both leave open.
--- KEYS[1] control   HASH     and the channel that carries the hint
--- KEYS[2] events    STREAM
--- KEYS[3] bell_producer  LIST
--- ARGV[1] operation token                        nonce of this change
--- ARGV[2] who       trainer|operator
--- ARGV[3] mode      run|drain|abort|keep|finish
--- ARGV[4] lanes     lanes                        that are open, space between
--- ARGV[5] nonce     ''|token                     of the trainer; '' for the operator
--- ARGV[6] orphan_ms ''|0..86_400_000             of the operator's run: ends the pause of a trainer, too, that has left
+-- include: bells, clock, control_changes, control_state, events, role_silence
+-- KEYS control       HASH    and the channel that carries the hint
+-- KEYS events        STREAM
+-- KEYS bell_producer LIST
+-- ARGV operation token                        nonce of this change
+-- ARGV who       trainer|operator
+-- ARGV mode      run|drain|abort|keep|finish
+-- ARGV lanes     lanes                        that are open, space between
+-- ARGV nonce     ''|token                     of the trainer; '' for the operator
+-- ARGV orphan_ms ''|0..86_400_000             of the operator's run: ends the pause of a trainer, too, that has left
 --                   or was silent for so long; '' = leaves it
 -- replies OK 6 x control | FENCED | NO_RUN
 -- keeps I7, I10 (the epoch decides; the message only hurries), I13 (operation)
-local control, events, bell_producer = KEYS[1], KEYS[2], KEYS[3]
-local operation, who, mode, lanes, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local orphan_ms = tonumber(ARGV[6])
 
 if redis.call('EXISTS', control) == 0 then return {'NO_RUN'} end
 if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end

@@ -1,19 +1,18 @@
 #!lua flags=allow-oom
 -- curriculum: the producer says that the function which weighs the tasks failed, or was refused; or takes that back.
 -- Nothing stops for it: the weights stay as they are, so somebody must be told.
--- KEYS[1] control   HASH*
--- KEYS[2] events    STREAM*
--- ARGV[1] nonce  token       of the producer
--- ARGV[2] step   0..         train step after which it was asked
--- ARGV[3] reason text..2000  '' = it answers
+-- include: events, numbers
+-- KEYS control HASH*
+-- KEYS events  STREAM*
+-- ARGV nonce  token       of the producer
+-- ARGV step   0..         train step after which it was asked
+-- ARGV reason text..2000  '' = it answers
 -- replies OK | FENCED
 -- keeps I7, I13 (absolute)
-local control, events = KEYS[1], KEYS[2]
-local nonce, step, reason = ARGV[1], ARGV[2], ARGV[3]
 
 local known = redis.call('HMGET', control, 'producer', 'curriculum_step', 'curriculum_error')
 if known[1] ~= nonce then return {'FENCED'} end
-if (known[3] or '') == reason and (reason == '' or known[2] == step) then return {'OK'} end
-redis.call('HSET', control, 'curriculum_step', step, 'curriculum_error', reason)
-log_event(events, 'curriculum', 'step', step, 'reason', string.sub(reason, 1, 60))
+if (known[3] or '') == reason and (reason == '' or known[2] == int(step)) then return {'OK'} end
+redis.call('HSET', control, 'curriculum_step', int(step), 'curriculum_error', reason)
+log_event(events, 'curriculum', 'step', int(step), 'reason', string.sub(reason, 1, 60))
 return {'OK'}

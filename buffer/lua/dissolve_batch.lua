@@ -1,22 +1,20 @@
 #!lua flags=allow-oom
 -- dissolve_batch: the last batch that was taken is not one of the trainer's history: its groups are ready again.
--- KEYS[1] control   HASH
--- KEYS[2] ledger    HASH
--- KEYS[3] batch     LIST     the manifest of this step
--- KEYS[4] groups    prefix of the group records (HASH)
--- KEYS[5] pools     prefix of the pools (ZSET)
--- KEYS[6] progress  prefix of the tasks' accounts (HASH)
--- KEYS[7] events    STREAM
--- KEYS[8] lineages  LIST
--- ARGV[1] nonce  token  of the trainer
--- ARGV[2] step   1..    T: the last one taken
--- ARGV[3] lag    ''|0..  steps by which single tokens expire earlier than groups; '' = they do not
+-- include: clock, events, numbers, staleness
+-- KEYS control  HASH
+-- KEYS ledger   HASH
+-- KEYS batch    LIST    the manifest of this step
+-- KEYS groups   prefix  of the group records (HASH)
+-- KEYS pools    prefix  of the pools (ZSET)
+-- KEYS accounts prefix  of the tasks' accounts (HASH)
+-- KEYS events   STREAM
+-- KEYS lineages LIST
+-- ARGV nonce token   of the trainer
+-- ARGV step  1..     T: the last one taken
+-- ARGV lag   ''|0..  steps by which single tokens expire earlier than groups; '' = they do not
 -- replies OK taken | FENCED | GAP taken | ARCHIVED freed (it is, or is about to be)
 -- keeps I1 (an order index is filled again by `reorder`), I6, I7, I8 (every fork since the batch was taken
 -- counts), I13 (step)
-local control, ledger, batch, groups, pools, progress, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
-local lineages = KEYS[8]
-local nonce, step, lag = ARGV[1], num(ARGV[2]), ARGV[3]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local steps = redis.call('HMGET', ledger, 'taken', 'freed', 'keep')
@@ -49,7 +47,7 @@ end
 for task in pairs(groups_of) do
   -- of a wrong type, it stops the script before it writes
   redis.call('ZCARD', pools .. task .. ':completed')
-  redis.call('HLEN', progress .. task)
+  redis.call('HLEN', accounts .. task)
 end
 for _, entry in ipairs(entries) do
   local task, record, version, last = entry.task, entry.record, entry.version, entry.last
@@ -59,7 +57,7 @@ for _, entry in ipairs(entries) do
   redis.call('ZADD', pools .. task .. ':completed', pool_score(version, last, lag), entry.member)
 end
 for task, number in pairs(groups_of) do
-  for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress .. task, counter, -number) end
+  for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', accounts .. task, counter, -number) end
 end
 redis.call('UNLINK', batch)
 redis.call('HSET', ledger, 'taken', int(step - 1))

@@ -1,33 +1,30 @@
 #!lua flags=allow-oom
 -- fence_worker: a worker did not answer; revoke what it holds, so that nobody waits for it. The caller repeats it until
 -- nothing is left.
--- KEYS[1] leases       ZSET
--- KEYS[2] groups       prefix of the group records (HASH)
--- KEYS[3] holds        SET      gids that the worker holds
--- KEYS[4] workers      ZSET
--- KEYS[5] worker       HASH     record of the worker
--- KEYS[6] dead         ZSET
--- KEYS[7] dead_letters prefix of the reasons (STRING)
--- KEYS[8] bell_workers LIST
--- KEYS[9] bell_producer LIST
--- KEYS[10] events      STREAM
--- KEYS[11] jobs        prefix of the waiting lines (STREAM)
--- KEYS[12] progress    prefix of the tasks' accounts (HASH)
--- ARGV[1] worker    name          id
--- ARGV[2] max_tries 1..1_000_000
--- ARGV[3] limit     1..200        groups at most
+-- include: bells, events, retries
+-- KEYS leases        ZSET
+-- KEYS groups        prefix  of the group records (HASH)
+-- KEYS holds         SET     gids that the worker holds
+-- KEYS workers       ZSET
+-- KEYS worker_record HASH    record of the worker
+-- KEYS dead          ZSET
+-- KEYS dead_letters  prefix  of the reasons (STRING)
+-- KEYS bell_workers  LIST
+-- KEYS bell_producer LIST
+-- KEYS events        STREAM
+-- KEYS queues        prefix  of the waiting lines (STREAM)
+-- KEYS accounts      prefix  of the tasks' accounts (HASH)
+-- ARGV worker    name          id
+-- ARGV max_tries 1..1_000_000
+-- ARGV limit     1..200        groups at most
 -- replies OK revoked left
 -- keeps I1, I2, I10 (nobody waits for the dead), I13 (repeating it finds nothing)
-local leases, groups, holds, workers, worker = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local dead, dead_letters, bell_workers, bell_producer, events = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local jobs, progress = KEYS[11], KEYS[12]
-local id, max_tries, limit = ARGV[1], num(ARGV[2]), num(ARGV[3])
 
 -- all that may be written under a prefix is read first: of a wrong type, it stops the script before it writes
 local held, found, tasks = redis.call('SRANDMEMBER', holds, limit), {}, {}
 for i, gid in ipairs(held) do
   local task = redis.call('HGET', groups .. gid, 'task')
-  if task then tasks[task] = tasks[task] or retry_keys(task, groups, jobs, progress, dead, dead_letters) end
+  if task then tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, dead, dead_letters) end
   found[i] = tasks[task]
 end
 local waiting, buried = 0, 0
@@ -38,14 +35,14 @@ for i, gid in ipairs(held) do
   if keys then
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)
-    local place = retry_or_bury(keys, gid, max_tries, '{"reason":"worker fenced","worker":"' .. id .. '"}')
+    local place = retry_or_bury(keys, gid, max_tries, '{"reason":"worker fenced","worker":"' .. worker .. '"}')
     if place == 'dead' then buried = buried + 1 else waiting = waiting + 1 end
   end
 end
-redis.call('ZREM', workers, id)
-redis.call('UNLINK', worker)
+redis.call('ZREM', workers, worker)
+redis.call('UNLINK', worker_record)
 if waiting > 0 then ring(bell_workers, waiting) end
 -- what is buried makes room for another group
 if buried > 0 then ring(bell_producer, 1) end
-log_event(events, 'worker_fenced', 'worker', id, 'groups', waiting + buried)
+log_event(events, 'worker_fenced', 'worker', worker, 'groups', waiting + buried)
 return {'OK', waiting + buried, redis.call('SCARD', holds)}

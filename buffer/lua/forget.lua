@@ -1,21 +1,19 @@
 #!lua flags=allow-oom
 -- forget: free the payloads and manifests of archived batches that fell out of what is retained. Anybody may call it.
--- KEYS[1] ledger    HASH
--- KEYS[2] batches   prefix of the manifests (LIST)
--- KEYS[3] garbage   SET
--- KEYS[4] events    STREAM
--- KEYS[5] bell_producer  LIST
--- KEYS[6] bell_workers   LIST
--- KEYS[7] bytes     HASH
--- ARGV[1] retain   0..      archived batches that are kept
--- ARGV[2] wait     0|1      1 = and none is freed before it was exported
--- ARGV[3] exported 0..      batches up to this one were copied elsewhere; never lowered
--- ARGV[4] limit    1..1000  groups at most
+-- include: bells, byte_count, events, numbers
+-- KEYS ledger        HASH
+-- KEYS batches       prefix  of the manifests (LIST)
+-- KEYS garbage       SET
+-- KEYS events        STREAM
+-- KEYS bell_producer LIST
+-- KEYS bell_workers  LIST
+-- KEYS bytes         HASH
+-- ARGV retain   0..      archived batches that are kept
+-- ARGV wait     0|1      1 = and none is freed before it was exported
+-- ARGV exported 0..      batches up to this one were copied elsewhere; never lowered
+-- ARGV limit    1..1000  groups at most
 -- replies OK forgotten left batches  (the newest step of which nothing is left; batches left; freed by this call)
 -- keeps I6 (only what commit has archived), I12, I13 (repeating it finds nothing)
-local ledger, batches, garbage, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local bell_producer, bell_workers, bytes = KEYS[5], KEYS[6], KEYS[7]
-local retain, wait, exported, limit = num(ARGV[1]), ARGV[2] == '1', num(ARGV[3]), num(ARGV[4])
 
 local steps = redis.call('HMGET', ledger, 'freed', 'forgotten', 'exported')
 local forgotten, before, went = num(steps[2]), num(steps[2]), 0

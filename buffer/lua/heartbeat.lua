@@ -1,58 +1,57 @@
 #!lua flags=allow-oom
 -- heartbeat: a worker lives; renew its leases, take its receipt for a pause, tell it the control state.
--- KEYS[1] control   HASH*
--- KEYS[2] clock     HASH*
--- KEYS[3] leases    ZSET
--- KEYS[4] workers   ZSET
--- KEYS[5] worker    HASH*    record of the worker
--- KEYS[6] holds     SET      gids that the worker holds
--- KEYS[7] groups    prefix of the group records (HASH)
--- KEYS[8] bell      LIST*    of whoever waits for receipts
--- ARGV[1] worker   name            id
--- ARGV[2] nonce    token           of its registration
--- ARGV[3] lease_ms 1..86_400_000
--- ARGV[4] ack      0..             control epoch that it has carried out
--- ARGV[5] weights  weights         "lineage:version" that its engine acknowledged
--- ARGV[6] state    name            for people: starting, idle, working, paused, draining
--- ARGV[7] tokens_per_s number      for people
--- ARGV[8] done     0..             groups finished since it started
--- ARGV[9] concurrency 0..          groups that it would have in work at once; 0 = it does not say
--- ARGV[10] requests ''|0..       that its engine has, running and waiting; '' = the engine does not say
--- ARGV[11] failed  0..             groups that failed in its hands since it started
--- ARGV[12] judged  0..             answers of its judges since it started
--- ARGV[13] judging_ms 0..          how long all of them took together
--- ARGV[14] judge_failures 0..      of these answers, those that were none
--- ARGV[15] judge_p50_ms 0..        half of the newest answers took no longer
--- ARGV[16] judge_p99_ms 0..        99 of 100 did not
--- ARGV[17] judging 0..              groups held now that only wait for their judge
--- ARGV[18+] gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
+-- include: clock, control_state, grace, numbers, receipts
+-- KEYS control       HASH*
+-- KEYS clock         HASH*
+-- KEYS leases        ZSET
+-- KEYS workers       ZSET
+-- KEYS worker_record HASH*  record of the worker
+-- KEYS holds         SET    gids that the worker holds
+-- KEYS groups        prefix  of the group records (HASH)
+-- KEYS bell_receipts LIST*  of whoever waits for receipts
+-- ARGV worker         name           id
+-- ARGV nonce          token          of its registration
+-- ARGV lease_ms       1..86_400_000
+-- ARGV ack            0..            control epoch that it has carried out
+-- ARGV weights        weights        "lineage:version" that its engine acknowledged
+-- ARGV state          name           for people: starting, idle, working, paused, draining
+-- ARGV tokens_per_s   number         for people
+-- ARGV done           0..            groups finished since it started
+-- ARGV concurrency    0..            groups that it would have in work at once; 0 = it does not say
+-- ARGV requests       ''|0..         that its engine has, running and waiting; '' = the engine does not say
+-- ARGV failed         0..            groups that failed in its hands since it started
+-- ARGV judged         0..            answers of its judges since it started
+-- ARGV judging_ms     0..            how long all of them took together
+-- ARGV judge_failures 0..            of these answers, those that were none
+-- ARGV judge_p50_ms   0..            half of the newest answers took no longer
+-- ARGV judge_p99_ms   0..            99 of 100 did not
+-- ARGV judging        0..            groups held now that only wait for their judge
+-- ARGV gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
 -- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
-local control, clock, leases, workers = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local worker, holds, groups, bell = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
-local id, nonce, lease_ms, ack = ARGV[1], ARGV[2], num(ARGV[3]), num(ARGV[4])
-local known = redis.call('HGET', worker, 'nonce')
+
+local known = redis.call('HGET', worker_record, 'nonce')
 if not known then return {'UNKNOWN'} end
 if known ~= nonce then return {'REPLACED'} end
 
 local reply, now, renewed = control_state(control), now_ms(), {}
 table.insert(reply, 1, 'OK')
-for i = 18, #ARGV - 1, 2 do
-  local record = redis.call('HMGET', groups .. ARGV[i], 'token', 'stage')
-  if record[1] == ARGV[i + 1] and record[2] == 'running' then
+for n, gid, token in each_unit do
+  local record = redis.call('HMGET', groups .. gid, 'token', 'stage')
+  if record[1] == token and record[2] == 'running' then
     renewed[#renewed + 1] = int(now + lease_ms)
-    renewed[#renewed + 1] = ARGV[i]
+    renewed[#renewed + 1] = gid
   else
-    reply[#reply + 1] = (i - 16) / 2
+    reply[#reply + 1] = n
   end
 end
 tick(clock, now, lease_ms)
 if #renewed > 0 then redis.call('ZADD', leases, unpack(renewed)) end
-redis.call('ZADD', workers, int(now), id)
-redis.call('HSET', worker, 'weights', ARGV[5], 'state', ARGV[6], 'tokens_per_s', ARGV[7], 'done', ARGV[8],
-  'concurrency', ARGV[9], 'requests', ARGV[10], 'failed', ARGV[11], 'judged', ARGV[12], 'judging_ms', ARGV[13],
-  'judge_failures', ARGV[14], 'judge_p50_ms', ARGV[15], 'judge_p99_ms', ARGV[16], 'judging', ARGV[17],
-  'seen_ms', int(now))
-take_receipt(worker, holds, bell, reply[2], reply[3], ack)
+redis.call('ZADD', workers, int(now), worker)
+redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'tokens_per_s', tokens_per_s, 'done', int(done),
+  'concurrency', int(concurrency), 'requests', requests and int(requests) or '', 'failed', int(failed),
+  'judged', int(judged), 'judging_ms', int(judging_ms), 'judge_failures', int(judge_failures),
+  'judge_p50_ms', int(judge_p50_ms), 'judge_p99_ms', int(judge_p99_ms), 'judging', int(judging), 'seen_ms', int(now))
+take_receipt(worker_record, holds, bell_receipts, reply[2], reply[3], ack)
 return reply

@@ -1,24 +1,22 @@
 #!lua flags=allow-oom
 -- pass_over: after a loss, move the cursor over draws that came in before it did: they live, or have ended.
 -- One bounded slice.
--- KEYS[1] control   HASH
--- KEYS[2] progress  HASH     of the task
--- KEYS[3] groups    prefix of the group records (HASH)
--- KEYS[4] archived  STRING   bitmap
--- KEYS[5] filtered  STRING   bitmap
--- KEYS[6] dropped   STRING   bitmap
--- KEYS[7] cursors   HASH     next draw by task
--- ARGV[1] nonce token    of the producer
--- ARGV[2] task  name
--- ARGV[3] limit 1..512  draws at most
+-- include: cursors, ended, numbers
+-- KEYS control  HASH
+-- KEYS progress HASH    of the task
+-- KEYS groups   prefix  of the group records (HASH)
+-- KEYS archived STRING  bitmap
+-- KEYS filtered STRING  bitmap
+-- KEYS dropped  STRING  bitmap
+-- KEYS cursors  HASH    next draw by task
+-- ARGV nonce token   of the producer
+-- ARGV task  name
+-- ARGV limit 1..512  draws at most
 -- replies OK cursor left (1 = the next draw may have come in, too) | FENCED
 -- keeps I1 (ahead goes down as the cursor goes up), I3 (passes over nothing that must still be drawn), I7, I13 (absolute)
-local control, progress, groups = KEYS[1], KEYS[2], KEYS[3]
-local archived, filtered, dropped = KEYS[4], KEYS[5], KEYS[6]
-local cursors, nonce, task, limit = KEYS[7], ARGV[1], ARGV[2], num(ARGV[3])
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
-local cursor, ahead = num(redis.call('HGET', cursors, task)), num(redis.call('HGET', progress, 'ahead'))
+local cursor, ahead = next_draw(cursors, task), num(redis.call('HGET', progress, 'ahead'))
 local stop = cursor + math.min(limit, ahead)
 local draw = cursor
 while draw < stop do

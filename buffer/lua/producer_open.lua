@@ -1,17 +1,16 @@
 #!lua flags=allow-oom
 -- producer_open: become the one active producer of a run.
--- KEYS[1] meta      HASH
--- KEYS[2] control   HASH
--- KEYS[3] events    STREAM
--- ARGV[1] run_nonce  ''|token       of the run this producer means; '' = whichever is there
--- ARGV[2] nonce      token          of this producer
--- ARGV[3] take_over  0|1            1 = although another one still beats
--- ARGV[4] timeout_ms 0..86_400_000  silence after which a holder counts as gone
--- ARGV[5] name       text..128      where it runs, for people
+-- include: clock, control_state, events, numbers, role_silence
+-- KEYS meta    HASH
+-- KEYS control HASH
+-- KEYS events  STREAM
+-- ARGV run_nonce  ''|token       of the run this producer means; '' = whichever is there
+-- ARGV nonce      token          of this producer
+-- ARGV take_over  0|1            1 = although another one still beats
+-- ARGV timeout_ms 0..86_400_000  silence after which a holder counts as gone
+-- ARGV name       text..128      where it runs, for people
 -- replies OK control… | LOST nonce | HELD silent_ms
 -- keeps I7 (one producer), I13 (natural key: the nonce)
-local meta, control, events = KEYS[1], KEYS[2], KEYS[3]
-local run_nonce, nonce, take_over, timeout_ms, name = ARGV[1], ARGV[2], ARGV[3], num(ARGV[4]), ARGV[5]
 
 local actual = redis.call('HGET', meta, 'nonce') or ''
 if actual == '' or (run_nonce ~= '' and run_nonce ~= actual) then return {'LOST', actual} end
@@ -19,7 +18,7 @@ if actual == '' or (run_nonce ~= '' and run_nonce ~= actual) then return {'LOST'
 local holder = redis.call('HMGET', control, 'producer', 'producer_seen_ms')
 local now = now_ms()
 local silent_ms = silence_ms(now, holder[2])
-if (holder[1] or '') ~= '' and holder[1] ~= nonce and silent_ms < timeout_ms and take_over ~= '1' then
+if (holder[1] or '') ~= '' and holder[1] ~= nonce and silent_ms < timeout_ms and not take_over then
   return {'HELD', int(silent_ms)}
 end
 redis.call('HSET', control, 'producer', nonce, 'producer_seen_ms', int(now), 'producer_name', name)

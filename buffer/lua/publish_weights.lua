@@ -1,16 +1,16 @@
 #!lua flags=allow-oom
 -- publish_weights: the newest weights of a run. Workers that do not have them may not claim.
--- KEYS[1] control   HASH     and the channel that carries the hint
--- KEYS[2] events    STREAM
--- KEYS[3] bell_producer  LIST
--- ARGV[1] nonce    token       of the trainer
--- ARGV[2] weights  weights     "lineage:version"
--- ARGV[3] path     text..4096  folder or address of the weights
--- ARGV[4] checksum text..256   of their manifest
+-- include: bells, clock, control_changes, control_state, events, numbers
+-- KEYS control       HASH    and the channel that carries the hint
+-- KEYS events        STREAM
+-- KEYS bell_producer LIST
+-- ARGV nonce    token       of the trainer
+-- ARGV weights  weights     "lineage:version"
+-- ARGV path     text..4096  folder or address of the weights
+-- ARGV checksum text..256   of their manifest
 -- replies OK 6 x control | FENCED
 -- keeps I7, I9, I13 (natural key: the weights)
-local control, events, bell_producer = KEYS[1], KEYS[2], KEYS[3]
-local nonce, weights, path, checksum = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 if redis.call('HGET', control, 'weights') ~= weights then
   redis.call('HSET', control, 'weights', weights, 'weights_path', path, 'weights_checksum', checksum,

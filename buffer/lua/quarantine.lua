@@ -2,33 +2,30 @@
 -- quarantine: a group of a taken, uncommitted batch cannot be used; the next ready one of its task takes its place,
 -- or, if there is none, the place stays open (refill.lua). The group becomes a dead letter, and counts against its
 -- worker: who has handed in too many within the window is barred, and claims nothing until an operator admits it.
--- KEYS[1] control      HASH
--- KEYS[2] ledger       HASH
--- KEYS[3] batch        LIST     the manifest of this step
--- KEYS[4] groups       prefix of the group records (HASH)
--- KEYS[5] completed    ZSET     pool of the task
--- KEYS[6] progress     HASH     of the task
--- KEYS[7] dead         ZSET
--- KEYS[8] dead_letters prefix of the reasons (STRING)
--- KEYS[9] worker_records  prefix of the workers' records (HASH)
--- KEYS[10] bell        LIST     of the producer
--- KEYS[11] events      STREAM
--- KEYS[12] order       ZSET     of the completed groups of the task, where the policy needs one
--- KEYS[13] suspects    HASH     "since_ms bad barred_ms" by worker
--- ARGV[1] nonce  token        of the trainer
--- ARGV[2] step   0..          T
--- ARGV[3] gid    gid
--- ARGV[4] token  token        of the payload in the manifest
--- ARGV[5] reason text..16384  a JSON string
--- ARGV[6] most   0..1_000_000  bad groups of a worker within the window that bar it; 0: this one is not its fault
--- ARGV[7] window_ms 1..86_400_000
+-- include: bells, clock, events, manifests, numbers, ready
+-- KEYS control        HASH
+-- KEYS ledger         HASH
+-- KEYS batch          LIST    the manifest of this step
+-- KEYS groups         prefix  of the group records (HASH)
+-- KEYS completed      ZSET    pool of the task
+-- KEYS progress       HASH    of the task
+-- KEYS dead           ZSET
+-- KEYS dead_letters   prefix  of the reasons (STRING)
+-- KEYS worker_records prefix  of the workers' records (HASH)
+-- KEYS bell_producer  LIST    of the producer
+-- KEYS events         STREAM
+-- KEYS order_index    ZSET    of the completed groups of the task, where the policy needs one
+-- KEYS suspects       HASH    "since_ms bad barred_ms" by worker
+-- ARGV nonce     token          of the trainer
+-- ARGV step      0..            T
+-- ARGV gid       gid
+-- ARGV token     token          of the payload in the manifest
+-- ARGV reason    text..16384    a JSON string
+-- ARGV most      0..1_000_000   bad groups of a worker within the window that bar it; 0: this one is not its fault
+-- ARGV window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
 --       | BLOCKED task | UNORDERED task
 -- keeps I1, I5 (the new revision is the record: header and entries change here), I7, I8 (the cut of the header), I11, I13 (gid and token)
-local control, ledger, batch, groups, completed, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local dead, dead_letters, worker_records, bell, events = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local order, suspects, most, window_ms = KEYS[12], KEYS[13], num(ARGV[6]), num(ARGV[7])
-local nonce, step, gid, token, reason = ARGV[1], num(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end
@@ -47,7 +44,7 @@ if not place then
 end
 local cut = string.match(header, ' cut=(%S+)')
 local policy = string.match(header, ' order=(%S+)') or 'staleness'
-local found, problem = next_ready(policy, completed, order, progress, cut, 1)
+local found, problem = next_ready(policy, completed, order_index, progress, cut, 1)
 local member, held = found[1], redis.call('HMGET', groups .. gid, 'task', 'owner', 'batch')
 local task, owner = held[1], held[2] or ''
 if problem == 'blocked' then return {'BLOCKED', task} end
@@ -59,7 +56,7 @@ local substitute = '-'
 if member then
   substitute = string.match(member, ':(.*)$')
   redis.call('LSET', batch, place, manifest_line(groups, substitute))
-  take_out(completed, order, progress, {member})
+  take_out(completed, order_index, progress, {member})
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else
   redis.call('LREM', batch, 1, lines[place + 1])
@@ -92,6 +89,6 @@ if owner ~= '' and most > 0 then
   end
   redis.call('HSET', suspects, owner, since .. ' ' .. int(bad) .. ' ' .. barred_ms)
 end
-ring(bell, 1)
+ring(bell_producer, 1)
 log_event(events, 'quarantined', 'gid', gid, 'step', int(step), 'substitute', substitute, 'worker', owner)
 return {'OK', revision + 1, substitute}

@@ -1,28 +1,25 @@
 #!lua flags=allow-oom
 -- reap: take back what silent workers held, and forget workers that are long gone. Any process may call it.
--- KEYS[1] clock        HASH
--- KEYS[2] leases       ZSET
--- KEYS[3] groups       prefix of the group records (HASH)
--- KEYS[4] holders      prefix of the workers' holds (SET)
--- KEYS[5] workers      ZSET
--- KEYS[6] worker_records  prefix of the workers' records (HASH)
--- KEYS[7] dead         ZSET
--- KEYS[8] dead_letters prefix of the reasons (STRING)
--- KEYS[9] bell_workers   LIST
--- KEYS[10] bell_producer LIST
--- KEYS[11] events      STREAM
--- KEYS[12] jobs        prefix of the waiting lines (STREAM)
--- KEYS[13] progress    prefix of the tasks' accounts (HASH)
--- ARGV[1] lease_ms          1..86_400_000
--- ARGV[2] limit             1..200         groups at most
--- ARGV[3] max_tries         1..1_000_000
--- ARGV[4] worker_timeout_ms 0..86_400_000  silence after which a worker is forgotten
+-- include: bells, clock, events, grace, numbers, retries
+-- KEYS clock          HASH
+-- KEYS leases         ZSET
+-- KEYS groups         prefix  of the group records (HASH)
+-- KEYS holders        prefix  of the workers' holds (SET)
+-- KEYS workers        ZSET
+-- KEYS worker_records prefix  of the workers' records (HASH)
+-- KEYS dead           ZSET
+-- KEYS dead_letters   prefix  of the reasons (STRING)
+-- KEYS bell_workers   LIST
+-- KEYS bell_producer  LIST
+-- KEYS events         STREAM
+-- KEYS queues         prefix  of the waiting lines (STREAM)
+-- KEYS accounts       prefix  of the tasks' accounts (HASH)
+-- ARGV lease_ms          1..86_400_000
+-- ARGV limit             1..200         groups at most
+-- ARGV max_tries         1..1_000_000
+-- ARGV worker_timeout_ms 0..86_400_000  silence after which a worker is forgotten
 -- replies OK reaped buried forgotten | GRACE left_ms
 -- keeps I1, I2 (the token dies in the same step), I11 (no lease is lost to an outage); no leader, no lock (I13)
-local clock, leases, groups, holders, workers, worker_records = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local dead, dead_letters, bell_workers, bell_producer, events = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local jobs, progress = KEYS[12], KEYS[13]
-local lease_ms, limit, max_tries, worker_timeout_ms = num(ARGV[1]), num(ARGV[2]), num(ARGV[3]), num(ARGV[4])
 
 local now, lost, tasks = now_ms(), {}, {}
 -- all that may be written under a prefix is read first: of a wrong type, it stops the script before it writes
@@ -31,7 +28,7 @@ for i, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMI
   local task, owner = record[1], record[2]
   if task then
     redis.call('SCARD', holders .. owner)
-    tasks[task] = tasks[task] or retry_keys(task, groups, jobs, progress, dead, dead_letters)
+    tasks[task] = tasks[task] or retry_keys(task, groups, queues, accounts, dead, dead_letters)
   end
   lost[i] = {gid = gid, owner = owner, keys = tasks[task]}
 end

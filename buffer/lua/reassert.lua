@@ -2,49 +2,45 @@
 -- reassert: after a loss, the trainer's checkpoint knows how draws ended and the server does not: end them again, by
 -- value, wherever they came back to life. Or, for a trainer that goes back below what is freed: let them be drawn again.
 -- One bounded slice of one task.
--- KEYS[1] control      HASH
--- KEYS[2] groups       prefix of the group records (HASH)
--- KEYS[3] jobs         prefix of the waiting lines (STREAM)
--- KEYS[4] pools        prefix of the pools (ZSET)
--- KEYS[5] orders       prefix of the order indexes (ZSET)
--- KEYS[6] progress     prefix of the tasks' accounts (HASH)
--- KEYS[7] ended        prefix of the bitmaps (STRING)
--- KEYS[8] leases       ZSET
--- KEYS[9] holders      prefix of the workers' holds (SET)
--- KEYS[10] dead        ZSET
--- KEYS[11] dead_letters prefix of the reasons (STRING)
--- KEYS[12] garbage     SET
--- KEYS[13] events      STREAM
--- KEYS[14] bytes       HASH
--- KEYS[15] cursors     HASH     next draw by task
--- ARGV[1] nonce token   of the trainer
--- ARGV[2] task  name
--- ARGV[3] first 0..     draw of the first imported group of every task
--- ARGV[4] seen  0..     cursor that the checkpoint knows
--- ARGV[5] lost  0..     draws before that which the server forgot and must be drawn again; counted once
--- ARGV[6+] draw, place  0..67_108_863, archived|dropped|again x0..128  by rising draw; again = drawn again, if archived
+-- include: byte_count, clock, cursors, ended, events, leave, numbers
+-- KEYS control      HASH
+-- KEYS groups       prefix  of the group records (HASH)
+-- KEYS queues       prefix  of the waiting lines (STREAM)
+-- KEYS pools        prefix  of the pools (ZSET)
+-- KEYS orders       prefix  of the order indexes (ZSET)
+-- KEYS accounts     prefix  of the tasks' accounts (HASH)
+-- KEYS ends         prefix  of the bitmaps (STRING)
+-- KEYS leases       ZSET
+-- KEYS holders      prefix  of the workers' holds (SET)
+-- KEYS dead         ZSET
+-- KEYS dead_letters prefix  of the reasons (STRING)
+-- KEYS garbage      SET
+-- KEYS events       STREAM
+-- KEYS bytes        HASH
+-- KEYS cursors      HASH    next draw by task
+-- ARGV nonce token  of the trainer
+-- ARGV task  name
+-- ARGV first 0..    draw of the first imported group of every task
+-- ARGV seen  0..    cursor that the checkpoint knows
+-- ARGV lost  0..    draws before that which the server forgot and must be drawn again; counted once
+-- ARGV draw, place  0..67_108_863, archived|dropped|again x0..128  by rising draw; again = drawn again, if archived
 -- replies OK changed | FENCED | TAKEN gid (dissolve its batch first) | DRAW next (an imported draw would leave a hole)
 -- keeps I1 (`enqueued` counts what came in; what came in before the cursor got there is `ahead` of it), I2, I6, I7, I12, I13
-local control, groups, jobs, pools, orders, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local ended, leases, holders, dead, dead_letters = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local garbage, events, bytes, cursors = KEYS[12], KEYS[13], KEYS[14], KEYS[15]
-local nonce, task, first, seen, lost = ARGV[1], ARGV[2], num(ARGV[3]), num(ARGV[4]), num(ARGV[5])
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-local keys = task_keys({groups = groups, jobs = jobs, pools = pools, orders = orders, progress = progress,
+local keys = task_keys({groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}, task)
 local account, bitmaps = keys.progress, {}
 for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
-  bitmaps[place] = ended .. task .. ':' .. place
+  bitmaps[place] = ends .. task .. ':' .. place
   redis.call('STRLEN', bitmaps[place])
 end
 local counts = redis.call('HMGET', account, 'put', 'imported', 'ahead', 'reach', 'lost_to')
-local outside, cursor = first + num(counts[1]) + num(counts[2]), num(redis.call('HGET', cursors, task))
+local outside, cursor = first + num(counts[1]) + num(counts[2]), next_draw(cursors, task)
 local ahead, reach = num(counts[3]), math.max(cursor, num(counts[4]))
 
 local draws = {}
-for i = 6, #ARGV - 1, 2 do
-  local draw, place = num(ARGV[i]), ARGV[i + 1]
+for _, draw, place in each_unit do
   local gid = string.format('%s-%010d', task, draw)
   local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
   if held and held.stage == 'taken' then return {'TAKEN', gid} end

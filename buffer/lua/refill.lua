@@ -1,22 +1,20 @@
 #!lua flags=allow-oom
 -- refill: places of a taken, uncommitted batch that quarantine left open get ready groups of their task.
--- KEYS[1] control   HASH
--- KEYS[2] ledger    HASH
--- KEYS[3] batch     LIST     the manifest of this step
--- KEYS[4] groups    prefix of the group records (HASH)
--- KEYS[5] completed ZSET     pool of the task
--- KEYS[6] progress  HASH     of the task
--- KEYS[7] events    STREAM
--- KEYS[8] order     ZSET     of the completed groups of the task, where the policy needs one
--- ARGV[1] nonce  token  of the trainer
--- ARGV[2] step   0..    T
--- ARGV[3] task   name
+-- include: events, manifests, numbers, ready
+-- KEYS control     HASH
+-- KEYS ledger      HASH
+-- KEYS batch       LIST    the manifest of this step
+-- KEYS groups      prefix  of the group records (HASH)
+-- KEYS completed   ZSET    pool of the task
+-- KEYS progress    HASH    of the task
+-- KEYS events      STREAM
+-- KEYS order_index ZSET    of the completed groups of the task, where the policy needs one
+-- ARGV nonce token  of the trainer
+-- ARGV step  0..    T
+-- ARGV task  name
 -- replies OK filled open (places that still are) | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN | BLOCKED task
 --       | UNORDERED task
 -- keeps I1, I5 (the record says which group came for which), I7, I8 (the cut of the header), I13 (a place is filled once)
-local control, ledger, batch, groups, completed, progress = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local events, order = KEYS[7], KEYS[8]
-local nonce, step, task = ARGV[1], num(ARGV[2]), ARGV[3]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end
@@ -32,7 +30,7 @@ for note in string.gmatch(noted or '', '[^,]+') do
 end
 if #open == 0 then return {'OK', 0, 0} end
 local policy = string.match(header, ' order=(%S+)') or 'staleness'
-local members, problem = next_ready(policy, completed, order, progress, string.match(header, ' cut=(%S+)'), #open)
+local members, problem = next_ready(policy, completed, order_index, progress, string.match(header, ' cut=(%S+)'), #open)
 if problem == 'blocked' then return {'BLOCKED', task} end
 if problem == 'unordered' then return {'UNORDERED', task} end
 if #members == 0 then return {'OK', 0, #open} end
@@ -45,7 +43,7 @@ for i, member in ipairs(members) do
   redis.call('HSET', groups .. gid, 'stage', 'taken', 'batch', name)
 end
 redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
-take_out(completed, order, progress, members)
+take_out(completed, order_index, progress, members)
 for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end
 log_event(events, 'refilled', 'step', int(step), 'groups', #members)
 return {'OK', #members, #open - #members}

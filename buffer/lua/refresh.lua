@@ -1,24 +1,22 @@
 #!lua flags=allow-oom
 -- refresh: move groups that the next train step may no longer use out of a pool. Costs O(log N + moved).
--- KEYS[1] ledger     HASH*
--- KEYS[2] pool       ZSET*    completed or aborted
--- KEYS[3] expired    ZSET     pool of the task
--- KEYS[4] progress   HASH     of the task
--- KEYS[5] groups     prefix of the group records (HASH)
--- KEYS[6] dropped    STRING   bitmap
--- KEYS[7] garbage    SET
--- KEYS[8] bell       LIST*    of the producer
--- KEYS[9] events     STREAM*
--- KEYS[10] order     ZSET     of the completed groups of the task, where the policy needs one
--- KEYS[11] bytes     HASH
--- ARGV[1] threshold 0..     stale threshold in steps
--- ARGV[2] limit     1..250  groups at most
--- ARGV[3] retryable 0|1     1 = to the pool of expired groups, from their prompt again; 0 = dropped
+-- include: bells, byte_count, events, numbers, pool_records
+-- KEYS ledger        HASH*
+-- KEYS pool          ZSET*    completed or aborted
+-- KEYS expired       ZSET     pool of the task
+-- KEYS progress      HASH     of the task
+-- KEYS groups        prefix   of the group records (HASH)
+-- KEYS dropped       STRING   bitmap
+-- KEYS garbage       SET
+-- KEYS bell_producer LIST*    of the producer
+-- KEYS events        STREAM*
+-- KEYS order_index   ZSET     of the completed groups of the task, where the policy needs one
+-- KEYS bytes         HASH
+-- ARGV threshold 0..     stale threshold in steps
+-- ARGV limit     1..250  groups at most
+-- ARGV retryable 0|1     1 = to the pool of expired groups, from their prompt again; 0 = dropped
 -- replies OK moved
 -- keeps I1, I8 (take does not rely on it), I12 (frees), I13 (repeating it finds nothing)
-local ledger, pool, expired, progress, groups = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local dropped, garbage, bell, events, order, bytes = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local threshold, limit, retryable = num(ARGV[1]), num(ARGV[2]), ARGV[3] == '1'
 
 local step = num(redis.call('HGET', ledger, 'taken')) + 1
 local members = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. int(step - threshold), 'LIMIT', 0, limit)
@@ -41,12 +39,12 @@ for i, member in ipairs(members) do
 end
 if #members > 0 then
   redis.call('ZREM', pool, unpack(members))
-  redis.call('ZREM', order, unpack(members))
+  redis.call('ZREM', order_index, unpack(members))
   redis.call('SADD', garbage, unpack(freed))
   count_bytes(bytes, 0, went)
   redis.call('HINCRBY', progress, 'expirations', #members)
   if not retryable then redis.call('HINCRBY', progress, 'dropped', #members) end
-  ring(bell, 1)
-  log_event(events, 'expired', 'groups', #members, 'step', int(step), 'retry', ARGV[3])
+  ring(bell_producer, 1)
+  log_event(events, 'expired', 'groups', #members, 'step', int(step), 'retry', retryable and 1 or 0)
 end
 return {'OK', #members}

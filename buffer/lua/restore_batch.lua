@@ -1,52 +1,49 @@
 #!lua flags=allow-oom
 -- restore_batch: after a loss, the trainer's checkpoint holds the manifest of a batch that the server forgot, and its
 -- bytes are still there: the batch is what it was, wherever its groups came back to life.
--- KEYS[1] control      HASH
--- KEYS[2] ledger       HASH
--- KEYS[3] batch        LIST     the manifest of this step
--- KEYS[4] groups       prefix of the group records (HASH)
--- KEYS[5] jobs         prefix of the waiting lines (STREAM)
--- KEYS[6] pools        prefix of the pools (ZSET)
--- KEYS[7] orders       prefix of the order indexes (ZSET)
--- KEYS[8] progress     prefix of the tasks' accounts (HASH)
--- KEYS[9] leases       ZSET
--- KEYS[10] holders     prefix of the workers' holds (SET)
--- KEYS[11] dead        ZSET
--- KEYS[12] dead_letters prefix of the reasons (STRING)
--- KEYS[13] garbage     SET
--- KEYS[14] events      STREAM
--- KEYS[15] bytes       HASH
--- ARGV[1] nonce  token       of the trainer
--- ARGV[2] step   1..         T: the one after the last taken
--- ARGV[3] header text..262144  of the manifest
--- ARGV[4+] entry  text..512 x0..1024  "gid token chunks size crc samples version" of each group, in order
+-- include: byte_count, clock, events, leave, numbers
+-- KEYS control      HASH
+-- KEYS ledger       HASH
+-- KEYS batch        LIST    the manifest of this step
+-- KEYS groups       prefix  of the group records (HASH)
+-- KEYS queues       prefix  of the waiting lines (STREAM)
+-- KEYS pools        prefix  of the pools (ZSET)
+-- KEYS orders       prefix  of the order indexes (ZSET)
+-- KEYS accounts     prefix  of the tasks' accounts (HASH)
+-- KEYS leases       ZSET
+-- KEYS holders      prefix  of the workers' holds (SET)
+-- KEYS dead         ZSET
+-- KEYS dead_letters prefix  of the reasons (STRING)
+-- KEYS garbage      SET
+-- KEYS events       STREAM
+-- KEYS bytes        HASH
+-- ARGV nonce  token         of the trainer
+-- ARGV step   1..           T: the one after the last taken
+-- ARGV header text..262144  of the manifest
+-- ARGV entries  text..512 x0..1024  "gid token chunks size crc samples version" of each group, in order
 -- replies OK taken | FENCED | GAP taken | GONE gid (nothing is known of it, or it is in another batch)
 -- keeps I1, I2 (leases die), I5 (byte for byte: the caller has seen the bytes, and pinned them), I6, I7, I12, I13 (step), I14
-local control, ledger, batch, groups, jobs, pools, orders = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
-local progress, leases, holders, dead, dead_letters = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
-local garbage, events, bytes = KEYS[13], KEYS[14], KEYS[15]
-local nonce, step, header = ARGV[1], num(ARGV[2]), ARGV[3]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local taken = num(redis.call('HGET', ledger, 'taken'))
 if step == taken and redis.call('EXISTS', batch) == 1 then return {'OK', int(taken)} end
 if step ~= taken + 1 then return {'GAP', int(taken)} end
-local entries, tasks, under = {}, {}, {groups = groups, jobs = jobs, pools = pools, orders = orders, progress = progress,
+local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts,
   leases = leases, holders = holders, dead = dead, dead_letters = dead_letters}
-for i = 4, #ARGV do
-  local gid, token, chunks, size, crc, samples, version = string.match(ARGV[i], '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
+for _, line in ipairs(entries) do
+  local gid, token, chunks, size, crc, samples, version = string.match(line, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
   local held = held_fields(groups .. gid)
   if not held or held.stage == 'taken' then return {'GONE', gid} end
   if held.owner then redis.call('SCARD', holders .. held.owner) end
   local task = string.match(gid, '^(.*)%-%d+$')
   tasks[task] = tasks[task] or task_keys(under, task)
-  entries[#entries + 1] = {line = ARGV[i], gid = gid, token = token, size = num(size), held = held, keys = tasks[task],
+  found[#found + 1] = {line = line, gid = gid, token = token, size = num(size), held = held, keys = tasks[task],
     fields = {'payload', token, 'chunks', chunks, 'size', size, 'crc', crc, 'samples', samples, 'version', version}}
 end
 
 redis.call('UNLINK', batch)
 local name, lines, groups_of = string.match(batch, ':batch:(.*)$'), {header}, {}
-for _, entry in ipairs(entries) do
+for _, entry in ipairs(found) do
   local gid, keys, held, record = entry.gid, entry.keys, entry.held, groups .. entry.gid
   leave(keys, gid, held)
   for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end

@@ -1,33 +1,30 @@
 #!lua flags=allow-oom
 -- take_batch: hand the next batch of groups to the trainer, for all tasks at once, in the order of the run's policy.
--- KEYS[1] control   HASH*
--- KEYS[2] ledger    HASH*
--- KEYS[3] batch     LIST*    the manifest of this step
--- KEYS[4] groups    prefix of the group records (HASH)
--- KEYS[5] bell      LIST*    of the producer
--- KEYS[6] events    STREAM*
--- KEYS[7] lineages  LIST*
--- KEYS[8] ledger_train  HASH*  of the training batches
--- KEYS[9] bytes     HASH*
--- KEYS[10+] pool, order, progress  ZSET*, ZSET, HASH x0..256  of each task
--- ARGV[1] nonce     token   of the trainer
--- ARGV[2] step      0..     T
--- ARGV[3] strict    0|1     1 = all that is asked for, or nothing
--- ARGV[4] threshold ''|0..  stale threshold in steps; '' = nothing is too old
--- ARGV[5] policy    policy  order policy of the run
--- ARGV[6] tokens    ''|1..  staleness from which a single token is not trained; '' = none is too old by itself
--- ARGV[7] low       0..     payload bytes of the run from which no new prompt is started; 0 = no bound
--- ARGV[8] high      0..     and from which nothing is
--- ARGV[9+] task, count name, 1..1_000_000 xKEYS  of each: 9 and 10 for the first
+-- include: bells, clock, events, manifests, memory_marks, numbers, ready
+-- KEYS control       HASH*
+-- KEYS ledger        HASH*
+-- KEYS batch         LIST*    the manifest of this step
+-- KEYS groups        prefix   of the group records (HASH)
+-- KEYS bell_producer LIST*    of the producer
+-- KEYS events        STREAM*
+-- KEYS lineages      LIST*
+-- KEYS ledger_train  HASH*    of the training batches
+-- KEYS bytes         HASH*
+-- KEYS completed, order_index, progress  ZSET*, ZSET, HASH x0..256  of each task
+-- ARGV nonce     token   of the trainer
+-- ARGV step      0..     T
+-- ARGV strict    0|1     1 = all that is asked for, or nothing
+-- ARGV threshold ''|0..  stale threshold in steps; '' = nothing is too old
+-- ARGV policy    policy  order policy of the run
+-- ARGV tokens    ''|1..  staleness from which a single token is not trained; '' = none is too old by itself
+-- ARGV low       0..     payload bytes of the run from which no new prompt is started; 0 = no bound
+-- ARGV high      0..     and from which nothing is
+-- ARGV task, count  name, 1..1_000_000 xKEYS  of each
 -- replies OK header, then "gid token chunks size crc samples version" per group
 --       | SHORT (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
 --       | BLOCKED task | UNORDERED task (nothing was done; see buffer/order_index.py)
 -- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (batches that only a
 -- checkpoint frees are not waited behind for ever), I13 (step)
-local control, ledger, batch, groups, bell, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local lineages, ledger_train, bytes = KEYS[7], KEYS[8], KEYS[9]
-local tokens, low, high = ARGV[6], num(ARGV[7]), num(ARGV[8])
-local nonce, step, strict, threshold, policy = ARGV[1], num(ARGV[2]), ARGV[3] == '1', ARGV[4], ARGV[5]
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'keep')
@@ -38,18 +35,16 @@ if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE
 if step <= num(steps[2]) then return {'COMMITTED', int(num(steps[2]))} end
 if step ~= num(steps[1]) + 1 then return {'GAP', int(num(steps[1]))} end
 
-local cut = threshold == '' and '-inf' or int(step - tonumber(threshold))
+local cut = threshold and int(step - threshold) or '-inf'
 local asked, reply, wanted, ready_in_all, is_short, running = {}, {'SHORT'}, 0, 0, false, 0
-for i = 10, #KEYS, 3 do
-  local pair = 9 + (i - 10) / 3 * 2
-  local task, count = ARGV[pair], num(ARGV[pair + 1])
-  local ready = redis.call('ZCOUNT', KEYS[i], cut, '+inf')
+for _, completed, _, progress, task, count in each_unit do
+  local ready = redis.call('ZCOUNT', completed, cut, '+inf')
   wanted = wanted + count
   ready_in_all = ready_in_all + math.min(ready, count)
   is_short = is_short or ready < count
   asked[#asked + 1] = task .. '=' .. int(count)
   for _, value in ipairs({task, ready, int(count)}) do reply[#reply + 1] = value end
-  running = running + num(redis.call('HGET', KEYS[i + 2], 'running'))
+  running = running + num(redis.call('HGET', progress, 'running'))
 end
 if wanted > 1024 then return {'TOO_MANY', 1024} end
 if (is_short and strict) or ready_in_all == 0 then
@@ -63,23 +58,22 @@ end
 if is_short and strict then return reply end
 if ready_in_all == 0 then return {'EMPTY'} end
 local chosen = {}
-for i = 10, #KEYS, 3 do
-  local pair = 9 + (i - 10) / 3 * 2
-  local members, problem = next_ready(policy, KEYS[i], KEYS[i + 1], KEYS[i + 2], cut, num(ARGV[pair + 1]))
-  if problem == 'blocked' then return {'BLOCKED', ARGV[pair]} end
-  if problem == 'unordered' then return {'UNORDERED', ARGV[pair]} end
-  chosen[i] = members
+for n, completed, order_index, progress, task, count in each_unit do
+  local members, problem = next_ready(policy, completed, order_index, progress, cut, count)
+  if problem == 'blocked' then return {'BLOCKED', task} end
+  if problem == 'unordered' then return {'UNORDERED', task} end
+  chosen[n] = members
 end
 
 local header = 'step=' .. int(step) .. ' cut=' .. cut .. ' asked=' .. table.concat(asked, ',') ..
   ' strict=' .. (strict and '1' or '0') .. ' order=' .. policy .. ' taken_ms=' .. int(now_ms())
 -- which tokens are masked is a function of this record alone, so that every delivery is the same (I5)
-if tokens ~= '' then
-  header = header .. ' tokens=' .. tokens .. ' forks=' .. table.concat(redis.call('LRANGE', lineages, -64, -1), ',')
+if tokens then
+  header = header .. ' tokens=' .. int(tokens) .. ' forks=' .. table.concat(redis.call('LRANGE', lineages, -64, -1), ',')
 end
 local name, lines, taken = string.match(batch, ':batch:(.*)$'), {header}, {}
-for i = 10, #KEYS, 3 do
-  for _, member in ipairs(chosen[i]) do
+for n in each_unit do
+  for _, member in ipairs(chosen[n]) do
     local gid = string.match(member, ':(.*)$')
     lines[#lines + 1], taken[#taken + 1] = manifest_line(groups, gid), groups .. gid
   end
@@ -88,11 +82,11 @@ end
 redis.call('RPUSH', batch, unpack(lines))
 redis.call('HSET', ledger, 'taken', int(step))
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
-for i = 10, #KEYS, 3 do
-  take_out(KEYS[i], KEYS[i + 1], KEYS[i + 2], chosen[i])
-  redis.call('HINCRBY', KEYS[i + 2], 'consumed', #chosen[i])
-  redis.call('HINCRBY', KEYS[i + 2], 'taken', #chosen[i])
+for n, completed, order_index, progress in each_unit do
+  take_out(completed, order_index, progress, chosen[n])
+  redis.call('HINCRBY', progress, 'consumed', #chosen[n])
+  redis.call('HINCRBY', progress, 'taken', #chosen[n])
 end
-ring(bell, 1)
+ring(bell_producer, 1)
 log_event(events, 'taken', 'step', int(step), 'groups', int(ready_in_all))
 return {'OK', unpack(lines)}

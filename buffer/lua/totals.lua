@@ -1,20 +1,22 @@
 #!lua flags=no-writes
 -- totals: the account of every task at one instant: how many groups each structure holds, and each counter says.
--- KEYS[1] leases    ZSET
--- KEYS[2] dead      ZSET
--- KEYS[3] bytes     HASH
--- KEYS[4+] jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  STREAM, STREAM, STREAM, ZSET, ZSET, ZSET, HASH, STRING, STRING, STRING x0..256  of each task
+-- include: numbers
+-- KEYS leases ZSET
+-- KEYS dead   ZSET
+-- KEYS bytes  HASH
+-- KEYS jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  STREAM, STREAM, STREAM, ZSET, ZSET, ZSET, HASH, STRING, STRING, STRING x0..256  of each task
 -- replies OK leases dead came went, then 23 numbers per task: 3 streams, 3 pools, 14 counters, 3 bitmaps
 -- keeps I1 (one instant for all), I12
-local reply = {'OK', redis.call('ZCARD', KEYS[1]), redis.call('ZCARD', KEYS[2])}
-local bytes = redis.call('HMGET', KEYS[3], 'came', 'went')
-for k = 1, 2 do reply[#reply + 1] = int(num(bytes[k])) end
-for i = 4, #KEYS, 10 do
-  for k = 0, 2 do reply[#reply + 1] = redis.call('XLEN', KEYS[i + k]) end
-  for k = 3, 5 do reply[#reply + 1] = redis.call('ZCARD', KEYS[i + k]) end
-  local counters = redis.call('HMGET', KEYS[i + 6], 'cursor', 'enqueued', 'target', 'consumed', 'running', 'taken',
-    'archived', 'dead', 'filtered', 'dropped', 'put', 'imported', 'ahead', 'reach')
+
+local reply = {'OK', redis.call('ZCARD', leases), redis.call('ZCARD', dead)}
+local counts = redis.call('HMGET', bytes, 'came', 'went')
+for k = 1, 2 do reply[#reply + 1] = int(num(counts[k])) end
+for _, jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped in each_unit do
+  for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do reply[#reply + 1] = redis.call('XLEN', jobs) end
+  for _, pool in ipairs({completed, aborted, expired}) do reply[#reply + 1] = redis.call('ZCARD', pool) end
+  local counters = redis.call('HMGET', progress, 'cursor', 'enqueued', 'target', 'consumed', 'running',
+    'taken', 'archived', 'dead', 'filtered', 'dropped', 'put', 'imported', 'ahead', 'reach')
   for k = 1, 14 do reply[#reply + 1] = num(counters[k]) end
-  for k = 7, 9 do reply[#reply + 1] = redis.call('BITCOUNT', KEYS[i + k]) end
+  for _, bitmap in ipairs({archived, filtered, dropped}) do reply[#reply + 1] = redis.call('BITCOUNT', bitmap) end
 end
 return reply

@@ -2,25 +2,23 @@
 -- trainer_open: become the one trainer of a run, from a checkpoint of step S (0 = from the start).
 -- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S. Take
 -- waits until what was lost is asserted again, and the pools are clamped.
--- KEYS[1] meta      HASH
--- KEYS[2] control   HASH
--- KEYS[3] ledger    HASH
--- KEYS[4] lineages  LIST
--- KEYS[5] events    STREAM
--- ARGV[1] run_nonce  ''|token       that the checkpoint knows; '' = it knows none
--- ARGV[2] nonce      token          of this trainer
--- ARGV[3] take_over  0|1            1 = although another one still beats
--- ARGV[4] timeout_ms 0..86_400_000  silence after which a holder counts as gone
--- ARGV[5] step       0..            S
--- ARGV[6] lineage    name           of the weights this trainer will make
--- ARGV[7] behind     0|1            1 = although the server lost steps: this trainer asserts them again
--- ARGV[8] regenerate 0|1            1 = although the run is new here, or S is below what is kept: draws are drawn again
+-- include: clock, events, numbers, role_silence
+-- KEYS meta     HASH
+-- KEYS control  HASH
+-- KEYS ledger   HASH
+-- KEYS lineages LIST
+-- KEYS events   STREAM
+-- ARGV run_nonce  ''|token       that the checkpoint knows; '' = it knows none
+-- ARGV nonce      token          of this trainer
+-- ARGV take_over  0|1            1 = although another one still beats
+-- ARGV timeout_ms 0..86_400_000  silence after which a holder counts as gone
+-- ARGV step       0..            S
+-- ARGV lineage    name           of the weights this trainer will make
+-- ARGV behind     0|1            1 = although the server lost steps: this trainer asserts them again
+-- ARGV regenerate 0|1            1 = although the run is new here, or S is below what is kept: draws are drawn again
 -- replies OK run_nonce taken committed freed | LOST nonce | EMPTY nonce | HELD silent_ms | BELOW keep | BEHIND taken
 -- keeps I6 (a run that no trainer ever opened is not the one of a checkpoint; reopening below what is kept is refused),
 -- I7 (one trainer), I13 (natural key: the nonce)
-local meta, control, ledger, lineages, events = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local run_nonce, nonce, take_over, timeout_ms = ARGV[1], ARGV[2], ARGV[3], num(ARGV[4])
-local step, lineage, behind, regenerate = num(ARGV[5]), ARGV[6], ARGV[7] == '1', ARGV[8] == '1'
 
 local actual = redis.call('HGET', meta, 'nonce') or ''
 local holder = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms')
@@ -31,7 +29,7 @@ if is_new and step > 0 and not regenerate then return {'EMPTY', actual} end
 local now = now_ms()
 local silent_ms = silence_ms(now, holder[2])
 local again = holder[1] == nonce
-if (holder[1] or '') ~= '' and not again and silent_ms < timeout_ms and take_over ~= '1' then
+if (holder[1] or '') ~= '' and not again and silent_ms < timeout_ms and not take_over then
   return {'HELD', int(silent_ms)}
 end
 local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep')

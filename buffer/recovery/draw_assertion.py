@@ -84,12 +84,9 @@ class DrawAssertion:
         rest = iter(ends)
         part = list(islice(rest, SLICE))
         while part or lost:
-            keys = self._keys
             reply = self._store.call(
                 "reassert",
-                places(keys)
-                | {"control": keys.control, "ended": keys.ends, "progress": keys.accounts}
-                | {"garbage": keys.garbage, "events": keys.events, "cursors": keys.cursors},
+                self._keys.slots(),
                 {"nonce": self._nonce, "task": task, "first": IMPORTED_FROM, "seen": seen, "lost": lost},
                 tail_args=[value for ending in part for value in ending],
                 durable=True,
@@ -98,21 +95,6 @@ class DrawAssertion:
             self.changed += int(reply[1])
             self.lost += lost
             part, lost = list(islice(rest, SLICE)), 0
-
-
-def places(keys: Keys) -> dict[str, str]:
-    """The keys of all places that a group may have to leave, and of the count of its bytes."""
-    return {
-        "groups": keys.groups,
-        "jobs": keys.waiting_lines,
-        "pools": keys.pools,
-        "orders": keys.orders,
-        "leases": keys.leases,
-        "holders": keys.holders,
-        "dead": keys.dead,
-        "dead_letters": keys.dead_letters,
-        "bytes": keys.bytes,
-    }
 
 
 def expect_ok(script: str, reply: list[Any]) -> None:

@@ -61,13 +61,7 @@ class TrainerOpening:
             step, run_nonce = position.step, position.run_nonce
         reply = self._store.call(
             "trainer_open",
-            {
-                "meta": keys.meta,
-                "control": keys.control,
-                "ledger": keys.ledger(self._ledger.name),
-                "lineages": keys.lineages,
-                "events": keys.events,
-            },
+            keys.slots(ledger=self._ledger.name),
             {
                 "run_nonce": run_nonce,
                 "nonce": nonce,
@@ -121,7 +115,7 @@ class TrainerOpening:
         while not done:
             reply = self._store.call(
                 "rescore",
-                {"control": keys.control, "groups": keys.groups},
+                keys.slots(),
                 {"nonce": nonce, "step": step, "limit": 500, "lag": self._limits.lag},
                 keys.all_pools(self._limits.training_tasks),
                 durable=True,

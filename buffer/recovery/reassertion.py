@@ -24,7 +24,7 @@ from buffer.ledger import BatchLedger
 from buffer.limits import RunLimits
 from buffer.manifest import Manifest
 from buffer.payloads import PayloadStore
-from buffer.recovery.draw_assertion import DrawAssertion, expect_ok, numbers_of, places
+from buffer.recovery.draw_assertion import DrawAssertion, expect_ok, numbers_of
 from buffer.recovery.position import Position
 from buffer.store import Store
 
@@ -116,7 +116,7 @@ class Reassertion:
     def _restore(self, manifest: Manifest) -> None:
         reply = self._store.call(
             "restore_batch",
-            self._batch_keys(manifest.step) | places(self._keys) | {"garbage": self._keys.garbage},
+            self._keys.slots(ledger=self._ledger.name, step=manifest.step),
             {"nonce": self._nonce, "step": manifest.step, "header": manifest.header},
             tail_args=manifest.lines[1:],
             durable=True,
@@ -125,23 +125,14 @@ class Reassertion:
         self._done.restored += 1
 
     def _dissolve_one(self, step: int) -> None:
-        keys = self._keys
         reply = self._store.call(
             "dissolve_batch",
-            self._batch_keys(step) | {"groups": keys.groups, "pools": keys.pools, "lineages": keys.lineages},
+            self._keys.slots(ledger=self._ledger.name, step=step),
             {"nonce": self._nonce, "step": step, "lag": self._limits.lag},
             durable=True,
         )
         expect_ok("dissolve_batch", reply)
         self._done.dissolved += 1
-
-    def _batch_keys(self, step: int) -> dict[str, str]:
-        return self._ledger_keys() | {"batch": self._keys.batch(self._ledger.name, step)}
-
-    def _ledger_keys(self) -> dict[str, str]:
-        keys = self._keys
-        ledger = keys.ledger(self._ledger.name)
-        return {"control": keys.control, "ledger": ledger, "progress": keys.accounts, "events": keys.events}
 
     # -- up to the checkpoint ----------------------------------------------------------------------
 
@@ -198,7 +189,7 @@ class Reassertion:
         }
         reply = self._store.call(
             "reset_ledger",
-            self._ledger_keys(),
+            self._keys.slots(ledger=self._ledger.name),
             {"nonce": self._nonce, "step": step, "committed": position.step},
             tail_args=[value for pair in used.items() for value in pair],
             durable=True,

@@ -11,7 +11,7 @@ import redis
 
 from buffer import Store
 from buffer.bulk import Command
-from buffer.scripts import Arg, library
+from buffer.scripts import Arg, KeysByName, library
 from buffer.upload import Upload
 from tests.buffer.keyspace import changed, dump
 
@@ -41,9 +41,9 @@ class EchoStore(Store):
     def call(
         self,
         script: str,
-        keys: Mapping[str, str],
+        keys: KeysByName,
         args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
+        tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
         *,
         durable: bool = False,

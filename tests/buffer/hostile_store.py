@@ -185,7 +185,7 @@ class HostileStore(OneByOneStore):
             records = sorted({key for key in moment if key.startswith(keys[place])} | named)
             for odd in (0, 1):
                 for record in records[odd::2]:
-                    self._spoil(record, is_list=name == "batches")
+                    self._spoil(record, is_list=name in ("batches", "manifests"))
                 before = self._state()
                 if self._fails(entry, keys, args):
                     self._unchanged(entry, f"{name} of a wrong type", before)

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from buffer import Store
-from buffer.scripts import Arg, Script, library
+from buffer.scripts import Arg, KeysByName, Script, library
 from buffer.upload import Upload
 
 
@@ -30,9 +30,9 @@ class OneByOneStore(Store):
     def call(
         self,
         script: str,
-        keys: Mapping[str, str],
+        keys: KeysByName,
         args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
+        tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
         *,
         durable: bool = False,
@@ -43,7 +43,7 @@ class OneByOneStore(Store):
         return super().call(script, keys, args, tail_keys, tail_args, durable=durable)
 
     def call_many(
-        self, script: str, calls: Iterable[tuple[Mapping[str, str], Mapping[str, Arg], Sequence[str]]]
+        self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
     ) -> list[list[Any]]:
         return [self.call(script, *call) for call in calls]
 

@@ -181,17 +181,9 @@ def test_commit_frees_in_slices_and_a_half_freed_batch_is_never_delivered_again(
     keys = scene.keys
     reply = scene.store.call(
         "commit",
-        {
-            "control": keys.control,
-            "ledger": keys.ledger("train"),
-            "batches": keys.batches("train"),
-            "groups": keys.groups,
-            "garbage": keys.garbage,
-            "events": keys.events,
-            "bytes": keys.bytes,
-        },
+        keys.slots(),
         {"nonce": scene.trainer, "step": 1, "keep": 1, "limit": 2},
-        [keys.progress("math"), keys.ended("math", "archived")],
+        [keys.slots(task="math")],
         ["math"],
     )
     assert reply == ["OK", "1", "0"]

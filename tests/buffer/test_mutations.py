@@ -72,7 +72,7 @@ def test_every_invariant_of_the_scripts_has_mutations() -> None:
     "read", ["redis.call('GET', KEYS[15])", "redis.call('MGET', unpack(KEYS))", "redis.call('GETRANGE', KEYS[i], 0, 9)"]
 )
 def test_reading_a_payload_is_noticed(read: str) -> None:
-    line = "local found = seen_bytes(KEYS, 16, 0, num(chunks), size)\n"
+    line = "local found = seen_bytes(payloads, 0, chunks, size)\n"
     mutation = Mutation("I14", "submit", line, lambda _: None, new=f"{line}local bytes_read = {read}\n")
     assert reads_of_payloads(mutation.scripts()["submit"].source)
     assert not reads_of_payloads(Mutation("I14", "submit", line, lambda _: None, new=line).scripts()["submit"].source)

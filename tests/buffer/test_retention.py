@@ -110,15 +110,7 @@ def test_forget_goes_in_slices_and_leaves_a_manifest(make_scene: Callable[..., S
     keys = scene.keys
     reply = scene.store.call(
         "forget",
-        {
-            "ledger": keys.ledger("train"),
-            "batches": keys.batches("train"),
-            "garbage": keys.garbage,
-            "events": keys.events,
-            "bell_producer": keys.bell("producer"),
-            "bell_workers": keys.bell("workers"),
-            "bytes": keys.bytes,
-        },
+        keys.slots(),
         {"retain": 0, "wait": 0, "exported": 0, "limit": 1},
     )
     assert reply == ["OK", "0", "1", "0"]

@@ -32,7 +32,7 @@ def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         tell_a_whole_story(scene, folder)
         scene.run.buffer.count_statuses("math")
         scene.run.buffer.get(1, "math")
-        store.call("sync", {"clock": scene.keys.clock}, {})
+        store.call("sync", scene.keys.slots(), {})
         scene.check()
         yield store
         store.close()

@@ -126,17 +126,9 @@ def test_batch_that_is_half_archived_is_whole_after_the_resume(
     keys, tasks = scene.keys, list(scene.run.limits.tasks)
     reply = scene.store.call(
         "commit",
-        {
-            "control": keys.control,
-            "ledger": keys.ledger("train"),
-            "batches": keys.batches("train"),
-            "groups": keys.groups,
-            "garbage": keys.garbage,
-            "events": keys.events,
-            "bytes": keys.bytes,
-        },
+        keys.slots(),
         {"nonce": scene.trainer, "step": 1, "keep": 1, "limit": 3},
-        [key for task in tasks for key in (keys.progress(task), keys.ended(task, "archived"))],
+        [keys.slots(task=task) for task in tasks],
         tasks,
     )
     assert reply == ["OK", "1", "0"]
@@ -195,12 +187,7 @@ def test_save_begins_again_when_a_group_is_moved_by_hand(make_scene: Make, tmp_p
         "forget": lambda: less.ledger.archive.forget(),
         "reorder": lambda: scene.store.call(
             "reorder",
-            {
-                "control": scene.keys.control,
-                "progress": scene.keys.progress("math"),
-                "pool": scene.keys.pool("math", "completed"),
-                "order": scene.keys.order("math"),
-            },
+            scene.keys.slots(task="math"),
             {"nonce": scene.trainer, "policy": "fifo", "start": 0, "limit": 9},
         ),
     }

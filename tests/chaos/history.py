@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from buffer.scripts import Arg
+from buffer.scripts import Arg, KeysByName
 from buffer.store import Store
 from buffer.upload import ScriptCall, Upload
 
@@ -71,9 +71,9 @@ class RecordingStore(Store):
     def call(
         self,
         script: str,
-        keys: Mapping[str, str],
+        keys: KeysByName,
         args: Mapping[str, Arg],
-        tail_keys: Sequence[str] = (),
+        tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
         *,
         durable: bool = False,

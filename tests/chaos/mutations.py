@@ -15,14 +15,14 @@ MUTATIONS = {
     # I1
     "reaped-and-gone": ("reap", "    local place = retry_or_bury(keys, gid, max_tries, reason)\n",
                         "    local place = 'waiting'\n"),
-    "claims-leave-the-job": ("claim", "    redis.call('XDEL', KEYS[i], entry[1])\n", ""),
+    "claims-leave-the-job": ("claim", "    redis.call('XDEL', jobs, entry[1])\n", ""),
     "archived-is-not-counted": ("commit", "    redis.call('HINCRBY', task.progress, 'archived', task.count)\n", ""),
     # I2
     "zombies-submit": ("submit", "if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end\n", ""),
     # I3
-    "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, cursor + drawn)\n", ""),
+    "cursor-stays": ("enqueue", "move_cursor(cursors, progress, task, start + drawn)\n", ""),
     # I4, I5
-    "batch-stays-in-pool": ("prelude", "  redis.call('ZREM', pool, unpack(members))\n", ""),
+    "batch-stays-in-pool": ("include/ready", "  redis.call('ZREM', pool, unpack(members))\n", ""),
     "batch-is-no-record": (
         "take_batch",
         "if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end\n",
@@ -32,7 +32,7 @@ MUTATIONS = {
     "frees-all-that-is-committed": ("commit", "keep = math.min(keep, committed)\n", "keep = committed\n"),
     # I8
     "nothing-is-too-old": ("take_batch",
-                           "local cut = threshold == '' and '-inf' or int(step - tonumber(threshold))\n",
+                           "local cut = threshold and int(step - threshold) or '-inf'\n",
                            "local cut = '-inf'\n"),
 }  # fmt: skip
 """Name: (file, what is there, what takes its place)."""

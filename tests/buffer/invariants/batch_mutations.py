@@ -110,9 +110,7 @@ BATCHES = [
     Mutation("I7", "refill", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "publish_weights", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "rescore", TRAINER, batches.who_was_replaced_changes_nothing),
-    Mutation(
-        "I7", "set_target", TRAINER.replace("nonce then", "ARGV[1] then"), batches.who_was_replaced_changes_nothing
-    ),
+    Mutation("I7", "set_target", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation(
         "I7", "control", "if who == 'trainer' and ", batches.who_was_replaced_changes_nothing, new="if false and "
     ),
@@ -128,13 +126,13 @@ BATCHES = [
     Mutation(
         "I8",
         "take_batch",
-        "and '-inf' or int(step - tonumber(threshold))",
+        "threshold and int(step - threshold) or '-inf'",
         batches.nothing_too_stale_is_taken,
-        new="and '-inf' or '-inf'",
+        new="'-inf'",
     ),
     Mutation(
         "I8",
-        "prelude",
+        "include/ready",
         "(version == 'inf' or tonumber(version) >= oldest)",
         batches.nothing_too_stale_is_taken,
         new="true",
@@ -146,20 +144,20 @@ BATCHES = [
     Mutation("I8", "refill", "string.match(header, ' cut=(%S+)')", batches.nothing_too_stale_is_taken, new="'-inf'"),
     Mutation(
         "I8",
-        "prelude",
+        "include/staleness",
         "    if tonumber(fork) < tonumber(version) then version = fork end\n",
         batches.weights_that_were_forked_away_count_as_the_fork,
     ),
     Mutation(
         "I8",
-        "prelude",
+        "include/staleness",
         "    if name == lineage then break end\n",
         batches.weights_that_were_forked_away_count_as_the_fork,
     ),
     Mutation(
         "I8",
         "rescore",
-        "    redis.call('ZADD', KEYS[i], top, member)\n",
+        "    redis.call('ZADD', training_pools[i], top, member)\n",
         batches.weights_that_were_forked_away_count_as_the_fork,
     ),
     Mutation(
@@ -185,7 +183,7 @@ BATCHES = [
     Mutation(
         "I8",
         "rescore",
-        "step = int(math.min(tonumber(step), tonumber(undone or step)))\n",
+        "step = math.min(step, tonumber(undone or step))\n",
         batches.a_fork_counts_although_its_trainer_died_before_it_clamped,
     ),
     Mutation(
@@ -203,7 +201,7 @@ BATCHES = [
     ),
     Mutation(
         "I9",
-        "prelude",
+        "include/staleness",
         "if least[1] == '' or tonumber(living) < tonumber(least[1]) then",
         batches.the_oldest_of_several_lineages_counts,
         new="if least[1] == '' then",

@@ -7,7 +7,7 @@ from tests.buffer.invariants.mutation import Mutation
 
 ONE_PLACE = [
     Mutation("I1", "submit", "redis.call('ZREM', leases, gid)\n", one_place.every_move_keeps_the_account),
-    Mutation("I1", "claim", "    redis.call('XDEL', KEYS[i], entry[1])\n", one_place.every_move_keeps_the_account),
+    Mutation("I1", "claim", "    redis.call('XDEL', jobs, entry[1])\n", one_place.every_move_keeps_the_account),
     Mutation(
         "I1", "release", "redis.call('HINCRBY', progress, 'running', -1)\n", one_place.every_move_keeps_the_account
     ),
@@ -28,7 +28,9 @@ ONE_PLACE = [
         one_place.every_move_keeps_the_account,
     ),
     Mutation("I1", "quarantine", "redis.call('HINCRBY', progress, 'dead', 1)\n", one_place.by_hand_keeps_the_account),
-    Mutation("I1", "prelude", "    redis.call('ZREM', keys.dead, gid)\n", one_place.by_hand_keeps_the_account),
+    Mutation(
+        "I1", "include/leave_by_hand", "    redis.call('ZREM', keys.dead, gid)\n", one_place.by_hand_keeps_the_account
+    ),
     Mutation(
         "I2",
         "submit",
@@ -41,13 +43,13 @@ ONE_PLACE = [
         "if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end\n",
         one_place.an_old_token_changes_nothing,
     ),
-    Mutation("I2", "heartbeat", "record[1] == ARGV[i + 1] and ", one_place.a_lease_is_renewed_by_its_owner_only),
+    Mutation("I2", "heartbeat", "record[1] == token and ", one_place.a_lease_is_renewed_by_its_owner_only),
     Mutation("I2", "reap", "    redis.call('SREM', holders .. owner, gid)\n", one_place.an_old_token_changes_nothing),
     Mutation("I2", "claim", "if known[1] ~= nonce then return {'UNKNOWN'} end\n", running.a_stranger_claims_nothing),
     Mutation(
         "I3",
         "enqueue",
-        "if cursor ~= expected then return {'CURSOR', int(cursor)} end\n",
+        "if start ~= cursor then return {'CURSOR', int(start)} end\n",
         one_place.no_prompt_is_skipped_or_doubled,
     ),
     Mutation(
@@ -60,21 +62,21 @@ ONE_PLACE = [
     Mutation(
         "I3",
         "enqueue",
-        "move_cursor(cursors, progress, task, cursor + drawn)\n",
+        "move_cursor(cursors, progress, task, start + drawn)\n",
         one_place.no_prompt_is_skipped_or_doubled,
     ),
     Mutation(
         "I3",
         "enqueue",
-        "redis.call('HGET', cursors, task)",
+        "local start = next_draw(cursors, task)",
         one_place.a_forged_copy_of_the_cursor_moves_nothing,
-        new="redis.call('HGET', progress, 'cursor')",
+        new="local start = num(redis.call('HGET', progress, 'cursor'))",
     ),
     Mutation("I3", "enqueue", "  if enqueued >= free or ", one_place.nothing_starts_beyond_the_target, new="  if "),
     Mutation(
         "I3",
         "enqueue",
-        "prompt_bytes(i) == 0",
+        "prompt_bytes(n, size) == 0",
         one_place.a_prompt_without_bytes_is_not_started,
         new="false",
     ),
@@ -87,10 +89,13 @@ ONE_PLACE = [
     Mutation(
         "I4",
         "take_batch",
-        "  redis.call('HINCRBY', KEYS[i + 2], 'consumed', #chosen[i])\n",
+        "  redis.call('HINCRBY', progress, 'consumed', #chosen[n])\n",
         one_place.a_batch_is_of_all_tasks_or_of_none,
     ),
     Mutation(
-        "I4", "prelude", "  redis.call('ZREM', pool, unpack(members))\n", one_place.a_batch_is_of_all_tasks_or_of_none
+        "I4",
+        "include/ready",
+        "  redis.call('ZREM', pool, unpack(members))\n",
+        one_place.a_batch_is_of_all_tasks_or_of_none,
     ),
 ]

@@ -35,21 +35,21 @@ RUNNING = [
     ),
     Mutation(
         "I10",
-        "prelude",
+        "include/receipts",
         "  if must_be_empty and redis.call('SCARD', holds) > 0 then return end\n",
         running.a_receipt_means_no_leases,
     ),
-    Mutation("I10", "prelude", "  if ack ~= num(epoch) then return end\n", running.a_receipt_means_no_leases),
+    Mutation("I10", "include/receipts", "  if ack ~= num(epoch) then return end\n", running.a_receipt_means_no_leases),
     Mutation(
         "I10",
-        "prelude",
+        "include/control_changes",
         "strictness[holds[1]] > strictness[holds[3]] and holds[1] or holds[3]",
         running.the_operators_pause_survives_the_trainer,
         new="holds[3]",
     ),
     Mutation(
         "I10",
-        "prelude",
+        "include/control_changes",
         "local epoch = redis.call('HINCRBY', control, 'epoch', 1)",
         running.the_operators_pause_survives_the_trainer,
         new="local epoch = redis.call('HINCRBY', control, 'epoch', 0)",
@@ -77,7 +77,7 @@ RUNNING = [
     ),
     Mutation(
         "I11",
-        "prelude",
+        "include/retries",
         "if num(fields[1]) < max_tries then",
         running.tries_are_used_up_by_failures_only,
         new="do",
@@ -85,7 +85,7 @@ RUNNING = [
     ),
     Mutation(
         "I11",
-        "prelude",
+        "include/retries",
         "  redis.call('SET', keys.dead_letters .. gid, reason)\n",
         running.tries_are_used_up_by_failures_only,
         limits=TWO_TRIES,
@@ -98,14 +98,14 @@ RUNNING = [
     ),
     Mutation(
         "I11",
-        "prelude",
+        "include/grace",
         "if now < last or now - last > lease_ms / 2 then",
         running.nobody_loses_a_lease_to_an_outage,
         new="if now < last then",
     ),
     Mutation(
         "I11",
-        "prelude",
+        "include/grace",
         "if now < last or now - last > lease_ms / 2 then",
         running.nobody_loses_a_lease_to_an_outage,
         new="if now - last > lease_ms / 2 then",
@@ -180,7 +180,7 @@ RUNNING = [
     Mutation(
         "I13",
         "enqueue",
-        "if done[1] == operation then return {'OK', num(done[2]), int(cursor)} end\n",
+        "if done[1] == operation then return {'OK', num(done[2]), int(start)} end\n",
         running.a_repeated_call_is_harmless,
     ),
     Mutation(

@@ -1,0 +1,9 @@
+-- as_int: the type `0..9` of an argument, as a number.
+-- include: refuse
+
+-- Returns nil for what is not an integer as Redis itself writes it: no sign, no leading zero.
+local function as_int(value, least, most)
+  if #value > 16 or not (find(value, '^[1-9]%d*$') or value == '0') then return nil end
+  local number = tonumber(value)
+  return number >= least and number <= most and number or nil
+end

@@ -1,0 +1,13 @@
+-- grace: tick, which notices outages and grants a grace period (I11).
+-- include: numbers
+
+-- I11: when the server's clock moved by more than half a lease since a script last looked, or backwards,
+-- every holder gets one whole lease to beat again before anything is reaped. Returns the end of the grace.
+local function tick(clock, now, lease_ms)
+  local seen = redis.call('HMGET', clock, 'seen_ms', 'grace_until_ms')
+  local last, grace = tonumber(seen[1] or now), num(seen[2])
+  if now < last or now - last > lease_ms / 2 then grace = now + lease_ms end
+  if grace > now + lease_ms then grace = now + lease_ms end
+  redis.call('HSET', clock, 'seen_ms', int(now), 'grace_until_ms', int(grace))
+  return grace
+end

@@ -1,0 +1,14 @@
+-- leave_by_hand: takes a group out of a pool or out of the dead letters.
+
+-- Take a dead or pooled group out of where it is; returns that place (dead, or the status of the pool).
+local function leave_by_hand(keys, gid, stage, status, arrival)
+  if stage == 'dead' then
+    redis.call('ZREM', keys.dead, gid)
+    redis.call('UNLINK', keys.dead_letters .. gid)
+    redis.call('HINCRBY', keys.progress, 'dead', -1)
+    return 'dead'
+  end
+  redis.call('ZREM', keys[status], arrival .. ':' .. gid)
+  if status == 'completed' then redis.call('ZREM', keys.order_index, arrival .. ':' .. gid) end
+  return status
+end

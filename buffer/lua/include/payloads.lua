@@ -1,0 +1,16 @@
+-- payloads: seen_bytes and pin, for the payloads that a script accepts.
+
+-- Payloads in the run's slot are keys of the script: their bytes are counted and kept from expiring here. In a cluster
+-- they lie in other slots: no key is given, the size that the caller states is taken, and they are listed for the caller
+-- to pin (buffer/pins.py). `others`: keys in front of the chunks.
+local function seen_bytes(payloads, others, chunks, size)
+  if #payloads == 0 then return size end
+  local found = 0
+  for i = others + 1, #payloads do found = found + redis.call('STRLEN', payloads[i]) end
+  return #payloads == others + chunks and found or -1
+end
+
+local function pin(payloads, others, unpinned, entry)
+  if #payloads == 0 then redis.call('SADD', unpinned, entry) end
+  for i = others + 1, #payloads do redis.call('PERSIST', payloads[i]) end
+end

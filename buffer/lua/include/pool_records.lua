@@ -1,0 +1,11 @@
+-- pool_records: records_of, the records of members of a pool.
+
+-- Gid and fields of some members of a pool: all are read before anything is written.
+local function records_of(groups, members, ...)
+  local gids, records = {}, {}
+  for i, member in ipairs(members) do
+    gids[i] = string.match(member, ':(.*)$')
+    records[i] = redis.call('HMGET', groups .. gids[i], ...)
+  end
+  return gids, records
+end

@@ -1,0 +1,29 @@
+-- retries: retry_keys and retry_or_bury, for a group whose try was used up (I11).
+-- include: clock, numbers, waiting
+
+-- What retry_or_bury needs of a task that the script learns from a record: streams and account lie under prefixes. All
+-- are touched: one of a wrong type stops the script here, before it writes anything.
+local function retry_keys(task, groups, queues, accounts, dead, dead_letters)
+  local keys = {groups = groups, jobs_resume = queues .. task .. ':resume', jobs_eval = queues .. task .. ':eval',
+    progress = accounts .. task, dead = dead, dead_letters = dead_letters}
+  for _, stream in ipairs({keys.jobs_resume, keys.jobs_eval}) do redis.call('XLEN', stream) end
+  redis.call('HLEN', keys.progress)
+  return keys
+end
+
+-- A try was used up: the group waits again, or is a dead letter after max_tries (I11).
+local function retry_or_bury(keys, gid, max_tries, reason)
+  local record = keys.groups .. gid
+  local fields = redis.call('HMGET', record, 'tries', 'lane', 'payload')
+  if num(fields[1]) < max_tries then
+    local lane, jobs = 'resume', keys.jobs_resume
+    if fields[2] == 'eval' then lane, jobs = 'eval', keys.jobs_eval end
+    to_waiting(jobs, record, gid, lane, fields[3])
+    return 'waiting'
+  end
+  redis.call('HSET', record, 'stage', 'dead', 'status', 'failed', 'token', '')
+  redis.call('ZADD', keys.dead, int(now_ms()), gid)
+  redis.call('SET', keys.dead_letters .. gid, reason)
+  redis.call('HINCRBY', keys.progress, 'dead', 1)
+  return 'dead'
+end

@@ -1,0 +1,20 @@
+-- room: room and too_many_failures, whether more groups of a task may be started.
+-- include: numbers
+
+-- Groups of a task that may still be started: target - consumed - fresh completed - waiting - running, and no more
+-- than `most` of the last two. Computed in the script that starts them, so that it cannot overshoot.
+local function room(progress, jobs, completed, ledger, target, threshold, most)
+  local counts = redis.call('HMGET', progress, 'consumed', 'running')
+  local in_flight = num(counts[2])
+  for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
+  local cut = '-inf'
+  if threshold then cut = int(num(redis.call('HGET', ledger, 'taken')) + 1 - threshold) end
+  local free = target - num(counts[1]) - in_flight - redis.call('ZCOUNT', completed, cut, '+inf')
+  return most and math.min(free, most - in_flight) or free
+end
+
+-- I11: how many tries of a task have failed, or were filtered, one after the other; nil while it is not too many.
+local function too_many_failures(progress, patience)
+  local failures = num(redis.call('HGET', progress, 'failures_in_row'))
+  return patience and failures >= patience and failures or nil
+end

@@ -1,0 +1,34 @@
+-- staleness: living_version, pool_score and age_of, how old a group counts (I8).
+-- include: numbers
+
+-- I8: weights that a trainer forked away from are gone; M counts as min(M, every fork opened after its lineage).
+local function living_version(lineages, lineage, version)
+  local forks = redis.call('LRANGE', lineages, -1000, -1)
+  for i = #forks, 1, -1 do
+    local name, fork = string.match(forks[i], '^(.*):(%d+)$')
+    if name == lineage then break end
+    if tonumber(fork) < tonumber(version) then version = fork end
+  end
+  return version
+end
+
+-- The score of a group in a pool: its version, or, with token staleness (`lag` steps stricter), the version of a group that
+-- expires together with the first rollout of this one that has nothing left to train.
+local function pool_score(version, last, lag)
+  if not version or version == '' then return '+inf' end
+  if not lag or not last or last == '' then return version end
+  return int(math.min(tonumber(version), tonumber(last) - lag))
+end
+
+-- What the age of a group is counted from, of units (oldest | last, lineage, version) of the arguments; only living
+-- versions count. Returns its version and lineage, its score, and the fields that only token staleness needs.
+local function age_of(lineages, each_unit, lag)
+  local found = {oldest = {'', ''}, last = {'', ''}}
+  for _, what, lineage, version in each_unit do
+    local least, living = found[what], living_version(lineages, lineage, int(version))
+    if least[1] == '' or tonumber(living) < tonumber(least[1]) then found[what] = {living, lineage} end
+  end
+  local oldest, last = found.oldest, found.last
+  local fields = lag and {'last', last[1], 'last_lineage', last[2]} or nil
+  return oldest[1], oldest[2], pool_score(oldest[1], last[1], lag), fields
+end
