@@ -4,6 +4,9 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 FUZZ_S ?= 300
 SOAK_ROUNDS ?= 16
+# rooms whose tests start no server and no engine
+SHORT_TESTS := tests/buffer/model tests/buffer/config tests/buffer/query/test_query.py tests/buffer/weights \
+	tests/consumer/models $(addprefix tests/producer_workers/,agent_loops datasets judges producer simulation worker)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-machine bench fuzz audit images compose lint format type arch check gpu-check chaos soak clean
@@ -42,10 +45,10 @@ test: lint type arch ## everything that CI runs
 
 .PHONY: test-modes
 test-modes: setup ## vLLM as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 5 minutes
-	@$(PYTEST) -m "modes or (gpu and vllm)" tests/engines
+	@$(PYTEST) -m "modes or (gpu and vllm)" tests/producer_workers/engines
 
 test-unit: setup ## the quick tests: no engine, no server
-	@$(PYTEST) tests/unit
+	@$(PYTEST) $(SHORT_TESTS)
 
 .PHONY: test-foreign
 test-foreign: setup ## workers in other languages against the protocol's tests; installs two npm packages into build/foreign
@@ -74,7 +77,7 @@ audit: setup ## known vulnerabilities of all packages in .venv, by pip-audit, wh
 	@build/audit/bin/pip-audit --progress-spinner off --path "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')"
 
 test-machine: setup ## 2,000 random histories of a run against a model of it; half an hour, different every time
-	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/test_machine.py -k valkey
+	@MACHINE_EXAMPLES=2000 $(PYTEST) tests/buffer/machine/test_machine.py -k valkey
 
 images: ## the CPU image; the CUDA one: make images BUILD=cuda
 	@docker build -f docker/Dockerfile --build-arg BUILD=$(or $(BUILD),cpu) -t rolloutmq:$(or $(BUILD),cpu) .

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from benchmarks import sample
 from benchmarks.server import BenchServer
-from buffer import Job, Keys, PolicyVersion, Result, RolloutGroup, Run, RunLimits, TaskLimits, group_id, new_nonce
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.job import Job, Result
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion
+from buffer.run import Run
+from buffer.store.keys import Keys
 
 TASK = "math"
 WORKER = "w0"

@@ -20,25 +20,24 @@ import numpy as np
 
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
-from buffer import wire
-from buffer.control import new_nonce
-from buffer.group import RolloutGroup
-from buffer.keys import group_id
-from buffer.limits import RunLimits, TaskLimits
+from buffer.config.engine import VllmConfig
+from buffer.config.warm_start import TinyModelConfig
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.open_run import INITIAL
-from buffer.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
-from consumer.tiny_model import build_tiny_model
-from consumer.tiny_model_config import TinyModelConfig
+from consumer.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
-from producer_workers.engines.config import VllmConfig
-from producer_workers.engines.environment import is_cpu_build
+from producer_workers.engines.vllm.api import is_cpu_build
 from producer_workers.judges.load import load_judge
-from producer_workers.task_runner import TaskRunner
-from producer_workers.tokenizer import load_tokenizer
-from producer_workers.worker import Worker
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
 
 TASK, MEMBERS = "math", 8
 FIRST = PolicyVersion(INITIAL, 0)

@@ -21,19 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.config.engine import SimulatedConfig
+from buffer.model.distributions import Fixed
+from buffer.model.rollout import PolicyVersion, SampleParams
 from buffer.open_run import INITIAL
-from buffer.rollout import PolicyVersion, SampleParams
 from buffer.run import Run
-from buffer.store import Store
+from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
-from producer_workers.engines.config import SimulatedConfig
-from producer_workers.engines.distributions import Fixed
-from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.rehearsal import Characters
-from producer_workers.task_runner import TaskRunner
-from producer_workers.worker import Worker
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
+from rolloutmq.testing import Characters
 
 VOCABULARY = 95
 
@@ -123,7 +123,7 @@ def read_meters(fleets: Sequence[Connection]) -> Meter:
 
 def _live(plan: FleetPlan, owner: Connection) -> None:
     # each engine warns that nobody should train on it
-    logging.getLogger("producer_workers.engines.simulated").setLevel(logging.ERROR)
+    logging.getLogger("producer_workers.engines.simulated.engine").setLevel(logging.ERROR)
     asyncio.run(_work(plan, owner))
 
 

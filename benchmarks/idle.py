@@ -22,15 +22,14 @@ from benchmarks.figure import Figure
 from benchmarks.fleet import Meter, read_meters
 from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
-from buffer.keys import group_id
+from buffer.model.distributions import Bimodal, Distribution, LogNormal
+from buffer.model.ids import group_id
+from buffer.model.staleness import staleness
 from buffer.run import Run
-from buffer.staleness import staleness
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.engines.distributions import Bimodal, Distribution, LogNormal
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import Lengths, drawn_lengths
-from producer_workers.simulation.outcome import Outcome
-from producer_workers.simulation.setting import Setting, candidates
+from producer_workers.simulation.setting import Outcome, Setting, candidates
 
 TARGET = 0.97
 AT_ONCE = 6

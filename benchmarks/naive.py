@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.figure import Way
 from benchmarks.server import BenchServer
-from buffer import RolloutGroup
+from buffer.model.group import RolloutGroup
 
 STREAM = "naive:stream"
 

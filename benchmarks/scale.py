@@ -16,11 +16,10 @@ from benchmarks import sample
 from benchmarks.bench_run import TASK, WEIGHTS, BenchRun
 from benchmarks.figure import Figure
 from benchmarks.server import BenchServer
-from buffer.control import new_nonce
-from buffer.janitor import IN_TURN
-from buffer.job import Job
-from buffer.keys import group_id
-from buffer.worker_record import Pulse, WorkerState
+from buffer.control.fleet import Pulse, WorkerState
+from buffer.maintenance.janitor import IN_TURN
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.job import Job
 
 HELD = 32
 """Groups that a worker holds."""

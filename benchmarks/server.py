@@ -19,7 +19,7 @@ from typing import Any
 import redis
 
 from buffer.server.embedded import EmbeddedServer, valkey_binary
-from buffer.store import Store
+from buffer.store.store import Store
 
 _KEEP_NOTHING = ("--appendonly", "no", "--save", "", "--maxmemory-policy", "noeviction")
 

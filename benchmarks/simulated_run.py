@@ -13,21 +13,20 @@ import numpy as np
 
 from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
-from buffer.control import new_nonce
-from buffer.limits import RunLimits, TaskLimits
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.open_run import INITIAL
-from buffer.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
-from buffer.store import Store
+from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.agent_loop_manager import AgentLoopManager
-from producer_workers.datasets.record import problem_of
-from producer_workers.datasets.records import RecordsDataset
-from producer_workers.rehearsal import Characters
-from producer_workers.sampler import Sampler
+from producer_workers.datasets.records import RecordsDataset, problem_of
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import strategies_of
 from producer_workers.simulation.lengths import Lengths
 from producer_workers.simulation.setting import Setting
-from producer_workers.strategy import strategies_of
+from rolloutmq.testing import Characters
 
 TASK = "math"
 ENDLESS = 1_000_000

@@ -19,22 +19,22 @@ import torch
 
 from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
-from buffer.control import ControlState, Mode, new_nonce
-from buffer.limits import RunLimits, TaskLimits
+from buffer.config.engine import VllmConfig
+from buffer.config.warm_start import TinyModelConfig
+from buffer.control.control import ControlState, Mode
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion
 from buffer.open_run import INITIAL
-from buffer.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transfer import TransferSender
 from buffer.weights.transport import WeightsSender
-from consumer.model_folder import copy_tokenizer, load_model
-from consumer.tiny_model import build_tiny_model
-from consumer.tiny_model_config import TinyModelConfig
+from consumer.models.model_folder import copy_tokenizer, load_model
+from consumer.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
-from producer_workers.engines.config import VllmConfig
-from producer_workers.steered_engine import SteeredEngine
-from producer_workers.weight_pull import WeightPull
+from producer_workers.worker.engine_control import SteeredEngine, WeightPull
 
 FIRST = PolicyVersion(INITIAL, 0)
 MODELS = {

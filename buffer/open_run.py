@@ -12,15 +12,15 @@ import orjson
 import redis
 from redis.exceptions import NoPermissionError
 
-from buffer.config.file import ConfigFile
-from buffer.control import new_nonce
+from buffer.config.config import ConfigFile
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
-from buffer.passing import is_passing
-from buffer.rollout import PolicyVersion
+from buffer.model.ids import new_nonce
+from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.server.check import describe_connection_error, require_all_safe
 from buffer.server.embedded import EmbeddedServer
-from buffer.store import Store
+from buffer.store.retry import is_passing
+from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.store")
 

@@ -1,6 +1,6 @@
 """Finished groups, by task and status: what workers submit, what others put, and what trainers take.
 
-`buffer.pools` looks at them; here they change.
+`buffer.groups.pools` looks at them; here they change.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from buffer import wire
-from buffer.control import new_nonce
+from buffer.batches.ledger import BatchLedger
 from buffer.errors import GroupHeld, PayloadMissing, WireError
-from buffer.group import RolloutGroup
-from buffer.hand_in import HandIn
-from buffer.intake import Intake, described, stamped
-from buffer.job import Job, Result
-from buffer.jobs import JobQueue
-from buffer.keys import IMPORTED_FROM, group_id, split_group_id
-from buffer.ledger import BatchLedger
-from buffer.manifest import Manifest, NotReady
-from buffer.order import OrderFunction
-from buffer.order_index import expire_all
-from buffer.payloads import PayloadRef
-from buffer.pins import pin_listed
-from buffer.pools import Pools
+from buffer.groups.intake import Intake, described, stamped
+from buffer.groups.job_queue import JobQueue
+from buffer.groups.order_index import expire_all
+from buffer.groups.pools import Pools
+from buffer.groups.submit import HandIn
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
+from buffer.model.job import Job, PayloadRef, Result
+from buffer.model.manifest import Manifest, NotReady
+from buffer.model.order_policy import OrderFunction
+from buffer.model.rollout import PolicyVersion, RolloutState, Status
 from buffer.query.scan import GroupScan
-from buffer.rollout import PolicyVersion, RolloutState, Status
+from buffer.store.payloads import pin_listed
 
 
 class ReplayBuffer(Pools):

@@ -12,35 +12,36 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from buffer import memory
-from buffer.account import Account
-from buffer.control import RunControl, new_nonce, unfenced
+from buffer.batches import memory
+from buffer.batches.account import Account
+from buffer.batches.ledger import BatchLedger
+from buffer.batches.trainer_opening import TrainerOpening
+from buffer.control.control import RunControl
+from buffer.control.event_log import EventLog
+from buffer.control.fleet import Fleet
+from buffer.control.live_settings import LiveSettings, differences
+from buffer.control.progress import ProduceProgress, read_progress
+from buffer.control.task_status import Halts
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.dead_letters import DeadLetters
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
-from buffer.event_log import EventLog
-from buffer.fleet import Fleet
-from buffer.halts import Halts
-from buffer.janitor import Janitor
-from buffer.jobs import JobQueue
-from buffer.keys import EVERY_META, Keys, run_of_meta
-from buffer.ledger import BatchLedger
-from buffer.limits import LOADING, REMOVING, SCHEMA, RunLimits
-from buffer.live_settings import LiveSettings, differences
-from buffer.media import MediaFolder
-from buffer.payloads import PayloadStore
-from buffer.progress import ProduceProgress, read_progress
+from buffer.groups.dead_letters import DeadLetters
+from buffer.groups.job_queue import JobQueue
+from buffer.maintenance.janitor import Janitor
+from buffer.model.ids import new_nonce
+from buffer.model.limits import LOADING, REMOVING, SCHEMA, RunLimits
+from buffer.model.rollout import PolicyVersion
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
-from buffer.recovery.opening import TrainerOpening
 from buffer.replay_buffer import ReplayBuffer
-from buffer.rollout import PolicyVersion
-from buffer.snapshot.cut import Advance, no_advance
 from buffer.snapshot.folder import SnapshotFacts
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.snapshot.saver import SnapshotSaver
-from buffer.store import Store
+from buffer.store.keys import EVERY_META, Keys, run_of_meta
+from buffer.store.media_folder import MediaFolder
+from buffer.store.payloads import PayloadStore
+from buffer.store.replies import Advance, no_advance, unfenced
+from buffer.store.store import Store
 
 
 class Run:

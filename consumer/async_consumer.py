@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from buffer.run import Run
-from consumer.abandoned import abandoned_by
+from consumer.batches.batch import abandoned_by
 from consumer.rollout_consumer import RolloutConsumer
 
 P = ParamSpec("P")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
-from buffer.rollout import PolicyVersion
+from buffer.config.trainer import TrainingConfig
+from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.weights import registry
 from buffer.weights.transport import Save, WeightsSender
-from consumer.config import TrainingConfig
 from consumer.rollout_consumer import PauseMode, RolloutConsumer
 
 

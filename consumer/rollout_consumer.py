@@ -5,7 +5,7 @@
     consumer.open(position=position)
     for step in range(position.step + 1, 101):
         batch = consumer.take_batch(step, {"math": 16})     # blocks until 16 groups are ready
-        train(batch.groups)                                  # numpy columns, see buffer.group
+        train(batch.groups)                                  # numpy columns, see buffer.model.group
         position.add(batch.manifest)
         save_checkpoint(step, position.model_dump_json())    # yours; only then:
         consumer.commit(step, keep=oldest_checkpoint_kept)
@@ -15,6 +15,8 @@
 
 Between any two of these lines the process may die. `open` with the position of a checkpoint delivers the steps after
 it again, byte for byte (I5, I6), and tells a server that lost data what was trained (`open(step)` cannot).
+
+Waits until every live worker has carried out the newest control state (I10); who stays silent is fenced.
 """
 
 from __future__ import annotations
@@ -23,33 +25,48 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from buffer.control import Mode, new_nonce
+from buffer.batches.position import Position
+from buffer.batches.trainer_opening import Opening
+from buffer.control.control import Mode
+from buffer.control.event_log import START, Event
 from buffer.errors import RolloutMQError, StoreUnavailable
-from buffer.event_log import START, Event
-from buffer.group import RolloutGroup
-from buffer.manifest import Manifest
-from buffer.recovery.opening import Opening
-from buffer.recovery.position import Position
-from buffer.rollout import PolicyVersion
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import new_nonce
+from buffer.model.manifest import Manifest
+from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
-from consumer.abandoned import check_not_abandoned
-from consumer.batch import Batch, Stopped
-from consumer.batch_outlook import status_of_taken
-from consumer.batch_reader import BatchReader
-from consumer.batch_wait import BatchWait, Checkpoint, Waiting
-from consumer.evaluation_round import EvaluationRound
-from consumer.pause_times import PauseTimes
-from consumer.prefetch import Prefetcher
-from consumer.receipts import await_receipts
-from consumer.take_times import TakeTimes
-from consumer.wait_clock import WaitClock
+from buffer.store.retry import OutageClock
+from consumer.batches.batch import Batch, Stopped, check_not_abandoned
+from consumer.batches.evaluation import EvaluationRound
+from consumer.batches.outlook import status_of_taken
+from consumer.batches.prefetch import Prefetcher
+from consumer.batches.reader import BatchReader
+from consumer.batches.timing import PauseTimes, TakeTimes, WaitClock
+from consumer.batches.wait import BatchWait, Checkpoint, Waiting
 
 log = logging.getLogger("rolloutmq.consumer")
+
+RECEIPT_S, LOOK_S = 20e-6, 0.01
+"""What the server needs for a receipt, and between two looks at most. Receipts come in crowds: one look for each would
+keep the server from taking the others."""
+
+
+def await_receipts(run: Run, check: Callable[[], None]) -> None:
+    """Of the newest epoch, whichever that is: an operator may change the mode meanwhile. `check` may raise."""
+    clock = OutageClock()
+    while silent := run.control.silent_workers():
+        check()
+        if clock.look() > run.limits.pause_timeout_s:
+            for worker in silent:
+                log.warning("no receipt; fencing", extra={"worker": worker})
+                run.fleet.fence(worker)
+        run.store.wait_bell(run.keys.bell("receipts"), 0.1)
+        time.sleep(min(LOOK_S, RECEIPT_S * len(silent)))
 
 PauseMode = Literal["abort", "drain", "keep"]
 
@@ -148,7 +165,7 @@ class RolloutConsumer:
         `checkpoint` is called when memory is full of batches that only a checkpoint frees: it shall write one and
         commit, or, where there is one of the step before, keep no older one; without it, CheckpointNow is raised.
         Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was
-        opened; ExpiredBatch, NoBatch, ProducerGone where waiting is useless (`consumer.batch_outlook` draws when);
+        opened; ExpiredBatch, NoBatch, ProducerGone where waiting is useless (`consumer.batches.outlook` draws when);
         TaskStopped when nothing more is made of a task that is short; where its `should_continue_fn` said that
         it is enough, the batch has what there is. A group that cannot be read is quarantined, and another one awaited
         in its place (I11).

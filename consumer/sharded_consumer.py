@@ -24,18 +24,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from buffer.batch_status import ProduceBatchStatus
+from buffer.batches.position import Position
+from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import CheckpointNow, Fenced, PayloadMissing, RolloutMQError, WireError
-from buffer.group import RolloutGroup
-from buffer.manifest import Manifest, ManifestEntry
-from buffer.payloads import checksum
-from buffer.recovery.position import Position
+from buffer.model.group import RolloutGroup
+from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.run import Run
-from consumer.batch import Batch, Stopped
-from consumer.batch_outlook import status_of_taken
-from consumer.ranks import Ranks
+from buffer.store.payloads import checksum
+from consumer.batches.batch import Batch, Stopped
+from consumer.batches.outlook import status_of_taken
+from consumer.ranks import Ranks, balanced_shares
 from consumer.rollout_consumer import RolloutConsumer
-from consumer.shares import balanced_shares
 
 
 class StepFailed(RolloutMQError):

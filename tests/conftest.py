@@ -37,14 +37,16 @@ sys.dont_write_bytecode = False
 settings.register_profile("rolloutmq", settings(), deadline=None)
 settings.load_profile("rolloutmq")
 
-UNIT = Path(__file__).parent / "unit"
+TESTS = Path(__file__).parent
+SHORT = ("buffer/model", "buffer/config", "buffer/weights", "producer_workers/datasets", "producer_workers/judges")
+"""Rooms of tests that start no server and no engine."""
 
 __all__ = ["redis_client", "run_name", "server", "server_of"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of short tests come last: at the end, one of two processes waits for the last file of the other."""
-    items.sort(key=lambda item: item.path.is_relative_to(UNIT))
+    items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix().startswith(SHORT))
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from buffer.model.rollout import Status
 from buffer.query.record import STAGES
-from buffer.rollout import Status
 
 NUMBERS = ("staleness", "version", "draw", "tries", "aborts", "samples", "tokens", "size", "reward", "arrival", "time")
 MISSING = ("staleness", "version", "reward", "arrival", "time", "owner")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("rolloutmq", "buffer", "producer_workers", "consumer")
 HEAVY = {"torch", "vllm", "rq", "transformers", "reasoning_gym", "matplotlib"}
 
 
@@ -38,10 +39,10 @@ def test_buffer_loads_nothing_heavy_when_all_of_it_is_imported() -> None:
 
 def test_the_command_stays_light_when_only_help_is_asked_for() -> None:
     code = """
-import contextlib, sys, rolloutmq
+import contextlib, sys, rolloutmq.cli
 sys.argv = ["rolloutmq", "--help"]
 with contextlib.suppress(SystemExit):
-    rolloutmq.main()
+    rolloutmq.cli.main()
 """
     assert heavy_modules_after(code) == set()
 
@@ -58,11 +59,11 @@ def test_the_wheel_ships_the_marker_of_types_of_every_package(tmp_path: Path) ->
     subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
-    assert {f"{package}/py.typed" for package in ("buffer", "producer_workers", "consumer")} <= names
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
 
 
 def test_no_file_has_the_name_of_a_stdlib_module() -> None:
-    files = [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
     assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []
 
 
@@ -70,9 +71,9 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib"}
     calls = {"eval", "exec", "compile", "__import__"}
     options = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remote_code": True}
-    files = [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
     found = []
-    for path in [*files, ROOT / "rolloutmq.py"]:
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -86,16 +87,23 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 
 def test_who_loads_code_by_name_is_known() -> None:
-    """Each of these has the name from a config or a command; what a server says is only compared (buffer/order.py)."""
+    """Each of these has the name from a config or a command; what a server says is only compared (buffer/model/order_policy.py)."""
     known = {
-        "buffer/order.py", "consumer/commands.py", "producer_workers/agent_loops/agent_loop.py",
-        "producer_workers/agent_loops/gateway/loop.py", "producer_workers/agent_loops/multi_turn.py",
-        "producer_workers/agent_loops/toolbox.py", "producer_workers/curriculum.py",
-        "producer_workers/datasets/open.py", "producer_workers/datasets/record.py", "producer_workers/judges/load.py",
-        "producer_workers/sample_filters.py", "producer_workers/should_continue.py",
-    }  # fmt: skip
+        "buffer/model/order_policy.py",
+        "producer_workers/agent_loops/agent_loop.py",
+        "producer_workers/agent_loops/gateway/loop.py",
+        "producer_workers/agent_loops/multi_turn.py",
+        "producer_workers/agent_loops/toolbox.py",
+        "producer_workers/datasets/open.py",
+        "producer_workers/datasets/records.py",
+        "producer_workers/judges/load.py",
+        "producer_workers/producer/curriculum.py",
+        "producer_workers/producer/strategy.py",
+        "producer_workers/worker/loop_result.py",
+        "rolloutmq/launch/commands.py",
+    }
     found = set()
-    for path in [path for name in ("buffer", "producer_workers", "consumer") for path in (ROOT / name).rglob("*.py")]:
+    for path in [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_object"):
                 found.add(str(path.relative_to(ROOT)))

@@ -12,9 +12,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.learning.sampler import Sampler
-from buffer import ControlState, Mode, PolicyVersion, Pulse, Run, Store, WorkerState, group_id, new_nonce, wire
+from buffer.control.control import ControlState, Mode
+from buffer.control.fleet import Pulse, WorkerState
+from buffer.model import wire
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.rollout import PolicyVersion
 from buffer.open_run import wait_for_run
-from producer_workers.produce_context import contexts
+from buffer.run import Run
+from buffer.store.store import Store
+from producer_workers.producer.strategy import contexts
 
 TASK = "sums"
 AT_ONCE = 8

@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.learning.sums import MAX_TOKENS, problem
-from buffer import PolicyVersion, RolloutGroup, RolloutState, Status, VersionSpan, split_group_id
-from consumer.model_folder import load_model, load_tokenizer
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import split_group_id
+from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from consumer.models.model_folder import load_model, load_tokenizer
 
 
 class Sampler:

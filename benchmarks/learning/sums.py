@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from consumer.tiny_model import build_tiny_model
-from consumer.tiny_model_config import TinyModelConfig
-from consumer.warm_start import Problem, warm_start
-from consumer.warm_start_config import WarmStartConfig
+from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
+from consumer.models.tiny_model import build_tiny_model
+from consumer.models.warm_start import Problem, warm_start
 
 MAX_TOKENS = 5
 """An answer is a sign, two digits and the end."""

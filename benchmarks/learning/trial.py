@@ -13,14 +13,19 @@ from pathlib import Path
 
 from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
-from buffer import Mode, PolicyVersion, Run, RunLimits, Store, TaskLimits, group_id, new_nonce
+from buffer.config.learner import LearnerConfig, LossConfig
+from buffer.control.control import Mode
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion
+from buffer.run import Run
+from buffer.store.store import Store
 from buffer.weights.shared_folder import FolderSender
-from consumer.learner import Learner
-from consumer.learner_config import LearnerConfig, LossConfig
-from consumer.model_folder import copy_tokenizer
+from consumer.models.model_folder import copy_tokenizer
 from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
-from consumer.train_controller import TrainController
+from consumer.training.learner import Learner
+from consumer.training.train_controller import TrainController
 
 PATIENCE_S = 600.0
 """Give up a trial whose fleet makes nothing for so long."""

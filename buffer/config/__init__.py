@@ -1,1 +1,1 @@
-"""Config files: how they are read, what is told of a mistake, and the sections that both sides share."""
+"""The configuration file: every section, its defaults, and its error messages."""

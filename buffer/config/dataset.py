@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from buffer.config.byte_size import ByteSize
 from buffer.config.loader import Section
-from buffer.dotted_path import is_dotted_path
+from buffer.model.byte_size import ByteSize
+from buffer.model.dotted_path import is_dotted_path
 
 
 class ImagesSection(Section):

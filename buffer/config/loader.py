@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_json
 
-from buffer.config.problem import describe_problems
-from buffer.dotted_path import search_in
+from buffer.config.errors import describe_problems
 from buffer.errors import ConfigError
-from buffer.masking import mask_url
+from buffer.model.dotted_path import search_in
+from buffer.store.url import mask_url
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -1,15 +1,19 @@
-"""The config section [memory], and whether its budget is enough for what a run must hold at once (I12)."""
+"""The config section [memory], and whether its budget is enough for what a run must hold at once (I12).
+
+The config section [retention], which both sides share.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from buffer.compression import Compression, zstandard
-from buffer.config.byte_size import ByteSize, format_size
 from buffer.config.loader import Section
 from buffer.errors import ConfigError
+from buffer.model.byte_size import ByteSize, format_size
+from buffer.model.compression import Compression, zstandard
 
 SHARE_OF_SERVER = 0.75
 """Of maxmemory, where no budget is given: the rest is for the index, for bytes on their way in and out, and for what
@@ -93,3 +97,21 @@ class MemoryNeed:
             f"{format_size(enough)}, or write checkpoints more often ([trainer] checkpoint_every_steps, "
             "keep_checkpoints), or say how large a group really is ([memory] group_bytes)"
         )
+
+
+class RetentionSection(Section):
+    """[retention]: what is kept of batches that are trained and committed."""
+
+    policy: Literal["none", "last", "export"] = "none"
+    """none: they are freed at once; last: the last `batches` of them stay readable; export: each stays until an
+    exporter has said that it copied it, and the last `batches` of them after that"""
+    batches: int = Field(0, ge=0)
+    """archived batches that stay, with their bytes: they count against the server's memory"""
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> RetentionSection:
+        if self.policy == "last" and not self.batches:
+            raise ValueError('policy = "last" needs batches = N, of at least 1')
+        if self.policy == "none" and self.batches:
+            raise ValueError('batches is only used by policy = "last" or "export"')
+        return self

@@ -10,10 +10,10 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from buffer.config.loader import Section
-from buffer.dotted_path import is_dotted_path
+from buffer.model.dotted_path import is_dotted_path
 
 FILTERS = ("not_all_equal",)
-"""Filters that are told by name; `producer_workers.sample_filters` has their functions."""
+"""Filters that are told by name; `producer_workers.worker.loop_result` has their functions."""
 
 
 class StrategySection(Section):

@@ -1,1 +1,1 @@
-"""Groups to a file and back, for people who choose data."""
+"""Groups as lines of JSON: export and import."""

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from buffer.batches.ledger import BatchLedger
 from buffer.curation.line_file import new_file
 from buffer.curation.rollout_line import lines_of
 from buffer.errors import LedgerError, PayloadMissing, WireError
-from buffer.keys import Keys
-from buffer.ledger import BatchLedger
-from buffer.payloads import PayloadRef
+from buffer.groups.record_walk import Record, RecordWalk
+from buffer.model.job import PayloadRef
+from buffer.model.staleness import staleness
 from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment
 from buffer.query.scan import moment_of
 from buffer.replay_buffer import ReplayBuffer
-from buffer.snapshot.cut import Advance, no_advance
-from buffer.snapshot.record_walk import Record, RecordWalk
-from buffer.staleness import staleness
-from buffer.store import Store
+from buffer.store.keys import Keys
+from buffer.store.replies import Advance, no_advance
+from buffer.store.store import Store
 
 _ENDED_MEANWHILE = 3
 """How often a group is looked up again whose bytes were freed between two looks."""

@@ -1,4 +1,4 @@
-"""Groups from a file into the pools of a run: all lines are checked first, then each group goes in (`buffer.intake`).
+"""Groups from a file into the pools of a run: all lines are checked first, then each group goes in (`buffer.groups.intake`).
 
 They are completed groups with the versions of the file; one without spans never ages.
 """
@@ -12,14 +12,15 @@ from pathlib import Path
 from buffer.curation.line_file import MEND, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable
-from buffer.group import RolloutGroup
-from buffer.intake import Intake
-from buffer.keys import IMPORTED_FROM, Keys, group_id
-from buffer.limits import RunLimits
-from buffer.order import OrderFunction
-from buffer.payloads import PayloadStore
-from buffer.snapshot.cut import Advance, no_advance
-from buffer.store import Store
+from buffer.groups.intake import Intake
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.model.limits import RunLimits
+from buffer.model.order_policy import OrderFunction
+from buffer.store.keys import Keys
+from buffer.store.payloads import PayloadStore
+from buffer.store.replies import Advance, no_advance
+from buffer.store.store import Store
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class GroupImport:
     def __init__(
         self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, function: OrderFunction | None = None
     ) -> None:
-        """`function`: the run's order policy where it is a user's (`buffer.order.load_order`)."""
+        """`function`: the run's order policy where it is a user's (`buffer.model.order_policy.load_order`)."""
         self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
         self._function = function
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from buffer import wire
 from buffer.errors import WireError
-from buffer.group import RolloutGroup
-from buffer.rollout import RolloutState, SampleParams, Status, VersionSpan
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import RolloutState, SampleParams, Status, VersionSpan
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -106,14 +106,6 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
     except WireError as error:
         raise ValueError(f"group {first.gid}: {error.message}") from error
     return group
-
-
-def prompt_of(group: RolloutGroup) -> RolloutGroup:
-    """The group before anything was generated: what an expired one goes back to."""
-    states = [state.model_copy() for state in group.states]
-    for state in states:
-        state.reset_response()
-    return RolloutGroup(group.gid, group.task, states)
 
 
 def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator[dict[str, Any]]:

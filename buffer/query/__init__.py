@@ -1,1 +1,1 @@
-"""Questions about groups: the language, what an index answers of one, and the walk over what is left."""
+"""Questions about groups: a small query language, its plan and its scan."""

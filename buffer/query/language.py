@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from buffer.errors import QueryError
+from buffer.model.rollout import Status
 from buffer.query.record import STAGES, GroupRecord
-from buffer.rollout import Status
 
 MAX_DEPTH = 32
 """Levels of $and and $or."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from buffer.query.language import FALSE, TRUE, AllOf, AnyOf, Condition, Node, Scalar
 
 MAX_VERSION = 2**53
-"""No policy version is as high (`buffer.wire`), and a score of a sorted set is exact up to here."""
+"""No policy version is as high (`buffer.model.wire`), and a score of a sorted set is exact up to here."""
 
 
 class VersionRange(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from buffer.keys import split_group_id
+from buffer.model.ids import split_group_id
 
 STAGES = ("waiting", "running", "pool", "taken", "dead")
 """Where a group that has a record may be, in the order of its life."""

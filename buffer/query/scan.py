@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from buffer.bulk import Command
+from buffer.batches.ledger import BatchLedger
 from buffer.errors import QueryError
-from buffer.keys import GID, LANES, POOLS, Keys, group_id, split_group_id
-from buffer.ledger import BatchLedger
-from buffer.limits import RunLimits
+from buffer.model.ids import GID, LANES, POOLS, group_id, split_group_id
+from buffer.model.limits import RunLimits
 from buffer.query.language import FALSE, TRUE, Node, Scalar, field_of, matches, parse
 from buffer.query.plan import EVERY, VersionRange, is_exact, narrow, pinned, version_range
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.store import Store
+from buffer.store.bulk_io import Command
+from buffer.store.keys import Keys
+from buffer.store.store import Store
 
 PAGE = 500
 """Groups in one round trip: the server answers others between two of them."""

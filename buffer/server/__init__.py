@@ -1,1 +1,1 @@
-"""The server of a run: found, checked, started, or played in memory."""
+"""The Redis or Valkey server: the embedded one, access lists, and checks of a given one."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from buffer.keys import Keys
+from buffer.store.keys import Keys
 
 _READ = "+@read -@dangerous +info"
 _CONNECTION = "+@connection -@admin -@dangerous +info +time +wait +cluster|slots +cluster|shards +cluster|info"

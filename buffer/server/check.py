@@ -15,8 +15,8 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
-from buffer.masking import mask_url
-from buffer.server.nodes import Servers
+from buffer.store.nodes import Servers
+from buffer.store.url import mask_url
 
 Level = Literal["ok", "warning", "error"]
 

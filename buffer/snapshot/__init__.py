@@ -1,1 +1,1 @@
-"""A run in a folder: saved as of one instant, and resumed from it."""
+"""A run as a folder: saved from one server, loaded into another."""

@@ -16,23 +16,17 @@ from typing import Any
 
 import redis
 
-from buffer.keys import ENDS, LANES, POOLS, Keys
-from buffer.limits import SCHEMA, RunLimits
+from buffer.groups.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
+from buffer.model.ids import ENDS, LANES, POOLS
+from buffer.model.limits import SCHEMA, RunLimits
 from buffer.snapshot.folder import Item, Kind
-from buffer.snapshot.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
-from buffer.store import Store
+from buffer.store.keys import Keys
+from buffer.store.store import Store
 
 LEDGERS = ("train", "eval")
 
 _ROLES = {f"{role}{suffix}" for role in ("trainer", "producer") for suffix in ("", "_seen_ms", "_waited_ms", "_closed")}
 _RESTING = {"stage": "waiting", "token": "", "owner": ""}
-
-Advance = Callable[[str, int], object]
-"""Told what is being done, and how many items of it are done by now."""
-
-
-def no_advance(what: str, done: int) -> None:
-    """For callers that show nothing."""
 
 
 class IndexCut:

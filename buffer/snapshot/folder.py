@@ -4,7 +4,7 @@
     index-00000.msgpack   control, lineages, bytes, ledgers, batches, bitmaps, streams, pools, orders, dead letters,
                           records, counters
     payloads-00000.msgpack
-    media-00000.msgpack   files that payloads refer to (buffer/media.py)
+    media-00000.msgpack   files that payloads refer to (buffer/store/media_folder.py)
 
 A file is a row of msgpack arrays [kind, key, data]; keys stand without their prefix, so that a run can be resumed
 under another name. The manifest is written last and the folder renamed into place: it is whole or not there. Whatever
@@ -18,6 +18,8 @@ was cut off or altered since is found before anything is loaded.
     bits     [offset in bytes, bytes]
     string   bytes
     file     [offset in bytes, bytes]
+
+The files of a run in its snapshot: read group by group, in parts; restored to a new folder, all of them or none.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, get_args
@@ -37,6 +40,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from buffer.errors import SchemaVersionError, SnapshotError
+from buffer.store.media_folder import SCHEME, MediaFolder
 
 FORMAT = "rolloutmq-snapshot"
 VERSION = 1
@@ -240,3 +244,59 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+PART_BYTES = 2**20
+"""One item holds at most so much of a file."""
+
+
+def file_items(media: MediaFolder, gids: Iterable[str]) -> Iterator[Item]:
+    """The files of those groups; an empty one is an item, too."""
+    for gid in gids:
+        for name in media.names(gid):
+            with (media.root / gid / name).open("rb") as stream:
+                offset, part = 0, stream.read(PART_BYTES)
+                while part or not offset:
+                    yield Item("file", f"media:{gid}:{name}", [offset, part])
+                    offset += max(len(part), 1)
+                    part = stream.read(PART_BYTES)
+
+
+def require_empty(media: MediaFolder) -> None:
+    """SnapshotError where something is in the way of a restored folder."""
+    if media.root.exists() and (not media.root.is_dir() or any(media.root.iterdir())):
+        raise SnapshotError(
+            f"the files of the run belong to {media.root}, which is not empty; nothing was changed",
+            hint="name a new folder with --media FOLDER",
+        )
+
+
+@contextmanager
+def restored(media: MediaFolder, items: Iterable[Item]) -> Iterator[None]:
+    """The folder with these files in it; it is gone again where the block fails. Raises SnapshotError."""
+    hidden = MediaFolder(media.root.with_name(f".{media.root.name}.{secrets.token_hex(4)}.tmp"), media.run, media.nonce)
+    written = hidden.root
+    try:
+        try:
+            hidden.claim()
+            for item in items:
+                _append(hidden, item)
+            written = hidden.root.rename(media.root)
+        except OSError as error:
+            raise SnapshotError(f"files could not be restored to {media.root}: {error}") from error
+        yield
+    except BaseException:
+        shutil.rmtree(written, ignore_errors=True)
+        raise
+
+
+def _append(media: MediaFolder, item: Item) -> None:
+    _, gid, name = item.key.split(":")
+    offset, part = item.data
+    path = media.path(f"{SCHEME}{gid}/{name}")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as stream:
+        if stream.tell() != offset:
+            raise SnapshotError(f"{item.key}: a part begins at {offset}, {stream.tell()} bytes are there")
+        stream.write(part)
+        stream.flush()
+        os.fsync(stream.fileno())

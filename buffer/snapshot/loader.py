@@ -18,16 +18,22 @@ from typing import Any
 import orjson
 import redis
 
-from buffer.account import Account
+from buffer.batches.account import Account
 from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError, SnapshotError
-from buffer.keys import Keys
-from buffer.limits import LOADING, SCHEMA, RunLimits
-from buffer.media import MediaFolder
-from buffer.snapshot.cut import Advance
-from buffer.snapshot.folder import Item, read_items, read_manifest, verify
-from buffer.snapshot.media import require_empty, restored
-from buffer.snapshot.record_walk import PAGE
-from buffer.store import Store
+from buffer.groups.record_walk import PAGE
+from buffer.model.limits import LOADING, SCHEMA, RunLimits
+from buffer.snapshot.folder import (
+    Item,
+    read_items,
+    read_manifest,
+    require_empty,
+    restored,
+    verify,
+)
+from buffer.store.keys import Keys
+from buffer.store.media_folder import MediaFolder
+from buffer.store.replies import Advance
+from buffer.store.store import Store
 
 SILENT_MS = 60_000
 """A loader that wrote nothing for so long is taken for dead; the next one clears away what it left."""

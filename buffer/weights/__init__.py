@@ -1,1 +1,1 @@
-"""Versions of weights between a trainer and its workers: files, checksums, transports."""
+"""Policy weights: how they are announced, and how they travel."""

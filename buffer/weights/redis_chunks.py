@@ -17,12 +17,11 @@ from typing import IO, Any
 
 import orjson
 
-from buffer.chunks import CHUNK_BYTES
 from buffer.errors import WireError
-from buffer.keys import Keys
-from buffer.payloads import ROUND_BYTES
-from buffer.rollout import PolicyVersion
-from buffer.store import Store
+from buffer.model.rollout import PolicyVersion
+from buffer.store.keys import Keys
+from buffer.store.payloads import CHUNK_BYTES, ROUND_BYTES
+from buffer.store.store import Store
 from buffer.weights import manifest
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from buffer.keys import Keys
-from buffer.store import Store
+from buffer.store.keys import Keys
+from buffer.store.store import Store
 from buffer.weights import redis_chunks, shared_folder, transfer
 from buffer.weights.announcement import Announcement
 from buffer.weights.redis_chunks import RedisReceiver, RedisSender

@@ -46,6 +46,7 @@ from buffer.weights.safetensors_files import TensorSpan, parse_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 log = logging.getLogger("rolloutmq.trainer")
 
 MAX_TRANSFERS = 8

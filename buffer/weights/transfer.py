@@ -19,9 +19,9 @@ from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from buffer.keys import Keys
-from buffer.rollout import PolicyVersion
-from buffer.store import Store
+from buffer.model.rollout import PolicyVersion
+from buffer.store.keys import Keys
+from buffer.store.store import Store
 from buffer.weights import manifest, memory_snapshot
 from buffer.weights.announcement import Announcement
 from buffer.weights.memory_snapshot import MemorySnapshot

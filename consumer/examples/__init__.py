@@ -1,1 +1,1 @@
-"""Trainers other than the reference trainer: one file each, named by `[trainer] loop`."""
+"""Complete training loops, each started by one command."""

@@ -16,23 +16,22 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from buffer import ProduceBatchStatus
+from buffer.batches.position import Position
 from buffer.config.loader import load_config
+from buffer.config.trainer import TrainingConfig
+from buffer.control.task_status import ProduceBatchStatus
 from buffer.open_run import open_store, server_url
-from buffer.recovery.position import Position
 from buffer.weights.shared_folder import FolderSender
-from consumer.batch_dataset import BatchDataset
-from consumer.checkpoint import CheckpointFolder
-from consumer.config import TrainingConfig
-from consumer.launch.preparation import make_run
-from consumer.learner import Learner
-from consumer.model_folder import copy_tokenizer
+from consumer.batches.torch_dataset import BatchDataset
+from consumer.models.model_folder import copy_tokenizer
 from consumer.publication import publish
 from consumer.ranks import join
 from consumer.sharded_consumer import ShardedConsumer
-from consumer.sharded_writing import Save, write_together
-from consumer.step_log import StepWriter
-from consumer.train_controller import TrainController
+from consumer.training.checkpoint import CheckpointFolder, make_run
+from consumer.training.learner import Learner
+from consumer.training.sharding import Save, write_together
+from consumer.training.step_log import StepWriter
+from consumer.training.train_controller import TrainController
 
 
 class FsdpLoop:

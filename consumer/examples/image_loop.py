@@ -19,11 +19,12 @@ import torch
 from PIL import Image
 from torch.nn.functional import pad
 
-from buffer import RolloutGroup, Run
+from buffer.config.trainer import TrainingConfig
 from buffer.errors import ConfigError
-from consumer.batch import Batch
-from consumer.batch_dataset import padded_tensors
-from consumer.config import TrainingConfig
+from buffer.model.group import RolloutGroup
+from buffer.run import Run
+from consumer.batches.batch import Batch
+from consumer.batches.torch_dataset import padded_tensors
 from consumer.examples.plain_loop import fit, grpo_loss
 
 MAX_BYTES = 100 << 20

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from buffer import Run
-from buffer.recovery.position import Position
+from buffer.batches.position import Position
+from buffer.config.trainer import TrainingConfig
+from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
-from consumer.batch import Batch
-from consumer.batch_dataset import BatchDataset, padded_tensors
-from consumer.checkpoint import CheckpointFolder
-from consumer.config import TrainingConfig
-from consumer.evaluator import Evaluator
-from consumer.learner_state import capture, restore
-from consumer.model_folder import copy_tokenizer, load_model, save_model
+from consumer.batches.batch import Batch
+from consumer.batches.torch_dataset import BatchDataset, padded_tensors
+from consumer.models.model_folder import copy_tokenizer, load_model, save_model
 from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
-from consumer.step_log import StepWriter
+from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.evaluation import Evaluator
+from consumer.training.learner_state import capture, restore
+from consumer.training.step_log import StepWriter
 
 Loss = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, dict[str, float]]]
 """Return the loss of a batch, and the metrics to log."""

@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from buffer import RolloutGroup, Run
+from buffer.batches.position import Position
+from buffer.config.trainer import TrainingConfig
 from buffer.errors import ConfigError
-from buffer.recovery.position import Position
+from buffer.model.group import RolloutGroup
+from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
-from consumer.config import TrainingConfig
-from consumer.model_folder import load_model, load_tokenizer
+from consumer.models.model_folder import load_model, load_tokenizer
 from consumer.publication import publish
 from consumer.rollout_consumer import RolloutConsumer
-from consumer.step_log import StepWriter
+from consumer.training.step_log import StepWriter
 
 POSITION = "rolloutmq.json"
 """Name of the position's file in TRL's checkpoint folders; a folder without it is incomplete."""

@@ -1,1 +1,1 @@
-"""What a worker does with one group: how its rollouts are generated and judged."""
+"""Agent loops: how the rollouts of a prompt are made with an engine."""

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Protocol, cast
 
-from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
-from buffer.rollout import RolloutState
+from buffer.model.dotted_path import load_object
+from buffer.model.rollout import RolloutState
+from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge
-from producer_workers.tokenizer import Tokenizer
 
 
 class AgentLoop(Protocol):

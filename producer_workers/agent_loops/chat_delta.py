@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from producer_workers.tokenizer import Tokenizer
+from producer_workers.agent_loops.tokenizer import Tokenizer
 
 _USER = {"role": "user", "content": "a"}
 _THOUGHT = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"}

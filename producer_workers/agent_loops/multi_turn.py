@@ -8,26 +8,74 @@
 Everything follows from the tokens and their mask: a turn is a run of trained tokens. So a rollout that was cut off
 inside a turn, or while a tool ran, goes on where it was; a tool whose result was not there yet is called again.
 Token-exact: what is trained is what was sampled (`chat_delta.py`). All tokens, the tools' too, share `max_tokens`.
+
+What answers a model between its turns: a set of tools, a game, a user that is played by a program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
-from buffer.rollout import RolloutState, Status
+from buffer.model.dotted_path import load_object
+from buffer.model.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.environment import Answer, Environment, ToolEnvironment, Turn
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.agent_loops.tool_parsers import PARSERS
+from producer_workers.agent_loops.tokenizer import Tokenizer, aside
+from producer_workers.agent_loops.tool_parsers import PARSERS, ToolParser
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge
-from producer_workers.tokenizer import Tokenizer, aside
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model: its number (0 is the first), its text, and all earlier ones'."""
+
+    number: int
+    text: str
+    earlier: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What comes after a turn: messages for the model, or nothing (the conversation is over).
+
+    `calls` are noted in the rollout. `reward` ends up in its reward under that name, beside what the judge says.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    reward: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Keeps no state of a rollout: after a pause another worker may ask, so everything follows from the arguments."""
+
+    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        """To one turn. What it raises fails the rollout."""
+        ...
+
+
+class ToolEnvironment:
+    """Runs the calls of a turn at the same time; a turn without one is the last."""
+
+    def __init__(self, toolbox: Toolbox, parse: ToolParser) -> None:
+        self._toolbox, self._parse = toolbox, parse
+
+    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        found = enumerate(self._parse(turn.text))
+        calls = [call.model_copy(update={"id": f"call_{turn.number}_{place}"}) for place, call in found]
+        results = await self._toolbox.call_all(calls)
+        messages = [
+            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        return Answer(messages, calls)
 
 
 class MultiTurnAgentLoop(SingleTurnAgentLoop):

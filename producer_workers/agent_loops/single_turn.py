@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import JudgeError, WireError
-from buffer.rollout import RolloutState, SampleParams, Status
+from buffer.model.rollout import RolloutState, SampleParams, Status
+from producer_workers.agent_loops.tokenizer import Tokenizer, aside
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge
-from producer_workers.tokenizer import Tokenizer, aside
 
 
 class SingleTurnAgentLoop:

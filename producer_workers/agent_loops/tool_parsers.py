@@ -19,8 +19,8 @@ from typing import Any
 import orjson
 
 from buffer.errors import WireError
-from buffer.rollout import ToolCall
-from buffer.wire_reader import check_nesting
+from buffer.model.rollout import ToolCall
+from buffer.model.wire import check_nesting
 
 ToolParser = Callable[[str], list[ToolCall]]
 

@@ -2,6 +2,8 @@
 
 What a tool returns is text for the model. What goes wrong is text for the model too: an unknown name, arguments that
 do not fit, an exception, the time limit. A tool cannot end a rollout.
+
+A Python interpreter as a tool: tools = ["python"]. Each call is a program of its own in the sandbox.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from typing import Any, cast
 import orjson
 from pydantic import TypeAdapter, ValidationError, validate_call
 
-from buffer.dotted_path import load_object
 from buffer.errors import ConfigError
-from buffer.rollout import ToolCall
+from buffer.model.dotted_path import load_object
+from buffer.model.rollout import ToolCall
 from producer_workers.agent_loops.mcp_server import McpServer
+from producer_workers.judges.sandbox import Limits, run_python
 
 _THREADS = 16
 LONGEST_RESULT = 8192
@@ -30,7 +33,7 @@ Tool = str | Callable[..., Any]
 """A plain or coroutine function with annotated arguments, whose docstring says what it does; or "module:function", or
 the name of one of BUILT_IN."""
 
-BUILT_IN = {"python": "producer_workers.agent_loops.python_tool:python"}
+BUILT_IN = {"python": "producer_workers.agent_loops.toolbox:python"}
 
 McpCommand = str | Sequence[str]
 """A program with its arguments that is an MCP server, or the URL of one."""
@@ -118,3 +121,13 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         "description": inspect.getdoc(function) or "",
         "parameters": {"type": "object", **kept},
     }
+
+_PYTHON_THREADS = ThreadPoolExecutor(16, thread_name_prefix="python")
+
+LIMITS = Limits(time_s=10.0, memory_mb=1024)
+
+
+async def python(code: str) -> str:
+    """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
+    outcome = await asyncio.get_running_loop().run_in_executor(_PYTHON_THREADS, run_python, code, "", LIMITS)
+    return outcome.describe()

@@ -15,8 +15,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from buffer.rollout import RolloutState
-from producer_workers.agent_loops.environment import Answer, Turn
+from buffer.model.rollout import RolloutState
+from producer_workers.agent_loops.multi_turn import Answer, Turn
 from producer_workers.judges.judge import check_reward
 
 

@@ -1,1 +1,1 @@
-"""Where prompts come from: data sets with random access, and the order in which they are drawn."""
+"""Data sets: from files, packages and user code to prompts."""

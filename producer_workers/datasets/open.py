@@ -13,18 +13,18 @@ from buffer.config.dataset import (
     PythonDataset,
     ReasoningGymDataset,
 )
-from buffer.config.dataset import JsonlDataset as JsonlSection
-from buffer.config.sections import HELD_OUT
-from buffer.dotted_path import load_object
+from buffer.config.dataset import (
+    JsonlDataset as JsonlSection,
+)
+from buffer.config.run import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
+from buffer.model.dotted_path import load_object
 from producer_workers.datasets.dataset import Dataset
-from producer_workers.datasets.jsonl import JsonlDataset
-from producer_workers.datasets.parquet import ParquetRows
-from producer_workers.datasets.reasoning_gym_problems import write_problems
-from producer_workers.datasets.record import ToProblem, load_to_problem
-from producer_workers.datasets.records import RecordsDataset
+from producer_workers.datasets.files import JsonlDataset, ParquetRows
+from producer_workers.datasets.image_records import ImageRecords, without_images
+from producer_workers.datasets.reasoning_gym import write_problems
+from producer_workers.datasets.records import RecordsDataset, ToProblem, load_to_problem
 from producer_workers.datasets.stream import StreamDataset
-from producer_workers.images.image_records import ImageRecords, without_images
 
 
 def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0) -> Dataset:

@@ -15,8 +15,7 @@ from typing import Any
 
 from buffer.errors import DatasetError
 from producer_workers.datasets.dataset import Problem
-from producer_workers.datasets.record import ToProblem
-from producer_workers.datasets.records import make_problem
+from producer_workers.datasets.records import ToProblem, make_problem
 
 KEPT = 1024
 """Records that can be asked for again: of what a producer draws, only what there is room for is started."""

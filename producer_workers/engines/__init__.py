@@ -6,25 +6,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from buffer.rollout import PolicyVersion
+    from buffer.config.engine import EngineConfig
+    from buffer.model.rollout import PolicyVersion
     from producer_workers.engines.base import Engine
-    from producer_workers.engines.config import EngineConfig
+
 
 
 def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) -> Engine:
     """The engine of `config`, not started. `version` names the weights that `model_dir` holds."""
     if config.kind == "simulated":
-        from producer_workers.engines.simulated import SimulatedEngine
+        from producer_workers.engines.simulated.engine import SimulatedEngine
 
         return SimulatedEngine(config, version)
     if config.kind == "http":
-        from producer_workers.engines.http_engine import HttpEngine
+        from producer_workers.engines.http.engine import HttpEngine
 
         return HttpEngine(config, model_dir, version)
     if config.kind == "transformers":
-        from producer_workers.engines.transformers_engine import TransformersEngine
+        from producer_workers.engines.hf.engine import TransformersEngine
 
         return TransformersEngine(config, model_dir, version)
-    from producer_workers.engines.vllm_engine import VllmEngine
+    from producer_workers.engines.vllm.engine import VllmEngine
 
     return VllmEngine(config, model_dir, version)

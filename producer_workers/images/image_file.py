@@ -13,12 +13,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from buffer.config.byte_size import format_size
 from buffer.config.dataset import ImagesSection
 from buffer.errors import ConfigError, MediaError
+from buffer.model.byte_size import format_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Others are rare, and some of their decoders start programs."""

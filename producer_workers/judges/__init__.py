@@ -1,1 +1,1 @@
-"""What turns a response into a reward."""
+"""Judges: functions, HTTP services and rq jobs that score rollouts."""

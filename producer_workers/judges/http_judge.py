@@ -2,6 +2,8 @@
 
 Request: response, ground_truth, data_source, messages, extra. Answer: a number, or an object of numbers with "score".
 Asked again, with pauses that grow: no connection, no answer in time, 408, 425, 429, 5xx. Any other status is final.
+
+What a judge in another process, or on another machine, is told of a rollout.
 """
 
 from __future__ import annotations
@@ -12,12 +14,22 @@ from typing import Any
 
 import orjson
 
-from buffer.chance import CHANCE
-from buffer.config.sections import JudgingSection
+from buffer.config.run import JudgingSection
 from buffer.errors import ConfigError, JudgeError
-from buffer.rollout import RolloutState
+from buffer.model.rollout import RolloutState
+from buffer.store.retry import CHANCE
 from producer_workers.judges.judge import check_reward
-from producer_workers.judges.rollout_fields import rollout_fields
+
+
+def rollout_fields(state: RolloutState) -> dict[str, Any]:
+    """Its texts, not its token columns; plain JSON where the data set is."""
+    return {
+        "response": state.response,
+        "ground_truth": state.ground_truth,
+        "data_source": state.data_source,
+        "messages": state.messages,
+        "extra": state.extra,
+    }
 
 log = logging.getLogger("rolloutmq.judge")
 

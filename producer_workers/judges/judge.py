@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from buffer.errors import JudgeError
-from buffer.rollout import RolloutState
+from buffer.model.rollout import RolloutState
 
 
 class Judge(Protocol):

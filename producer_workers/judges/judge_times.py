@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from threading import Lock
 
 from buffer.errors import JudgeError
-from buffer.rollout import RolloutState
+from buffer.model.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 
 NEWEST = 1024

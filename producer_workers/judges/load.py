@@ -6,19 +6,20 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from buffer.config.sections import JudgeSpec, JudgingSection, is_url
-from buffer.dotted_path import load_object
+from buffer.config.run import JudgeSpec, JudgingSection, is_url
 from buffer.errors import ConfigError
+from buffer.model.dotted_path import load_object
+from producer_workers.judges.built_in import (
+    exact_match,
+    gsm8k,
+    math_verify,
+    python_tests,
+    reasoning_gym_score,
+)
 from producer_workers.judges.composed_judge import compose
-from producer_workers.judges.exact_match import exact_match
-from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.judges.group_function_judge import GroupFunctionJudge
-from producer_workers.judges.gsm8k import gsm8k
+from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge
-from producer_workers.judges.math_verify_judge import math_verify
-from producer_workers.judges.python_tests import python_tests
-from producer_workers.judges.reasoning_gym_judge import reasoning_gym_score
 
 BUILT_IN: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym_score,

@@ -22,14 +22,13 @@ from typing import Any, TypeVar
 from rq.job import Job
 from rq.results import Result
 
-from buffer.config.sections import JudgingSection
+from buffer.config.run import JudgingSection
 from buffer.errors import JudgeError, StoreError
-from buffer.rollout import RolloutState
-from buffer.store import Store
-from producer_workers.judges.group_function_judge import check_rewards
-from producer_workers.judges.rollout_fields import rollout_fields
-from producer_workers.judges.rq_job import FUNCTION
-from producer_workers.judges.rq_queue import open_queue
+from buffer.model.rollout import RolloutState
+from buffer.store.store import Store
+from producer_workers.judges.function_judge import check_rewards
+from producer_workers.judges.http_judge import rollout_fields
+from producer_workers.judges.rq_worker import FUNCTION, open_queue
 
 T = TypeVar("T")
 

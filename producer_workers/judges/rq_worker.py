@@ -2,33 +2,86 @@
 
 A worker runs the judges of its own config and nothing else, whatever a job in Redis names. A job that is not JSON,
 pickle above all, is never decoded: it fails, and stays in the failed registry.
+
+What an rq job of a judge holds, and what its work-horse does with it.
+
+The dotted path of `score` is stored in Redis: it is part of the wire format. Everything in a job is plain JSON.
+
+The rq queue of a run's judges: its name, its server, and its serializer, which is never pickle.
+
+`rq info` and rq's dashboards show it; its FailedJobRegistry holds what failed, with the traceback.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import multiprocessing
 import os
+import resource
 import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Collection
+from math import ceil
 from typing import Any, ClassVar
 
 import redis
-from rq import Worker
+from rq import Queue, Worker
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from buffer.errors import JudgeError
-from buffer.server.lifeline import OWNER, follow_owner
-from buffer.server.url import open_client
-from buffer.store import Store
+from buffer.errors import ConfigError, JudgeError
+from buffer.model.rollout import RolloutState
+from buffer.server.process import OWNER, follow_owner
+from buffer.store.nodes import Servers
+from buffer.store.store import Store
+from buffer.store.url import open_client
+from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
-from producer_workers.judges.rq_job import FUNCTION
-from producer_workers.judges.rq_queue import open_queue
+
+FUNCTION = "producer_workers.judges.rq_worker.score"
+
+_CPU_GRACE_S = 1
+
+
+def score(judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int) -> list[dict[str, float]]:
+    """The rewards that `judge` gives one rollout, or a group, in a process that may be spoilt. Raises JudgeError."""
+    chosen = load_judge(judge)
+    _limit(timeout_s, memory_mb)
+    return asyncio.run(judge_all(chosen, [RolloutState(**fields) for fields in rollouts]))
+
+
+def _limit(timeout_s: float, memory_mb: int) -> None:
+    """rq's own time limit is a signal that Python must get to handle. The kernel's ends a loop in C, too."""
+    _lower(resource.RLIMIT_AS, memory_mb * 2**20)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def _lower(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (most, most))
+
+
+def judge_url(configured: str | None, servers: Servers) -> str:
+    """[judges] redis_url, else the run's server. ConfigError where that is a cluster: rq's keys have many slots."""
+    if configured:
+        return configured
+    if servers.is_cluster:
+        raise ConfigError(
+            "judging of kind rq cannot use a cluster", hint="set [judges] redis_url to a single Redis or Valkey server"
+        )
+    return str(servers.masters()[0][0])
+
+
+def open_queue(connection: Any, run: str, **options: Any) -> Queue:
+    """The judge queue of a run. rq's default serializer is pickle: nothing may open this queue by another way."""
+    return Queue(f"rmq-judge:{run}", connection=connection, serializer=JSONSerializer, **options)
 
 log = logging.getLogger("rolloutmq.judge")
 

@@ -1,1 +1,1 @@
-"""What a fleet and a trainer would do, computed instead of rented: `rolloutmq simulate`."""
+"""A discrete-event model of a fleet, for capacity planning."""

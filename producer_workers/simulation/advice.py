@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from producer_workers.simulation.outcome import Outcome
-from producer_workers.simulation.setting import Setting
+from producer_workers.simulation.setting import Outcome, Setting
 
 NEAR = 0.03
 """A throughput that is this close to the best is as good: draws and real fleets vary more."""

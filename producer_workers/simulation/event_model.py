@@ -19,10 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.staleness import staleness
+from buffer.model.staleness import staleness
 from producer_workers.simulation.lengths import Lengths
-from producer_workers.simulation.outcome import Outcome
-from producer_workers.simulation.setting import Setting
+from producer_workers.simulation.setting import Outcome, Setting
 
 
 @dataclass(slots=True, eq=False)

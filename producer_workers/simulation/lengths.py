@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from buffer.errors import DatasetError
-from producer_workers.engines.distributions import Distribution
+from buffer.model.distributions import Distribution
 
 Lengths = Callable[[int], list[int]]
 """Tokens of each rollout of draw n; at least 1."""

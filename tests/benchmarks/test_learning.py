@@ -22,9 +22,10 @@ from benchmarks.learning.trial import (
     train,
     train_in_process,
 )
-from buffer import RolloutGroup, Store
+from buffer.model.group import RolloutGroup
 from buffer.server.embedded import EmbeddedServer
-from consumer.train_controller import TrainController
+from buffer.store.store import Store
+from consumer.training.train_controller import TrainController
 
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffer import Manifest, new_nonce
-from buffer.recovery.opening import Opening
-from buffer.recovery.position import Position
+from buffer.batches.position import Position
+from buffer.batches.trainer_opening import Opening
+from buffer.model.ids import new_nonce
+from buffer.model.manifest import Manifest
 from tests.buffer.scene import Scene
 from tests.buffer.time_machine import Moment, put_back, remember
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from buffer import RunLimits, Store
+from buffer.model.limits import RunLimits
+from buffer.store.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.servers import Server, store_server
 

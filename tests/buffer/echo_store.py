@@ -9,10 +9,9 @@ from typing import Any
 
 import redis
 
-from buffer import Store
-from buffer.bulk import Command
-from buffer.scripts import Arg, KeysByName, library
-from buffer.upload import Upload
+from buffer.store.bulk_io import Command
+from buffer.store.scripts import Arg, KeysByName, library
+from buffer.store.store import Store, Upload
 from tests.buffer.keyspace import changed, dump
 
 MUTATING = sorted(name for name, script in library().items() if "no-writes" not in script.source.split("\n")[0])

@@ -7,9 +7,8 @@ from typing import Any
 
 import redis
 
-from buffer import Store
-from buffer.scripts import Arg, KeysByName, Script, library
-from buffer.upload import Upload
+from buffer.store.scripts import Arg, KeysByName, Script, library
+from buffer.store.store import Store, Upload
 
 
 class OneByOneStore(Store):

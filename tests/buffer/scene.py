@@ -8,30 +8,19 @@ from typing import Any
 import numpy as np
 import redis
 
-from buffer import (
-    Job,
-    Manifest,
-    Mode,
-    NotReady,
-    PolicyVersion,
-    Pulse,
-    RolloutGroup,
-    RolloutState,
-    Run,
-    RunLimits,
-    Status,
-    Store,
-    TaskLimits,
-    VersionSpan,
-    WorkerState,
-    group_id,
-    new_nonce,
-    wire,
-)
-from buffer.control_line import receipt
-from buffer.fleet import Beat
-from buffer.job import Enqueued
-from buffer.payloads import PayloadRef
+from buffer.control.control import Mode
+from buffer.control.control_line import receipt
+from buffer.control.fleet import Beat, Pulse, WorkerState
+from buffer.groups.claim import Enqueued
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.job import Job, PayloadRef
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.manifest import Manifest, NotReady
+from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.run import Run
+from buffer.store.store import Store
 from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)

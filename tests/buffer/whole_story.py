@@ -6,11 +6,14 @@ from pathlib import Path
 
 import orjson
 
-from buffer import Manifest, Mode, PolicyVersion, Status, new_nonce
+from buffer.batches.position import Position
 from buffer.config.loader import parse_settings
-from buffer.halts import Halt
-from buffer.live_settings import LiveSettings
-from buffer.recovery.position import Position
+from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
+from buffer.control.task_status import Halt
+from buffer.model.ids import new_nonce
+from buffer.model.manifest import Manifest
+from buffer.model.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene, rollout
 from tests.buffer.time_machine import put_back, remember
 

@@ -15,32 +15,42 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from buffer.config.sections import JudgingSection
+from buffer.config.engine import SimulatedConfig
+from buffer.config.run import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
-from buffer.json_log import log_json
+from buffer.model.distributions import Fixed
+from buffer.model.rollout import PolicyVersion, SampleParams
 from buffer.open_run import INITIAL, can_wait_for_disk, wait_for_run
-from buffer.rollout import PolicyVersion, SampleParams
 from buffer.run import Run
-from buffer.server.lifeline import follow_owner
-from buffer.store import Store
-from producer_workers.agent_loop_manager import AgentLoopManager
+from buffer.server.process import follow_owner, log_json
+from buffer.store.store import Store
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.datasets.jsonl import JsonlDataset
-from producer_workers.engines.config import SimulatedConfig
-from producer_workers.engines.distributions import Fixed
-from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.datasets.files import JsonlDataset
+from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.rq_judge import RqJudge
-from producer_workers.sampler import Sampler
-from producer_workers.standby import stand_by
-from producer_workers.strategy import strategies_of
-from producer_workers.task_runner import TaskRunner
-from producer_workers.worker import Worker
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.standby import stand_by
+from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
 from tests.chaos.history import History, RecordingStore
 from tests.chaos.light_trainer import LightTrainer, stop_on_signal
 from tests.chaos.mutations import scripts_of
-from tests.chaos.plan import BY_RQ, FENCED, INLINE, LOST, RUN, SAMPLES, Folders, by_chance, judge_spec, mutation
+from tests.chaos.plan import (
+    BY_RQ,
+    FENCED,
+    INLINE,
+    LOST,
+    RUN,
+    SAMPLES,
+    Folders,
+    by_chance,
+    judge_spec,
+    mutation,
+)
 from tests.pipeline.yard import Letters
 
 log = logging.getLogger("rolloutmq.chaos")

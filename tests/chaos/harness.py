@@ -10,18 +10,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffer.control import new_nonce
+from buffer.model.ids import new_nonce
+from buffer.model.rollout import PolicyVersion
 from buffer.open_run import INITIAL
-from buffer.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store import Store
+from buffer.store.store import Store
 from tests.chaos.checker import Checker, Rules, Verdict
 from tests.chaos.crew import Crew, until
 from tests.chaos.faulty_link import Wiring
 from tests.chaos.final_look import look
 from tests.chaos.history import Event, History, parse, read_history
 from tests.chaos.nemesis import Nemesis
-from tests.chaos.plan import BY_RQ, INLINE, LEASE_MS, LOST, ROWS, RUN, SERVER, SYNC_INTERVAL, Folders, limits
+from tests.chaos.plan import (
+    BY_RQ,
+    INLINE,
+    LEASE_MS,
+    LOST,
+    ROWS,
+    RUN,
+    SERVER,
+    SYNC_INTERVAL,
+    Folders,
+    limits,
+)
 from tests.chaos.stepped_server import SteppedServer
 
 log = logging.getLogger("rolloutmq.chaos")

@@ -19,9 +19,8 @@ from typing import Any
 
 import orjson
 
-from buffer.scripts import Arg, KeysByName
-from buffer.store import Store
-from buffer.upload import ScriptCall, Upload
+from buffer.store.scripts import Arg, KeysByName
+from buffer.store.store import ScriptCall, Store, Upload
 
 Event = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """A trainer without a model: its weights are a chain of hashes over all that it consumed, in order.
 
-What it does with the queue is what `consumer.trainer` does, line by line; who has its last checkpoint has proof of
+What it does with the queue is what `consumer.training.trainer` does, line by line; who has its last checkpoint has proof of
 what was trained: the chain of each step names the one before, so a history can be walked backwards from the end.
 """
 
@@ -16,14 +16,15 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from buffer.group import RolloutGroup
-from buffer.manifest import ManifestEntry
-from buffer.recovery.position import Position
-from buffer.rollout import VersionSpan
+from buffer.batches.position import Position
+from buffer.model.group import RolloutGroup
+from buffer.model.manifest import ManifestEntry
+from buffer.model.rollout import VersionSpan
 from buffer.run import Run
 from buffer.weights import manifest as weights_manifest
-from consumer.checkpoint import CheckpointFolder
-from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
+from consumer.batches.batch import Batch, Stopped
+from consumer.rollout_consumer import RolloutConsumer
+from consumer.training.checkpoint import CheckpointFolder
 from tests.chaos.history import History
 from tests.chaos.plan import CHECKPOINT_EVERY, KEEP_CHECKPOINTS, SYNC_INTERVAL, Folders
 

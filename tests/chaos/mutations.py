@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from buffer.scripts import Script, assemble, sources
+from buffer.store.scripts import Script, assemble, sources
 
 MUTATIONS = {
     # I1

@@ -9,8 +9,8 @@ from zlib import crc32
 
 import orjson
 
-from buffer.limits import RunLimits, TaskLimits
-from buffer.rollout import RolloutState
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import RolloutState
 
 RUN = "chaos"
 INLINE, BY_RQ = "sums", "judged"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from buffer.scripts import library
+from buffer.store.scripts import library
 
 _NAMES = {script.sha.encode(): name for name, script in library().items()}
 

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from buffer import PolicyVersion, Run, RunLimits, Store, TaskLimits, new_nonce
-from consumer import batch_wait
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion
+from buffer.run import Run
+from buffer.store.store import Store
+from consumer.batches import wait as batch_wait
 from consumer.rollout_consumer import RolloutConsumer
+from tests.consumer.models.tiny import build_model
 from tests.servers import Server
-from tests.unit.tiny import build_model
 
 LIMITS = RunLimits(
     lease_ms=3000,

@@ -11,24 +11,15 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from buffer import (
-    ControlState,
-    Job,
-    Mode,
-    PolicyVersion,
-    Pulse,
-    RolloutGroup,
-    RolloutState,
-    Run,
-    Status,
-    VersionSpan,
-    WorkerState,
-    group_id,
-    new_nonce,
-    split_group_id,
-    wire,
-)
-from producer_workers.produce_context import contexts
+from buffer.control.control import ControlState, Mode
+from buffer.control.fleet import Pulse, WorkerState
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import group_id, new_nonce, split_group_id
+from buffer.model.job import Job
+from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.run import Run
+from producer_workers.producer.strategy import contexts
 
 PROMPT = 6
 MEMBERS = 4

@@ -9,13 +9,13 @@ import random
 import sys
 import time
 
-from buffer.control import new_nonce
 from buffer.errors import Fenced
-from buffer.hand_in import HandIn
-from buffer.job import Job, Result
-from buffer.rollout import Status
+from buffer.groups.submit import HandIn
+from buffer.model.ids import new_nonce
+from buffer.model.job import Job, Result
+from buffer.model.rollout import Status
 from buffer.run import Run
-from buffer.store import Store
+from buffer.store.store import Store
 from tests.buffer.scene import extend
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from buffer.recovery.position import Position
-from consumer.checkpoint import CheckpointFolder
+from buffer.batches.position import Position
+from consumer.training.checkpoint import CheckpointFolder
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 

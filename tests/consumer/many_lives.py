@@ -27,19 +27,21 @@ import torch
 from safetensors.torch import load_file
 
 import consumer
-from buffer import Run, Store, wire
+from buffer.config.trainer import TrainingConfig
 from buffer.errors import LedgerError, LostRun
+from buffer.model import wire
+from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run, wait_for_run
+from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
-from buffer.step_log import StepLog
-from consumer.advantages import estimate_advantages
-from consumer.checkpoint import CheckpointFolder
-from consumer.config import TrainingConfig
-from consumer.learner import Learner
-from consumer.rollout_consumer import Batch
-from consumer.trainer import OPTIMIZER, Trainer
+from buffer.store.store import Store
+from consumer.batches.batch import Batch
+from consumer.training.advantages import estimate_advantages
+from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.learner import Learner
+from consumer.training.trainer import OPTIMIZER, Trainer
 from tests.consumer.crew import Crew
-from tests.unit.tiny import train_step
+from tests.consumer.models.tiny import train_step
 
 STEPS, GROUPS = 6, 3
 LINES = 1500
@@ -51,22 +53,22 @@ PACKAGES = Path(consumer.__file__).parents[1]
 FILES = {
     str(PACKAGES / name)
     for name in (
-        "consumer/trainer.py",
-        "consumer/checkpoint.py",
-        "consumer/step_log.py",
-        "consumer/model_folder.py",
+        "consumer/training/trainer.py",
+        "consumer/training/checkpoint.py",
+        "consumer/training/step_log.py",
+        "consumer/models/model_folder.py",
         "consumer/rollout_consumer.py",
-        "consumer/batch_reader.py",
+        "consumer/batches/reader.py",
         "consumer/publication.py",
         "buffer/weights/new_folder.py",
         "buffer/weights/shared_folder.py",
         "buffer/weights/transfer.py",
         "buffer/weights/memory_snapshot.py",
         "buffer/weights/tensor_exchange.py",
-        "buffer/ledger.py",
-        "buffer/recovery/opening.py",
-        "buffer/recovery/reassertion.py",
-        "buffer/recovery/position.py",
+        "buffer/batches/ledger.py",
+        "buffer/batches/trainer_opening.py",
+        "buffer/batches/reassertion.py",
+        "buffer/batches/position.py",
     )
 }
 

@@ -17,11 +17,13 @@ from typing import Any
 import orjson
 import torch.distributed as dist
 
-from buffer import Run, Store, wire
-from buffer.payloads import checksum
-from buffer.recovery.position import Position
-from consumer.batch import Batch
-from consumer.batch_dataset import BatchDataset
+from buffer.batches.position import Position
+from buffer.model import wire
+from buffer.run import Run
+from buffer.store.payloads import checksum
+from buffer.store.store import Store
+from consumer.batches.batch import Batch
+from consumer.batches.torch_dataset import BatchDataset
 from consumer.sharded_consumer import ShardedConsumer
 
 KILLED, RANKS = 9, 2

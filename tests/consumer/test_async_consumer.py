@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from buffer import Run, wire
+from buffer.model import wire
+from buffer.run import Run
 from consumer.async_consumer import AsyncRolloutConsumer
-from consumer.batch import Stopped
-from consumer.wait_reason import WaitReason
+from consumer.batches.batch import Stopped
+from consumer.batches.wait import WaitReason
 from tests.consumer.crew import at_work
 
 GENEROUS_S = 60.0

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from buffer import Run, Store
-from buffer.commands.diagnosis import diagnose
-from buffer.ledger import BAD_GROUPS
-from buffer.watch.snapshot import take_snapshot
-from tests.cli.conftest import ROOT
+from buffer.batches.ledger import BAD_GROUPS
+from buffer.monitoring.run_view import take_snapshot
+from buffer.run import Run
+from buffer.store.store import Store
+from rolloutmq.commands.diagnosis import diagnose
 from tests.consumer.conftest import Trainers
 from tests.consumer.crew import Crew, at_work, wait_until
+from tests.rolloutmq.conftest import ROOT
 
 BATCH, STEPS, TARGET = 8, 3, 24
 LONG = {"lease_ms": 60_000, "worker_timeout_ms": 600_000, "role_timeout_ms": 60_000}

@@ -9,12 +9,24 @@ from typing import Any
 
 import pytest
 
-from buffer import NotReady, Run, new_nonce, wire
-from buffer.control import Mode
-from buffer.errors import CheckpointNow, Fenced, LedgerError, LostRun, PayloadMissing, RoleHeld, StoreError
-from buffer.ledger import BAD_GROUPS
-from buffer.store import Store
-from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
+from buffer.batches.ledger import BAD_GROUPS
+from buffer.control.control import Mode
+from buffer.errors import (
+    CheckpointNow,
+    Fenced,
+    LedgerError,
+    LostRun,
+    PayloadMissing,
+    RoleHeld,
+    StoreError,
+)
+from buffer.model import wire
+from buffer.model.ids import new_nonce
+from buffer.model.manifest import NotReady
+from buffer.run import Run
+from buffer.store.store import Store
+from consumer.batches.batch import Batch, Stopped
+from consumer.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import Trainers, die
 from tests.consumer.crew import at_work, wait_until
 from tests.servers import Server, on_both

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer import Run
-from consumer.batch import Batch
-from consumer.batch_dataset import BatchDataset, padded_tensors
-from consumer.shares import balanced_shares
+from buffer.run import Run
+from consumer.batches.batch import Batch
+from consumer.batches.torch_dataset import BatchDataset, padded_tensors
+from consumer.ranks import balanced_shares
 from tests.consumer.conftest import Trainers
 from tests.consumer.crew import at_work, wait_until
+from tests.consumer.models.tiny import make_group
 from tests.consumer.sharded_trainer import KILLED, RANKS
 from tests.servers import Server
-from tests.unit.tiny import make_group
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ def test_dataset_gives_whole_steps_through_a_data_loader(run: Run, trainer: Trai
 
 def test_dataset_refuses_to_take_in_a_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from buffer.errors import ConfigError
-    from consumer import batch_dataset
+    from consumer.batches import torch_dataset as batch_dataset
 
     monkeypatch.setattr(batch_dataset, "get_worker_info", lambda: object())
     with pytest.raises(ConfigError, match="num_workers=0"):

@@ -15,7 +15,7 @@ import pytest
 import tomlkit
 
 from buffer.server.embedded import EmbeddedServer
-from tests.unit.tiny import build_model
+from tests.consumer.models.tiny import build_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "pages"

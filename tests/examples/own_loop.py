@@ -17,24 +17,28 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer import PolicyVersion, RolloutGroup, RolloutState, Run, RunLimits, SampleParams, Store, TaskLimits, new_nonce
-from buffer.batch_status import ProduceBatchStatus
-from buffer.control import Mode
+from buffer.config.engine import SimulatedConfig
+from buffer.control.control import Mode
+from buffer.control.task_status import ProduceBatchStatus
+from buffer.model.distributions import Fixed
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
+from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.agent_loop_manager import AgentLoopManager
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.datasets.record import problem_of
-from producer_workers.datasets.records import RecordsDataset
-from producer_workers.engines.config import SimulatedConfig
-from producer_workers.engines.distributions import Fixed
-from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.datasets.records import RecordsDataset, problem_of
+from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.rehearsal import Characters
-from producer_workers.sampler import Sampler
-from producer_workers.strategy import strategies_of
-from producer_workers.task_runner import TaskRunner
-from producer_workers.worker import Worker
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
+from rolloutmq.testing import Characters
 
 PROBLEMS = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
 FIRST = PolicyVersion("initial", 0)

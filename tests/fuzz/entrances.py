@@ -17,14 +17,15 @@ import atheris
 with atheris.instrument_imports(include=["buffer", "producer_workers"]):
     import orjson
 
-    from buffer import RolloutGroup, RolloutState, wire
-    from buffer.control import ControlState
+    from buffer.control.control import ControlState
     from buffer.curation.rollout_line import RolloutLine, group_of
     from buffer.errors import ConfigError, JudgeError, QueryError, ScriptError, WireError
+    from buffer.model import wire
+    from buffer.model.group import RolloutGroup
+    from buffer.model.rollout import RolloutState, Status
     from buffer.query.language import parse
-    from buffer.rollout import Status
-    from buffer.server.url import open_client, seeds
-    from producer_workers.datasets.record import problem_of
+    from buffer.store.url import open_client, seeds
+    from producer_workers.datasets.records import problem_of
     from producer_workers.judges.judge import check_reward
 
 GID = "math-0000000001"

@@ -8,8 +8,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from buffer import RolloutGroup, RolloutState, wire, wire_reader
 from buffer.errors import WireError
+from buffer.model import wire
+from buffer.model import wire as wire_reader
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import RolloutState
 
 
 def plain(state: RolloutState) -> dict[str, Any]:

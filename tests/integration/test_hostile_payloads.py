@@ -6,12 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from buffer import RolloutGroup, RunLimits, Status, Store, TaskLimits, wire
-from buffer.config.sections import check_name
+from buffer.config.run import check_name
 from buffer.errors import RolloutMQError
-from buffer.hand_in import HandIn
-from buffer.job import Job, Result
-from buffer.keys import Keys
+from buffer.groups.submit import HandIn
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
+from buffer.model.job import Job, Result
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import Status
+from buffer.store.keys import Keys
+from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
 from tests.bad_payloads import GROUP, KINDS
 from tests.buffer.scene import FIRST, Scene, extend, rollout

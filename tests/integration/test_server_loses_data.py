@@ -17,12 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from buffer import PolicyVersion, Run, RunLimits, Store, TaskLimits, new_nonce
+from buffer.batches.position import Position
+from buffer.batches.trainer_opening import Opening
 from buffer.errors import LedgerError, LostRun
-from buffer.manifest import Manifest
-from buffer.recovery.opening import Opening
-from buffer.recovery.position import Position
-from buffer.staleness import staleness
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.manifest import Manifest
+from buffer.model.rollout import PolicyVersion
+from buffer.model.staleness import staleness
+from buffer.run import Run
+from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
 from tests.consumer.conftest import die
 from tests.consumer.crew import at_work
@@ -192,7 +196,7 @@ def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_e
     position.write_text(site.checkpoints[-1].position, encoding="utf-8")
     with start_redis(site.folder / "server", *EVERYSEC) as url:
         for calls in (1, 2, 3, 5):
-            program = [sys.executable, "-m", "tests.integration.open_and_die", url, str(position), str(calls)]
+            program = [sys.executable, "-m", "tests.buffer.server.open_and_die", url, str(position), str(calls)]
             assert subprocess.run(program, cwd=ROOT, check=False).returncode == -signal.SIGKILL
             run = site.connect(url)
             assert run.control.state().mode == "run"

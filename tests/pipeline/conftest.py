@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from buffer.server.embedded import EmbeddedServer
-from buffer.store import Store
-from producer_workers import worker
+from buffer.store.store import Store
+from producer_workers.worker import worker
 from tests.buffer.scene import Scene
 from tests.pipeline.mixture import LIMITS as MIXED
 from tests.pipeline.mixture import Mixture
@@ -70,7 +70,7 @@ def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of some thousand weights, built once."""
-    from tests.unit.tiny import build_model
+    from tests.consumer.models.tiny import build_model
 
     return build_model(tmp_path_factory.mktemp("model"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from buffer.rollout import RolloutState
+from buffer.model.rollout import RolloutState
 
 
 def by_chance(*, response: str, ground_truth: object, state: RolloutState) -> float:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from buffer import Job, PolicyVersion, RunLimits, SampleParams, TaskLimits, new_nonce
-from consumer.rollout_consumer import Batch, RolloutConsumer
-from producer_workers.agent_loop_manager import AgentLoopManager
-from producer_workers.curriculum import Curriculum, WeightFunction
+from buffer.model.ids import new_nonce
+from buffer.model.job import Job
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion, SampleParams
+from consumer.batches.batch import Batch
+from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem
-from producer_workers.sampler import Sampler
-from producer_workers.should_continue import ShouldContinue
-from producer_workers.strategy import strategies_of
+from producer_workers.producer.curriculum import Curriculum, WeightFunction
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import ShouldContinue, strategies_of
 from tests.buffer.scene import Scene
 from tests.pipeline.yard import Letters
 

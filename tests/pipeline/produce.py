@@ -9,14 +9,14 @@ import sys
 import threading
 from pathlib import Path
 
-from buffer.rollout import SampleParams
+from buffer.model.rollout import SampleParams
 from buffer.run import Run
-from buffer.store import Store
-from producer_workers.agent_loop_manager import AgentLoopManager
-from producer_workers.datasets.jsonl import JsonlDataset
-from producer_workers.sampler import Sampler
-from producer_workers.standby import stand_by
-from producer_workers.strategy import AsyncProduceStrategy
+from buffer.store.store import Store
+from producer_workers.datasets.files import JsonlDataset
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.standby import stand_by
+from producer_workers.producer.strategy import AsyncProduceStrategy
 from tests.pipeline.yard import TASK, Letters
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import orjson
 
-from buffer.account import Audit
+from buffer.batches.account import Audit
+from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
-from buffer.step_log import StepLog
-from buffer.store import Store
+from buffer.store.store import Store
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0

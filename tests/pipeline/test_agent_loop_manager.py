@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from buffer import Mode, PolicyVersion, ProduceBatchStatus, new_nonce
-from buffer.commands.diagnosis import diagnose
+from buffer.control.control import Mode
+from buffer.control.progress import ProduceProgress, TaskProgress
+from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
-from buffer.progress import ProduceProgress, TaskProgress
-from buffer.watch.snapshot import take_snapshot
-from producer_workers.agent_loop_manager import AgentLoopManager
+from buffer.model.ids import new_nonce
+from buffer.model.rollout import PolicyVersion
+from buffer.monitoring.run_view import take_snapshot
+from producer_workers.producer.producer import AgentLoopManager
+from rolloutmq.commands.diagnosis import diagnose
 from tests.pipeline.mixture import TASKS, Mixture
 
 STATUS = ProduceBatchStatus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from buffer.live_settings import LiveSettings
+from buffer.control.live_settings import LiveSettings
 from tests.pipeline.yard import SLOW_S, Yard
 
 

@@ -13,11 +13,11 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.config.sections import JudgingSection
-from buffer.control import Mode
+from buffer.config.run import JudgingSection
+from buffer.control.control import Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
-from buffer.rollout import RolloutState
-from buffer.store import Store
+from buffer.model.rollout import RolloutState
+from buffer.store.store import Store
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.rq_judge import RqJudge
 from tests.bad_payloads import CONTROL, GROUP, KINDS, LINE, REWARD

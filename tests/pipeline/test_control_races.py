@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.control import ControlState, Mode
+from buffer.control.control import ControlState, Mode
 from buffer.errors import Fenced
-from buffer.rollout import RolloutState
+from buffer.model.rollout import RolloutState
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.listener import Listener
+from producer_workers.worker.control_client import Listener
 from tests.pipeline.yard import TASK, Yard
 
 LENGTHS = (10, 60)

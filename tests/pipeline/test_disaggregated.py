@@ -16,11 +16,12 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.batch_status import ProduceBatchStatus
-from buffer.control import Mode
+from buffer.control.control import Mode
+from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone
-from consumer.rollout_consumer import Batch, RolloutConsumer, Stopped
-from producer_workers.agent_loop_manager import AgentLoopManager
+from consumer.batches.batch import Batch, Stopped
+from consumer.rollout_consumer import RolloutConsumer
+from producer_workers.producer.producer import AgentLoopManager
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import LINEAGE, TASK, Yard
 

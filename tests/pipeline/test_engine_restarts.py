@@ -10,13 +10,13 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from buffer.config.engine import VllmConfig
 from buffer.errors import ModelError
-from producer_workers import engine_restarts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError, Generation
-from producer_workers.engines.config import VllmConfig
-from tests.engines.tiny_model import write_tiny_model
+from producer_workers.worker import engine_restarts
 from tests.pipeline.yard import FIRST, SLOW_S, Yard
+from tests.producer_workers.engines.tiny_model import write_tiny_model
 
 
 @pytest.fixture(autouse=True)

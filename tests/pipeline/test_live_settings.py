@@ -10,15 +10,15 @@ from pathlib import Path
 import orjson
 
 from buffer.config.loader import parse_settings
-from buffer.control import Mode
-from buffer.limits import TaskLimits
-from buffer.live_settings import LiveSettings
-from buffer.rollout import SampleParams
+from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
+from buffer.model.limits import TaskLimits
+from buffer.model.rollout import SampleParams
 from buffer.run import Run
-from producer_workers.agent_loop_manager import AgentLoopManager
-from producer_workers.datasets.jsonl import JsonlDataset
-from producer_workers.sampler import Sampler
-from producer_workers.strategy import strategies_of
+from producer_workers.datasets.files import JsonlDataset
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import strategies_of
 from tests.pipeline.yard import LONG, SLOW_S, TASK, Letters, Yard
 
 

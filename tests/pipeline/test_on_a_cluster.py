@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.account import Audit
+from buffer.batches.account import Audit
 from tests.pipeline.test_disaggregated import ROOT, SHARE, consumer_of, play, take
 from tests.pipeline.yard import TASK, Yard
 from tests.servers import Server

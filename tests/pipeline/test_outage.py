@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from buffer import outage_clock
-from buffer.control import new_nonce
 from buffer.errors import ProducerGone
-from buffer.manifest import NotReady
+from buffer.model.ids import new_nonce
+from buffer.model.manifest import NotReady
 from buffer.server.embedded import EmbeddedServer
-from buffer.store import Store
-from consumer import batch_outlook
-from consumer.batch_outlook import BatchOutlook
-from producer_workers.standby import _await_vacancy
+from buffer.store import retry as outage_clock
+from buffer.store.store import Store
+from consumer.batches import outlook as batch_outlook
+from consumer.batches.outlook import BatchOutlook
+from producer_workers.producer.standby import _await_vacancy
 from tests.pipeline.yard import TASK, Yard
 
 OUTAGE_S = 300.0

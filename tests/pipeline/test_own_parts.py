@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer.group import RolloutGroup
-from buffer.rollout import RolloutState
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import RolloutState
 from buffer.run import Run
-from buffer.store import Store
+from buffer.store.store import Store
 from producer_workers.agent_loops.multi_turn import turns_of
 from tests.pipeline.site import ROOT, Site
 

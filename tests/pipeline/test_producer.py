@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.control import Mode
+from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld
-from buffer.keys import group_id
-from producer_workers.agent_loop_manager import AgentLoopManager
+from buffer.model.ids import group_id
+from producer_workers.producer.producer import AgentLoopManager
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import TASK, Yard
 from tests.servers import KINDS

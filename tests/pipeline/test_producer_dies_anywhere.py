@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from buffer import Status, Store
-from buffer.progress import ProduceProgress
-from producer_workers.agent_loop_manager import AgentLoopManager
+from buffer.control.progress import ProduceProgress
+from buffer.model.rollout import Status
+from buffer.store.store import Store
+from producer_workers.producer.producer import AgentLoopManager
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
 

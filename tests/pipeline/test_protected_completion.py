@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from buffer.control import Mode, new_nonce
-from buffer.rollout import Status
+from buffer.control.control import Mode
+from buffer.model.ids import new_nonce
+from buffer.model.rollout import Status
 from tests.pipeline.yard import FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
 
 

@@ -1,6 +1,6 @@
 """What the reference (XTuner v1) promises of producing, asked of ours; docstrings say where ours differs.
 
-Its replay buffer: tests/buffer/test_reference_behaviours.py. Shares by weight, should_continue_fn, several tasks:
+Its replay buffer: tests/buffer/groups/test_reference_behaviours.py. Shares by weight, should_continue_fn, several tasks:
 test_agent_loop_manager.py. Raw rewards before filtering: test_task_runner.py. Its state machine: test_disaggregated.py.
 """
 
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from buffer import Job, Mode, ProduceBatchStatus, RunLimits, Status, TaskLimits
-from buffer.mix import allocate
+from buffer.control.control import Mode
+from buffer.control.task_status import ProduceBatchStatus
+from buffer.model.job import Job
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import Status
+from buffer.model.task_mix import allocate
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
 

@@ -15,24 +15,24 @@ import numpy as np
 import openai
 import pytest
 
-from buffer import Run, Store
+from buffer.config.engine import SimulatedConfig
 from buffer.config.loader import load_config
-from buffer.control import new_nonce
+from buffer.config.worker import ProducingConfig
 from buffer.errors import ConfigError, ModelError
-from buffer.rollout import RolloutState, Status
-from producer_workers import worker
-from producer_workers.agent_loops.environment import Answer, Turn
-from producer_workers.agent_loops.gateway.runner import AgentTask
-from producer_workers.agent_loops.multi_turn import turns_of
+from buffer.model.distributions import Fixed
+from buffer.model.ids import new_nonce
+from buffer.model.rollout import RolloutState, Status
+from buffer.run import Run
+from buffer.store.store import Store
+from producer_workers.agent_loops.gateway.agents import AgentTask
+from producer_workers.agent_loops.multi_turn import Answer, Turn, turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.assembly import make_worker
-from producer_workers.config import ProducingConfig
+from producer_workers.build import make_worker
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.engines.config import SimulatedConfig
-from producer_workers.engines.distributions import Fixed
-from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.rehearsal import FIRST, RehearsalError, rehearse
+from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.worker import worker
+from rolloutmq.testing import FIRST, RehearsalError, rehearse
 
 ROOT = Path(__file__).parents[2]
 SUMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(5)]

@@ -19,17 +19,16 @@ from typing import Any
 import pytest
 import rq
 
-from buffer.config.sections import JudgingSection
+from buffer.config.run import JudgingSection
 from buffer.errors import ConfigError, JudgeError
-from buffer.rollout import RolloutState
-from buffer.server.nodes import Servers
-from buffer.store import Store
+from buffer.model.rollout import RolloutState
+from buffer.store.nodes import Servers
+from buffer.store.store import Store
 from producer_workers.judges import rq_judge
 from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
-from producer_workers.judges.rq_job import FUNCTION
 from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
-from producer_workers.judges.rq_queue import judge_url, open_queue
+from producer_workers.judges.rq_worker import FUNCTION, judge_url, open_queue
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import Yard
 from tests.servers import Server

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from buffer.control import Mode
+from buffer.config.engine import SimulatedConfig
+from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
-from buffer.live_settings import LiveSettings, LiveTaskSettings
-from buffer.rollout import RolloutState, SampleParams
+from buffer.model.distributions import Fixed
+from buffer.model.rollout import RolloutState, SampleParams
 from consumer.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
-from producer_workers.engines.config import SimulatedConfig
-from producer_workers.engines.distributions import Fixed
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.task_runner import TaskRunner
-from producer_workers.worker import Worker
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST
 from tests.pipeline.mixture import TASKS, Mixture
 from tests.pipeline.produce import make_producer

@@ -13,13 +13,12 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from buffer import Store
 from buffer.config.loader import load_config
+from buffer.config.trainer import TrainingConfig
+from buffer.monitoring.traced_run import trace_run
+from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run
-from buffer.trace_ids import root_span_id, trace_id
-from buffer.traced_run import trace_run
-from buffer.tracing import SWITCH
-from consumer.config import TrainingConfig
+from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
 from tests.pipeline.site import Process, Site
 

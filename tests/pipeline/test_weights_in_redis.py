@@ -9,12 +9,12 @@ import orjson
 import pytest
 from safetensors.numpy import load_file
 
-from buffer.chunks import CHUNK_BYTES
 from buffer.errors import WireError
-from buffer.rollout import PolicyVersion
+from buffer.model.rollout import PolicyVersion
+from buffer.store.payloads import CHUNK_BYTES
 from buffer.weights import manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
-from producer_workers import steered_engine
+from producer_workers.worker import engine_control as steered_engine
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
 

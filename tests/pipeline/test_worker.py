@@ -11,26 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.control import Mode, new_nonce
+from buffer.config.engine import TransformersConfig
+from buffer.control.control import Mode
+from buffer.control.fleet import WorkerRecord
 from buffer.errors import Fenced, LostRun
+from buffer.model.ids import new_nonce
+from buffer.monitoring.history import WORKERS, History
+from buffer.monitoring.prometheus import RunCollector
+from buffer.monitoring.run_view import take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
-from buffer.store import Store
-from buffer.watch.collector import RunCollector
-from buffer.watch.history import WORKERS, History
-from buffer.watch.snapshot import take_snapshot
-from buffer.worker_record import WorkerRecord
-from consumer.recorded_experts import RecordedExperts
-from producer_workers import expert_files
-from producer_workers import worker as worker_module
+from buffer.store.store import Store
+from consumer.training.routing_replay import RecordedExperts
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.engines.config import TransformersConfig
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge_times import JudgeTimes
+from producer_workers.worker import group_runner as expert_files
+from producer_workers.worker import worker as worker_module
 from tests.buffer.cutting_proxy import CuttingProxy
-from tests.engines.tiny_model import write_tiny_model
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, WatchedEngine, Yard, versions
+from tests.producer_workers.engines.tiny_model import write_tiny_model
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)

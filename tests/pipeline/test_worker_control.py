@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from buffer.control import Mode
+from buffer.control.control import Mode
+from buffer.model.rollout import PolicyVersion, Status
 from buffer.open_run import INITIAL
-from buffer.rollout import PolicyVersion, Status
-from producer_workers.listener import Listener
+from producer_workers.worker.control_client import Listener
 from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
 from tests.servers import KINDS
 

@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from buffer import wire
-from buffer.control import ControlState, Mode, new_nonce
-from buffer.group import RolloutGroup
-from buffer.keys import group_id
-from buffer.limits import RunLimits, TaskLimits
+from buffer.config.engine import SimulatedConfig
+from buffer.control.control import ControlState, Mode
+from buffer.model import wire
+from buffer.model.distributions import Fixed
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.job import PayloadRef
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.open_run import INITIAL
-from buffer.payloads import PayloadRef
-from buffer.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.run import Run
-from buffer.store import Store
+from buffer.store.store import Store
 from buffer.weights import manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
-from producer_workers.engines.config import SimulatedConfig
-from producer_workers.engines.distributions import Fixed
-from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.engines.simulated.engine import SimulatedEngine
 from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.task_runner import TaskRunner
-from producer_workers.worker import Worker
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
 
 TASK = "sums"

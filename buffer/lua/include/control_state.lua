@@ -1,6 +1,6 @@
 -- control_state: the fields of the control state that replies carry.
 
--- The first six fields of every reply to a worker, producer or trainer (buffer/control.py parses them).
+-- The first six fields of every reply to a worker, producer or trainer (buffer/control/control.py parses them).
 local function control_state(control)
   local state = redis.call('HMGET', control, 'epoch', 'mode', 'lanes', 'weights', 'weights_path', 'weights_checksum')
   for i = 1, 6 do state[i] = state[i] or '' end

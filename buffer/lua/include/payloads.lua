@@ -2,7 +2,7 @@
 
 -- Payloads in the run's slot are keys of the script: their bytes are counted and kept from expiring here. In a cluster
 -- they lie in other slots: no key is given, the size that the caller states is taken, and they are listed for the caller
--- to pin (buffer/pins.py). `others`: keys in front of the chunks.
+-- to pin (buffer/store/payloads.py). `others`: keys in front of the chunks.
 local function seen_bytes(payloads, others, chunks, size)
   if #payloads == 0 then return size end
   local found = 0

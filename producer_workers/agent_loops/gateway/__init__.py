@@ -9,3 +9,7 @@ session.py   a conversation, or several, as tokens: what is trained
 segment.py   one stretch of tokens that the model really had before it
 verifiers_agent.py   environments of verifiers as agents
 """
+
+
+
+

@@ -14,19 +14,25 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from buffer.dotted_path import load_object
 from buffer.errors import ConfigError, JudgeError
-from buffer.rollout import RolloutState, Status
+from buffer.model.dotted_path import load_object
+from buffer.model.rollout import RolloutState, Status
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.gateway.runner import AgentError, AgentRunner, AgentTask, FunctionAgent, ProgramAgent
+from producer_workers.agent_loops.gateway.agents import (
+    AgentError,
+    AgentRunner,
+    AgentTask,
+    FunctionAgent,
+    ProgramAgent,
+)
 from producer_workers.agent_loops.gateway.segment import Segment, common_prompt
 from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
 from producer_workers.agent_loops.single_turn import run_all
+from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import PARSERS
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
-from producer_workers.tokenizer import Tokenizer
 
 Rollouts = list[tuple[RolloutState, Segment | None]]
 """What a session gave; no segment where it was interrupted or failed."""

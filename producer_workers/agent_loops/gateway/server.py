@@ -18,12 +18,15 @@ from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError
-from producer_workers.agent_loops.gateway.chat_completion import ChatRequest
-from producer_workers.agent_loops.gateway.dialect import Asked, refusal
+from producer_workers.agent_loops.gateway.openai_api import (
+    Asked,
+    ChatRequest,
+    TextRequest,
+    refusal,
+)
 from producer_workers.agent_loops.gateway.session import Session, SessionClosed, Turn
-from producer_workers.agent_loops.gateway.text_completion import TextRequest
+from producer_workers.agent_loops.tokenizer import Tokenizer, aside
 from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.tokenizer import Tokenizer, aside
 
 log = logging.getLogger("rolloutmq.worker")
 

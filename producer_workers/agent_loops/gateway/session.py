@@ -21,14 +21,14 @@ import numpy as np
 import orjson
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.rollout import SampleParams, ToolCall
+from buffer.model.rollout import SampleParams, ToolCall
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.gateway.budget import TokenBudget
+from producer_workers.agent_loops.gateway.sampling_overrides import Wishes
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
-from producer_workers.agent_loops.gateway.wishes import Wishes
+from producer_workers.agent_loops.gateway.token_budget import TokenBudget
+from producer_workers.agent_loops.tokenizer import Tokenizer, aside, encode_chat
 from producer_workers.agent_loops.tool_parsers import PARSERS, before_calls
 from producer_workers.engines.base import Engine, Generation
-from producer_workers.tokenizer import Tokenizer, aside, encode_chat
 
 log = logging.getLogger("rolloutmq.worker")
 

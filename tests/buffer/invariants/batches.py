@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from buffer import Manifest, Mode, NotReady, PolicyVersion, Status, new_nonce
+from buffer.control.control import Mode
+from buffer.control.task_status import Halt
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
-from buffer.halts import Halt
+from buffer.model.ids import new_nonce
+from buffer.model.manifest import Manifest, NotReady
+from buffer.model.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import Scene, extend
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from buffer import Status, group_id, new_nonce
 from buffer.errors import Fenced, PayloadMissing
-from buffer.job import Enqueued
+from buffer.groups.claim import Enqueued
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.rollout import Status
 from tests.buffer.scene import Scene
 
 

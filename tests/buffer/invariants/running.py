@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from buffer import Mode, PolicyVersion, Status, new_nonce
+from buffer.batches.ledger import BAD_GROUPS, BAD_WINDOW_MS
+from buffer.control.control import Mode
 from buffer.errors import StoreUnavailable
-from buffer.ledger import BAD_GROUPS, BAD_WINDOW_MS
+from buffer.model.ids import new_nonce
+from buffer.model.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import changed
 from tests.buffer.scene import FIRST, Scene
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from buffer import Mode, new_nonce
+from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld
-from buffer.job import Enqueued
+from buffer.groups.claim import Enqueued
+from buffer.model.ids import new_nonce
 from tests.buffer.machine.model import ALL_LANES
 from tests.buffer.machine.world import World
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from buffer import NotReady, Status, group_id, new_nonce, wire
+from buffer.model import wire
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.manifest import NotReady
+from buffer.model.rollout import Status
 from tests.buffer.machine.server_moves import ServerMoves
 from tests.buffer.scene import extend, prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from buffer import Run
+from buffer.run import Run
 from tests.buffer.machine.server_moves import ServerMoves
 from tests.buffer.machine.settings_moves import SettingsMoves
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from buffer import Manifest, Mode, PolicyVersion
-from buffer.keys import LANES
-from buffer.staleness import staleness
+from buffer.control.control import Mode
+from buffer.model.ids import LANES
+from buffer.model.manifest import Manifest
+from buffer.model.rollout import PolicyVersion
+from buffer.model.staleness import staleness
 from tests.buffer.scene import FIRST
 
 TASKS = ("math", "code")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from buffer import PolicyVersion, Status, group_id
 from buffer.errors import GroupHeld, MemoryFull
-from buffer.keys import IMPORTED_FROM
+from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.model.rollout import PolicyVersion, Status
 from tests.buffer.machine.model import TASKS, Group
 from tests.buffer.machine.world import World
 from tests.buffer.scene import prompt, rollout

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
-from buffer import Manifest, PolicyVersion, group_id, split_group_id
-from buffer.keys import IMPORTED_FROM
-from buffer.payloads import PayloadRef
-from buffer.recovery.opening import Opening
-from buffer.recovery.position import Position
+from buffer.batches.position import Position
+from buffer.batches.trainer_opening import Opening
+from buffer.model.ids import IMPORTED_FROM, group_id, split_group_id
+from buffer.model.job import PayloadRef
+from buffer.model.manifest import Manifest
+from buffer.model.rollout import PolicyVersion
 from tests.buffer.machine.control_moves import ControlMoves
 from tests.buffer.machine.model import TASKS, Group
 from tests.buffer.machine.producer_moves import ProducerMoves

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
-from buffer.live_settings import LiveSettings
 from tests.buffer.machine.world import World
 
 NO_MARK = 10**9

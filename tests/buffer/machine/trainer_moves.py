@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from buffer import Manifest, Mode, NotReady, PolicyVersion
+from buffer.control.control import Mode
 from buffer.errors import Fenced, LedgerError
-from buffer.staleness import staleness
+from buffer.model.manifest import Manifest, NotReady
+from buffer.model.rollout import PolicyVersion
+from buffer.model.staleness import staleness
 from tests.buffer.machine.model import WORKERS
 from tests.buffer.machine.world import World
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from buffer import Job, Mode, PolicyVersion, Status, new_nonce
+from buffer.control.control import Mode
 from buffer.errors import Fenced
+from buffer.model.ids import new_nonce
+from buffer.model.job import Job
+from buffer.model.rollout import PolicyVersion, Status
 from tests.buffer.machine.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.machine.world import World
 from tests.buffer.scene import FIRST, extend

@@ -8,8 +8,8 @@ from typing import Any
 
 import redis
 
-from buffer import RunLimits, TaskLimits
-from buffer.keys import LANES, POOLS
+from buffer.model.ids import LANES, POOLS
+from buffer.model.limits import RunLimits, TaskLimits
 from tests.buffer.echo_store import MUTATING, EchoStore
 from tests.buffer.machine.model import (
     LEASE_MS,

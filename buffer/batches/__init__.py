@@ -1,0 +1,1 @@
+"""The life of a batch: taken, committed, archived, accounted for, and recovered after a loss."""

@@ -1,0 +1,133 @@
+"""Draws that ended, told by value to a server that forgot it; and draws that are to be drawn again (I3, I6)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from buffer.batches.position import Bools, DrawSet, Position
+from buffer.errors import LedgerError
+from buffer.model.ids import IMPORTED_FROM, split_group_id
+from buffer.model.limits import RunLimits
+from buffer.store.keys import Keys
+from buffer.store.replies import unfenced
+from buffer.store.store import Store
+
+SLICE = 128
+"""Draws in one call."""
+
+Ending = tuple[int, str]
+"""A draw and where it belongs: archived, dropped, or again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """One task as the server knows it: no draw from `drawn` on ever came in, nor an imported one from `outside` on."""
+
+    drawn: int
+    outside: int
+    archived: Bools
+    imported: Bools
+
+
+class DrawAssertion:
+    """Compares the server's bitmaps with what was trained. `changed`, `lost`: draws ended, and to be drawn again."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, nonce: str) -> None:
+        self._store, self._keys, self._limits, self._nonce = store, keys, limits, nonce
+        self.changed = self.lost = 0
+
+    def end(self, position: Position, living: Collection[str]) -> None:
+        """Archive what was trained and is not `living` in a batch, wherever it came back to life."""
+        for task in self._limits.training_tasks:
+            known, in_batches = self._known(task), numbers_of(task, living)
+            drawn, imported = _of(position.trained.tasks, task), _of(position.trained.imported, task)
+            ends = [(draw, "archived") for draw in _missing(drawn.to_bools(), known.archived)]
+            ends += _end_imported(imported.to_bools(), known)
+            seen = position.cursors.get(task, 0)
+            lost = sum(draw not in drawn for draw in range(known.drawn, seen))
+            self._assert(task, [ending for ending in ends if ending[0] not in in_batches], seen, lost)
+
+    def revive(self, position: Position) -> None:
+        """Let what is archived and was not trained be drawn again; an imported group cannot be, and is dropped."""
+        for task in self._limits.training_tasks:
+            self._assert(task, self._untrained(task, position), 0, 0)
+
+    def has_untrained(self, position: Position) -> bool:
+        """Whether there is any such group."""
+        return any(self._untrained(task, position) for task in self._limits.training_tasks)
+
+    def _untrained(self, task: str, position: Position) -> list[Ending]:
+        known = self._known(task)
+        drawn, imported = _of(position.trained.tasks, task), _of(position.trained.imported, task)
+        again = [(draw, "again") for draw in _missing(known.archived, drawn.to_bools())]
+        return again + [(IMPORTED_FROM + n, "dropped") for n in _missing(known.imported, imported.to_bools())]
+
+    def _known(self, task: str) -> _Draws:
+        progress, archived = self._keys.progress(task), self._keys.ended(task, "archived")
+        counts, drawn, imported = self._store.each(
+            "draws",
+            [
+                ("HMGET", progress, "cursor", "reach", "lost_to", "put", "imported"),
+                ("GETRANGE", archived, 0, IMPORTED_FROM // 8 - 1),
+                ("GETRANGE", archived, IMPORTED_FROM // 8, -1),
+            ],
+        )
+        cursor, reach, lost_to, put, added = (int(count or 0) for count in counts)
+        return _Draws(max(cursor, reach, lost_to), put + added, _bools(drawn), _bools(imported))
+
+    def _assert(self, task: str, ends: Sequence[Ending], seen: int, lost: int) -> None:
+        rest = iter(ends)
+        part = list(islice(rest, SLICE))
+        while part or lost:
+            reply = self._store.call(
+                "reassert",
+                self._keys.slots(),
+                {"nonce": self._nonce, "task": task, "first": IMPORTED_FROM, "seen": seen, "lost": lost},
+                tail_args=[value for ending in part for value in ending],
+                durable=True,
+            )
+            expect_ok("reassert", reply)
+            self.changed += int(reply[1])
+            self.lost += lost
+            part, lost = list(islice(rest, SLICE)), 0
+
+
+def expect_ok(script: str, reply: list[Any]) -> None:
+    """Raise Fenced, or LedgerError for every other reply that is not OK."""
+    if unfenced(reply, "trainer")[0] != "OK":
+        raise LedgerError(
+            f"the run moved while it was recovered ({script}: {' '.join(map(str, reply))})",
+            hint="open the trainer again: it goes on with that",
+        )
+
+
+def numbers_of(task: str, gids: Iterable[str]) -> set[int]:
+    """The draws of a task among these groups."""
+    return {draw for name, draw in map(split_group_id, gids) if name == task}
+
+
+def _end_imported(trained: Bools, known: _Draws) -> Iterator[Ending]:
+    """Those that the server forgot cannot be had back: their numbers are dropped, if they were not trained."""
+    forgotten = range(known.outside, int(trained.nonzero()[0].max(initial=-1)) + 1)
+    for number in sorted({*_missing(trained, known.imported), *forgotten}):
+        yield IMPORTED_FROM + number, "archived" if trained[number] else "dropped"
+
+
+def _of(sets: dict[str, DrawSet], task: str) -> DrawSet:
+    return sets.get(task, DrawSet())
+
+
+def _bools(bitmap: bytes) -> Bools:
+    return np.unpackbits(np.frombuffer(bitmap, "u1")).astype(bool)
+
+
+def _missing(wanted: Bools, found: Bools) -> list[int]:
+    """The numbers that are in `wanted` and not in `found`."""
+    missing = wanted.copy()
+    missing[: len(found)] &= ~found[: len(wanted)]
+    return [int(number) for number in np.flatnonzero(missing)]

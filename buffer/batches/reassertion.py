@@ -1,0 +1,197 @@
+"""After a loss: the server is told by value what the trainer's checkpoint knows (I6).
+
+A server can lose its last second (`appendfsync everysec`), or be put back to an older state, or come back empty. Then a
+checkpoint of step S knows more than it: batches that were taken, and draws that were trained. What the server says is
+compared with that, at every opening; where nothing is lost nothing is written. Otherwise, while take waits:
+
+1. a batch that is not one of S's history is dissolved: its groups are ready again
+2. batches since the oldest checkpoint kept come back as they were, if their bytes are still there; if not, they and
+   all before them can be delivered no more, and S is the oldest checkpoint that opens without `regenerate`
+3. every other draw that was trained is archived, wherever it came back to life; one that only a trainer before a
+   `regenerate` had trained, which the server forgot, too, is drawn again
+4. the ledger goes on after S
+
+Each of these is one script, or slices of one, that changes nothing when repeated. A trainer that dies between two
+leaves `recovering` set, so that nobody is given a batch, and the next one compares again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from buffer.batches.draw_assertion import DrawAssertion, expect_ok, numbers_of
+from buffer.batches.ledger import BatchLedger
+from buffer.batches.position import Position
+from buffer.model.limits import RunLimits
+from buffer.model.manifest import Manifest
+from buffer.store.keys import Keys
+from buffer.store.payloads import PayloadStore
+from buffer.store.store import Store
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What an opening put right: draws ended or drawn again by value, batches restored and dissolved."""
+
+    changed: int = 0
+    lost: int = 0
+    restored: int = 0
+    dissolved: int = 0
+    oldest: int | None = None
+    """the only steps left to open without `regenerate` are from this one on, since bytes are gone"""
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.lost or self.restored or self.dissolved or self.oldest)
+
+
+class Reassertion:
+    """One comparison of a server with a checkpoint, by the trainer of `nonce`, whose opening set `recovering`."""
+
+    def __init__(
+        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, ledger: BatchLedger, nonce: str
+    ) -> None:
+        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+        self._ledger, self._nonce = ledger, nonce
+        self._draws = DrawAssertion(store, keys, limits, nonce)
+        self._done = Recovery()
+
+    def run(self, position: Position, *, regenerate: bool = False) -> Recovery:
+        """Bring the server up to `position`; with `regenerate`, also down to it. Raises Fenced."""
+        self._position = position
+        self._end_commit()
+        taken, _, freed = self._ledger.steps()
+        taken = self._dissolve(freed, taken)
+        if regenerate and position.step < freed:
+            self._go_below()
+        else:
+            self._catch_up(taken)
+        self._done.changed, self._done.lost = self._draws.changed, self._draws.lost
+        return self._done
+
+    def _end_commit(self) -> None:
+        """Archive the rest of a batch of which a slice was archived: it can be nothing else any more."""
+        keep = self._store.retrying("keep", lambda: self._store.control.hget(self._keys.ledger("train"), "keep"))
+        if int(keep or 0) > self._ledger.steps()[2]:
+            self._ledger.commit(self._nonce, int(keep), int(keep))
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def _dissolve(self, freed: int, taken: int) -> int:
+        """Let go of the batches from the first one on that S's history does not go on with; returns the last left."""
+        steps = range(freed + 1, taken + 1)
+        below = self._position.step < freed
+        first = next((step for step in steps if below or not self._is_history(step)), taken + 1)
+        for step in reversed(range(first, taken + 1)):
+            self._dissolve_one(step)
+        return first - 1
+
+    def _is_history(self, step: int) -> bool:
+        """Whether this batch is what was trained in its step, or, after S, can be trained."""
+        found, known = self._ledger.manifest(step), self._position.manifest(step)
+        if found is None:
+            return False
+        if known is not None:
+            return [entry.payload for entry in found.entries] == [entry.payload for entry in known.entries]
+        trained = [gid in self._position.trained for gid in found.gids]
+        if step > self._position.step:
+            return not any(trained)
+        # its manifest is not known any more, since no checkpoint asks for it; what a later step trained was not in it
+        return all(trained) and self._position.kept.isdisjoint(found.gids)
+
+    def _restorable(self, taken: int) -> list[Manifest]:
+        """The batches behind the last one that the server knows of which, and of all after them, all is there."""
+        found: list[Manifest] = []
+        for step in range(self._position.step, taken, -1):
+            manifest = self._position.manifest(step)
+            if manifest is None or not self._is_whole(manifest):
+                break
+            found.insert(0, manifest)
+        return found
+
+    def _is_whole(self, manifest: Manifest) -> bool:
+        """Whether records and bytes of all its groups are there; the bytes are then pinned."""
+        records = self._store.each("records", [("EXISTS", self._keys.group(gid)) for gid in manifest.gids])
+        return all(records) and self._payloads.pin([entry.payload for entry in manifest.entries])
+
+    def _restore(self, manifest: Manifest) -> None:
+        reply = self._store.call(
+            "restore_batch",
+            self._keys.slots(ledger=self._ledger.name, step=manifest.step),
+            {"nonce": self._nonce, "step": manifest.step, "header": manifest.header},
+            tail_args=manifest.lines[1:],
+            durable=True,
+        )
+        expect_ok("restore_batch", reply)
+        self._done.restored += 1
+
+    def _dissolve_one(self, step: int) -> None:
+        reply = self._store.call(
+            "dissolve_batch",
+            self._keys.slots(ledger=self._ledger.name, step=step),
+            {"nonce": self._nonce, "step": step, "lag": self._limits.lag},
+            durable=True,
+        )
+        expect_ok("dissolve_batch", reply)
+        self._done.dissolved += 1
+
+    # -- up to the checkpoint ----------------------------------------------------------------------
+
+    def _catch_up(self, taken: int) -> None:
+        position = self._position
+        restorable = self._restorable(taken)
+        first = restorable[0].step if restorable else max(taken, position.step) + 1
+        lives = {gid for step in range(self._ledger.steps()[2] + 1, taken + 1) for gid in self._gids(step)}
+        lives |= {gid for manifest in restorable for gid in manifest.gids}
+        if first > taken + 1:  # there is a hole: what is before it can be delivered no more
+            self._ledger.commit(self._nonce, taken, taken)
+        self._draws.end(position, lives)
+        self._revive()
+        if first > taken + 1:
+            self._done.oldest = first - 1
+            self._reset_ledger(first - 1, restorable)
+            self._discard(range(taken + 1, first))
+        for manifest in restorable:
+            self._restore(manifest)
+
+    def _discard(self, steps: range) -> None:
+        """Bytes of batches that are not whole: their groups were archived as they came back, without these."""
+        for step in steps:
+            if manifest := self._position.manifest(step):
+                self._payloads.discard([entry.payload for entry in manifest.entries])
+
+    def _gids(self, step: int) -> list[str]:
+        manifest = self._ledger.manifest(step)
+        return manifest.gids if manifest else []
+
+    # -- down to the checkpoint ----------------------------------------------------------------------
+
+    def _go_below(self) -> None:
+        """Let all that was archived after S be drawn again; its bytes are gone."""
+        self._ledger.archive.forget(everything=True)
+        self._draws.end(self._position, set())
+        self._revive()
+        self._done.oldest = self._position.step
+        self._reset_ledger(self._position.step, [])
+
+    def _revive(self) -> None:
+        if not self._draws.has_untrained(self._position):
+            return
+        # a prompt that is still listed as garbage must not be freed once it is written again
+        while self._payloads.collect():
+            pass
+        self._draws.revive(self._position)
+
+    def _reset_ledger(self, step: int, still_to_come: list[Manifest]) -> None:
+        position = self._position
+        later = [gid for manifest in still_to_come for gid in manifest.gids]
+        used = {
+            task: position.trained.count(task) - len(numbers_of(task, later)) for task in self._limits.training_tasks
+        }
+        reply = self._store.call(
+            "reset_ledger",
+            self._keys.slots(ledger=self._ledger.name),
+            {"nonce": self._nonce, "step": step, "committed": position.step},
+            tail_args=[value for pair in used.items() for value in pair],
+            durable=True,
+        )
+        expect_ok("reset_ledger", reply)

@@ -1,0 +1,161 @@
+"""What is wrong with a config, told in the words of the file: dotted path, what is there, what is expected.
+
+pydantic locates an error in the model; a location may name union members that nobody wrote, or values that
+were filled in from another section. Both are translated back to the file here. Which keys are known is read
+from the model's JSON schema.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, to_json
+
+from buffer.store.url import mask_url
+
+FIXED = "x-fixed"
+"""Key of a section's JSON schema: names of what cannot change while a run goes on, and why."""
+
+Location = Sequence[str | int]
+
+
+def describe_problems(model: type[BaseModel], tree: Mapping[str, Any], error: ValidationError) -> list[str]:
+    """One line per mistake, in the order of the model. `tree` is the file as it was read."""
+    found = [
+        _locate(tree, details)
+        for details in error.errors(include_url=False)
+        if details["type"] != "default_factory_not_called"  # follows from another mistake
+    ]
+    # A section that was filled in from another one repeats the mistakes of that one.
+    written = [problem for problem in found if problem.is_written] or found
+    return list(dict.fromkeys(_tell(model, problem) for problem in written))
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    details: ErrorDetails
+    path: list[str | int]
+    got: Any
+    is_written: bool
+
+
+def _locate(tree: Mapping[str, Any], details: ErrorDetails) -> _Problem:
+    node: Any = tree
+    path: list[str | int] = []
+    *parents, last = details["loc"] or ("",)
+    for part in parents:
+        if _has(node, part):
+            node = node[part]
+            path.append(part)
+        elif isinstance(node, dict) and part not in node.values():  # else: the tag of a union's member
+            return _Problem(details, [*path, part], details["input"], is_written=False)
+    if details["type"] == "missing":
+        return _Problem(details, [*path, last], None, is_written=True)
+    if _has(node, last):
+        return _Problem(details, [*path, last], node[last], is_written=True)
+    is_here = last in ("[key]", "") or not isinstance(node, dict) or last in node.values()
+    return _Problem(details, path if is_here else [*path, last], details["input"], is_here)
+
+
+def _has(node: Any, part: str | int) -> bool:
+    if isinstance(node, list):
+        return isinstance(part, int) and part < len(node)
+    return isinstance(node, dict) and part in node
+
+
+def _tell(model: type[BaseModel], problem: _Problem) -> str:
+    where = _dotted(problem.path) or "the file"
+    context = problem.details.get("ctx", {})
+    match problem.details["type"]:
+        case "missing":
+            return f"{where}: missing"
+        case "extra_forbidden":
+            return f"{where}: {_suggest(model, problem.details['loc'])}"
+        case "union_tag_invalid":
+            key = str(context["discriminator"]).strip("'")
+            return f"{where}.{key} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
+        case "union_tag_not_found":
+            return f"{where}.{str(context['discriminator']).strip(chr(39))}: missing"
+    got = "" if isinstance(problem.got, dict) else f" = {_shorten(problem.got)}"
+    return f"{where}{got}: {mask_url(_expectation(problem.details['msg']))}"
+
+
+def _dotted(path: Location) -> str:
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            quoted = part if re.fullmatch(r"[\w-]+", part) else to_json(part).decode()
+            text += f".{quoted}" if text else quoted
+    return text
+
+
+def _shorten(value: Any, limit: int = 80) -> str:
+    text = mask_url(to_json(value, inf_nan_mode="constants", fallback=str).decode())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def _expectation(message: str) -> str:
+    """pydantic's "Input should be a valid integer" as "expected a valid integer"."""
+    return re.sub(r"^Input should be ", "expected ", message.removeprefix("Value error, "))
+
+
+# which keys would have been known ---------------------------------------------------------------------
+
+
+def _suggest(model: type[BaseModel], location: Location) -> str:
+    schema = model.model_json_schema()
+    *parents, last = location
+    node, key = _descend(schema, parents), str(last)
+    if why := node.get(FIXED, {}).get(key):
+        return f"cannot change while a run goes on: {why}"
+    return f"unknown key{_suggest_known(schema, node, key)}"
+
+
+def _suggest_known(schema: Mapping[str, Any], node: Mapping[str, Any], key: str) -> str:
+    known = list(node.get("properties", {}))
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
+        return f"; did you mean `{close[0]}`?"
+    if homes := [name for name, section in _sections(schema) if key in section.get("properties", {})]:
+        return f"; it belongs in [{homes[0]}]"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in schema.get("properties", {}):
+        yield name, _descend(schema, (name,))
+
+
+def _descend(schema: Mapping[str, Any], location: Location) -> dict[str, Any]:
+    """The schema at a pydantic location; {} where it says nothing about names."""
+    node = _resolve(schema, dict(schema))
+    for part in location:
+        node = _resolve(schema, _child(node, part))
+    return node
+
+
+def _child(node: Mapping[str, Any], part: str | int) -> dict[str, Any]:
+    tags: dict[str, str] = node.get("discriminator", {}).get("mapping", {})
+    if isinstance(part, str) and part in tags:
+        return {"$ref": tags[part]}
+    if part in node.get("properties", {}):
+        return dict(node["properties"][part])
+    inner = node.get("items" if isinstance(part, int) else "additionalProperties")
+    return dict(inner) if isinstance(inner, dict) else {}
+
+
+def _resolve(schema: Mapping[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    while True:
+        members = [member for member in node.get("anyOf", []) if member.get("type") != "null"]
+        if reference := node.get("$ref"):
+            node = schema["$defs"][reference.rpartition("/")[2]]
+        elif len(members) == 1:
+            node = members[0]
+        else:
+            return node

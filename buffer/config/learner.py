@@ -1,0 +1,155 @@
+"""[learner] of the config: optimizer, schedule, batch layout and loss. Imports no torch.
+
+[critic] of the config: the value model of `advantages = "gae"`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from buffer.config.loader import Section
+
+Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
+Objective = Literal["ppo", "gspo", "cispo"]
+
+
+class LossConfig(Section):
+    """[learner.loss]: the clipped policy-gradient loss.
+
+    Usage:
+
+        LossConfig(objective="gspo", clip_low=3e-4, clip_high=4e-4)
+    """
+
+    objective: Objective = "ppo"
+    """ppo (also for GRPO and DAPO), gspo (one ratio per sample), cispo (clips the weight, not the
+    gradient)"""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """ratios below 1 - clip_low get no gradient where the advantage is negative"""
+    clip_high: float = Field(0.28, ge=0)
+    """ratios above 1 + clip_high get no gradient where the advantage is positive"""
+    dual_clip: float | None = Field(None, gt=1)
+    """ppo: largest factor of a negative advantage, for example 3.0; None: unbounded"""
+    aggregation: Aggregation = "token_mean"
+    """token_mean (DAPO), sequence_mean (GRPO), fixed_length (Dr. GRPO: divides by `max_tokens`)"""
+    max_tokens: int | None = Field(None, ge=1)
+    """the divisor of fixed_length: the longest response that may be sampled"""
+    importance_cap: float | None = Field(2.0, gt=0)
+    """upper bound of the importance weight old policy / rollout policy; None: no such weight"""
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """unit of the importance weight: each token, a sample (product over its tokens), or a sample by
+    the geometric mean of its tokens"""
+    importance_mode: Literal["truncate", "mask"] = "truncate"
+    """a weight above the bound is reduced to it (truncate), or its token or sample is dropped
+    (mask)"""
+    importance_floor: float = Field(0.0, ge=0)
+    """with importance_mode mask: tokens or samples with a smaller weight are dropped, too"""
+    importance_veto: float | None = Field(None, gt=0, lt=1)
+    """samples with a token of a smaller weight are dropped, for example 1e-4; None: no sample"""
+    kl_coef: float = Field(0.0, ge=0)
+    """weight of the KL term to the initial model; 0: none, and no reference model is loaded"""
+    kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """estimator of that KL from the sampled token; k3 is unbiased and never negative"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of an entropy bonus"""
+
+    @model_validator(mode="after")
+    def _has_divisor(self) -> LossConfig:
+        if self.aggregation == "fixed_length" and self.max_tokens is None:
+            raise ValueError("aggregation fixed_length needs max_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_objective(self) -> LossConfig:
+        if self.dual_clip is not None and self.objective != "ppo":
+            raise ValueError(f"dual_clip belongs to objective ppo, not to {self.objective}")
+        if self.importance_floor > 0 and self.importance_mode != "mask":
+            raise ValueError(
+                "importance_floor needs importance_mode = mask: truncation has no lower bound"
+            )
+        return self
+
+
+class LoraConfig(Section):
+    """[learner.lora]: train, save and publish a LoRA adapter; the model's own weights are frozen.
+
+    Usage:
+
+        LoraConfig(rank=16, alpha=32)
+    """
+
+    rank: int = Field(16, ge=1, le=256)
+    """rank of each pair of matrices; at most [engine] max_lora_rank"""
+    alpha: float = Field(32.0, gt=0)
+    """the product of a pair is multiplied by alpha / rank"""
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """the linear layers that get an adapter, by the last part of their name"""
+
+
+class LearnerConfig(Section):
+    """[learner]: optimizer, schedule and batch layout.
+
+    Usage:
+
+        LearnerConfig(learning_rate=1e-6, loss=LossConfig(kl_coef=0.001))
+    """
+
+    learning_rate: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    """the learning rate rises linearly from 0 over this many optimizer steps"""
+    decay_steps: int | None = Field(None, ge=1)
+    """the learning rate decays over this many optimizer steps to the share `final_rate` of itself;
+    None: no decay"""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """shape of the decay"""
+    final_rate: float = Field(0.1, ge=0, le=1)
+    """learning rate after the decay, as a share of learning_rate"""
+    updates_per_batch: int = Field(1, ge=1)
+    """optimizer steps per batch: its groups are divided, in order, into this many parts"""
+    token_budget: int = Field(8192, ge=1)
+    """token slots of one forward pass"""
+    temperature: float = Field(1.0, gt=0)
+    """sampling temperature of the rollouts: logits are divided by it. It must equal the temperature
+    of all tasks"""
+    old_policy: Literal["rollout", "current"] = "rollout"
+    """policy that the ratio is clipped against: the one that sampled the rollout (its recorded
+    logprobs), or the weights before this batch"""
+    bf16: bool = False
+    """forward pass and published weights in bfloat16; parameters and optimizer stay float32"""
+    replay_routing: bool = False
+    """train a mixture of experts with the experts that the engine chose ([engine] routed_experts):
+    R3, arXiv:2510.11370. The reference of a KL term chooses its own"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass instead of storing them: less memory, a third more
+    time"""
+    lora: LoraConfig | None = None
+    """train a LoRA adapter (`pip install 'rolloutmq[lora]'`); None: train the model's weights"""
+    loss: LossConfig = LossConfig()
+
+
+class CriticConfig(Section):
+    """[critic]: the value model; used only with [trainer] advantages = gae.
+
+    Usage:
+
+        CriticConfig(learning_rate=1e-5, lam=0.95)
+    """
+
+    learning_rate: float = Field(1e-5, gt=0)
+    clip: float | None = Field(0.2, gt=0)
+    """largest change of a value in one step; None: unbounded"""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """discount of a reward per token"""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
+    max_grad_norm: float = Field(1.0, gt=0)
+AdvantageEstimator = Literal[
+    "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"
+]

@@ -1,0 +1,72 @@
+"""[tiny_model] of the config: the model that is built locally. Imports no torch.
+
+[warm_start] of the config: supervised training before GRPO. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from buffer.config.loader import Section
+
+
+class TinyModelConfig(Section):
+    """[tiny_model]: the architecture of the model that is built locally.
+
+    Usage:
+
+        TinyModelConfig(hidden=128, layers=2)
+    """
+
+    hidden: int = Field(128, ge=32)
+    """width of the residual stream"""
+    layers: int = Field(2, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(4, ge=1)
+    head_dim: int = Field(32, ge=8, multiple_of=8)
+    """vLLM's attention on a CPU supports 32, 64, 80, 96, 112, 128 and 256"""
+    intermediate: int = Field(384, ge=8)
+    vocab_size: int | None = Field(None, ge=1)
+    """rows of the embedding, to get the shape of a larger model; None: the tokenizer's tokens"""
+    max_positions: int = Field(256, ge=16)
+    """largest number of tokens of prompt and answer"""
+    init_std: float = Field(0.08, gt=0)
+    """standard deviation of the random weights; with the usual 0.02 narrow models learn slowly at
+    first"""
+    phrases: tuple[str, ...] = (
+        "State the final answer to the following arithmetic problem: ",
+        " + ",
+        " - ",
+        " =",
+    )
+    """pieces of text that become one token each; the defaults fit reasoning-gym's chain_sum"""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TinyModelConfig:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        return self
+
+
+class WarmStartConfig(Section):
+    """[warm_start]: the supervised phase.
+
+    Usage:
+
+        WarmStartConfig(max_steps=500, stop_accuracy=0.3)
+    """
+
+    max_steps: int = Field(2000, ge=1)
+    """stop after this many steps, whatever the accuracy"""
+    stop_accuracy: float = Field(0.48, ge=0, le=1)
+    """stop when the greedy accuracy on the development problems reaches this"""
+    check_every_steps: int = Field(25, ge=1)
+    development_problems: int = Field(300, ge=1)
+    """number of held-out problems, from the end of the file; never trained on"""
+    batch_size: int = Field(32, ge=1)
+    """problems per step"""
+    learning_rate: float = Field(3e-3, gt=0)
+    warmup_steps: int = Field(30, ge=1)
+    seed: int = Field(0, ge=0, lt=2**32)

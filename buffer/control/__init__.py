@@ -1,0 +1,1 @@
+"""The control state of a run: pauses, the fleet of workers, progress, events, live settings."""

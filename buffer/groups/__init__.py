@@ -1,0 +1,1 @@
+"""The life of a group: queue, claim, submit, pools, order, dead letters."""

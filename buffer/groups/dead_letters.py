@@ -1,0 +1,78 @@
+"""Dead letters: groups whose tries are used up, or that a trainer could not use, with the reason (I11).
+
+They are kept until somebody requeues or drops them (`buffer.groups.job_queue`), so that the run goes on and nothing is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from buffer.model.ids import split_group_id
+from buffer.store.keys import Keys
+from buffer.store.store import Store
+
+_SLICE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """One dead group. `age_ms` by the server's clock; `step`: of the batch it was quarantined from, else None."""
+
+    gid: str
+    reason: str
+    worker: str
+    tries: int
+    age_ms: int
+    step: int | None = None
+
+    @property
+    def task(self) -> str:
+        return split_group_id(self.gid)[0]
+
+
+class DeadLetters:
+    """The dead letters of one run. Reads only."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store, self._keys = store, keys
+
+    def __len__(self) -> int:
+        return int(self._store.retrying("dead letters", lambda: self._store.control.zcard(self._keys.dead)))
+
+    def reason(self, gid: str) -> Any:
+        """What the letter of a group says: a JSON object with reason and worker; None if it is not dead."""
+        letter = self._store.retrying("dead letter", lambda: self._store.control.get(self._keys.dead_letter(gid)))
+        return orjson.loads(letter) if letter else None
+
+    def newest(self) -> Iterator[DeadLetter]:
+        """All letters, the newest first. Of different instants: one that is requeued meanwhile may be missed."""
+        start = 0
+        while letters := self._store.retrying("dead letters", lambda start=start: self._slice(start)):  # type: ignore[misc]
+            yield from (letter for letter in letters if letter)
+            start += _SLICE
+
+    def _slice(self, start: int) -> list[DeadLetter | None]:
+        client, keys = self._store.control, self._keys
+        seconds, micros = client.time()
+        found = client.zrevrange(keys.dead, start, start + _SLICE - 1, withscores=True)
+        pipe = client.pipeline(transaction=False)
+        for gid, _ in found:
+            pipe.get(keys.dead_letter(gid.decode()))
+            pipe.hget(keys.group(gid.decode()), "tries")
+        replies = pipe.execute() if found else []
+        now_ms = seconds * 1000 + micros // 1000
+        return [
+            _letter(gid.decode(), replies[2 * i], replies[2 * i + 1], now_ms - int(died_ms))
+            for i, (gid, died_ms) in enumerate(found)
+        ]
+
+
+def _letter(gid: str, letter: bytes | None, tries: bytes | None, age_ms: int) -> DeadLetter | None:
+    if letter is None:
+        return None
+    said = orjson.loads(letter)
+    return DeadLetter(gid, said["reason"], said.get("worker", ""), int(tries or 0), age_ms, said.get("step"))

@@ -1,0 +1,65 @@
+"""All groups of a run that still live, in order of their draws, page by page: no key scan, no set that could move.
+
+Draws that have ended are bits, so what is left is found in O(live groups) and one bit per draw. On a live run the
+records are of different instants; a group that ends meanwhile is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from buffer.model.ids import ENDS, IMPORTED_FROM, group_id
+from buffer.store.keys import Keys
+from buffer.store.store import Store
+
+PAGE = 500
+"""Members, entries or records asked for at once."""
+
+PAGE_DRAWS = 2**19
+"""Draws whose ends are looked up at once: 64 KiB of each bitmap."""
+
+Record = dict[str, str]
+
+
+class RecordWalk:
+    """Reads the records of one run."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store, self._keys = store, keys
+
+    def records(self, task: str) -> Iterator[tuple[str, Record]]:
+        """(gid, record) of every living group of a task: drawn ones first, then those from outside."""
+        draws = self._living(task)
+        while page := list(islice(draws, PAGE)):
+            gids = [group_id(task, draw) for draw in page]
+            for gid, fields in zip(gids, self._hashes(gids), strict=True):
+                if fields:
+                    yield gid, {name.decode(): value.decode() for name, value in fields.items()}
+
+    def _living(self, task: str) -> Iterator[int]:
+        counters = ("HMGET", self._keys.progress(task), "cursor", "reach", "put", "imported")
+        (counts,) = self._store.each("records", [counters])
+        cursor, reach, put, imported = (int(count or 0) for count in counts)
+        yield from self._living_between(task, 0, max(cursor, reach))
+        yield from self._living_between(task, IMPORTED_FROM, IMPORTED_FROM + put + imported)
+
+    def _living_between(self, task: str, start: int, stop: int) -> Iterator[int]:
+        for first in range(start, stop, PAGE_DRAWS):
+            ended = np.zeros(PAGE_DRAWS // 8, "u1")
+            for end in ENDS:
+                page = np.frombuffer(self.bits(self._keys.ended(task, end), first // 8), "u1")
+                ended[: len(page)] |= page
+            living = np.flatnonzero(np.unpackbits(ended)[: stop - first] == 0)
+            yield from (living + first).tolist()
+
+    def bits(self, key: str, offset: int) -> bytes:
+        """One page of a bitmap, from `offset` bytes on."""
+        last = offset + PAGE_DRAWS // 8 - 1
+        page: bytes = self._store.retrying("bits", lambda: self._store.bulk.getrange(key, offset, last))
+        return page
+
+    def _hashes(self, gids: list[str]) -> list[dict[bytes, bytes]]:
+        return self._store.each("records", [("HGETALL", self._keys.group(gid)) for gid in gids])

@@ -1,0 +1,104 @@
+"""Frees the files of groups that have ended, found by comparing folders with draws.
+
+A crash at any point leaves a folder that a later sweep finds. A folder of a draw that is not known yet is left alone:
+its files are written before the group is. So is that of an archived group whose batch is retained.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from buffer.batches.ledger import BatchLedger
+from buffer.model.ids import ENDS, split_group_id
+from buffer.store.keys import Keys
+from buffer.store.media_folder import MediaFolder
+from buffer.store.store import Store
+
+log = logging.getLogger("rolloutmq.janitor")
+
+LOOK = 500
+"""Folders that one sweep compares."""
+
+PASS_S = 10.0
+"""A new pass over all folders begins this long after the last one did, at the earliest."""
+
+
+class MediaSweep:
+    """Compares the folder of a run with its groups, a part at a time."""
+
+    def __init__(self, store: Store, keys: Keys, media: MediaFolder, ledgers: Sequence[BatchLedger]) -> None:
+        self._store, self._keys, self._media, self._ledgers = store, keys, media, ledgers
+        self._retained: dict[tuple[str, int], frozenset[str]] = {}
+        self._pass: Iterator[str] | None = None
+        self._begun_s = float("-inf")
+
+    def sweep(self) -> tuple[int, bool]:
+        """Free what there is to free among the next folders: (groups freed, whether this pass goes on)."""
+        try:
+            return self._sweep()
+        except OSError as error:
+            log.warning("files of ended groups stay for now: %s", error)
+            self._pass = None
+            return 0, False
+
+    def _sweep(self) -> tuple[int, bool]:
+        if self._pass is None:
+            if time.monotonic() - self._begun_s < PASS_S or not self._media.is_ours():
+                return 0, False
+            self._pass, self._begun_s = self._media.gids(), time.monotonic()
+        gids = list(islice(self._pass, LOOK))
+        if len(gids) < LOOK:
+            self._pass = None
+        ended = self._ended(gids)
+        # looked at after the choice: what had ended before a snapshot's hold is not in the snapshot
+        if not ended or self._ask("exists", self._keys.hold):
+            return 0, self._pass is not None
+        for gid in ended:
+            self._media.free(gid)
+        return len(ended), self._pass is not None
+
+    def _ended(self, gids: Sequence[str]) -> list[str]:
+        """Those of which nothing is left that could be read."""
+        ends = self._ends(gids)
+        if "archived" not in ends.values():
+            return list(ends)
+        retained = self._retained_gids()
+        return [gid for gid, end in ends.items() if gid not in retained]
+
+    def _ends(self, gids: Sequence[str]) -> dict[str, str]:
+        """Where those groups have ended that have."""
+        keys, commands = self._keys, []
+        for gid in gids:
+            task, draw = split_group_id(gid)
+            commands += [("EXISTS", keys.group(gid)), *(("GETBIT", keys.ended(task, end), draw) for end in ENDS)]
+        replies = iter(self._store.each("media", commands, "control"))
+        found = {}
+        for gid in gids:
+            lives, bits = next(replies), [next(replies) for _ in ENDS]
+            if not lives and any(bits):
+                found[gid] = ENDS[bits.index(1)]
+        return found
+
+    def _retained_gids(self) -> frozenset[str]:
+        """Archived groups whose batches can be read. Asked after the ends: a batch archived since is in it, too."""
+        kept: dict[tuple[str, int], frozenset[str]] = {}
+        halves = []
+        for ledger in self._ledgers:
+            archived = ledger.archive.steps()
+            for step in archived:
+                # an archived batch changes no more
+                kept[ledger.name, step] = self._retained.get((ledger.name, step)) or self._gids(ledger, step)
+            halves.append(self._gids(ledger, archived.stop))
+        self._retained = kept
+        return frozenset().union(*kept.values(), *halves)
+
+    def _gids(self, ledger: BatchLedger, step: int) -> frozenset[str]:
+        manifest = ledger.manifest(step)
+        return frozenset(manifest.gids if manifest else ())
+
+    def _ask(self, command: str, key: str) -> Any:
+        return self._store.retrying("media", lambda: getattr(self._store.control, command)(key))

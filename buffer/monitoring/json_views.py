@@ -1,0 +1,108 @@
+"""A snapshot for programs: what `status --json`, `top --json` and the browser are told.
+
+A group for programs: what `show --json` and the browser are told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buffer.control.fleet import WorkerRecord
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import RolloutState
+from buffer.monitoring.run_view import RoleView, Snapshot, TaskView
+
+
+def describe(snap: Snapshot) -> dict[str, Any]:
+    """A snapshot as JSON."""
+    return {
+        "run": snap.run,
+        "nonce": snap.meta.get("nonce"),
+        "created_ms": int(snap.meta.get("created_ms", 0)),
+        "mode": snap.mode,
+        "paused_by": snap.paused_by,
+        "mode_age_ms": snap.paused_ms,
+        "epoch": int(snap.control.get("epoch", 0)),
+        "acknowledged": snap.acknowledged,
+        "open_lanes": snap.control.get("lanes", "").split(),
+        "weights": snap.weights._asdict() | {"path": snap.control.get("weights_path", "")},
+        "steps": {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed},
+        "trainer": _role_json(snap.trainer),
+        "producer": _role_json(snap.producer),
+        "curriculum_error": snap.control.get("curriculum_error") or None,
+        "stale_threshold": snap.stale_threshold,
+        "tasks": {task.account.task: _task_json(task) for task in snap.tasks},
+        "workers": [_worker_json(worker) for worker in snap.workers],
+        "tokens_per_s": snap.tokens_per_s,
+        "leases": snap.leases,
+        "judging": snap.judging,
+        "overdue_leases": snap.overdue,
+        "dead_letters": snap.dead,
+        "garbage": snap.garbage,
+        "memory": {"held_bytes": snap.memory.held, "low_bytes": snap.memory.low, "high_bytes": snap.memory.high},
+        "adds_up": not snap.faults,
+        "faults": list(snap.faults),
+    }
+
+
+def _task_json(task: TaskView) -> dict[str, Any]:
+    return {
+        "places": task.account.places,
+        "enqueued": task.account.enqueued,
+        "put": task.account.put,
+        "imported": task.account.imported,
+        "cursor": task.account.cursor,
+        "target": task.account.target,
+        "consumed": task.account.consumed,
+        "started": task.started,
+        "may_start": task.may_start,
+        "backlog": task.backlog,
+        "ready": task.ready,
+        "too_old": task.too_old,
+        "staleness": task.staleness,
+        "produced_samples": int(task.number("produced_samples")),
+        "produced_tokens": int(task.number("produced_tokens")),
+        "mean_reward": task.mean_reward,
+        "leases_lost": int(task.number("leases_lost")),
+        "failed": int(task.number("failed")),
+        "expirations": int(task.number("expirations")),
+        "reasserted": int(task.number("reasserted")),
+        "regenerated": int(task.number("regenerated")),
+    }
+
+
+def _role_json(role: RoleView) -> dict[str, Any]:
+    return {"state": role.word, "silent_ms": role.silent_ms}
+
+
+def _worker_json(worker: WorkerRecord) -> dict[str, Any]:
+    names = ("id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s", "done")
+    return {name: getattr(worker, name) for name in names}
+
+
+def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) -> dict[str, Any]:
+    """What was asked, and each of `states`. `tokens`: with ids, logprobs and masks."""
+    shared = dict(group.shared)
+    if tokens:
+        shared["prompt_ids"] = group.prompt_ids.tolist()
+    return shared | {"members": [_member_json(rollout, tokens) for rollout in states]}
+
+
+def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
+    facts_ = {
+        "index": rollout.index,
+        "status": rollout.status,
+        "response": rollout.response,
+        "tokens": len(rollout.response_ids),
+        "reward": rollout.reward,
+        "finish_reason": rollout.finish_reason,
+        "error": rollout.error,
+        "session_id": rollout.session_id,
+        "tool_calls": [call.model_dump() for call in rollout.tool_calls],
+        "spans": [span._asdict() for span in rollout.spans],
+        "sample_params": rollout.sample_params.model_dump(),
+    }
+    if tokens:
+        facts_ |= {"response_ids": rollout.response_ids.tolist(), "logprobs": rollout.logprobs.tolist()}
+        facts_["response_mask"] = None if rollout.response_mask is None else rollout.response_mask.tolist()
+    return facts_

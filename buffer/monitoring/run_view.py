@@ -1,0 +1,275 @@
+"""A run at one glance: what `status`, `doctor` and the live view show, read in a handful of calls without payloads.
+
+The account of the groups comes from one script and is of one instant (I1). Everything else is read right after
+it, so on a live run it may be a few milliseconds younger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.batches.account import TaskAccount
+from buffer.batches.memory import MemoryUse
+from buffer.control.control import silence_ms
+from buffer.control.event_log import Event, parse_event
+from buffer.control.fleet import WorkerRecord
+from buffer.model.ids import LANES
+from buffer.model.rollout import PolicyVersion
+from buffer.run import Run
+
+BUCKETS = 16
+"""Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleView:
+    """The trainer or the producer. `silent_ms` is None where none was ever opened."""
+
+    open: bool
+    silent_ms: int | None
+    timeout_ms: int
+
+    @property
+    def alive(self) -> bool:
+        return self.open and self.silent_ms is not None and self.silent_ms < self.timeout_ms
+
+    @property
+    def word(self) -> str:
+        if self.silent_ms is None:
+            return "never opened"
+        if not self.open:
+            return "closed"
+        return "alive" if self.alive else "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """One task: its account, what is ready and how old that is; `asked`: groups of it in one batch, 0 = unknown."""
+
+    account: TaskAccount
+    is_eval: bool
+    progress: dict[str, str]
+    backlog: dict[str, int]
+    ready: int
+    too_old: int
+    staleness: dict[str, int]
+    asked: int
+    is_stopped: bool = False
+    """too many tries failed one after the other"""
+
+    @property
+    def started(self) -> int:
+        """Groups between the cursor and the trainer: what `target - consumed` limits."""
+        account = self.account
+        return account.waiting + account.running + self.ready
+
+    @property
+    def may_start(self) -> int:
+        return max(0, self.account.target - self.account.consumed)
+
+    def number(self, name: str) -> float:
+        return float(self.progress.get(name, 0))
+
+    @property
+    def mean_reward(self) -> float | None:
+        scores = self.number("raw_rewards_count")
+        return self.number("raw_rewards_sum") / scores if scores else None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """See the module. Times are of the server's clock, in ms."""
+
+    run: str
+    now_ms: int
+    meta: dict[str, str]
+    control: dict[str, str]
+    taken: int
+    committed: int
+    freed: int
+    tasks: tuple[TaskView, ...]
+    faults: tuple[str, ...]
+    leases: int
+    overdue: int
+    dead: int
+    garbage: int
+    workers: tuple[WorkerRecord, ...]
+    trainer: RoleView
+    producer: RoleView
+    events: tuple[Event, ...]
+    lease_ms: int
+    stale_threshold: int
+    memory: MemoryUse
+
+    @property
+    def mode(self) -> str:
+        return self.control.get("mode", "run")
+
+    @property
+    def paused_by(self) -> str | None:
+        """operator, trainer, or None."""
+        return next((who for who in ("operator", "trainer") if self.control.get(f"{who}_mode", "run") != "run"), None)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether a trainer that has left, or fallen silent, left it paused."""
+        return self.control.get("trainer_mode", "run") not in ("run", "finish") and not self.trainer.alive
+
+    @property
+    def paused_ms(self) -> int:
+        """How long the mode has been what it is."""
+        changed = self.control.get("changed_ms", self.meta["created_ms"])
+        return max(0, self.now_ms - int(changed))
+
+    @property
+    def weights(self) -> PolicyVersion:
+        return PolicyVersion.parse(self.control.get("weights", ":0"))
+
+    @property
+    def live_workers(self) -> list[WorkerRecord]:
+        """Workers that a pause waits for."""
+        return [worker for worker in self.workers if worker.is_live(self.lease_ms)]
+
+    @property
+    def judging(self) -> int:
+        """Running groups that only wait for their judge, as the live workers report them."""
+        return sum(worker.judging for worker in self.live_workers)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Groups by place, all tasks together."""
+        sums: dict[str, int] = {}
+        for task in self.tasks:
+            for place, groups in task.account.places.items():
+                sums[place] = sums.get(place, 0) + groups
+        return sums
+
+    @property
+    def training(self) -> list[TaskView]:
+        """Tasks that a train step takes from."""
+        return [task for task in self.tasks if not task.is_eval]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(worker.tokens_per_s for worker in self.live_workers)
+
+    @property
+    def acknowledged(self) -> list[str]:
+        """Live workers that have carried out the newest control change."""
+        epoch = int(self.control.get("epoch", 0))
+        return [worker.id for worker in self.live_workers if worker.ack >= epoch]
+
+
+def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
+    """Everything at a glance. O(tasks + workers + log N), no payload bytes. Raises StoreUnavailable."""
+    audit = run.account.totals()
+    replies = run.store.retrying("snapshot", lambda: _read(run, audit.tasks, events))
+    control, ledger = _text(replies["control"]), [int(v or 0) for v in replies["ledger"]]
+    seconds, micros = replies["time"]
+    now_ms = seconds * 1000 + micros // 1000
+    timeout_ms = run.limits.role_timeout_ms
+    return Snapshot(
+        run=run.name,
+        now_ms=now_ms,
+        meta=_text(replies["meta"]),
+        control=control,
+        taken=ledger[0],
+        committed=ledger[1],
+        freed=ledger[2],
+        tasks=tuple(_task_view(run, task, replies, ledger[0]) for task in audit.tasks),
+        faults=tuple(audit.faults),
+        leases=audit.leases,
+        overdue=replies["overdue"],
+        dead=replies["dead"],
+        garbage=replies["garbage"],
+        workers=tuple(run.fleet.workers()),
+        trainer=_role(control, "trainer", now_ms, timeout_ms),
+        producer=_role(control, "producer", now_ms, timeout_ms),
+        events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
+        lease_ms=run.limits.lease_ms,
+        stale_threshold=run.limits.stale_threshold,
+        memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
+    )
+
+
+def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
+    """One pipeline for all that has no script of its own; replies by name."""
+    keys = run.keys
+    control: Any = run.store.control
+    names: list[str] = []
+    taken = run.ledger.steps()[0]
+    seconds, micros = control.time()
+    with control.pipeline(transaction=False) as pipe:
+
+        def ask(name: str, *command: str | int) -> None:
+            names.append(name)
+            pipe.execute_command(*command)
+
+        ask("time", "TIME")
+        ask("meta", "HGETALL", keys.meta)
+        ask("control", "HGETALL", keys.control)
+        ask("ledger", "HMGET", keys.ledger("train"), "taken", "committed", "freed")
+        ask("overdue", "ZCOUNT", keys.leases, "-inf", seconds * 1000 + micros // 1000)
+        ask("dead", "ZCARD", keys.dead)
+        ask("garbage", "SCARD", keys.garbage)
+        ask("events", "XREVRANGE", keys.events, "+", "-", "COUNT", max(1, events))
+        ask("header", "LINDEX", keys.batch("train", taken), 0)
+        for task in (account.task for account in tasks):
+            ask(f"progress:{task}", "HGETALL", keys.progress(task))
+            for lane in LANES:
+                ask(f"jobs:{task}:{lane}", "XLEN", keys.jobs(task, lane))
+            for label, low, high in _buckets(taken, run.limits.stale_threshold):
+                ask(f"stale:{task}:{label}", "ZCOUNT", keys.pool(task, "completed"), low, high)
+        return dict(zip(names, pipe.execute(), strict=True))
+
+
+def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:
+    """(label, lowest version, highest version): staleness of a group in train step taken + 1 (I8)."""
+    exact = min(threshold, BUCKETS)
+    buckets: list[tuple[str, str | int, str | int]] = [(str(s), taken - s, taken - s) for s in range(exact)]
+    if threshold > exact:
+        buckets.append((f"{exact}+", taken - threshold + 1, taken - exact))
+    # groups without a version, or of a step that is still being recorded
+    buckets.append(("none", f"({taken}", "+inf"))
+    return [*buckets, ("too_old", "-inf", f"({taken + 1 - threshold}")]
+
+
+def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: int) -> TaskView:
+    name = account.task
+    is_eval = run.limits.tasks[name].eval_of is not None
+    labels = [label for label, _, _ in _buckets(taken, run.limits.stale_threshold)]
+    counts = {label: int(replies[f"stale:{name}:{label}"]) for label in labels}
+    too_old = counts.pop("too_old")
+    if not counts["none"]:
+        del counts["none"]
+    progress = _text(replies[f"progress:{name}"])
+    return TaskView(
+        account=account,
+        is_eval=is_eval,
+        progress=progress,
+        backlog={lane: int(replies[f"jobs:{name}:{lane}"]) for lane in LANES},
+        # nothing of an evaluation is ever too old
+        ready=account.completed if is_eval else sum(counts.values()),
+        too_old=0 if is_eval else too_old,
+        staleness={} if is_eval else counts,
+        asked=_asked(replies["header"], name) or -(-account.consumed // max(taken, 1)),
+        is_stopped=run.limits.is_too_many_failures(name, int(progress.get("failures_in_row", 0))),
+    )
+
+
+def _asked(header: bytes | None, task: str) -> int:
+    """How many groups of a task the newest batch asked for; 0 where its manifest is freed or was never made."""
+    words = dict(word.split("=", 1) for word in (header or b"").decode().split() if "=" in word)
+    asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)
+    return int(asked.get(task, 0))
+
+
+def _role(control: dict[str, str], role: str, now_ms: int, timeout_ms: int) -> RoleView:
+    seen = control.get(f"{role}_seen_ms")
+    silent_ms = None if seen is None else silence_ms(now_ms, int(seen))
+    return RoleView(bool(control.get(role)), silent_ms, timeout_ms)
+
+
+def _text(fields: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in fields.items()}

@@ -1,0 +1,122 @@
+"""The parts of a run with each call told to a tracer: they stand in for the plain ones, which know of no traces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from buffer.batches.ledger import BatchLedger
+from buffer.groups.claim import Claim, Enqueued
+from buffer.groups.job_queue import JobQueue, Serves, serving_order
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import group_id
+from buffer.model.job import Job, ReleaseKind
+from buffer.model.limits import RunLimits
+from buffer.model.manifest import Manifest, NotReady
+from buffer.model.rollout import PolicyVersion
+from buffer.monitoring.tracing import Tracer, now_ns, open_tracer
+from buffer.replay_buffer import ReplayBuffer
+from buffer.run import Run
+from buffer.store.keys import Keys
+from buffer.store.payloads import PayloadStore
+from buffer.store.store import Store
+
+
+def trace_run(run: Run, process: str) -> Tracer | None:
+    """Make `run` tell of what `process` does, if this process is asked for traces."""
+    tracer = open_tracer(run.name, run.nonce, process)
+    if tracer:
+        run.jobs = TracedJobs(run.store, run.keys, run.limits, tracer)
+        run.buffer = TracedBuffer(run.store, run.keys, run.limits, run.payloads, tracer)
+        run.ledger = TracedLedger(run.store, run.keys, run.limits, tracer)
+    return tracer
+
+
+class TracedJobs(JobQueue):
+    """enqueue, wait, claim, release."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, tracer: Tracer) -> None:
+        super().__init__(store, keys, limits)
+        self._tracer = tracer
+
+    def enqueue(
+        self, nonce: str, operation: str, task: str, cursor: int, samples: Sequence[int], target: int | None
+    ) -> Enqueued:
+        began = now_ns()
+        done = super().enqueue(nonce, operation, task, cursor, samples, target)
+        started = (draw for draw in range(cursor, done.cursor) if samples[draw - cursor])
+        for draw in started if done.count else ():
+            self._tracer.root("enqueue", group_id(task, draw), began, samples=samples[draw - cursor])
+        return done
+
+    def claim(
+        self,
+        worker: str,
+        nonce: str,
+        token: str,
+        weights: PolicyVersion,
+        limit: int,
+        serves: Serves | None = None,
+        held: Sequence[Job] = (),
+    ) -> Claim:
+        since, began = self._waiting(limit, serves, held), now_ns()
+        claim = super().claim(worker, nonce, token, weights, limit, serves, held)
+        for job in claim.jobs:
+            if job.gid in since:  # else it came in between
+                self._tracer.past("wait", job.gid, min(since[job.gid], began), began, lane=job.lane)
+            self._tracer.past("claim", job.gid, began, worker=worker, tries=job.tries, weights=str(weights))
+        return claim
+
+    def _waiting(self, limit: int, serves: Serves | None, held: Sequence[Job]) -> dict[str, int]:
+        """Since when (ns) the first groups of each line wait: an entry's id begins with its milliseconds."""
+        lines = serving_order(self._limits, serves, Counter(job.task for job in held))
+        heads = [("XRANGE", self._keys.jobs(task, lane), "-", "+", "COUNT", limit) for task, lane in lines]
+        found = self._store.each("heads", heads, "control")
+        entries = [entry for head in found for entry in head]
+        return {fields[b"gid"].decode(): int(entry.partition(b"-")[0]) * 1_000_000 for entry, fields in entries}
+
+    def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
+        with self._tracer.during("release", job.gid, worker=worker, kind=kind, reason=reason[:200]):
+            return super().release(worker, job, kind, reason)
+
+
+class TracedBuffer(ReplayBuffer):
+    """submit."""
+
+    def __init__(
+        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, tracer: Tracer
+    ) -> None:
+        super().__init__(store, keys, limits, payloads)
+        self._tracer = tracer
+
+    def submit(self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False) -> None:
+        told: dict[str, str | int] = {"worker": worker, "tokens": new_tokens, "status": str(group.status)}
+        with self._tracer.during("submit", job.gid, **told):
+            super().submit(worker, job, group, new_tokens, filtered=filtered)
+
+
+class TracedLedger(BatchLedger):
+    """take, train (from the end of take to the commit), commit."""
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, tracer: Tracer) -> None:
+        super().__init__(store, keys, limits)
+        self._tracer = tracer
+        self._at_trainer: dict[int, tuple[int, list[str]]] = {}
+
+    def take(self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True) -> Manifest | NotReady:
+        began = now_ns()
+        answer = super().take(nonce, step, counts, strict=strict)
+        if isinstance(answer, Manifest):
+            for gid in answer.gids:
+                self._tracer.past("take", gid, began, step=step)
+            self._at_trainer[step] = now_ns(), list(answer.gids)
+        return answer
+
+    def commit(self, nonce: str, step: int, keep: int) -> None:
+        began = now_ns()
+        super().commit(nonce, step, keep)
+        for done in sorted(self._at_trainer.keys() & set(range(step + 1))):
+            taken, gids = self._at_trainer.pop(done)
+            for gid in gids:
+                self._tracer.past("train", gid, taken, began, step=done)
+                self._tracer.past("commit", gid, began, step=done)

@@ -1,0 +1,89 @@
+"""How many workers would keep the trainer busy: the number that autoscalers act on.
+
+A trainer that waits for a share w of its time would use 1 / (1 - w) times what it gets. Workers that are busy for a
+share b of theirs make it. So `workers * b / (1 - w)` workers, always busy, are wanted, and that does not depend on
+how many there are now: a fleet scaled by it stops growing and shrinking by itself.
+
+    demand of a train step: G busy worker-seconds; the trainer's own work: S seconds; n workers
+    too few   (G / n > S)   b = 1,       w = 1 - S n / G   ->  n / (S n / G) = G / S
+    too many  (G / n < S)   b = G / S n, w = 0             ->  n G / (S n)   = G / S
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from buffer.monitoring.run_view import Snapshot
+
+WINDOW_S = 300.0
+"""Older looks count for less: half after so long."""
+
+DEADBAND = 0.1
+"""What differs by less from the number that is out is noise of train steps, not a reason to move GPUs."""
+
+MOST_AT_ONCE = 4.0
+"""A fleet is never asked to become more than so many times as large by one look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """`waited_s`: what the trainer has waited in all; `busy`: workers' worth of work that is done at this moment."""
+
+    at_s: float
+    trainer: str
+    waited_s: float
+    busy: float
+    live: int
+
+
+class WorkersWanted:
+    """Feed it looks, oldest first; `value` is an integer that does not flap."""
+
+    def __init__(self, *, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._seconds = self._waited_s = self._busy_s = 0.0
+        self._last: Look | None = None
+        self.value = 0
+
+    def observe(self, look: Look | None) -> int:
+        """Count the time since the last look, as that look was. None: nothing is to be learned (the run is paused)."""
+        last, self._last = self._last, look
+        if look is not None and not (self.value and look.live):
+            # until more is known, the fleet that is there is right; and where nobody is, somebody is wanted
+            self.value = max(1, self.value, look.live)
+        elif last and look and last.trainer == look.trainer and last.live and look.at_s > last.at_s:
+            self._count(last, look)
+            self._settle(look.live)
+        return self.value
+
+    def end(self) -> int:
+        """The run is over: nobody is wanted."""
+        self._last, self.value = None, 0
+        return 0
+
+    def _count(self, last: Look, look: Look) -> None:
+        seconds = look.at_s - last.at_s
+        kept = 0.5 ** (seconds / self._window_s)
+        self._seconds = self._seconds * kept + seconds
+        self._waited_s = self._waited_s * kept + min(max(look.waited_s - last.waited_s, 0.0), seconds)
+        self._busy_s = self._busy_s * kept + last.busy * seconds
+
+    def _settle(self, live: int) -> None:
+        trained_s = max(self._seconds - self._waited_s, self._busy_s / (MOST_AT_ONCE * live))
+        wanted = self._busy_s / trained_s if trained_s else float(live)
+        if abs(wanted - self.value) > max(DEADBAND * self.value, 0.5):
+            self.value = max(1, math.ceil(wanted - DEADBAND))
+
+
+def look_at(snap: Snapshot) -> Look | None:
+    """What a snapshot says; None while the run is paused or no trainer works."""
+    if snap.mode != "run" or not snap.trainer.alive:
+        return None
+    live = snap.live_workers
+    held = [worker.holds for worker in live]
+    room = [worker.concurrency or max(held, default=0) for worker in live]
+    busy = sum(min(1.0, has / may) for has, may in zip(held, room, strict=True) if may)
+    waited_ms = int(snap.control.get("trainer_waited_ms", 0))
+    seen_ms = snap.now_ms - (snap.trainer.silent_ms or 0)
+    return Look(seen_ms / 1000, snap.control.get("trainer", ""), waited_ms / 1000, busy, len(live))

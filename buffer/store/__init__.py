@@ -1,0 +1,1 @@
+"""The server as one process sees it: connections, keys, scripts, payloads, retries."""

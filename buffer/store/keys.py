@@ -1,0 +1,261 @@
+"""Every Redis key of the project, built here and nowhere else.
+
+A new key is a row of the table, an attribute or method of `Keys`, and, if it is not an attribute, an entry of `SLOTS`:
+then a script names it in its header, and its callers change nothing.
+
+`{run}` is a cluster hash tag, so all keys of a run lie in one slot.
+
+    key                              type     holds
+    rmq:{run}:meta                   HASH     schema, nonce, created_ms, and the limits of the run
+    rmq:{run}:control                HASH     epoch, mode, open lanes, newest weights, trainer, producer;
+                                              the pub/sub channel of the same name carries hints
+    rmq:{run}:clock                  HASH     the server's clock as last seen, to notice outages and steps
+    rmq:{run}:lineages               LIST     "lineage:S" for every opening of a trainer, in order
+    rmq:{run}:jobs:<task>:<lane>     STREAM   waiting jobs; XLEN is the backlog
+    rmq:{run}:bell:<who>             LIST     wakes idle workers, producer, trainer; losing a ring is harmless
+    rmq:{run}:group:<gid>            HASH     the record of one group, short fields only
+    rmq:{run}:leases                 ZSET     gid by deadline (ms of the server's clock): what runs
+    rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf without one)
+    rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's policy, where it is
+                                              neither staleness nor freshest (buffer/model/order_policy.py)
+    rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
+    rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over its nodes
+    rmq:{run:gid}:sync               STRING   expires at once: written behind payloads whose replicas are waited for
+    rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted payloads that nobody
+                                              has kept from expiring yet (buffer/store/payloads.py)
+    rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
+    rmq:{run}:bytes                  HASH     came, went: payload bytes of all groups, cumulative
+    rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads: nothing is freed meanwhile
+    rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed (= archived), forgotten,
+                                              exported: steps of a consumer (train, eval)
+    rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
+    rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
+    rmq:{run}:cursors                HASH     next draw by task: what the producer goes by, and workers cannot write
+                                              (ACL); `progress` has a copy, for people and the account
+    rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered / dropped
+    rmq:{run}:dead                   ZSET     gid by time of death (ms)
+    rmq:{run}:dead:<gid>             STRING   why, as JSON
+    rmq:{run}:workers                ZSET     worker by last heartbeat (ms of the server's clock)
+    rmq:{run}:worker:<id>            HASH     engine, weights, state, acknowledged epoch, counters
+    rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest first ([policy]
+                                              weights_transport = "redis"), or announced ("gloo", "nccl")
+    rmq:{run}:weights:<lineage>:<version> STRING  manifest of one; its files in chunks: …:<version>:1, :2 …
+                                              or, without chunks, how to meet the trainer that has them
+    rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
+    rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: groups it handed in that no trainer
+                                              can use, and since when it may claim nothing (0: it may)
+    rmq:{run}:events                 STREAM   one short entry per transition, capped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from buffer.errors import ScriptError
+from buffer.model.ids import ENDS, LANES, POOLS, valid_name
+
+EVERY_META = "rmq:{*}:meta"
+"""Pattern of the `meta` keys of all runs on a server."""
+
+
+def run_of_meta(key: str) -> str:
+    """The name of the run whose `meta` key this is."""
+    return key.removeprefix("rmq:{").removesuffix("}:meta")
+
+
+def clock_beside(key: str) -> str:
+    """The `clock` of the run that a key belongs to."""
+    return key.partition("}:")[0] + "}:clock"
+
+
+def sync_beside(key: str) -> str:
+    """The `sync` in the slot of a payload."""
+    return key.partition("}:")[0] + "}:sync"
+
+
+def payload_name(gid: str, token: str, chunk: int = 0) -> str:
+    """What a payload is called wherever it is kept."""
+    return f"payload:{gid}:{token}:{chunk}" if chunk else f"payload:{gid}:{token}"
+
+
+class Keys:
+    """The keys of one run; `spread`: payloads have slots of their own, as in a cluster."""
+
+    def __init__(self, run: str, *, spread: bool = False) -> None:
+        self.run = valid_name("run", run)
+        self.spread = spread
+        self.prefix = f"rmq:{{{run}}}:"
+        self.spread_prefix = f"rmq:{{{run}:"
+        """what payloads begin with in a cluster"""
+        self.meta = self.prefix + "meta"
+        self.control = self.prefix + "control"
+        self.clock = self.prefix + "clock"
+        self.lineages = self.prefix + "lineages"
+        self.leases = self.prefix + "leases"
+        self.garbage = self.prefix + "garbage"
+        self.unpinned = self.prefix + "unpinned"
+        self.bytes = self.prefix + "bytes"
+        self.hold = self.prefix + "hold"
+        self.dead = self.prefix + "dead"
+        self.workers = self.prefix + "workers"
+        self.suspects = self.prefix + "suspects"
+        self.cursors = self.prefix + "cursors"
+        self.events = self.prefix + "events"
+        self.weights = self.prefix + "weights"
+        self.manifests = self.prefix + "batch:"
+        self.groups = self.prefix + "group:"
+        self.queues = self.prefix + "jobs:"
+        self.accounts = self.prefix + "progress:"
+        self.pools = self.prefix + "pool:"
+        self.orders = self.prefix + "order:"
+        self.ends = self.prefix + "ended:"
+        self.holders = self.prefix + "holds:"
+        self.worker_records = self.prefix + "worker:"
+        self.dead_letters = self.prefix + "dead:"
+
+    def slots(self, **facts: str | int) -> SlotKeys:
+        """Return the keys that scripts name in their headers, by name; `facts`: see `SlotKeys`."""
+        return SlotKeys(self, facts)
+
+    def jobs(self, task: str, lane: str) -> str:
+        return f"{self.queues}{task}:{lane}"
+
+    def bell(self, who: str) -> str:
+        return f"{self.prefix}bell:{who}"
+
+    def group(self, gid: str) -> str:
+        return self.groups + gid
+
+    def pool(self, task: str, status: str) -> str:
+        return f"{self.pools}{task}:{status}"
+
+    def order(self, task: str) -> str:
+        return f"{self.orders}{task}:completed"
+
+    def payload(self, gid: str, token: str, chunk: int = 0) -> str:
+        return self.named(payload_name(gid, token, chunk))
+
+    def named(self, name: str) -> str:
+        """The key of that name: what it is called in a snapshot, where no prefix stands."""
+        kind, _, rest = name.partition(":")
+        if self.spread and kind == "payload":
+            gid, _, token = rest.partition(":")
+            return f"{self.spread_prefix}{gid}}}:payload:{token}"
+        return self.prefix + name
+
+    @property
+    def pattern(self) -> str:
+        """Fits every key of the run and no other."""
+        return f"rmq:{{{self.run}[:}}]*" if self.spread else f"{self.prefix}*"
+
+    def in_slot(self, payloads: list[str]) -> list[str]:
+        """Those of the payload keys that a script may be given: in a cluster none."""
+        return [] if self.spread else payloads
+
+    def payload_chunks(self, gid: str, token: str, chunks: int) -> list[str]:
+        return [self.payload(gid, token, chunk) for chunk in range(chunks)]
+
+    def ledger(self, name: str) -> str:
+        return f"{self.prefix}ledger:{name}"
+
+    def batches(self, ledger: str) -> str:
+        return f"{self.manifests}{ledger}:"
+
+    def batch(self, ledger: str, step: int) -> str:
+        return f"{self.batches(ledger)}{step}"
+
+    def progress(self, task: str) -> str:
+        return f"{self.accounts}{task}"
+
+    def ended(self, task: str, place: str) -> str:
+        return f"{self.ends}{task}:{place}"
+
+    def dead_letter(self, gid: str) -> str:
+        return self.dead_letters + gid
+
+    def worker(self, worker: str) -> str:
+        return self.worker_records + worker
+
+    def weights_part(self, label: str, chunk: int = 0) -> str:
+        """The manifest of a version of weights, or one of its chunks, counted from 1."""
+        return f"{self.weights}:{label}:{chunk}" if chunk else f"{self.weights}:{label}"
+
+    def holds(self, worker: str) -> str:
+        return self.holders + worker
+
+    def all_jobs(self, task: str) -> list[str]:
+        return [self.jobs(task, lane) for lane in LANES]
+
+    def all_pools(self, tasks: Iterable[str]) -> list[str]:
+        return [self.pool(task, status) for task in tasks for status in POOLS]
+
+
+class SlotKeys:
+    """The keys of a script by the names in its header, for one task, lane, status, worker, gid, ledger or step.
+
+    Those of the run, and prefixes, are attributes of `Keys`; for all others SLOTS says which facts they need. The
+    ledger is that of the trainer where nothing else is said.
+    """
+
+    __slots__ = ("_facts", "_keys")
+
+    def __init__(self, keys: Keys, facts: Mapping[str, str | int]) -> None:
+        self._keys, self._facts = keys, facts
+
+    def __getitem__(self, slot: str) -> str:
+        """Return the key; ScriptError for a name without one, or where a fact is missing."""
+        key = self._keys.__dict__.get(slot)
+        if key is None:
+            find = SLOTS.get(slot)
+            if find is None:
+                raise ScriptError(f"no key is named {slot!r}", hint="see SLOTS in buffer/store/keys.py")
+            try:
+                return find(self._keys, self._facts)
+            except KeyError as missing:
+                raise ScriptError(f"the key {slot!r} of a script needs its {missing.args[0]}") from None
+        return str(key)
+
+
+Facts = Mapping[str, Any]
+FindKey = Callable[[Keys, Facts], str]
+
+
+def _bell(who: str) -> FindKey:
+    return lambda keys, facts: keys.bell(who)
+
+
+def _jobs(lane: str) -> FindKey:
+    return lambda keys, facts: keys.jobs(facts["task"], lane)
+
+
+def _pool(status: str) -> FindKey:
+    return lambda keys, facts: keys.pool(facts["task"], status)
+
+
+def _ended(end: str) -> FindKey:
+    return lambda keys, facts: keys.ended(facts["task"], end)
+
+
+def _ledger(facts: Facts) -> str:
+    return str(facts.get("ledger", "train"))
+
+
+SLOTS: Mapping[str, FindKey] = {
+    "record": lambda keys, facts: keys.group(facts["gid"]),
+    "worker_record": lambda keys, facts: keys.worker(facts["worker"]),
+    "holds": lambda keys, facts: keys.holds(facts["worker"]),
+    "progress": lambda keys, facts: keys.progress(facts["task"]),
+    "jobs": lambda keys, facts: keys.jobs(facts["task"], facts["lane"]),
+    **{f"jobs_{lane}": _jobs(lane) for lane in LANES},
+    "pool": lambda keys, facts: keys.pool(facts["task"], facts["status"]),
+    **{status: _pool(status) for status in POOLS},
+    "order_index": lambda keys, facts: keys.order(facts["task"]),
+    **{end: _ended(end) for end in ENDS},
+    "ledger": lambda keys, facts: keys.ledger(_ledger(facts)),
+    "ledger_train": lambda keys, facts: keys.ledger("train"),
+    "batch": lambda keys, facts: keys.batch(_ledger(facts), facts["step"]),
+    "batches": lambda keys, facts: keys.batches(_ledger(facts)),
+    **{f"bell_{who}": _bell(who) for who in ("workers", "producer", "trainer", "receipts")},
+}
+"""Keys that depend on facts, by the names that scripts give them."""

@@ -1,0 +1,129 @@
+"""The URL of a server, and the client that it means.
+
+    redis://[user:password@]host:port/0   rediss://…                     one server, or any node of a cluster
+    unix://[user:password@]/path                                         one server on this machine
+    redis://[…@]host1:port,host2:port,host3:port/0                       a cluster, by whichever of them answers
+    redis+sentinel://[…@]host1:port,host2:port/service[/0]   rediss+…    the primary that these Sentinels name
+    memory://  memory://name                                             inside this process, for tests only
+
+User and password are the server's; those of Sentinels, if they have any, are `?sentinel_username=` and
+`&sentinel_password=`.
+
+Passwords must not reach a log, a screen or an error message: URLs are masked before they are shown.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import parse_url
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from buffer.errors import ConfigError
+
+# Greedy up to the last "@": a password may hold unescaped ":" and "@", and masking too much is the safe side.
+# A URL whose scheme was forgotten or mistyped holds one, too.
+_USER_INFO = re.compile(r"([^:@/\s'\"]*):(?!//)[^\s'\"]*@")
+# An "@" behind the name of a password may end the user information, or stand in that password.
+_NAMED = r"[?&](?:password|ssl_password|sentinel_password)="
+_BOTH = re.compile(rf"([^:@/\s'\"]*):(?!//)[^\s'\"]*{_NAMED}[^\s'\"]*@[^\s'\"]*", re.IGNORECASE)
+_QUERY = re.compile(rf"({_NAMED})[^&\s'\"]+", re.IGNORECASE)
+
+
+def mask_url(text: str) -> str:
+    """The text with every password of a URL in it replaced by `***`."""
+    return _QUERY.sub(r"\1***", _USER_INFO.sub(r"\1:***@", _BOTH.sub(r"\1:***", text)))
+
+SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+
+SOCKET_TIMEOUT_S = 15.0
+"""Longer than any script or slice runs; shorter than a lease's patience."""
+
+_CONNECT_TIMEOUT_S = 5.0
+_SENTINEL_TIMEOUT_S = 2.0
+_SENTINEL_PORT = 26379
+
+
+def open_client(url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
+    """A client that retries nothing by itself. Connects lazily; raises nothing here but ConfigError for a bad URL."""
+    if url.startswith("memory:"):
+        from buffer.store.in_memory import open_memory
+
+        return open_memory(url, name)
+    settings: dict[str, Any] = {
+        "client_name": name,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "health_check_interval": 0,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+    }
+    if not url.startswith("unix"):
+        settings["socket_keepalive"] = True
+    try:
+        client = _primary(url, settings) if "+sentinel://" in url else redis.Redis.from_url(url, **settings)
+        # an option that no connection knows is told now, not at the first command
+        client.connection_pool.connection_class(**client.connection_pool.connection_kwargs)
+    except (ValueError, TypeError):
+        # its message may hold a part of the password
+        raise ConfigError(
+            f"this is no URL of a Redis server: {mask_url(url)}",
+            hint="redis://[user:password@]host:port/0, unix:///path or redis+sentinel://host:port,host:port/service; "
+            "write special characters of a password as %XX; options behind ? are those of redis-py",
+        ) from None
+    return client
+
+
+def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
+    """A client that asks the Sentinels for the primary whenever it connects. ValueError for a bad URL."""
+    parts = urlsplit(url)
+    credentials, hosts = _netloc(parts)
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("no service")
+    plain = parts.scheme.removesuffix("+sentinel")
+    login = parse_url(f"{plain}://{credentials}host/{database or 0}?{parts.query}")  # type: ignore[no-untyped-call]
+    of_sentinels = {name: login.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    if login.pop("connection_class", None):  # TLS
+        login["ssl"] = True
+    del login["host"]
+    sentinels = [urlsplit(f"//{host}") for host in hosts]
+    patience = {"socket_timeout": _SENTINEL_TIMEOUT_S, "socket_connect_timeout": _SENTINEL_TIMEOUT_S}
+    tls = {name: value for name, value in login.items() if name.startswith("ssl")}
+    watch = Sentinel(  # type: ignore[no-untyped-call]
+        [(host.hostname or "", host.port or _SENTINEL_PORT) for host in sentinels],
+        sentinel_kwargs={**patience, **of_sentinels, **tls, "retry": Retry(NoBackoff(), 0)},
+    )
+    primary: redis.Redis = watch.master_for(service, **settings, **login)  # type: ignore[no-untyped-call]
+    return primary
+
+
+def seeds(url: str) -> list[str]:
+    """One URL for each node that a URL names; Sentinels are not nodes."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return [url]  # `open_client` says what is wrong
+    credentials, hosts = _netloc(parts)
+    if len(hosts) == 1 or parts.scheme.endswith("+sentinel"):
+        return [url]
+    return [parts._replace(netloc=credentials + host).geturl() for host in hosts]
+
+
+def at_node(url: str, host: str, port: int) -> str:
+    """The URL with another host: that of a node of the same cluster ("": the node that was asked)."""
+    parts = urlsplit(url)
+    credentials, _ = _netloc(parts)
+    host = host or parts.hostname or ""
+    return parts._replace(netloc=f"{credentials}{f'[{host}]' if ':' in host else host}:{port}").geturl()
+
+
+def _netloc(parts: SplitResult) -> tuple[str, list[str]]:
+    """("user:password@", hosts)."""
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    return credentials + at, hosts.split(",")

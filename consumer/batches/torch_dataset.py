@@ -1,0 +1,84 @@
+"""The batches of a run as a torch dataset.
+
+    dataset = BatchDataset(consumer, {"math": 16}, first=position.step + 1, last=100)
+    for batch in DataLoader(dataset, batch_size=None):
+        train(batch)
+        consumer.commit(batch.step, keep=batch.step)
+
+An item is a whole `Batch`: its size is the run's business, and a commit is of a step. `map(padded_tensors, …)` gives
+tensors instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from buffer.errors import ConfigError
+from consumer.batches.batch import Batch
+
+Counts = Mapping[str, int] | Callable[[int], Mapping[str, int]]
+"""Groups of each task; or a function of the step that says so (`lambda step: run.limits.mix().shares(step)`)."""
+
+
+class TakesBatches(Protocol):
+    """A `RolloutConsumer`, or the `ShardedConsumer` of a data-parallel trainer."""
+
+    def take_batch(self, step: int, counts: Mapping[str, int]) -> Batch: ...
+
+
+class BatchDataset(IterableDataset[Batch]):
+    """Steps `first` to `last`, in order; each is taken when it is asked for, and blocks until it is there."""
+
+    def __init__(self, consumer: TakesBatches, counts: Counts, *, first: int = 1, last: int) -> None:
+        super().__init__()
+        self._consumer, self._counts, self._first, self._last = consumer, counts, first, last
+
+    def __len__(self) -> int:
+        return max(0, self._last - self._first + 1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if get_worker_info() is not None:
+            raise ConfigError(
+                "batches cannot be taken in a worker process of a DataLoader: one process is the trainer of a run",
+                hint="num_workers=0; the consumer reads the next batch ahead by itself",
+            )
+        for step in range(self._first, self._last + 1):
+            counts = self._counts(step) if callable(self._counts) else self._counts
+            yield self._consumer.take_batch(step, counts)
+
+
+def padded_tensors(batch: Batch) -> dict[str, Tensor]:
+    """The rollouts of a batch as right-padded rows, of S rollouts and at most L tokens.
+
+    input_ids int64[S, L]: prompt and response; attention_mask int64[S, L]; loss_mask float32[S, L], 1 where a token of
+    the response is trained; logprobs float32[S, L]: of that token, as it was sampled (0 elsewhere); scores float32[S];
+    group int64[S]: which prompt, as a number in the batch.
+    """
+    groups = batch.groups
+    lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
+    prompts = np.concatenate([np.full(len(group), len(group.prompt_ids)) for group in groups]).astype(np.int64)
+    totals = prompts + lengths
+    place = np.arange(totals.max(initial=0))
+    is_token = place < totals[:, None]
+    is_response = is_token & (place >= prompts[:, None])
+    ids = np.zeros(is_token.shape, np.int64)
+    ids[is_response] = np.concatenate([group.response_ids for group in groups])
+    ids[is_token & ~is_response] = np.concatenate([np.tile(group.prompt_ids, len(group)) for group in groups])
+    mask, logprobs = np.zeros(ids.shape, np.float32), np.zeros(ids.shape, np.float32)
+    mask[is_response] = np.concatenate([group.mask for group in groups])
+    logprobs[is_response] = np.concatenate([group.logprobs for group in groups])
+    columns = {
+        "input_ids": ids,
+        "attention_mask": is_token.astype(np.int64),
+        "loss_mask": mask,
+        "logprobs": logprobs,
+        "scores": np.concatenate([group.scores for group in groups]),
+        "group": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+    }
+    return {name: torch.from_numpy(column) for name, column in columns.items()}

@@ -1,0 +1,1 @@
+"""The reference trainer: advantages, losses, packing, the learner, checkpoints."""

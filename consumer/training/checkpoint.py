@@ -1,0 +1,137 @@
+"""Checkpoints: the trainer's position, its weights and its optimizer, in one folder (I6).
+
+<folder>/step-000012/trainer.json           the position (buffer/batches/position.py)
+                     model/                  a Hugging Face folder (config, tokenizer, safetensors)
+                     optimizer.safetensors   moments, RNG and counters: no pickle
+
+Invariant: a folder under its final name is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+from pydantic import ValidationError
+
+from buffer.batches.position import Position
+from buffer.config.trainer import TrainingConfig
+from buffer.errors import LostRun, ModelError
+from buffer.open_run import create_run
+from buffer.run import Run
+from buffer.store.store import Store
+from buffer.weights.new_folder import new_folder
+
+POSITION = "trainer.json"
+
+
+class CheckpointFolder:
+    """Manage all checkpoints of a run.
+
+    Usage:
+
+        checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
+        checkpoints.write(position, save_parts)    # save_parts(folder) writes weights and optimizer
+        consumer.commit(position.step, keep=checkpoints.prune(keep=2))
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step, whether or not it exists."""
+        return self.folder / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, oldest first."""
+        names = (path.parent.name for path in self.folder.glob(f"step-*/{POSITION}"))
+        return sorted(
+            int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name)
+        )
+
+    def read(self, step: int) -> Position:
+        """Return the position of a checkpoint. Raises ModelError where its file is unusable."""
+        file = self.path(step) / POSITION
+        try:
+            return Position.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ModelError(
+                f"{file} is not a checkpoint: {error}",
+                hint="remove its folder to use an older checkpoint",
+            ) from error
+
+    def write(self, position: Position, save: Callable[[Path], None]) -> Path:
+        """Write a checkpoint and return its folder; `save` writes all parts but the position.
+
+        The checkpoint becomes visible as a whole, once it is on disk. One of the same step (of a
+        lineage that ended) is replaced.
+        """
+        path = self.path(position.step)
+        self._remove(path)
+        with new_folder(path) as folder:
+            save(folder)
+            data = orjson.dumps(position.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+            (folder / POSITION).write_bytes(data)
+            _sync_tree(folder)
+        _sync(self.folder)
+        return path
+
+    def prune(self, keep: int) -> int:
+        """Delete all but the newest `keep` checkpoints; return the oldest kept step (0: none)."""
+        for step in self.steps()[:-keep]:
+            self._remove(self.path(step))
+        kept = self.steps()
+        return kept[0] if kept else 0
+
+    def oldest_with(self, step: int, keep: int) -> int:
+        """Return the oldest step that remains after `write` of `step` and `prune(keep)`."""
+        return sorted({*self.steps(), step})[-keep:][0]
+
+    def clear(self, after: int) -> None:
+        """Delete the checkpoints that no trainer will continue from.
+
+        These are the steps after `after`, which a replaced trainer wrote late, and the remains of
+        one that was killed while it wrote or deleted.
+        """
+        for step in self.steps():
+            if step > after:
+                self._remove(self.path(step))
+        for remains in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(remains)
+
+    def _remove(self, path: Path) -> None:
+        # renamed first: a partly deleted folder must never look like a checkpoint
+        if path.exists():
+            hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+            shutil.rmtree(path.rename(hidden))
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: bool) -> Run:
+    """The run of this config, made if it is new. LostRun where its checkpoints say that it is not, and the server has
+    none: only who asks for it by name gets another one (I6)."""
+    steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
+    if steps and not regenerate and config.run.name not in Run.names(store):
+        raise LostRun(
+            f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such run on this server",
+            hint="connect to the server that holds it, or restore its data (`rolloutmq resume`); or start with "
+            "--regenerate: what was not trained yet is then generated again",
+        )
+    return create_run(store, config, model)

@@ -1,0 +1,150 @@
+"""A critic: the policy's architecture with one number per token instead of logits.
+
+(PPO, Schulman et al. 2017, arXiv:1707.06347.) Generalized advantage estimation compares a reward
+with the critic's values; estimators that compare the rollouts of a group need no critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from buffer.config.learner import CriticConfig
+from consumer.models.model_folder import load_model
+from consumer.training.learner_state import capture, restore
+from consumer.training.packing import MicroBatch
+
+
+class Critic:
+    """Estimate the value of each token's state; `step` counts optimizer steps.
+
+    It starts as the model of `model_dir` with a value head of zeros: every value is 0.
+
+        values = [critic.values(batch) for batch in batches]
+        metrics = critic.update(batches, values, returns)
+    """
+
+    def __init__(
+        self, model_dir: Path, config: CriticConfig, *, device: str = "cpu", seed: int = 0
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.step = 0
+        torch.manual_seed(seed)
+        body = load_model(model_dir).base_model
+        head = nn.Linear(body.config.hidden_size, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.body = body.to(self.device).train()
+        self.head = head.to(self.device)
+        self.parameters = {f"body.{name}": p for name, p in self.body.named_parameters()}
+        self.parameters |= {f"head.{name}": p for name, p in self.head.named_parameters()}
+        self._optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=config.learning_rate, weight_decay=0.0
+        )
+
+    def on_device(self) -> tuple[list[nn.Module], torch.optim.Optimizer]:
+        """Return the modules and the optimizer that use memory of the device, for `DeviceShare`."""
+        return [self.body, self.head], self._optimizer
+
+    @torch.no_grad()
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Return the expected return before each of the N response tokens, float32[N]."""
+        return self._forward(batch)
+
+    def update(
+        self, batches: Sequence[MicroBatch], old: Sequence[Tensor], returns: Sequence[Tensor]
+    ) -> dict[str, float]:
+        """Take one optimizer step towards `returns`, and return its metrics.
+
+        `old`: the values before the step. Both are float32[N] for each micro-batch.
+        """
+        tokens = max(1.0, sum(float(batch.mask.sum()) for batch in batches))
+        self._optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        abs_error = 0.0
+        for batch, before, target in zip(batches, old, returns, strict=True):
+            values = self._forward(batch)
+            loss = value_loss(values, before, target, batch.mask, self.config.clip) / tokens
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+            abs_error += float(((target - before) * batch.mask).abs().sum()) / tokens
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        self._optimizer.step()
+        self.step += 1
+        return {
+            "critic/loss": total,
+            "critic/abs_error": abs_error,
+            "critic/grad_norm": float(norm),
+        }
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return everything that a resume needs, as described in `consumer.training.learner_state`."""
+        return capture(self.parameters, self._optimizer, self.step, self.device)
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
+        self.step = restore(state, self.parameters, self._optimizer, self.device)
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
+        hidden = self.body(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).last_hidden_state
+        # logit_index: the slot before a token is the state in which it was chosen
+        states = hidden.flatten(0, 1).index_select(0, batch.logit_index)
+        values: Tensor = self.head(states).squeeze(1)
+        return values
+
+
+def value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> Tensor:
+    """Return half the squared error summed over trained tokens, a scalar from float32[N] each.
+
+    With `clip` c, the larger of that and of the error of `old + clip(values - old, -c, c)`: a value
+    moves by at most c in one step (the clipped value loss of PPO's reference code).
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        bounded = old + (values - old).clamp(-clip, clip)
+        error = torch.maximum(error, (bounded - returns).square())
+    return torch.where(mask > 0, error, 0.0).sum() / 2
+
+
+def packed_gae(
+    rewards: Tensor, values: Tensor, batch: MicroBatch, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns of the N tokens of a micro-batch, float32[N] each.
+
+    `rewards`: float32[S], received at the last trained token of each sample. `values`: float32[N].
+    Tokens that are not trained (a tool's) are not actions of the policy: they are skipped, and get
+    0. (Schulman et al. 2016, arXiv:1506.02438, equation 16.)
+    """
+    advantages = torch.zeros_like(values)
+    next_advantage = torch.zeros_like(rewards)
+    next_value = torch.zeros_like(rewards)
+    reward = rewards.clone()
+    trained = torch.nonzero(batch.mask > 0).squeeze(1)
+    for positions in _positions_from_the_end(batch.sample[trained]):
+        token = trained[positions]
+        sample = batch.sample[token]
+        delta = reward[sample] + gamma * next_value[sample] - values[token]
+        next_advantage[sample] = delta + gamma * lam * next_advantage[sample]
+        advantages[token] = next_advantage[sample]
+        next_value[sample] = values[token]
+        reward[sample] = 0.0
+    return advantages, (advantages + values) * (batch.mask > 0)
+
+
+def _positions_from_the_end(sample: Tensor) -> list[Tensor]:
+    """Return the positions in `sample` of all last tokens, of all last but one, and so on.
+
+    `sample`: int64[N], ascending. A sample with fewer tokens is missing in the later tensors.
+    """
+    counts = torch.bincount(sample)
+    from_end = torch.cumsum(counts, 0)[sample] - 1 - torch.arange(len(sample), device=sample.device)
+    longest = int(counts.max()) if len(counts) else 0
+    return [torch.nonzero(from_end == distance).squeeze(1) for distance in range(longest)]

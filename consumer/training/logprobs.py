@@ -1,0 +1,90 @@
+"""Log-probabilities of the sampled tokens under a model, for a packed micro-batch.
+
+The part of a causal language model that training uses, as one module that FSDP can shard.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from consumer.training.packing import MicroBatch
+from consumer.training.routing_replay import RoutingReplay
+
+
+class TargetLogits(nn.Module):
+    """Compute the logits of the positions that predict a response token, and of no other.
+
+    `replay`: sets the experts that the model's gates choose.
+
+        policy = TargetLogits(load_model(model_dir))
+        logits = policy(batch.input_ids, batch.position_ids, batch.logit_index)
+    """
+
+    def __init__(self, model: PreTrainedModel, replay: RoutingReplay | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self._replay = replay
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logit_index: Tensor,
+        experts: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits, [N, vocabulary].
+
+        `input_ids`, `position_ids`: int64[R, W]. `logit_index`: int64[N] of flat slots. `experts`:
+        see `RoutingReplay.set_experts`.
+
+        The output head is applied to N positions, not to all R * W slots: prompts cost no logits,
+        which for a large vocabulary are most of the memory.
+        """
+        if self._replay:
+            self._replay.set_experts(experts)
+        # no attention mask: only then does transformers find sample borders in the positions
+        hidden = self.model.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        states = hidden.flatten(0, 1).index_select(0, logit_index)
+        return cast(Tensor, self.model.get_output_embeddings()(states))
+
+
+class TokenLogprobs(NamedTuple):
+    """Hold one value per response token, float32[N] each; the entropy is in nats.
+
+    Usage:
+
+        logprobs, entropy = token_logprobs(policy, batch)
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def token_logprobs(
+    target_logits: TargetLogits,
+    batch: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    bf16: bool = False,
+    entropy_gradient: bool = True,
+) -> TokenLogprobs:
+    """Return the log-probability of each target and the entropy of its distribution.
+
+    `temperature`: the logits are divided by it. Without `entropy_gradient` the backward pass keeps
+    no tensor of the entropy; each of them is as large as the logits.
+    """
+    with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
+        logits = target_logits(
+            batch.input_ids, batch.position_ids, batch.logit_index, batch.experts
+        )
+    distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = distribution.gather(1, batch.targets[:, None]).squeeze(1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(distribution.exp() * distribution).sum(-1)
+    return TokenLogprobs(logprobs, entropy)

@@ -1,0 +1,173 @@
+"""The metrics of one train step except those of the learner: the batch, production, and timing.
+
+rewards/mean min max           scores of the batch
+rewards/solved                 share of groups with a score above 0
+raw_rewards/mean               scores of everything completed since the last step, before filtering
+advantages/mean min max        as passed to the loss
+response_len/mean min max std  tokens; response_len/tokens: of the whole batch; prompt_len/mean
+staleness/mean max             train steps, of the groups when they were taken
+task/n mean_s p50_s p99_s      seconds that workers spent on the groups; task/p99_p50_ratio
+async/*                        groups left in the pools; since the last step: failed, filtered, ...
+throughput/*                   samples and tokens per second and GPU: of training since the start;
+                               of this step; of its training alone; of the rollouts
+time/*                         seconds: step, wait (for the batch), train, pause, publish; pause/*:
+                               see pause_times.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.control.progress import ProduceProgress, TaskProgress
+from buffer.model.group import GROUP_TIME
+from buffer.model.staleness import staleness
+from consumer.batches.batch import Batch
+
+POOLS = ("completed", "aborted", "expired")
+
+
+@dataclass(slots=True)
+class Timing:
+    """Collect the seconds that the parts of one step took.
+
+    Usage:
+
+        timing = Timing()
+        timing.wait = batch.waited_s
+        metrics |= timing.metrics()
+    """
+
+    wait: float = 0.0
+    train: float = 0.0
+    pause: float = 0.0
+    publish: float = 0.0
+    step: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics `time/*`."""
+        return {f"time/{name}_s": seconds for name, seconds in asdict(self).items()}
+
+
+def batch_metrics(batch: Batch, advantages: NDArray[np.float32]) -> dict[str, float]:
+    """Return the metrics of the batch as it was taken; `advantages` float32[sum k]."""
+    scores = np.concatenate([group.scores for group in batch.groups])
+    lengths = np.concatenate([group.lengths for group in batch.groups])
+    entries = batch.manifest.entries
+    ages = [staleness(batch.step, e.version) for e in entries if e.version is not None]
+    return {
+        **_spread("rewards", scores[np.isfinite(scores)]),
+        "rewards/solved": float(np.mean([group.scores.max() > 0 for group in batch.groups])),
+        **_spread("advantages", advantages),
+        **_spread("response_len", lengths),
+        "response_len/std": float(lengths.std()),
+        "response_len/tokens": float(lengths.sum()),
+        "prompt_len/mean": float(np.mean([len(group.prompt_ids) for group in batch.groups])),
+        "staleness/mean": float(np.mean(ages)) if ages else 0.0,
+        "staleness/max": float(max(ages, default=0)),
+        **_group_times([group.shared["extra"].get(GROUP_TIME) for group in batch.groups]),
+    }
+
+
+def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[str, float]:
+    """Return what was produced between two readings and what the pools hold, over all tasks."""
+    produced = list(now.since(before).values())
+    leftovers = now.leftovers.values()
+    metrics = {
+        f"async/{status}_groups": float(sum(getattr(task, status) for task in leftovers))
+        for status in POOLS
+    }
+    metrics |= {
+        "async/failed_tries": _total(produced, "failed"),
+        "async/filtered_groups": _total(produced, "filtered"),
+        "async/expirations": _total(produced, "expirations"),
+        "async/produced_samples": _total(produced, "produced_samples"),
+        "async/produced_tokens": _total(produced, "produced_tokens"),
+    }
+    scores = _total(produced, "raw_rewards_count")
+    if scores:
+        metrics["raw_rewards/mean"] = _total(produced, "raw_rewards_sum") / scores
+    return metrics
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Compute samples and tokens per second and GPU (`sgs`, `tgs`).
+
+    A side without a GPU counts as one. `rollout_*` divide by the time between two readings:
+    production continues during all of a step.
+
+        throughput = Throughput(train_gpus=1, rollout_gpus=7)
+        metrics |= throughput.metrics(samples, tokens, timing, produced)
+    """
+
+    train_gpus: int = 1
+    rollout_gpus: int = 1
+    elapsed_s: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+
+    def metrics(
+        self, samples: int, tokens: int, timing: Timing, produced: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Add a step with these samples and response tokens to the totals; return its metrics.
+
+        `produced`: the result of `production_metrics`.
+        """
+        self.elapsed_s += timing.step
+        self.samples += samples
+        self.tokens += tokens
+        total_s = _gpu_seconds(self.elapsed_s, self.train_gpus)
+        step_s = _gpu_seconds(timing.step, self.train_gpus)
+        rollout_s = _gpu_seconds(timing.step, self.rollout_gpus)
+        return {
+            "throughput/e2e_effective_sgs": self.samples / total_s,
+            "throughput/e2e_effective_tgs": self.tokens / total_s,
+            "throughput/effective_sgs": samples / step_s,
+            "throughput/effective_tgs": tokens / step_s,
+            "throughput/training_tgs": tokens / _gpu_seconds(timing.train, self.train_gpus),
+            "throughput/rollout_sgs": produced["async/produced_samples"] / rollout_s,
+            "throughput/rollout_tgs": produced["async/produced_tokens"] / rollout_s,
+        }
+
+
+def _gpu_seconds(seconds: float, gpus: int) -> float:
+    return max(seconds, 1e-9) * max(gpus, 1)
+
+
+def _total(tasks: list[TaskProgress], name: str) -> float:
+    return float(sum(getattr(task, name) for task in tasks))
+
+
+def _spread(name: str, values: NDArray[np.float32] | NDArray[np.int32]) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/min": float(values.min()),
+        f"{name}/max": float(values.max()),
+    }
+
+
+def _group_times(seconds: list[float | None]) -> dict[str, float]:
+    """Return statistics of the groups that have a time; nothing where none has.
+
+    p50 is the element at n // 2, p99 the one at int(0.99 n).
+    """
+    times = sorted(s for s in seconds if s is not None)
+    if not times:
+        return {}
+    p50 = times[len(times) // 2]
+    p99 = times[int(0.99 * len(times))]
+    metrics = {
+        "task/n": float(len(times)),
+        "task/mean_s": sum(times) / len(times),
+        "task/p50_s": p50,
+        "task/p99_s": p99,
+    }
+    if p50 > 0:
+        metrics["task/p99_p50_ratio"] = p99 / p50
+    return metrics

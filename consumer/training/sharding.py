@@ -1,0 +1,172 @@
+"""Weights sharded over ranks (FSDP2): gathered layer by layer around forward and backward passes.
+
+A shard is a rank's part of a tensor's first dimension. Published weights are written without any
+rank holding the whole model: each tensor is gathered on all ranks, one after the other, and kept by
+the rank that writes it.
+
+Whether a model keeps samples of one row apart.
+
+This is tested, not derived from the architecture: a leak between samples would go unnoticed.
+
+A folder that all ranks write together: it becomes visible once each has written its part.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from consumer.ranks import Ranks, balanced_shares
+from consumer.training.logprobs import TargetLogits
+
+
+def shard(policy: TargetLogits, device: torch.device) -> TargetLogits:
+    """Shard a model over all ranks of the default process group; return the same module.
+
+    Each decoder layer is a unit of its own; a last unit holds everything else.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in policy.model.base_model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    return policy
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on every rank; an unsharded one unchanged. All ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory; an unsharded tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return the tensor of which `part` is this rank's part, sharded as `parameter` is.
+
+    This is `part` itself where `parameter` is not sharded.
+    """
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def write_weights(
+    parameters: Mapping[str, Tensor],
+    folder: Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write one safetensors file per rank, and on rank 0 their index.
+
+    Hugging Face and vLLM read them. `dtype`: of the written numbers; default: float32. Tied weights
+    are written once. A rank holds its share of the model and temporarily one tensor more.
+    """
+    names = sorted(parameters)
+    kind = dtype or torch.float32
+    sizes = [math.prod(parameters[name].shape) for name in names]
+    files = [f"model-{rank + 1:05d}-of-{ranks.size:05d}.safetensors" for rank in range(ranks.size)]
+    shares = balanced_shares(sizes, ranks.size)
+    writer = {names[index]: rank for rank, share in enumerate(shares) for index in share}
+    own: dict[str, Tensor] = {}
+    for name in names:
+        full = gather(parameters[name].detach())
+        if writer[name] == ranks.rank:
+            own[name] = full.to("cpu", kind, copy=True).contiguous()
+    save_file(own, folder / files[ranks.rank], metadata={"format": "pt"})
+    if ranks.rank == 0:
+        index = {
+            "metadata": {"total_size": sum(sizes) * kind.itemsize},
+            "weight_map": {name: files[writer[name]] for name in names},
+        }
+        data = orjson.dumps(index, option=orjson.OPT_INDENT_2)
+        (folder / "model.safetensors.index.json").write_bytes(data)
+
+log = logging.getLogger("rolloutmq.trainer")
+
+FIRST = 4
+SECOND = 6
+"""Tokens of the two samples of the test."""
+
+TOLERANCE = 1e-4
+"""Share of the largest hidden value: above rounding, far below the effect of another token."""
+
+
+@torch.no_grad()
+def keeps_samples_apart(model: PreTrainedModel) -> bool:
+    """Return whether the second sample of a row is independent of the tokens of the first.
+
+    transformers finds the borders where positions start again and no mask is given. Linear
+    attention (Qwen3-Next, Mamba) carries its state across them, and some older models (OPT, Bloom)
+    ignore positions in their mask.
+    """
+    was_training = model.training
+    model.eval()
+    hidden = _hidden(model, first_id=0)
+    other = _hidden(model, first_id=1)
+    model.train(was_training)
+    is_apart = bool((hidden - other).abs().max() <= TOLERANCE * hidden.abs().max())
+    if not is_apart:
+        log.warning(
+            "attention of %s crosses samples that share a row: each sample gets a row of its own",
+            type(model).__name__,
+        )
+    return is_apart
+
+
+def _hidden(model: PreTrainedModel, first_id: int) -> torch.Tensor:
+    """Return the hidden states of the second sample, float32[SECOND, width].
+
+    All tokens of the first sample are `first_id`.
+    """
+    ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
+    hidden: torch.Tensor = model.base_model(
+        input_ids=ids.to(model.device), position_ids=positions.to(model.device), use_cache=False
+    ).last_hidden_state
+    return hidden[0, FIRST:].float()
+
+T = TypeVar("T")
+Save = Callable[[Path], None]
+
+
+def write_together(ranks: Ranks, save: Save, make: Callable[[Save], T]) -> T | None:
+    """Let all ranks write into a folder that rank 0 creates; all ranks must call it.
+
+    `make(save_all)` runs on rank 0 only, and calls `save_all(folder)` once (for example
+    `CheckpointFolder.write`). `save(folder)` runs on every rank; all of them must be able to access
+    the folder. Returns the result of `make` on rank 0, None on the others. A rank that dies during
+    the call breaks the connection of the others: nothing becomes visible.
+
+        write_together(ranks, save, lambda save_all: checkpoints.write(position, save_all))
+    """
+
+    def write_part(folder: str) -> None:
+        save(Path(ranks.say(folder)[0]))
+        ranks.say("written")
+
+    if ranks.rank == 0:
+        return make(lambda folder: write_part(str(folder)))
+    write_part("")
+    return None

@@ -1,0 +1,334 @@
+"""The reference trainer: asynchronous GRPO on one device, restartable at any line.
+
+Per step: take the batch, train, write a checkpoint where one is due and commit it, publish the new
+weights in a pause. The position is in the checkpoint; Redis delivers again what follows it (I5,
+I6).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from buffer.batches.position import Position
+from buffer.config.trainer import TrainingConfig
+from buffer.control.task_status import ProduceBatchStatus
+from buffer.errors import ExpiredBatch, LostRun, ModelError
+from buffer.run import Run
+from consumer.batches.batch import Batch, Stopped
+from consumer.models.model_folder import copy_tokenizer
+from consumer.publication import open_sender, published
+from consumer.rollout_consumer import RolloutConsumer
+from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.device_share import DeviceShare
+from consumer.training.evaluation import EvaluationPlan, log_wait_reason
+from consumer.training.learner import Learner
+from consumer.training.metric_writers import MetricWriter, ProgressBar, open_writers
+from consumer.training.metrics import Throughput, Timing, batch_metrics, production_metrics
+from consumer.training.step_log import StepWriter
+from consumer.training.train_controller import TrainController
+
+log = logging.getLogger("rolloutmq.trainer")
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+class Trainer:
+    """Train the run of `config` from its newest checkpoint to its last step.
+
+    Usage:
+
+        trainer = Trainer(run, config, model_dir)
+        is_done = trainer.fit()    # False where trainer.consumer.stop was called
+    """
+
+    def __init__(self, run: Run, config: TrainingConfig, model_dir: Path) -> None:
+        self._run = run
+        self._config = config
+        self._model_dir = model_dir
+        folder = config.run.folder
+        self._checkpoints = CheckpointFolder(folder / "checkpoints")
+        self._weights = open_sender(config, run)
+        self._log = StepWriter(folder)
+        self._writers: list[MetricWriter] = []
+        self.shows_progress = False
+        """draw a progress bar on the terminal"""
+        self.consumer = RolloutConsumer(run)
+        self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
+        launch = config.launch
+        self._throughput = Throughput(
+            len(launch.trainer_gpus or [0]), len(launch.worker_gpus or [0])
+        )
+
+    def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
+        """Train until the last step or `consumer.stop`; return whether the last step is done.
+
+        `take_over`: also while another trainer holds the role. `regenerate`: also where the server
+        lost the run, or freed batches that follow the newest checkpoint. Raises RoleHeld, LostRun,
+        Fenced, and what the learner raises.
+        """
+        self._position = self._newest_position(regenerate)
+        self._evaluations = EvaluationPlan(
+            self._config, self.consumer, self._log, self._position.step, self._free_memory
+        )
+        self.consumer.open(position=self._position, take_over=take_over, regenerate=regenerate)
+        self._run.refresh_limits()
+        self._progress = self._run.read_progress()
+        try:
+            self._resume()
+            self._publish(Timing())
+            self._evaluate()
+            self._train()
+            self._evaluations.finish()
+            self.consumer.finish()
+        except Stopped:
+            self._checkpoint()
+            return False
+        finally:
+            for writer in self._writers:
+                writer.close()
+            self._weights.close()
+            self.consumer.close()
+        return True
+
+    def _resume(self) -> None:
+        """Load the state of the checkpoint, and complete what an earlier trainer had begun."""
+        position = self._position
+        config = self._config
+        self._checkpoints.clear(after=position.step)
+        self._weights.clear()
+        self._learner = Learner(
+            self._model_dir,
+            config.learner,
+            device=_device(config.trainer.device),
+            seed=config.run.seed,
+            media=self._run.media,
+        )
+        self._controller = TrainController.of(config, self._learner, self._model_dir)
+        if position.step:
+            file = self._checkpoints.path(position.step) / OPTIMIZER
+            self._controller.load_state_tensors(_read_state(file))
+        trained = [part for part in (self._learner, self._controller.critic) if part]
+        self._share = DeviceShare(self._learner.device, [part.on_device() for part in trained])
+        if self._is_colocated:
+            self._share.sleep()
+        self._writers = open_writers(
+            config.trainer.writers, config.run.folder, config.run.name, position.step + 1
+        )
+        if self.shows_progress:
+            self._writers.append(ProgressBar(position.step, self._run.limits.steps))
+        if position.step:
+            # the last trainer may have died between its checkpoint and the commit
+            self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
+
+    def _newest_position(self, regenerate: bool) -> Position:
+        steps = self._checkpoints.steps()
+        if not steps:
+            return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
+        position = self._checkpoints.read(steps[-1])
+        if position.run_nonce != self._run.nonce and not regenerate:
+            raise LostRun(
+                f"the checkpoint {self._checkpoints.path(steps[-1])} "
+                "belongs to another run of this name",
+                hint="move the old checkpoints away, or use the server that holds that run",
+            )
+        log.info("resuming", extra={"step": position.step})
+        return position
+
+    # -- one step ------------------------------------------------------------
+
+    def _train(self) -> None:
+        while self._position.step < self._run.limits.steps:
+            if self.consumer.stopping:
+                raise Stopped
+            self._step(self._position.step + 1)
+
+    def _step(self, step: int) -> None:
+        timing = Timing()
+        started = time.monotonic()
+        self._run.refresh_limits()
+        batch = self._take(step, timing)
+        self._position.add(batch.manifest)
+        with self._devices(timing):
+            train_started = time.monotonic()
+            metrics = self._controller.fit(batch.groups)
+            timing.train = time.monotonic() - train_started
+            if self._is_sync_due(batch):
+                self._publish(timing, is_paused=self._is_colocated)
+        timing.step = time.monotonic() - started
+        metrics |= self._step_metrics(batch, timing)
+        # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
+        self.consumer.check_role()
+        self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
+        for writer in self._writers:
+            writer.write(step, metrics)
+        log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
+        if step % self._config.trainer.checkpoint_every_steps == 0 or self._is_last(step):
+            self._checkpoint()
+        self._evaluations.poll()
+        if self._is_sync_due(batch):
+            self._evaluate()
+
+    def _take(self, step: int, timing: Timing) -> Batch:
+        """Take the batch of a step. Where the newest weights are too old for it, publish first."""
+        counts = self._run.limits.mix().shares(step)
+        while True:
+            try:
+                batch = self.consumer.take_batch(
+                    step, counts, waiting=log_wait_reason, checkpoint=self._free_memory
+                )
+            except ExpiredBatch as error:
+                log.warning("publishing weights before they are due: %s", error)
+                self._publish(timing)
+            else:
+                timing.wait = batch.waited_s
+                return batch
+
+    def _is_last(self, step: int) -> bool:
+        return step == self._run.limits.steps
+
+    def _is_sync_due(self, batch: Batch) -> bool:
+        """Return whether weights are published after this step.
+
+        True at the configured interval, after the last step, and where the newest published weights
+        are too old for any further step.
+        """
+        is_expired = batch.status is ProduceBatchStatus.EXPIRED_BATCH
+        is_interval = batch.step % self._config.policy.sync_weights_interval == 0
+        return is_interval or is_expired or self._is_last(batch.step)
+
+    @contextmanager
+    def _devices(self, timing: Timing) -> Iterator[None]:
+        """Give the devices to the learner: where they are shared, the run is paused meanwhile.
+
+        A trainer that dies in this context leaves the run paused; the next one first publishes its
+        weights, and then continues the run.
+        """
+        if not self._is_colocated:
+            yield
+            return
+        with self.consumer.paused(self._config.policy.pause_mode) as seconds:
+            timing.pause = seconds
+            with self._share.awake():
+                yield
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self._config.trainer.flow == "colocated"
+
+    def _step_metrics(self, batch: Batch, timing: Timing) -> dict[str, float]:
+        """Return the metrics of a step except those of the controller."""
+        before = self._progress
+        self._progress = self._run.read_progress()
+        produced = production_metrics(before, self._progress)
+        samples = sum(len(group) for group in batch.groups)
+        tokens = int(sum(group.lengths.sum() for group in batch.groups))
+        metrics = {
+            **batch_metrics(batch, self._controller.advantages),
+            **produced,
+            **self._throughput.metrics(samples, tokens, timing, produced),
+            **timing.metrics(),
+            **self.consumer.pauses.metrics(),
+        }
+        peak = self._learner.peak_memory_bytes()
+        if peak:
+            metrics["memory/peak_bytes"] = float(peak)
+        return metrics
+
+    # -- weights and evaluation ------------------------------------------------
+
+    def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
+        """Publish the weights, and evaluate them in the same pause where evaluations are exclusive.
+
+        After `consumer.stop` it publishes or evaluates no further: the step in progress still ends, so
+        that it is logged. The next trainer publishes first.
+        """
+        step = self._position.step
+        save = partial(self._save_model, to_publish=True)
+        pause = None if is_paused else self._config.policy.pause_mode
+        with (
+            suppress(Stopped),
+            published(self.consumer, self._weights, step, save, pause=pause) as times,
+        ):
+            timing.publish = times.write_s
+            timing.pause = timing.pause if is_paused else times.pause_s
+            last = self._run.limits.steps
+            if self._evaluations.is_exclusive and self._evaluations.tasks(step, last):
+                if self._is_colocated:
+                    self._share.sleep()
+                self.consumer.pause(self._config.policy.pause_mode, lanes="eval")
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Evaluate the newest weights, where this is due and was not done in the pause."""
+        self._evaluations.measure(self._position.step, self._run.limits.steps)
+
+    def _save_model(self, folder: Path, *, to_publish: bool = False) -> None:
+        self._learner.save_weights(folder, to_publish=to_publish)
+        copy_tokenizer(self._model_dir, folder)
+
+    # -- checkpoints -----------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        """Write a checkpoint, then commit: in the other order a crash would lose batches (I6)."""
+        step = self._position.step
+        keep = self._config.trainer.keep_checkpoints
+        if step in (0, self._newest_step()):
+            return
+        self.consumer.check_role()
+        self._position.forget(self._checkpoints.oldest_with(step, keep))
+        self._position.cursors = {
+            task: self._run.jobs.cursor(task) for task in self._run.limits.tasks
+        }
+        self._checkpoints.write(self._position, self._save_parts)
+        self.consumer.commit(step, keep=self._checkpoints.prune(keep))
+
+    def _free_memory(self) -> None:
+        """Free batches that only a checkpoint frees (I12).
+
+        Write a checkpoint; where there is nothing new to write, keep only the newest.
+        """
+        step = self._position.step
+        newest = self._newest_step()
+        log.warning(
+            "memory is full of batches that are not committed: writing a checkpoint now",
+            extra={"step": step},
+        )
+        if step > newest:
+            self._checkpoint()
+        elif newest:
+            self.consumer.commit(newest, keep=self._checkpoints.prune(1))
+
+    def _newest_step(self) -> int:
+        steps = self._checkpoints.steps()
+        return steps[-1] if steps else 0
+
+    def _save_parts(self, folder: Path) -> None:
+        (folder / "model").mkdir()
+        self._save_model(folder / "model")
+        save_file(self._controller.state_tensors(), folder / OPTIMIZER)
+
+
+def _read_state(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{file} cannot be read: {error}",
+            hint="remove this checkpoint's folder to use an older one",
+        ) from error
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

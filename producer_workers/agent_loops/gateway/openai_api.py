@@ -1,0 +1,271 @@
+"""What requests and answers of OpenAI's two ways to ask have in common, as far as a policy under training can speak it.
+
+What would make the recorded logprobs untrue (several choices, forced tools, biases), or what the model reads other than
+asked, is refused; temperature and top_p are those of the task, whatever a request says, since the trainer counts on
+them. Fields that are not known are not looked at, as servers have fields of their own.
+
+POST /v1/chat/completions: messages in, a message out.
+
+POST /v1/completions: a text, or the tokens themselves, in; what comes behind it out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import accumulate
+from typing import Annotated, Any, Literal, Protocol
+
+import orjson
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from buffer.model.rollout import StructuredOutput
+from producer_workers.agent_loops.gateway.sampling_overrides import Wishes, structure_of
+from producer_workers.agent_loops.gateway.session import Session, Turn
+
+Json = dict[str, Any]
+
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+REFUSED = {
+    "functions": "offer tools",
+    "function_call": "offer tools",
+    "top_logprobs": "only the logprob of what was sampled is known",
+    "prompt_logprobs": "only the logprob of what was sampled is known",
+    "audio": "only text can be asked",
+    "web_search_options": "offer a tool",
+    "guided_json": "use response_format",
+    "guided_regex": "use response_format",
+    "guided_choice": "use response_format",
+    "structured_outputs": "use response_format",
+    "chat_template": "the policy has its own",
+    "chat_template_kwargs": "the policy's template is used as it is",
+    "continue_final_message": "ask /v1/completions",
+    "logit_bias": "the logprobs would not be the policy's",
+}
+"""Fields that would change what is read or sampled, and what to do instead; null and empty ones mean nothing."""
+
+
+class Asked(Protocol):
+    """A request that was understood."""
+
+    @property
+    def wants_stream(self) -> bool: ...
+
+    @property
+    def wants_logprobs(self) -> bool: ...
+
+    async def ask(self, session: Session) -> Turn:
+        """Put it to the model. Raises what `Session` raises."""
+        ...
+
+    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
+        """The response, `name` its id. `pieces`: the text of each token, where logprobs are wanted."""
+        ...
+
+    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
+        """The same as a stream. The turn is whole when it begins: its tokens come in one chunk."""
+        ...
+
+
+class Request(BaseModel):
+    """What of any request matters here; other fields are not looked at."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = ""
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: Json | None = None
+    response_format: Annotated[StructuredOutput | None, BeforeValidator(structure_of)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, fields: Any) -> Any:
+        for name in REFUSED if isinstance(fields, dict) else ():
+            if fields.get(name):
+                raise ValueError(f"{name}: {REFUSED[name]}")
+        return fields
+
+    def wishes(self, max_tokens: int | None) -> Wishes:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Wishes(max_tokens, stops, self.response_format)
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.stream)
+
+    def frame(self, name: str, kind: str) -> Json:
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
+
+    @property
+    def wants_usage(self) -> bool:
+        """At the end of a stream."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def no_usage(self) -> Json:
+        """What says so in every chunk but the last, where it is wanted."""
+        return {"usage": None} if self.wants_usage else {}
+
+
+def usage(turn: Turn) -> dict[str, int]:
+    made = len(turn.made.token_ids)
+    return {"prompt_tokens": turn.prompt_tokens, "completion_tokens": made, "total_tokens": turn.prompt_tokens + made}
+
+
+def refusal(message: str, code: str, kind: str = "invalid_request_error", field: str | None = None) -> Json:
+    return {"error": {"message": message, "type": kind, "code": code, "param": field}}
+
+_WORDS = ("role", "name", "tool_call_id")
+_MESSAGE_KEYS = (*_WORDS, "tool_calls")
+
+
+class ChatRequest(Request):
+    messages: list[Json] = Field(min_length=1)
+    tools: list[Json] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _plain(cls, messages: list[Json]) -> list[Json]:
+        return [plain_message(message) for message in messages]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    async def ask(self, session: Session) -> Turn:
+        tools = None if self.tool_choice == "none" else self.tools or None
+        return await session.chat(self.messages, tools, self.wishes(self.max_completion_tokens or self.max_tokens))
+
+    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
+        choice = {
+            "index": 0,
+            "message": turn.message | {"refusal": None},
+            "finish_reason": _finish(turn),
+            "logprobs": self._logprobs(turn, pieces),
+        }
+        return self.frame(f"chatcmpl-{name}", "chat.completion") | {"choices": [choice], "usage": usage(turn)}
+
+    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
+        frame = self.frame(f"chatcmpl-{name}", "chat.completion.chunk") | self.no_usage
+        calls = [call | {"index": place} for place, call in enumerate(turn.message.get("tool_calls", ()))]
+        delta = turn.message | ({"tool_calls": calls} if calls else {})
+        logprobs = self._logprobs(turn, pieces)
+        yield frame | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]}
+        yield frame | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(turn), "logprobs": None}]}
+        if self.wants_usage:
+            yield frame | {"choices": [], "usage": usage(turn)}
+
+    def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
+        if not self.logprobs:
+            return None
+        pairs = zip(pieces, turn.made.logprobs.tolist(), strict=True)
+        content = [{"token": piece, "logprob": value, "bytes": None, "top_logprobs": []} for piece, value in pairs]
+        return {"content": content, "refusal": None}
+
+
+def plain_message(message: Json) -> Json:
+    """What a message says, in one form: the same conversation shall compare equal. ValueError for anything but text."""
+    kept = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
+    if not all(isinstance(kept.get(key, ""), str) for key in _WORDS) or "role" not in kept:
+        raise ValueError(f"a message has a role; {', '.join(_WORDS)} are texts")
+    calls = kept.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls is a list")
+    if calls:
+        kept["tool_calls"] = [_plain_call(call) for call in calls]
+    return kept | {"content": _plain_content(message.get("content"))}
+
+
+def _plain_content(content: Any) -> str:
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return "".join(_text(part) for part in parts)
+
+
+def _text(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise ValueError("only text can be asked")
+
+
+def _plain_call(call: Any) -> Json:
+    """A call as this gateway writes it: agents send it back with other spaces, or with fields of their own."""
+    try:
+        function = {"name": str(call["function"]["name"]), "arguments": call["function"]["arguments"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError("tool_calls: each has an id, and a function with name and arguments") from error
+    if isinstance(function["arguments"], str):
+        with suppress(orjson.JSONDecodeError):
+            function["arguments"] = orjson.loads(function["arguments"])
+    if not isinstance(function["arguments"], str):
+        function["arguments"] = orjson.dumps(function["arguments"]).decode()
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _finish(turn: Turn) -> str:
+    return "tool_calls" if turn.message.get("tool_calls") else turn.made.finish_reason
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+
+USUAL_TOKENS = 16
+"""As that API has it."""
+
+
+class TextRequest(Request):
+    prompt: Annotated[str, Field(min_length=1)] | Tokens
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0)
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise ValueError("one prompt at a time can be asked")
+            return prompt[0]
+        return prompt
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    async def ask(self, session: Session) -> Turn:
+        return await session.complete(self.prompt, self.wishes(self.max_tokens or USUAL_TOKENS))
+
+    def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
+        choice = self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}
+        return self.frame(f"cmpl-{name}", "text_completion") | {"choices": [choice], "usage": usage(turn)}
+
+    def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
+        frame = self.frame(f"cmpl-{name}", "text_completion") | self.no_usage
+        yield frame | {"choices": [self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}]}
+        if self.wants_usage:
+            yield frame | {"choices": [], "usage": usage(turn)}
+
+    def _choice(self, turn: Turn, pieces: list[str]) -> Json:
+        return {"index": 0, "text": turn.message["content"], "logprobs": self._logprobs(turn, pieces)}
+
+    def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
+        if self.logprobs is None:
+            return None
+        values = turn.made.logprobs.tolist()
+        starts = list(accumulate(map(len, pieces), initial=0))[:-1]
+        return {"tokens": pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}

@@ -1,0 +1,231 @@
+"""Puts producer and worker together from a config: the one place that knows all parts of this side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import orjson
+
+from buffer.config.dataset import ImagesSection, ReasoningGymDataset
+from buffer.config.engine import VllmConfig
+from buffer.config.run import NO_JUDGE, TaskSection
+from buffer.config.worker import ProducingConfig
+from buffer.errors import ConfigError, ModelError
+from buffer.model.order_policy import load_order
+from buffer.model.rollout import PolicyVersion
+from buffer.monitoring.tracing import Tracer
+from buffer.open_run import INITIAL
+from buffer.run import Run
+from buffer.store.store import Store
+from producer_workers.agent_loops.agent_loop import load_agent_loop
+from producer_workers.agent_loops.tokenizer import Tokenizer, load_tokenizer
+from producer_workers.agent_loops.toolbox import tool_schemas
+from producer_workers.datasets.image_prompt import ImagePrompts
+from producer_workers.datasets.open import open_dataset
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import Engine, SeesImages, TellsLoad, structures
+from producer_workers.images.image_reader import ImageReader
+from producer_workers.judges.http_judge import HttpJudge
+from producer_workers.judges.judge import AnyJudge, GroupJudge
+from producer_workers.judges.judge_times import JudgeTimes
+from producer_workers.judges.load import load_judge, put_together
+from producer_workers.producer.curriculum import Curriculum, load_weight_function
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import load_should_continue, strategies_of
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.loop_result import load_sample_filter
+from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
+from producer_workers.worker.worker import Worker
+
+
+def problems_dir(config: ProducingConfig, task: str) -> Path:
+    """Where generated problems of a training task, and of the evaluation of it, are."""
+    return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
+
+
+def model_dir(config: ProducingConfig) -> Path:
+    """The model that the run started from: its tokenizer and shape stay those of all later weights."""
+    return config.policy.model or config.run.folder / "model"
+
+
+def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
+    """A producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
+    tokenizer = load_tokenizer(str(model_dir(config)))
+    samplers, should_continue = {}, {}
+    for name, task in config.tasks.items():
+        if name not in run.limits.tasks:
+            raise ConfigError(f"task {name!r} is not in the run", hint="the run was started with another config")
+        should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
+        samplers[name] = Sampler(
+            name,
+            open_dataset(task.dataset, problems_dir(config, name), task.split, seed=config.run.seed),
+            tokenizer,
+            task.sample.to_params(),
+            prompt_repeat_k=task.prompt_repeat_k,
+            seed=config.run.seed,
+            shuffle=task.shuffle,
+            max_prompt_tokens=config.producer.max_prompt_tokens,
+            tools=tool_schemas(*(task.agent_loop_options.get(name, ()) for name in ("tools", "mcp"))),
+            images=_image_prompts(config, run, name),
+        )
+    weights, slice_size = load_weight_function(config.plan.curriculum), config.producer.slice_size
+    curriculum = Curriculum(run, weights) if weights else None
+    strategies = strategies_of(run.limits, should_continue)
+    return AgentLoopManager(run, samplers, strategies, slice_size=slice_size, curriculum=curriculum)
+
+
+def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
+    limits = images_of(config.tasks[name])
+    if limits is None:
+        return None
+    if run.media is None:
+        raise ConfigError("the run has no folder for images", hint="it was started without [run] media")
+    return ImagePrompts(str(model_dir(config)), limits, run.media)
+
+
+def images_of(task: TaskSection) -> ImagesSection | None:
+    """What images the rows of a task may name; None for a task of texts."""
+    return None if isinstance(task.dataset, ReasoningGymDataset) else task.dataset.images
+
+
+async def start_engine(config: ProducingConfig, run: Run) -> Engine:
+    """The engine of this worker, with the run's first weights loaded; the worker loads newer ones."""
+    section = config.engine
+    if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
+        section = section.model_copy(update={"report_load": True})
+    engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
+    if isinstance(engine, SeesImages):
+        engine.images.read_with(ImageReader(run.media, _widest([*map(images_of, config.tasks.values())])))
+    try:
+        await asyncio.wait_for(engine.start(), config.worker.start_timeout_s)
+    except TimeoutError as error:
+        await engine.shutdown()
+        raise ModelError(f"the engine was not up after {config.worker.start_timeout_s:g} s") from error
+    return engine
+
+
+def make_worker(
+    config: ProducingConfig,
+    run: Run,
+    engine: Engine,
+    worker_id: str,
+    *,
+    restarts: int = 0,
+    tracer: Tracer | None = None,
+) -> Worker:
+    """A worker with an agent loop per task; `restarts` of its engine came before. `tracer`: who is told of each group.
+
+    Raises ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the engine cannot do.
+    """
+    if config.worker.concurrency == "auto" and not isinstance(engine, TellsLoad):
+        hint = "give [worker] concurrency a number"
+        raise ConfigError(f"the engine {engine.name} does not say how full it is", hint=hint)
+    names = config.worker.tasks or list(config.tasks)
+    if unknown := set(names) - set(config.tasks):
+        known = ", ".join(config.tasks)
+        raise ConfigError(f"[worker] tasks: there is no task {', '.join(sorted(unknown))}", hint=f"known: {known}")
+    check_images(config, names, engine)
+    _check_structures(config, names, engine)
+    tokenizer = load_tokenizer(str(model_dir(config)))
+    eos_ids = _eos_ids(model_dir(config))
+    run.buffer.order_function = load_order(run.limits.order, config.policy.order)
+    times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
+    return Worker(
+        run,
+        engine,
+        {name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer) for name in names},
+        worker_id=worker_id,
+        concurrency=config.worker.concurrency,
+        drain_timeout_s=config.worker.drain_timeout_s,
+        sleeps=config.worker.sleep_when_paused,
+        judge_times=times,
+        lanes=config.worker.lanes,
+        facts={"host": socket.gethostname(), "pid": str(os.getpid()), "engine_restarts": str(restarts)},
+    )
+
+
+def _check_structures(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
+    """A response that nobody keeps to its structure would only look like a bad model."""
+    wanted = [name for name in names if config.tasks[name].sample.structured]
+    if wanted and not structures(engine):
+        what = f"the engine {engine.name} cannot keep to sample.structured of task {wanted[0]!r}"
+        raise ConfigError(what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`")
+
+
+def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
+    """What any of them lets in."""
+    given = [section for section in sections if section] or [ImagesSection()]
+    return ImagesSection(
+        max_bytes=max(section.max_bytes for section in given), max_pixels=max(section.max_pixels for section in given)
+    )
+
+
+def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
+    """Whoever sees no image must not answer: its tokens would be of another prompt than the trainer's."""
+    for name in names:
+        if images_of(config.tasks[name]) and not isinstance(engine, SeesImages):
+            hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
+            raise ConfigError(f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint)
+
+
+def _make_runner(
+    config: ProducingConfig,
+    run: Run,
+    name: str,
+    tokenizer: Tokenizer,
+    eos_ids: set[int],
+    times: JudgeTimes,
+    tracer: Tracer | None,
+) -> TaskRunner:
+    task, strategy = config.tasks[name], config.strategy_of(name)
+    is_partial = strategy.enable_partial_rollout
+    loop = load_agent_loop(
+        task.agent_loop or config.worker.agent_loop,
+        judge=times.watch(_make_judge(config, run, name)),
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        partial_rollout=is_partial,
+        options=task.agent_loop_options,
+    )
+    # an evaluation counts every problem, the useless ones too
+    is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
+    return TaskRunner(TracedLoop(loop, tracer) if tracer else loop, is_partial, is_valid, strategy.group_time_limit_s)
+
+
+def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None:
+    """None where environment or agent give the reward."""
+    task = config.tasks[name]
+    if task.judge == NO_JUDGE:
+        return None
+    if task.judging.kind == "inline":
+        return put_together(task.judge, partial(load_judge, judging=task.judging))
+    from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
+    from producer_workers.judges.rq_worker import judge_url
+
+    url = judge_url(config.judges.redis_url, run.store.servers)
+    store = Store(url, name="rolloutmq-judge", deadline_s=config.redis.deadline_s)
+
+    def ask(judge: str) -> AnyJudge:
+        here = load_judge(judge, task.judging)  # a mistake is told at the start; a service is asked from here
+        if isinstance(here, HttpJudge):
+            return here
+        kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
+        return kind(judge, store, config.run.name, task.judging)
+
+    return put_together(task.judge, ask)
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    """End-of-text ids of a model folder, as its generation config or config gives them."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        eos = orjson.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
+        if eos is not None:
+            return set(eos) if isinstance(eos, list) else {int(eos)}
+    return set()

@@ -1,0 +1,151 @@
+"""A data set in a JSONL file: one problem a line.
+
+Every line is checked once, when the file is opened, so that line 40,000 fails before the run and not during
+it. Of each line only the offset is kept; rows are read when they are drawn.
+
+A data set in Parquet: one file, or a folder of them. Memory holds one row group, whatever the files hold.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from buffer.errors import ConfigError, DatasetError
+from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.records import EXPECTED, ToProblem, problem_of
+
+HINT = f"expected one JSON object a line, in UTF-8: {EXPECTED}"
+
+
+class JsonlDataset:
+    """Rows are the lines of a file that are not blank. Raises DatasetError (file, line, reason)."""
+
+    def __init__(self, path: Path, to_problem: ToProblem = problem_of) -> None:
+        self.path = path
+        self._to_problem = to_problem
+        self._offsets = array("q")
+        self._line_numbers = array("q")
+        with self._open() as lines:
+            self._identity = _identity(lines)
+            self._index(lines)
+        if not self._offsets:
+            raise DatasetError(f"{path}: the file has no problems", hint=HINT)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def row(self, row: int, epoch: int = 0) -> Problem:
+        """The problem of row `row`. Raises IndexError, and DatasetError if the file was changed."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self.path}: row {row} of {len(self)}")
+        with self._open() as lines:
+            if _identity(lines) != self._identity:
+                raise DatasetError(
+                    f"{self.path}: the file was changed while it was in use",
+                    hint="put it back, or start a new run: draws count rows of the file as it was",
+                )
+            lines.seek(self._offsets[row])
+            return self._parse(lines.readline(), self._line_numbers[row])
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            hint = "give the path of a JSONL file that this user can read"
+            raise DatasetError(f"{self.path}: cannot be opened: {reason}", hint=hint) from error
+
+    def _index(self, lines: BinaryIO) -> None:
+        offset = 0
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                self._parse(line, number)
+                self._offsets.append(offset)
+                self._line_numbers.append(number)
+            offset += len(line)
+
+    def _parse(self, line: bytes, number: int) -> Problem:
+        try:
+            return self._to_problem(_record(line))
+        except ValueError as error:
+            raise DatasetError(f"{self.path}:{number}: {error}", hint=HINT) from error
+
+
+def _record(line: bytes) -> Any:
+    """One line as a value. Raises ValueError with the reason."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}") from error
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, character {error.colno}") from error
+
+
+def _identity(lines: BinaryIO) -> tuple[int, int]:
+    stat = os.fstat(lines.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+class ParquetRows:
+    """The rows of the files, as dicts, by number. Safe to share between threads.
+
+    Rows are drawn shuffled, so a row group may be read for each of them: files for training have small ones
+    (`row_group_size=1024` when they are written).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._parquet = _pyarrow_parquet()
+        self._files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        if not self._files:
+            raise DatasetError(f"{path}: the folder has no *.parquet files")
+        self._groups: list[tuple[Path, int]] = []
+        self._ends: list[int] = []
+        self._index()
+        self._lock = threading.Lock()
+        self._held: tuple[int, Any] = (-1, None)
+
+    def _index(self) -> None:
+        sizes = []
+        for file in self._files:
+            facts = self._open(file).metadata
+            self._groups += [(file, number) for number in range(facts.num_row_groups)]
+            sizes += [facts.row_group(number).num_rows for number in range(facts.num_row_groups)]
+        self._ends = list(accumulate(sizes))
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return self._parquet.ParquetFile(file)
+        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+            raise DatasetError(f"{file}: cannot be read as Parquet: {error}") from error
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        group = bisect_right(self._ends, row)
+        start = self._ends[group - 1] if group else 0
+        with self._lock:
+            if self._held[0] != group:
+                file, number = self._groups[group]
+                self._held = group, self._open(file).read_row_group(number)
+            table = self._held[1]
+        found: dict[str, Any] = table.slice(row - start, 1).to_pylist()[0]
+        return found
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError("Parquet needs pyarrow", hint="pip install 'rolloutmq[parquet]'") from error
+    return parquet

@@ -1,0 +1,191 @@
+"""Problems of one reasoning-gym task, written once into three JSONL files that share no question.
+
+The package makes problems by number, without end and with repetitions; a run wants a data set that stays
+as it is, and held-out problems that no training ever saw. So the problems are made once, distinct by their
+text, dealt into held-out, training and warm start by one seeded shuffle (dealt in the order they were made,
+the rare easy ones would all be used up by the first file), and found again by a fingerprint of what was
+asked for. A problem whose own answer does not score 1.0 after a round trip through JSON is left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from buffer.errors import ConfigError
+from producer_workers.datasets.dataset import permute
+from producer_workers.judges.built_in import (
+    SOURCE_PREFIX,
+    check_safe,
+    score_entry,
+    task_datasets,
+)
+
+_FORMAT = 1  # of the files: another number makes them anew
+_MISSES = 1000  # that many in a row without a new problem: there are no more
+_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+class ProblemSection(Protocol):
+    """What of the configuration this file reads. `size` counts all problems, the other two are part of it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def warm_start_size(self) -> int: ...
+    @property
+    def held_out_size(self) -> int: ...
+
+
+class ProblemFiles(NamedTuple):
+    """Where the problems are. A file of no problems is not written."""
+
+    warm_start: Path
+    train: Path
+    held_out: Path
+
+    @classmethod
+    def within(cls, folder: Path) -> ProblemFiles:
+        return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
+
+
+def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
+    """Make the files of `section`, or return at once where they are there. Raises ConfigError.
+
+    May be killed at any moment: files appear whole, and the fingerprint last.
+    """
+    sizes = _sizes(section)
+    files = ProblemFiles.within(out_dir)
+    fingerprint = _fingerprint(section)
+    mark = out_dir / "problems.json"
+    if _written(mark, fingerprint) and all(f.exists() for f, n in zip(files, sizes, strict=True) if n):
+        return files
+    problems = _deal(_collect(section), section.seed)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    mark.unlink(missing_ok=True)
+    for path, size in reversed(list(zip(files, sizes, strict=True))):
+        _replace(path, [problems.pop() for _ in range(size)])
+    _replace(mark, [orjson.dumps({"fingerprint": fingerprint, **_parameters(section)})])
+    return files
+
+
+def _sizes(section: ProblemSection) -> tuple[int, int, int]:
+    """How many problems each of `ProblemFiles` holds."""
+    train = section.size - section.warm_start_size - section.held_out_size
+    return section.warm_start_size, train, section.held_out_size
+
+
+def _parameters(section: ProblemSection) -> dict[str, Any]:
+    names = ("name", "size", "seed", "warm_start_size", "held_out_size")
+    values = {name: getattr(section, name) for name in names}
+    return {"format": _FORMAT, **values, "config": dict(section.config)}
+
+
+def _fingerprint(section: ProblemSection) -> str:
+    text = orjson.dumps(_parameters(section), option=orjson.OPT_SORT_KEYS)
+    return blake2b(text, digest_size=16).hexdigest()
+
+
+def _written(mark: Path, fingerprint: str) -> bool:
+    try:
+        return bool(orjson.loads(mark.read_bytes())["fingerprint"] == fingerprint)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _replace(path: Path, lines: Sequence[bytes]) -> None:
+    if not lines:
+        path.unlink(missing_ok=True)
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(b"\n".join(lines) + b"\n")
+    part.replace(path)
+
+
+def _deal(problems: list[bytes], seed: int) -> list[bytes]:
+    count = len(problems)
+    return [problems[permute(place, count, f"{seed}:deal")] for place in range(count)]
+
+
+def _collect(section: ProblemSection) -> list[bytes]:
+    lines: dict[str, bytes | None] = {}  # by question; None is a problem left out
+    good = misses = 0
+    for entry in _entries(section):
+        if good == section.size or misses == _MISSES:
+            break
+        misses += 1
+        question = entry["question"]
+        if question not in lines:
+            lines[question] = line = _line(section, entry)
+            good, misses = (good + 1, 0) if line else (good, misses)
+    if good < section.size:
+        raise ConfigError(
+            f"reasoning-gym task {section.name!r} has too few different problems with this config: "
+            f"{section.size} wanted, {good} found "
+            f"({len(lines) - good} more are not solved by their own answer)",
+            hint="ask for fewer (size and the two splits in it), or widen the task's config",
+        )
+    return [line for line in lines.values() if line]
+
+
+def _line(section: ProblemSection, entry: Mapping[str, Any]) -> bytes | None:
+    """The entry as a line of JSON; None where its own answer does not score 1.0 when read back."""
+    if entry["answer"] is None and section.warm_start_size:
+        raise ConfigError(
+            f"reasoning-gym task {section.name!r} gives no answers to learn from",
+            hint="set warm_start_size = 0, or take another task",
+        )
+    extra = {"metadata": entry["metadata"], "config": dict(section.config)}
+    record = {
+        "messages": [{"role": "user", "content": entry["question"]}],
+        "ground_truth": entry["answer"],
+        "data_source": f"{SOURCE_PREFIX}{section.name}",
+        "extra": extra,
+    }
+    try:
+        line = orjson.dumps(record, option=_JSON)
+    except TypeError as error:
+        raise ConfigError(f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}") from error
+    return line if entry["answer"] is None or _solves_itself(section.name, line) else None
+
+
+def _solves_itself(name: str, line: bytes) -> bool:
+    record = orjson.loads(line)
+    question, answer, extra = record["messages"][0]["content"], record["ground_truth"], record["extra"]
+    try:
+        return score_entry(name, answer, question, answer, extra) == 1.0
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return False
+
+
+def _entries(section: ProblemSection) -> Iterator[dict[str, Any]]:
+    known = task_datasets()
+    if section.name not in known:
+        near = difflib.get_close_matches(section.name, known, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else "see the list of tasks of reasoning-gym"
+        raise ConfigError(f"reasoning-gym has no task {section.name!r}", hint=hint)
+    if reserved := {"seed", "size"} & set(section.config):
+        where = "they are keys of the data set, beside config"
+        raise ConfigError(f"config of {section.name!r} sets {sorted(reserved)}", hint=where)
+    check_safe(section.name)
+    dataset_class, config_class = known[section.name]
+    most = (section.size + 1) * (_MISSES + 1)  # by then `_collect` has enough or has given up
+    try:
+        config = config_class(**section.config, seed=section.seed, size=most)
+        dataset = dataset_class(config=config)
+    except (TypeError, ValueError, AssertionError) as error:
+        message = f"reasoning-gym task {section.name!r} refuses its config: {error}"
+        raise ConfigError(message, hint=f"it knows {', '.join(config_class.__dataclass_fields__)}") from error
+    yield from dataset

@@ -1,0 +1,1 @@
+"""The engine on Hugging Face transformers, for small models on any CPU."""

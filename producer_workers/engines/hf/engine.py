@@ -1,0 +1,292 @@
+"""A small model on any device that torch knows, one token of every request in turn: slow, simple and exact.
+
+Invariant: requests change only between two steps, and so do the weights. A step runs in a thread and makes one token
+for each request that runs; a request keeps its keys and values until the weights change, which drops them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from buffer.config.engine import TransformersConfig
+from buffer.model.rollout import PolicyVersion, SampleParams
+from buffer.weights.safetensors_files import is_adapter
+from producer_workers.engines.base import (
+    EngineDeadError,
+    EngineError,
+    EngineLoad,
+    Generation,
+    GenerationError,
+    PauseMode,
+    WeightsError,
+)
+from producer_workers.engines.hf.lora import TransformersAdapter
+from producer_workers.engines.hf.routing import RoutedTokens, RoutingRecorder
+from producer_workers.engines.hf.sampling import sample
+from producer_workers.engines.model_folder import (
+    Shapes,
+    check_model_folder,
+    check_same_tensors,
+    has_tied_head,
+    read_shapes,
+)
+from producer_workers.engines.response import GrowingResponse
+
+logger = logging.getLogger(__name__)
+
+
+class _Request(GrowingResponse):
+    """A response, how it is sampled, and the model's memory of it."""
+
+    def __init__(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> None:
+        super().__init__()
+        self.group = request_id.partition("/")[0]
+        self.prompt, self.params = prompt_ids.tolist(), params
+        self.generator = torch.Generator()
+        self.generator.manual_seed(params.seed) if params.seed is not None else self.generator.seed()
+        self.cache: Any = None
+        self.experts = RoutedTokens()
+        self.error: Exception | None = None
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def routed_experts(self) -> NDArray[np.int16] | None:
+        return self.experts.whole()
+
+    def settle(self) -> None:
+        """Tell who waits, if it has ended."""
+        if self.ended.done():
+            return
+        if self.error:
+            self.ended.set_exception(GenerationError(f"a request failed in transformers: {self.error!r}"))
+        elif self.finish_reason:
+            self.ended.set_result(self.generation())
+
+
+class TransformersEngine:
+    """Engine protocol over transformers' causal language models."""
+
+    name = "transformers"
+
+    def __init__(self, config: TransformersConfig, model_dir: Path, version: PolicyVersion) -> None:
+        self._config, self._model_dir, self._version = config, model_dir, version
+        self._device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: Any = None
+        self._recorder: RoutingRecorder | None = None
+        self._tokenizer: Any = None
+        self._has_first_model = True
+        self._shapes: Shapes = {}
+        self._requests: dict[int, _Request] = {}
+        self._paused = False
+        self._wake = asyncio.Event()
+        self._lock = asyncio.Lock()  # held by a step, and by whatever must not meet one
+        self._driver: asyncio.Task[None] | None = None
+        self._dead: str | None = "not started"
+
+    async def start(self) -> None:
+        check_model_folder(self._model_dir)
+        self._shapes = read_shapes(self._model_dir)
+        self._adapter = TransformersAdapter(self._model_dir, self._shapes)
+        try:
+            self._model, self._recorder = await asyncio.to_thread(self._load, self._model_dir)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise EngineError(f"transformers cannot load {self._model_dir}: {error}") from error
+        self._stop_ids = _eos_ids(self._model)
+        self._longest = int(getattr(self._model.config, "max_position_embeddings", 1 << 30))
+        self._dead = None
+        self._driver = asyncio.create_task(self._drive())
+
+    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+        self.check_health()
+        self._check_prompt(prompt_ids)
+        if params.structured:
+            raise GenerationError("the transformers engine cannot keep to a structure", hint="use kind vllm or http")
+        request = _Request(request_id, prompt_ids, params)
+        if params.stops and self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._model_dir)
+        self._requests[id(request)] = request
+        self._wake.set()
+        try:
+            generation: Generation = await request.ended
+            return generation
+        finally:
+            self._requests.pop(id(request), None)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.check_health()
+        async with self._lock:
+            self._paused = True
+            if mode == "abort":
+                self._abort(list(self._requests.values()))
+
+    async def abort_others(self, spared: Collection[str]) -> None:
+        self.check_health()
+        async with self._lock:
+            self._abort([request for request in self._requests.values() if request.group not in spared])
+
+    async def resume(self) -> None:
+        self.check_health()
+        self._paused = False
+        self._wake.set()
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        """Sampling goes on while they are read; only the switch is between two steps."""
+        self.check_health()
+        if is_adapter(path):
+            await self._load_adapter(path, version)
+            return
+        shapes = await asyncio.to_thread(read_shapes, path)
+        check_same_tensors(self._shapes, shapes, path, tied_head=has_tied_head(self._model_dir))
+        model, recorder = await self._read(path)
+        async with self._lock:
+            self._has_first_model = False
+            self._switch(model, recorder, version)
+
+    async def sleep(self) -> None:
+        raise EngineError("the transformers engine cannot sleep", hint="use an engine of kind vllm on shared GPUs")
+
+    async def wake(self) -> None:
+        self.check_health()
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def check_health(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the transformers engine is gone: {self._dead}", hint="restart the worker")
+
+    def load(self) -> EngineLoad:
+        """Those of the batch, and those that wait for a place in it; the cache grows with them."""
+        running = min(len(self._requests), self._config.max_num_seqs)
+        return EngineLoad(running, len(self._requests) - running, 0.0)
+
+    def unfinished(self) -> int:
+        """How many requests run or wait."""
+        return len(self._requests)
+
+    async def shutdown(self) -> None:
+        async with self._lock:
+            self._dead = self._dead or "shut down"
+            self._abort(list(self._requests.values()))
+            if self._driver:
+                self._driver.cancel()
+        self._model = None
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        while True:
+            await self._wake.wait()
+            async with self._lock:
+                batch = [] if self._paused else list(islice(self._requests.values(), self._config.max_num_seqs))
+                if not batch:
+                    self._wake.clear()
+                    continue
+                await asyncio.to_thread(self._step, batch)
+            for request in batch:
+                request.settle()
+                if request.ended.done():
+                    self._requests.pop(id(request), None)
+            await asyncio.sleep(0)
+
+    def _step(self, batch: list[_Request]) -> None:
+        """One token for each request. The failure of one is its own."""
+        for request in batch:
+            if request.finish_reason:
+                continue
+            try:
+                self._extend(request)
+            except Exception as error:
+                request.error = error
+
+    @torch.inference_mode()
+    def _extend(self, request: _Request) -> None:
+        tokens = request.prompt + request.token_ids
+        known = 0 if request.cache is None else len(tokens) - 1
+        ids = torch.tensor([tokens[known:]], device=self._device)
+        output = self._model(ids, past_key_values=request.cache, use_cache=True, logits_to_keep=1)
+        request.cache, params = output.past_key_values, request.params
+        if self._recorder:
+            request.experts.add(known, self._recorder.take())
+        logits, stop_ids = output.logits[0, -1].cpu(), self._stop_ids.union(params.stop_token_ids)
+        token, logprob = sample(logits, params, request.prompt, request.token_ids, stop_ids, request.generator)
+        request.add([token], [logprob])
+        request.stamp(self._version)
+        if token in stop_ids or self._meets_stop(request):
+            request.finish("stop")
+        elif len(request.token_ids) >= params.max_tokens or len(tokens) + 1 >= self._longest:
+            request.finish("length")
+
+    def _meets_stop(self, request: _Request) -> bool:
+        stops, enough = request.params.stops, len(request.token_ids) > request.params.min_tokens
+        return bool(stops) and enough and any(stop in self._tokenizer.decode(request.token_ids) for stop in stops)
+
+    def _abort(self, requests: list[_Request]) -> None:
+        for request in requests:
+            request.finish("abort")
+            request.settle()
+            self._requests.pop(id(request), None)
+
+    # -- weights ---------------------------------------------------------------------------------------
+
+    async def _load_adapter(self, path: Path, version: PolicyVersion) -> None:
+        """Into the model that this engine started with, wherever the last weights came from."""
+        await asyncio.to_thread(self._adapter.check, path)
+        model, recorder = self._model, self._recorder
+        if not self._has_first_model:
+            model, recorder = await self._read(self._model_dir)
+        async with self._lock:
+            await asyncio.to_thread(self._adapter.put_into, model, path)
+            self._has_first_model = True
+            self._switch(model, recorder, version)
+
+    async def _read(self, path: Path) -> tuple[Any, RoutingRecorder | None]:
+        try:
+            return await asyncio.to_thread(self._load, path)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise WeightsError(f"transformers cannot load {path}: {error}", hint="the old weights still run") from error
+
+    def _switch(self, model: Any, recorder: RoutingRecorder | None, version: PolicyVersion) -> None:
+        self._model, self._recorder, self._version = model, recorder, version
+        for request in self._requests.values():
+            request.cache = None
+
+    # -- model -----------------------------------------------------------------------------------------
+
+    def _check_prompt(self, prompt_ids: NDArray[np.int32]) -> None:
+        if len(prompt_ids) >= self._longest:
+            raise GenerationError(f"a prompt of {len(prompt_ids)} tokens is too long: the model has {self._longest}")
+        size = int(self._model.config.vocab_size)
+        if not len(prompt_ids) or int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= size:
+            raise GenerationError(f"a prompt is empty, or has ids outside of the model's {size}")
+
+    def _load(self, path: Path) -> tuple[Any, RoutingRecorder | None]:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as their_logging
+
+        their_logging.disable_progress_bar()
+        config = None if self._model is None else self._model.config
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=getattr(torch, self._config.dtype), local_files_only=True
+        )
+        model = model.eval().to(self._device)
+        return model, RoutingRecorder(model) if self._config.routed_experts else None
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])

@@ -1,0 +1,61 @@
+"""From logits to a token and its logprob, in the order that vLLM has: penalties, temperature, top-k, top-p.
+
+Invariant: the logprob is that of the very distribution which the token was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from buffer.model.rollout import SampleParams
+
+Sampled = tuple[int, float]
+"""A token id and its natural log probability."""
+
+
+def sample(
+    logits: Tensor,
+    params: SampleParams,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    stop_ids: Collection[int],
+    generator: torch.Generator,
+) -> Sampled:
+    """One token after `prompt` and `response`. logits: float[V]; `stop_ids` may not come before `min_tokens` others."""
+    logits = _penalize(logits.float(), params, prompt, response)
+    if len(response) < params.min_tokens:
+        logits[list(stop_ids)] = -torch.inf
+    if params.temperature == 0:
+        logprobs = torch.log_softmax(logits, -1)
+        token = int(logprobs.argmax())
+        return token, float(logprobs[token])
+    logprobs = torch.log_softmax(_cut(logits / params.temperature, params), -1)
+    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    return token, float(logprobs[token])
+
+
+def _penalize(logits: Tensor, params: SampleParams, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """Repetition counts tokens of the prompt, too; presence and frequency only those of the response."""
+    logits = logits.clone()
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt, *response}), device=logits.device)
+        worth = logits[seen]
+        logits[seen] = torch.where(worth > 0, worth / params.repetition_penalty, worth * params.repetition_penalty)
+    if response and (params.presence_penalty or params.frequency_penalty):
+        counts = torch.bincount(torch.tensor(response, device=logits.device), minlength=len(logits))
+        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    return logits
+
+
+def _cut(logits: Tensor, params: SampleParams) -> Tensor:
+    """Leave the `top_k` likeliest, and of these the fewest whose probabilities sum to `top_p`."""
+    if 0 < params.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
+    if params.top_p < 1.0:
+        ordered, places = torch.softmax(logits, -1).sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= params.top_p
+        logits = logits.index_fill(0, places[beyond], -torch.inf)
+    return logits

@@ -1,0 +1,338 @@
+"""An engine that runs elsewhere: a server of the OpenAI API that gives token ids, such as `vllm serve`.
+
+Invariant: no part of a response spans two versions. Every part is asked for under the weights that the server then
+has, and an update first ends all parts: those that run get what they have from the server, a connection that still
+says nothing is closed. Then the request goes on behind its tokens. So no label per token is needed.
+
+One worker to a server, as it is paused and updated as a whole. What the server must offer is checked at the start.
+
+One response that a server makes in one or more parts, each behind the tokens of those before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.config.engine import HttpConfig
+from buffer.errors import RolloutMQError
+from buffer.model.rollout import PolicyVersion, SampleParams
+from producer_workers.engines.base import (
+    EngineDeadError,
+    EngineError,
+    FinishReason,
+    Generation,
+    GenerationError,
+    PauseMode,
+    WeightsError,
+)
+from producer_workers.engines.http.server import (
+    CompletionServer,
+    Piece,
+    ServerGone,
+    ServerRefusal,
+    gather_quietly,
+)
+from producer_workers.engines.http.weights import (
+    check_logprobs,
+    keeps_to_a_structure,
+    weights_of,
+)
+from producer_workers.engines.response import GrowingResponse
+from producer_workers.engines.vllm.api import structure_arguments
+
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""Reasons that end a response; any other one ("abort") only ends a part of it."""
+
+
+class HttpRequest(GrowingResponse):
+    """A response and what to ask the server for next."""
+
+    def __init__(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> None:
+        super().__init__()
+        self.group = request_id.partition("/")[0]
+        self._prompt, self._params = prompt_ids.tolist(), params
+
+    def prompt(self) -> list[int]:
+        """What the next part comes behind."""
+        return [*self._prompt, *self.token_ids]
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of a completion request for what is left; every one, as servers have defaults of their own."""
+        params, done = self._params, len(self.token_ids)
+        return {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": 0.0,
+            "max_tokens": params.max_tokens - done,
+            "min_tokens": max(0, params.min_tokens - done),
+            "stop": params.stops,
+            "stop_token_ids": params.stop_token_ids,
+            "seed": params.seed,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            **({"structured_outputs": structure_arguments(params.structured)} if params.structured else {}),
+        }
+
+    def end_part(self) -> None:
+        """Where it is not the last: a structure cannot be gone on with in its middle, so the next part begins anew."""
+        if self._params.structured and not self.finish_reason:
+            self.forget()
+
+    def hear(self, piece: Piece) -> None:
+        """What the server said."""
+        self.add(piece.token_ids, piece.logprobs)
+        if reason := REASONS.get(piece.finish_reason or ""):
+            self.finish_reason = reason
+        elif len(self.token_ids) >= self._params.max_tokens:
+            self.finish_reason = "length"
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 2.0
+"""How often an engine with nothing to do asks whether its server lives."""
+
+LAST_WORDS_S = 2.0
+"""How long aborted requests may take to bring their last tokens; what comes later is made again."""
+
+
+class HttpEngine:
+    """Engine protocol over a server that others have started."""
+
+    name = "http"
+
+    def __init__(self, config: HttpConfig, model_dir: Path, version: PolicyVersion) -> None:
+        self._config, self._loaded_from, self._version = config, model_dir, version
+        self._server = CompletionServer(config.url, config.model, config.api_key)
+        self._updates = config.weights != "static"
+        self._weights = weights_of(self._server, config, model_dir)
+        self.structures_output = False
+        self._requests: set[HttpRequest] = set()
+        self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
+        self._closed, self._paused = True, False
+        self._changed = asyncio.Condition()
+        self._lock = asyncio.Lock()  # pause, resume and updates come one after another
+        self._watch: asyncio.Task[None] | None = None
+        self._updating: asyncio.Task[None] | None = None
+        self._dead: str | None = "not started"
+
+    async def start(self) -> None:
+        try:
+            await self._server.open()
+            if self._updates:  # first, as a worker that died may have left it paused
+                await self._take_over()
+            await check_logprobs(self._server)
+            self.structures_output = await keeps_to_a_structure(self._server)
+        except (ServerGone, ServerRefusal) as error:
+            await self._server.close()
+            raise EngineError(error.message, hint=error.hint) from error
+        except BaseException:
+            await self._server.close()
+            raise
+        self._dead = None
+        await self._set_closed(False)
+        self._watch = asyncio.create_task(self._watch_server())
+        logger.info("%s serves %s as %s", self._config.url, self._server.model, self._version)
+
+    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+        self.check_health()
+        if params.structured and not self.structures_output:
+            raise GenerationError(
+                f"{self._config.url} does not keep to `structured_outputs`", hint="see sample.structured of the task"
+            )
+        request = HttpRequest(request_id, prompt_ids, params)
+        self._requests.add(request)
+        try:
+            while not request.finish_reason:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: bool(request.finish_reason or self._dead or not self._closed))
+                self.check_health()
+                if not request.finish_reason:
+                    await self._ask(request)
+            return request.generation()
+        finally:
+            self._requests.discard(request)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.check_health()
+        async with self._lock:
+            self._paused = True
+            if mode == "keep" and self._updates:
+                await self._control(self._server.pause("keep", self._config.control_timeout_s))
+                return
+            await self._interrupt()
+            if mode == "abort":
+                for request in self._requests:
+                    request.finish("abort")
+                await self._set_closed(True)
+
+    async def abort_others(self, spared: Collection[str]) -> None:
+        self.check_health()
+        others = [request for request in self._requests if request.group not in spared]
+        for request in others:
+            request.finish("abort")
+        await gather_quietly({self._parts[request] for request in others if request in self._parts})
+        await self._set_closed(self._closed)
+
+    async def resume(self) -> None:
+        self.check_health()
+        async with self._lock:
+            self._paused = False
+            await self._go_on()
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        self.check_health()
+        if not self._updates:
+            raise WeightsError(
+                f"{path} is not loaded: the weights of {self._config.url} are static",
+                hint="[engine] weights = 'update' lets the worker load new ones",
+            )
+        await self._weights.check(path)
+        # Shielded: a caller that gives up must not leave the server paused between two sets of weights.
+        self._updating = asyncio.create_task(self._update(path, version))
+        await asyncio.shield(self._updating)
+
+    async def sleep(self) -> None:
+        raise EngineError(f"{self._config.url} cannot sleep: it belongs to others", hint="use an engine of kind vllm")
+
+    async def wake(self) -> None:
+        self.check_health()
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def check_health(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the server is gone: {self._dead}", hint="restart it, then the worker")
+
+    def unfinished(self) -> int:
+        """How many requests wait for an answer."""
+        return len(self._requests)
+
+    async def shutdown(self) -> None:
+        if self._watch:
+            await gather_quietly({self._watch})
+        for request in self._requests:
+            request.finish("abort")
+        await gather_quietly(set(self._parts.values()))
+        if self._dead is None and self._updates:
+            try:
+                await self._server.resume(self._config.control_timeout_s)  # for whoever uses it next
+            except RolloutMQError as error:
+                logger.warning("the server was left paused: %s", error)
+        self._dead = self._dead or "shut down"
+        await self._set_closed(True)
+        await self._server.close()
+
+    # -- one part of a response ------------------------------------------------------------------------
+
+    async def _ask(self, request: HttpRequest) -> None:
+        """Sample until the response or this part of it ends."""
+        version = self._version
+        part = asyncio.create_task(self._read(request))
+        self._parts[request] = part
+        try:
+            await asyncio.wait({part})
+        finally:
+            await gather_quietly({part})
+            del self._parts[request]
+            request.stamp(version)
+            request.end_part()
+        if not part.cancelled():
+            part.result()
+
+    async def _read(self, request: HttpRequest) -> None:
+        try:
+            async for piece in self._server.stream(request.prompt(), request.sampling()):
+                request.hear(piece)
+        except ServerGone as error:
+            raise await self._declare_dead(str(error)) from error
+
+    async def _interrupt(self) -> None:
+        """End all parts, with the tokens that the server has. Nothing is asked for until `_go_on`."""
+        await self._set_closed(True)
+        if self._updates:
+            await self._control(self._server.pause("abort", self._config.control_timeout_s))
+        speaking = set(self._parts.values()) if self._updates else set()
+        if speaking:
+            await asyncio.wait(speaking, timeout=LAST_WORDS_S)
+        await gather_quietly(set(self._parts.values()))
+
+    async def _go_on(self) -> None:
+        if self._updates:
+            await self._control(self._server.resume(self._config.control_timeout_s))
+        await self._set_closed(False)
+
+    async def _set_closed(self, closed: bool) -> None:
+        async with self._changed:
+            self._closed = closed
+            self._changed.notify_all()
+
+    # -- weights ---------------------------------------------------------------------------------------
+
+    async def _take_over(self) -> None:
+        try:
+            await self._weights.take_over(self._version)
+        except ServerRefusal as error:
+            what = f"{self._config.url} cannot load weights: {error.message}"
+            raise EngineError(what, hint=self._weights.hint) from error
+
+    async def _update(self, path: Path, version: PolicyVersion) -> None:
+        async with self._lock:
+            await self._interrupt()
+            try:
+                await self._weights.load(path, version)
+                self._loaded_from, self._version = path, version
+            except ServerGone as error:
+                raise await self._declare_dead(str(error)) from error
+            except ServerRefusal as error:
+                await self._restore(error)
+                raise WeightsError(f"the server could not load {path}: {error}", hint="the old weights run") from error
+            finally:
+                if not self._paused and self._dead is None:
+                    await self._go_on()
+
+    async def _restore(self, cause: Exception) -> None:
+        """Load the old weights again: a failed load may have replaced some of them."""
+        try:
+            await self._weights.load(self._loaded_from, self._version)
+        except (ServerGone, ServerRefusal) as error:
+            raise await self._declare_dead(f"an update failed ({cause}), and so did the way back ({error})") from error
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def _control(self, call: Awaitable[None]) -> None:
+        """Pause or resume the server; one that does not obey is no longer of use."""
+        try:
+            await call
+        except (ServerGone, ServerRefusal) as error:
+            raise await self._declare_dead(str(error)) from error
+
+    async def _watch_server(self) -> None:
+        """Notice the end of a server that nobody talks to, and weights that somebody else has changed."""
+        while self._dead is None:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self._server.check_health()
+                if self._updates and not self._lock.locked():
+                    await self._check_label()
+            except (ServerGone, ServerRefusal) as error:
+                await self._declare_dead(str(error))
+
+    async def _check_label(self) -> None:
+        expected, label = self._version, await self._server.weight_label()
+        if label != str(expected) and self._version == expected and not self._lock.locked():
+            await self._declare_dead(f"somebody else changed its weights from {expected} to {label}")
+
+    async def _declare_dead(self, why: str) -> EngineDeadError:
+        self._dead = self._dead or why
+        await self._set_closed(True)
+        return EngineDeadError(f"the server is gone: {self._dead}", hint="restart it, then the worker")

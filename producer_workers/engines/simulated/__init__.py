@@ -1,0 +1,1 @@
+"""The simulated engine: lengths and latencies without a model."""

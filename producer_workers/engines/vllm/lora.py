@@ -1,0 +1,64 @@
+"""Sampling with a LoRA adapter over the model that the engine started with: only the adapter is published.
+
+The engine has one adapter at all times, at first one of zeros; a newer one takes its place. So a request goes on under
+the newer one, as it does with whole weights.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import orjson
+from safetensors.numpy import save_file
+
+from buffer.weights.safetensors_files import ADAPTER_CONFIG, ADAPTER_TENSORS, PEFT_PREFIX
+from producer_workers.engines.base import EngineError
+from producer_workers.engines.model_folder import AdapterCheck, Shapes
+
+NAME, NUMBER = "policy", 1
+ZEROED = "q_proj"
+"""The layer that the adapter of zeros is made for."""
+
+
+class VllmAdapter(AdapterCheck):
+    """Of one engine. `shapes`: of its model; `most`: the largest rank. Raises EngineError where it has no `q_proj`."""
+
+    def __init__(self, model_dir: Path, shapes: Shapes, most: int) -> None:
+        super().__init__(model_dir, shapes, most)
+        self._scratch = TemporaryDirectory(prefix="rolloutmq-adapter-")
+        self.first = Path(self._scratch.name)
+        _write_zeros(self.first, shapes)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the engine must be started with."""
+        return {"enable_lora": True, "max_lora_rank": self._most, "max_loras": 1}
+
+    def request(self, folder: Path) -> Any:
+        """vLLM's name for the adapter, which each request carries."""
+        return import_module("vllm.lora.request").LoRARequest(NAME, NUMBER, str(folder.resolve()))
+
+    def loading(self, folder: str) -> tuple[str, str, int, str]:
+        """The call to every shard that puts the adapter from `folder` in place of the one that is there."""
+        return "rolloutmq_load_adapter", NAME, NUMBER, folder
+
+    def close(self) -> None:
+        self._scratch.cleanup()
+
+
+def _write_zeros(folder: Path, shapes: Shapes) -> None:
+    name = next((name for name in sorted(shapes) if name.endswith(f".{ZEROED}.weight")), None)
+    if name is None:
+        raise EngineError(f"the model has no {ZEROED}, with which an adapter begins", hint="unset max_lora_rank")
+    out, into = shapes[name]
+    stem = PEFT_PREFIX + name.removesuffix(".weight")
+    zeros = {
+        f"{stem}.lora_A.weight": np.zeros((8, into), "<f4"),
+        f"{stem}.lora_B.weight": np.zeros((out, 8), "<f4"),
+    }
+    save_file(zeros, folder / ADAPTER_TENSORS)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8, "target_modules": [ZEROED]}
+    (folder / ADAPTER_CONFIG).write_bytes(orjson.dumps(config | {"bias": "none"}))

@@ -1,0 +1,1 @@
+"""The producer: strategies that decide what is generated next."""

@@ -1,0 +1,137 @@
+"""Draws of a task: the n-th draw is a pure function of n, so that the only state is the cursor (I3).
+
+A sampler keeps nothing between draws. Whoever draws number n, in whatever process and after whatever crash,
+gets the same prompt, the same gid and the same seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from buffer.errors import DatasetError, MediaError
+from buffer.model.group import GROUP_TIME
+from buffer.model.ids import group_id
+from buffer.model.rollout import RolloutState, SampleParams
+from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat
+from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
+from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts
+
+# What a sampler adds to `extra`: where the prompt comes from.
+PLACE_KEYS = ("epoch", "row", "prompt_hash")
+RESERVED = {*PLACE_KEYS, GROUP_TIME}
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """A draw whose prompt has more tokens than `max_prompt_tokens`: to be counted and passed over."""
+
+    draw: int
+    place: Place
+    prompt_tokens: int
+    max_prompt_tokens: int
+
+
+class Sampler:
+    """Makes the groups of one task. Safe to share between threads: nothing in it changes.
+
+    `tools`: JSON schemas that the chat template is given with every prompt that brings none of its own. `images`: for a
+    data set whose rows may show some; a draw writes them into the run's folder, again and again the same.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        dataset: Dataset,
+        tokenizer: Tokenizer,
+        sample: SampleParams,
+        *,
+        prompt_repeat_k: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_prompt_tokens: int | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        images: ImagePrompts | None = None,
+    ) -> None:
+        self.task = task
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._sample = sample
+        self._k = prompt_repeat_k
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_prompt_tokens = max_prompt_tokens
+        self._tools = tools or None
+        self._images = images
+
+    def gid(self, draw: int) -> str:
+        """The group id of draw `draw`."""
+        return group_id(self.task, draw)
+
+    def place(self, draw: int) -> Place:
+        """The epoch and row of draw `draw`."""
+        return place_of(draw, len(self._dataset), self._seed, shuffle=self._shuffle)
+
+    def draw(self, draw: int) -> list[RolloutState] | TooLong:
+        """The `prompt_repeat_k` INIT rollouts of draw `draw` (0, 1, 2 ...), or that it is too long.
+
+        Raises DatasetError where the row cannot be read or made into a prompt.
+        """
+        place = self.place(draw)
+        problem = self._read(place)
+        prompt = self._encode(problem, place)
+        if self._max_prompt_tokens is not None and len(prompt.ids) > self._max_prompt_tokens:
+            return TooLong(draw, place, len(prompt.ids), self._max_prompt_tokens)
+        media = self._images.keep(self.gid(draw), prompt) if self._images else []
+        prompt_hash = blake2b(prompt.seed, digest_size=8).hexdigest()
+        origin = dict(zip(PLACE_KEYS, (*place, prompt_hash), strict=True))
+        return [
+            RolloutState(
+                index=index,
+                messages=problem.messages,
+                tools=problem.tools or self._tools,
+                multimodal=media,
+                prompt_ids=prompt.ids,
+                sample_params=self._params(draw, index, problem),
+                data_source=problem.data_source,
+                ground_truth=problem.ground_truth,
+                extra={**problem.extra, **origin},
+            )
+            for index in range(self._k)
+        ]
+
+    def _read(self, place: Place) -> Problem:
+        try:
+            return self._dataset.row(place.row, place.epoch)
+        except DatasetError:
+            raise
+        except Exception as error:  # a data set may be the user's code
+            words = f"{type(error).__name__}: {error}"
+            raise DatasetError(f"{self.task}: row {place.row} cannot be read: {words}") from error
+
+    def _encode(self, problem: Problem, place: Place) -> ImagePrompt:
+        if taken := RESERVED & set(problem.extra):
+            hint = "rename these columns of the data set"
+            raise DatasetError(f"{self.task}: row {place.row} uses the names {sorted(taken)}", hint=hint)
+        tools = problem.tools or self._tools
+        try:
+            if self._images:
+                return self._images.encode(problem, tools)
+            return ImagePrompt(np.array(encode_chat(self._tokenizer, problem.messages, tools), dtype="<i4"), [])
+        except MediaError as error:
+            raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
+        except Exception as error:  # templates are programs of the model's authors: they raise what they like
+            raise DatasetError(
+                f"{self.task}: row {place.row} does not fit the chat template: {error}",
+                hint="see chat_template of the model's tokenizer, and the roles of the messages",
+            ) from error
+
+    def _params(self, draw: int, index: int, problem: Problem) -> SampleParams:
+        changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
+        if self._sample.seed is not None:
+            name = f"{self._seed}:{self._sample.seed}:{self.task}:{draw}:{index}"
+            changes["seed"] = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
+        return self._sample.model_copy(update=changes) if changes else self._sample

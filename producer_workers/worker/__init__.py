@@ -1,0 +1,1 @@
+"""The rollout worker: claims jobs, runs agent loops, submits groups."""

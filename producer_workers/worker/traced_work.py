@@ -1,0 +1,38 @@
+"""What a worker does between claim and submit, told to a tracer: generate, and judge within it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from buffer.model.rollout import RolloutState
+from buffer.monitoring.tracing import Tracer
+from producer_workers.agent_loops.agent_loop import AgentLoop
+from producer_workers.engines.base import Engine
+from producer_workers.judges.judge_times import JudgeTimes
+
+
+class TracedLoop:
+    """An agent loop with its time for each group told."""
+
+    def __init__(self, loop: AgentLoop, tracer: Tracer) -> None:
+        self._loop, self._tracer = loop, tracer
+
+    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
+        """See `AgentLoop`."""
+        weights = str(engine.version())
+        with self._tracer.during("generate", gid, rollouts=len(states), engine=engine.name, weights=weights):
+            return await self._loop.generate_group(states, engine, gid)
+
+
+class TracedJudgeTimes(JudgeTimes):
+    """Judge times with each answer told as a part of the group's `generate`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        with self._tracer.child("judge"), super().measure():
+            yield

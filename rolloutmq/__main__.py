@@ -1,0 +1,5 @@
+"""`python -m rolloutmq` is the `rolloutmq` command."""
+
+from rolloutmq.cli import main
+
+main()

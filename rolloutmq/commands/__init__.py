@@ -1,0 +1,1 @@
+"""The subcommands of `rolloutmq`, one file per group of them."""

@@ -1,0 +1,81 @@
+"""`rolloutmq metrics`: runs in Prometheus' format, once or as an endpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from buffer.monitoring.console import console
+from buffer.monitoring.http_endpoint import read_token
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
+from rolloutmq.output import emit
+
+if TYPE_CHECKING:
+    from buffer.monitoring.prometheus import RunCollector
+
+
+EPILOG = """
+\b
+Examples: rolloutmq metrics            once, to the terminal
+          rolloutmq metrics --json     workers wanted, by run
+          rolloutmq metrics --serve    http://127.0.0.1:9464/metrics
+          rolloutmq metrics --serve --host 0.0.0.0 --token-file token
+"""
+PORT = 9464
+
+Serve = Annotated[bool, typer.Option("--serve", help="Answer /metrics and /workers_wanted until Ctrl-C or SIGTERM.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback want a token.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Holds the token that requests must carry: Authorization: Bearer …")
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(metrics)
+
+
+def metrics(
+    serve: Serve = False,
+    host: Host = "127.0.0.1",
+    port: Port = PORT,
+    token_file: TokenFile = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show all runs of a server, or one, in Prometheus' format.
+
+    Groups by place, staleness, rates, waits, workers, memory, and how many workers would keep the trainer busy
+    (rolloutmq_workers_wanted; it needs time, so only --serve knows more than how many there are).
+    """
+    from prometheus_client import generate_latest
+
+    from buffer.monitoring.prometheus import RunCollector
+
+    with open_server(redis_url, run_dir) as (store, _):
+        collector = RunCollector(store, choose_run(store, run) if run else None)
+        if serve:
+            _serve(collector, host, port, read_token(token_file) if token_file else "")
+        elif as_json:
+            emit({"workers_wanted": collector.look_for_workers()})
+        else:
+            typer.echo(generate_latest(collector.registry()).decode(), nl=False)
+
+
+def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
+    from buffer.monitoring.http_endpoint import MetricsEndpoint
+
+    pages = {"/workers_wanted": collector.look_for_workers}
+    endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)
+    console().print(f"{endpoint.url}/metrics")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    endpoint.close()

@@ -1,0 +1,250 @@
+"""`rolloutmq pause` and `rolloutmq continue`: the operator's hold on a run.
+
+It is apart from the trainer's own pauses around weight updates: neither undoes the other's (I10). Only where the
+trainer died in a pause of its own, `continue` ends that, too.
+
+`rolloutmq drain`: nothing new is claimed, what runs is finished and handed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from buffer.control.control import ControlState, Mode
+from buffer.errors import ConfigError, PauseTimeout
+from buffer.monitoring.console import console
+from buffer.monitoring.run_view import take_snapshot
+from buffer.run import Run
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.output import age, emit, plural
+
+PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
+CONTINUE_EPILOG = "Example: rolloutmq continue --wait"
+
+_POLL_S = 0.05
+Say = Callable[[str], object]
+
+
+class PauseMode(StrEnum):
+    """What running work shall do."""
+
+    ABORT = "abort"
+    DRAIN = "drain"
+    KEEP = "keep"
+
+
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
+Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds to wait; default: the run's pause_timeout_s.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=PAUSE_EPILOG)(pause)
+    app.command(name="continue", epilog=CONTINUE_EPILOG)(continue_)
+    app.command(epilog=DRAIN_EPILOG)(drain)
+
+
+def pause(
+    mode: Annotated[
+        PauseMode, typer.Option(help="abort: hand back what there is; drain: finish what runs; keep: freeze.")
+    ] = PauseMode.ABORT,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pause a run, until `rolloutmq continue`.
+
+    No worker claims anything meanwhile. The trainer's own pauses, around weight updates, are kept apart.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        _hold(target.run, Mode(mode.value), wait, timeout, as_json)
+
+
+def continue_(
+    task: Annotated[
+        str | None, typer.Option(help="Start this task again, which was stopped after too many failures in a row.")
+    ] = None,
+    worker: Annotated[
+        str | None, typer.Option(help="Let this worker claim again, which was barred for what it handed in.")
+    ] = None,
+    wait: Wait = False,
+    timeout: Timeout = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """End the operator's pause of a run.
+
+    A pause of the trainer stays, unless that trainer has left or fallen silent: then it ends, too.
+    """
+    if task is not None and worker is not None:
+        raise ConfigError("one thing to continue: --task or --worker, not both", hint="say it twice")
+    with open_target(redis_url, run_dir, run) as target:
+        if task is not None:
+            _forgive(target.run, task, as_json)
+        elif worker is not None:
+            _admit(target.run, worker, as_json)
+        else:
+            _hold(target.run, Mode.RUN, wait, timeout, as_json)
+
+
+def _forgive(run: Run, task: str, as_json: bool) -> None:
+    if task not in run.limits.tasks:
+        raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}")
+    failures, _ = run.jobs.failures(task)
+    run.jobs.forgive(task)
+    if as_json:
+        emit({"task": task, "failures": failures})
+    else:
+        console().print(f"{task} goes on: {plural(failures, 'failure')} in a row forgotten")
+
+
+def _admit(run: Run, worker: str, as_json: bool) -> None:
+    bad = run.fleet.admit(worker)
+    if as_json:
+        emit({"worker": worker, "bad_groups": bad})
+    elif bad:
+        console().print(f"{worker} may claim again: {plural(bad, 'bad group')} forgotten")
+    else:
+        console().print(f"{worker} was not barred")
+
+
+def hold(run: Run, mode: Mode, say: Say) -> tuple[ControlState, bool]:
+    """The operator's mode, and what is to be said of it; the control state, and whether it is new."""
+    before = run.control.state()
+    is_orphan = mode is Mode.RUN and take_snapshot(run).is_orphaned
+    changed = _operator_mode(run) is not mode or is_orphan
+    state = run.control.set_mode("operator", mode, orphan=is_orphan) if changed else before
+    if is_orphan:
+        say(f"run {run.name}: its trainer is gone and had paused it ({before.mode}); that pause is ended, too")
+    say(_headline(run, mode, state.mode, state.epoch, changed))
+    return state, changed
+
+
+def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
+    say: Say = (lambda line: None) if as_json else console().print
+    start = time.monotonic()
+    state, changed = hold(run, mode, say)
+    timeout_s = run.limits.pause_timeout_s if timeout_s is None else timeout_s
+    silent = _wait(run, state.epoch, start, timeout_s, say) if wait else run.control.silent_workers(state.epoch)
+    took_s = time.monotonic() - start
+    confirmed = sorted(_live(run) - set(silent))
+    if as_json:
+        emit(_report(run, state.mode, state.epoch, changed, confirmed, silent, took_s))
+    else:
+        say(_summary(confirmed, silent, took_s, wait))
+    if wait and silent:
+        raise PauseTimeout(
+            f"no receipt for control epoch {state.epoch} from {', '.join(silent)} after {took_s:.1f} s",
+            hint="their groups come back with `rolloutmq fence WORKER --yes`",
+        )
+
+
+def _operator_mode(run: Run) -> Mode:
+    field: Any = run.store.retrying("mode", lambda: run.store.control.hget(run.keys.control, "operator_mode"))
+    return Mode(field.decode()) if field else Mode.RUN
+
+
+def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -> str:
+    if wanted is Mode.RUN:
+        first = f"run {run.name}: continued" if changed else f"run {run.name}: was not paused by an operator"
+        trainer = "" if actual is Mode.RUN else f"; the trainer itself has paused it ({actual})"
+        return f"{first}, control epoch {epoch}{trainer}"
+    first = "paused" if changed else "was already paused"
+    return f"run {run.name}: {first} by the operator ({wanted}), control epoch {epoch}"
+
+
+def _wait(run: Run, epoch: int, start: float, timeout_s: float, say: Say) -> list[str]:
+    """Say who confirms as they do; returns who did not. Rings no bell and steals none: the trainer waits on that."""
+    seen: set[str] = set()
+    while True:
+        silent = run.control.silent_workers(epoch)
+        for worker in sorted(_live(run) - set(silent) - seen):
+            seen.add(worker)
+            say(f"  {worker} confirmed after {time.monotonic() - start:.2f} s")
+        if not silent or time.monotonic() - start > timeout_s:
+            return silent
+        time.sleep(_POLL_S)
+
+
+def _live(run: Run) -> set[str]:
+    return {worker.id for worker in run.fleet.workers() if worker.is_live(run.limits.lease_ms)}
+
+
+def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:
+    if not confirmed and not silent:
+        return "no live worker has to confirm"
+    if not silent:
+        return f"all {len(confirmed)} live workers have confirmed, {age(took_s * 1000)}"
+    hint = "" if waited else "; --wait waits for them"
+    return f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: {', '.join(silent)}{hint}"
+
+
+def _report(
+    run: Run, mode: Mode, epoch: int, changed: bool, confirmed: list[str], silent: list[str], took_s: float
+) -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "mode": mode,
+        "epoch": epoch,
+        "changed": changed,
+        "confirmed": confirmed,
+        "silent": silent,
+        "took_s": round(took_s, 3),
+    }
+
+DRAIN_EPILOG = """
+\b
+Example: rolloutmq drain && rolloutmq save backup && rolloutmq continue
+"""
+
+POLL_S = 0.2
+"""Nobody rings when the last lease ends; a person waits."""
+
+DrainTimeout = Annotated[float, typer.Option(min=0, help="Seconds to wait for the last group.")]
+
+
+def drain(
+    timeout: DrainTimeout = 3600.0,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Claim nothing more, finish what runs, and wait until nothing does.
+
+    The run then stands still, with all results in its pools, until `rolloutmq continue`.
+    """
+    with open_target(redis_url, run_dir, run) as target:
+        started = time.monotonic()
+        target.run.control.set_mode("operator", Mode.DRAIN)
+        left = _wait_until_drained(target.run, started + timeout, quiet=as_json)
+    took_s = time.monotonic() - started
+    if left:
+        raise PauseTimeout(
+            f"{plural(left, 'group')} still run after {took_s:.0f} s; the run stays in drain mode",
+            hint="`rolloutmq ls --stage running` lists them; `rolloutmq pause --mode abort` hands them back",
+        )
+    if as_json:
+        emit({"run": target.run.name, "mode": "drain", "seconds": took_s})
+    else:
+        console().print(f"nothing runs any more, after {age(took_s * 1000)}; `rolloutmq continue` goes on")
+
+
+def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
+    """Until nothing runs; how many groups are left."""
+    said = -1
+    while (left := run.account.totals().leases) and time.monotonic() < end:
+        if left != said and not quiet:
+            console().print(f"{plural(left, 'group')} to finish")
+        said = left
+        time.sleep(POLL_S)
+    return left

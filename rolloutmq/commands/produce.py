@@ -1,0 +1,196 @@
+"""The commands of the producing side: `worker`, `producer`, `judge`, `problems`, and `simulate`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from buffer.config.loader import load_config
+from buffer.config.run import is_url
+from buffer.errors import ConfigError
+from buffer.server.process import follow_owner, log_json
+
+if TYPE_CHECKING:
+    from buffer.config.worker import ProducingConfig
+    from buffer.run import Run
+    from producer_workers.engines.base import Engine
+    from producer_workers.worker.worker import Worker
+
+
+log = logging.getLogger("rolloutmq.worker")
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
+]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")]
+Standby = Annotated[bool, typer.Option("--standby", help="Wait while another producer beats; produce once it is gone.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes that judge, one rollout at a time each.")]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        help="Tell Prometheus of this process there; others than loopback want ROLLOUTMQ_METRICS_TOKEN.",
+    ),
+]
+WorkerId = Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this side's commands to the command line."""
+    app.command(epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")(worker)
+    app.command(epilog="Example: rolloutmq producer configs/demo.toml --take-over")(producer)
+    app.command(epilog="Example: rolloutmq judge configs/mine.toml --workers 8")(judge)
+    app.command(epilog="Example: rolloutmq problems configs/demo.toml")(problems)
+
+
+def worker(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    worker_id: WorkerId = None,
+    metrics: Metrics = None,
+) -> None:
+    """Start one rollout worker.
+
+    It holds an inference engine and claims jobs until it is stopped; SIGTERM drains, a second one stops at once.
+    """
+    settings = _load(config, overrides)
+    name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
+    log_json("worker", settings.run.name, name)
+    follow_owner()
+    asyncio.run(_work(settings, redis_url, name, metrics))
+
+
+def producer(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    take_over: TakeOver = False,
+    standby: Standby = False,
+    metrics: Metrics = None,
+) -> None:
+    """Start the producer.
+
+    It draws prompts and keeps the queue filled as far as the staleness limit allows. One is active at a time; any
+    number may stand by.
+    """
+    if standby and take_over:
+        raise ConfigError("--standby waits for the other producer, --take-over ends it", hint="choose one of them")
+    settings = _load(config, overrides)
+    log_json("producer", settings.run.name)
+    follow_owner()
+    from buffer.monitoring.traced_run import trace_run
+    from producer_workers.build import make_producer
+    from producer_workers.producer.standby import stand_by
+
+    run = _open(settings, redis_url, "producer", metrics)
+    trace_run(run, "producer")
+    member = make_producer(settings, run)
+    # only now: while it waits for its run there is nothing to end in order, and a signal ends the process
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if standby:
+        stand_by(run, member, stop)
+    else:
+        member.produce_loop(stop, take_over=take_over)
+
+
+def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1) -> None:
+    """Judge rollouts of tasks with judging of kind rq.
+
+    Starts rq workers for the run's judge queue; each forks a process for every rollout, with limits of time and memory.
+    SIGTERM lets them finish what they judge. `rq info` shows queue, workers and failures.
+    """
+    settings = _load(config, overrides)
+    log_json("judge", settings.run.name)
+    follow_owner()
+    from buffer.open_run import open_store, server_url
+    from producer_workers.judges.rq_worker import JudgePool, judge_url
+
+    tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
+    judges = {name for task in tasks for name in task.judges if not is_url(name)}
+    if not judges:
+        raise ConfigError("no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"')
+    if not (url := settings.judges.redis_url):
+        store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-judge", patient=True)
+        url = judge_url(None, store.servers)
+        store.close()
+    JudgePool(url, settings.run.name, judges, workers).run()
+
+
+def problems(config: Config, overrides: Set = None) -> None:
+    """Write generated problems into the run's folder.
+
+    Problems of reasoning-gym data sets, once; later calls only say how many there are.
+    """
+    settings = _load(config, overrides)
+    from producer_workers.build import problems_dir
+    from producer_workers.datasets.open import open_dataset
+
+    for name, task in settings.tasks.items():
+        rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
+        typer.echo(f"{name}: {rows} problems")
+
+
+def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
+    from buffer.config.worker import ProducingConfig
+
+    return load_config(ProducingConfig, config, overrides or [])
+
+
+def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> Run:
+    from buffer.open_run import open_store, server_url, wait_for_run
+
+    store = open_store(settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True)
+    if metrics is not None:
+        from buffer.monitoring.process_metrics import serve_process
+
+        serve_process(name, store, metrics)
+    return wait_for_run(store, settings.run.name)
+
+
+async def _work(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> None:
+    from buffer.monitoring.traced_run import trace_run
+    from producer_workers.build import make_worker, start_engine
+    from producer_workers.worker import engine_restarts
+
+    async def start() -> Engine:
+        # while it holds no groups there is nothing to end in order; what the engine started ends with this process
+        _on_signals(os._exit, 130)
+        return await start_engine(settings, run)
+
+    async def work(engine: Engine, restarts: int) -> None:
+        member = make_worker(settings, run, engine, name, restarts=restarts, tracer=tracer)
+        _on_signals(_drain, member)
+        await member.run()
+
+    _on_signals(os._exit, 130)
+    run = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
+    tracer = trace_run(run, name)
+    await engine_restarts.serve(start, work, settings.engine.restarts)
+
+
+def _on_signals(do: Callable[..., object], *args: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, do, *args)
+
+
+def _drain(member: Worker) -> None:
+    """The first signal drains; a second one ends the process at once."""
+    log.info("stopping: finishing what is held")
+    _on_signals(os._exit, 130)
+    member.stop()

@@ -1,0 +1,152 @@
+"""`rolloutmq acl`: users of a run for the server's ACL file, one per role.
+
+`rolloutmq scripts`: the Lua scripts as a server runs them, for clients in other languages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from buffer.errors import ConfigError
+from buffer.model.ids import valid_name
+from buffer.model.limits import SCHEMA
+from buffer.monitoring.console import console, plain
+from buffer.server.acl import ROLES, acl_line, user_name
+from buffer.store.keys import Keys
+from buffer.store.script_contract import Slot
+from buffer.store.scripts import Script, library, sources
+from rolloutmq.options import AsJson
+from rolloutmq.output import emit, table
+
+ACL_EPILOG = "Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/redis/users.acl"
+
+PASSWORD_BYTES = 32
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=ACL_EPILOG)(acl)
+    app.command(epilog=SCRIPTS_EPILOG)(scripts)
+
+
+def acl(
+    run: Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run; it need not exist yet.")],
+    secrets_file: Annotated[
+        Path | None,
+        typer.Option("--secrets", metavar="FILE", help="One `role password` per line; what is missing is made there."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print users for the server's ACL file, one per role.
+
+    With hashes of their passwords, which come from --secrets, or else from ROLLOUTMQ_PASSWORD_WORKER and so on. Load
+    them with `ACL LOAD`; a client names user and password in REDIS_URL.
+    """
+    valid_name("run", run)
+    passwords = _from_file(secrets_file) if secrets_file else _from_environment()
+    lines = {role: acl_line(run, role, passwords[role]) for role in ROLES}
+    if as_json:
+        emit({user_name(run, role): line for role, line in lines.items()})
+        return
+    for line in lines.values():
+        typer.echo(line)
+
+
+def _from_environment() -> dict[str, str]:
+    passwords = {role: os.environ.get(f"ROLLOUTMQ_PASSWORD_{role.upper()}", "") for role in ROLES}
+    if missing := [role for role, password in passwords.items() if not password]:
+        raise ConfigError(
+            f"no password for {', '.join(missing)}",
+            hint="--secrets FILE makes them, or set ROLLOUTMQ_PASSWORD_" + missing[0].upper(),
+        )
+    return passwords
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    """The passwords in a file, completed by new ones; only its owner may read it."""
+    passwords = _read(path) if path.exists() else {}
+    if missing := [role for role in ROLES if role not in passwords]:
+        passwords |= {role: secrets.token_urlsafe(PASSWORD_BYTES) for role in missing}
+        path.touch(mode=0o600)
+        path.write_text("".join(f"{role} {passwords[role]}\n" for role in ROLES), encoding="utf-8")
+    return passwords
+
+
+def _read(path: Path) -> dict[str, str]:
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path} can be read by others than its owner", hint=f"chmod 600 {path}")
+    passwords = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        role, _, password = line.partition(" ")
+        # what stands there is never shown: it may be a password
+        if role not in ROLES or not re.fullmatch(r"\S{8,512}", password):
+            raise ConfigError(
+                f"{path}:{number} is not a role and a password of 8 characters or more",
+                hint=f"roles are {', '.join(ROLES)}",
+            )
+        passwords[role] = password
+    return passwords
+
+OF_A_WORKER = ("register", "heartbeat", "claim", "submit", "release", "deregister")
+"""Scripts whose keys are named: what is needed to write a worker in another language."""
+
+SCRIPTS_EPILOG = "Example: rolloutmq scripts --json > scripts.json"
+
+
+def scripts(as_json: AsJson = False) -> None:
+    """List the Lua scripts: one per state change.
+
+    With --json: source, SHA1, keys and arguments of each, which is all that a client in another language needs. Keys
+    of a worker's scripts are named: what stands behind rmq:{RUN}:
+    """
+    if as_json:
+        emit({"schema": SCHEMA, "scripts": {name: _as_json(script) for name, script in library().items()}})
+        return
+    grid = table("script", "SHA1", "arguments")
+    for name, script in library().items():
+        grid.add_row(plain(name), script.sha, plain(" ".join(script.header.fixed("ARGV"))))
+    console().print(grid)
+
+
+def _as_json(script: Script) -> dict[str, Any]:
+    slots = {array: [_slot(slot) for slot in script.header.slots if slot.array == array] for array in ("KEYS", "ARGV")}
+    if script.name in OF_A_WORKER:
+        for slot in slots["KEYS"]:
+            if not slot["tail"]:
+                slot["key"] = _key(slot["names"][0])
+    after_shebang = sources()[script.name].splitlines()[1:]
+    contract = [line.removeprefix("-- ") for line in takewhile(lambda line: line.startswith("-- "), after_shebang)]
+    return {
+        "sha": script.sha,
+        "keys": slots["KEYS"],
+        "args": slots["ARGV"],
+        "contract": contract,
+        "source": script.source,
+    }
+
+
+def _key(slot: str) -> str:
+    """Return what stands behind `rmq:{RUN}:`, with `<task>` and `<worker>` to be filled in."""
+    keys = Keys("any")
+    return keys.slots(task="<task>", worker="<worker>")[slot].removeprefix(keys.prefix)
+
+
+def _slot(slot: Slot) -> dict[str, Any]:
+    """`tail`: as many values (of each name, in turn) as the caller likes, within the bounds of the contract. `default`:
+    what a caller says who has nothing to say, where there is such a thing."""
+    said = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
+    if slot.array == "ARGV" and not slot.is_tail and (default := _default(slot.types[0])) is not None:
+        return said | {"default": default}
+    return said
+
+
+def _default(kind: str) -> str | None:
+    if "''" in kind.split("|"):
+        return ""
+    return "0" if kind == "number" or kind.startswith("0..") else None

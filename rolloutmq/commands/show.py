@@ -1,0 +1,198 @@
+"""`rolloutmq show GID`: one group: its record, where it is, and what was said.
+
+Which weights made which tokens is drawn as a bar per member, one colour per policy version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from buffer.errors import AccountError, ConfigError
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import ENDS, IMPORTED_FROM, split_group_id
+from buffer.model.job import PayloadRef
+from buffer.model.rollout import RolloutState
+from buffer.monitoring.console import console, plain
+from buffer.monitoring.json_views import group_json
+from buffer.monitoring.tracing import trace_id
+from buffer.run import Run
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.output import count, emit, facts, state, version_style
+
+EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
+
+_BAR = 40
+_SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples", "tokens",
+          "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
+
+_WHY_GONE = {
+    "archived": "trained and committed",
+    "filtered": "judged useless for training",
+    "dropped": "too old, not usable, or dropped by hand",
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(show)
+
+
+def show(
+    gid: Annotated[str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")],
+    member: Annotated[int | None, typer.Option(min=0, help="Only this rollout of the group.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Token ids and logprobs as well.")] = False,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one group: where it is, texts, rewards, versions.
+
+    Which weights made which tokens is drawn as a bar for every rollout, one colour per policy version.
+    """
+    split_group_id(gid)
+    with open_target(redis_url, run_dir, run) as target:
+        found = find_group(target.run, gid)
+    if not as_json:
+        print_group(console(), found, member, tokens)
+    elif found.group is None:
+        emit({"gid": gid, "places": found.places, "record": None, "members": [], "trace_id": found.trace})
+    else:
+        about = {"gid": gid, "places": found.places, "record": found.record, "dead_letter": found.letter}
+        emit(about | {"trace_id": found.trace} | group_json(found.group, _chosen(found.group, member), tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundGroup:
+    """What there is of a group; `group` is None for one that has ended, in `places`."""
+
+    gid: str
+    trace: str
+    places: list[str]
+    record: dict[str, str]
+    letter: Any = None
+    group: RolloutGroup | None = None
+
+
+def find_group(run: Run, gid: str) -> FoundGroup:
+    """Raises ConfigError for one that never was, AccountError for one that is lost."""
+    task, draw = split_group_id(gid)
+    _check_known(run, task)
+    places = run.account.places(task, draw)
+    record, trace = run.record(gid), trace_id(run.nonce, gid)
+    if not record:
+        return FoundGroup(gid, trace, [_end(run, gid, places)], {})
+    letter = run.dead_letters.reason(gid)
+    return FoundGroup(gid, trace, places, record, letter, run.buffer.read(_payload(gid, record)))
+
+
+def _chosen(group: RolloutGroup, member: int | None) -> list[RolloutState]:
+    return group.states if member is None else [_member(group, member)]
+
+
+def _check_known(run: Run, task: str) -> None:
+    if task not in run.limits.tasks:
+        raise ConfigError(f"run {run.name!r} has no task {task!r}", hint=f"its tasks: {', '.join(run.limits.tasks)}")
+
+
+def _end(run: Run, gid: str, places: list[str]) -> str:
+    """What became of a group without a record. ConfigError where it never was, AccountError where it is lost."""
+    task, draw = split_group_id(gid)
+    if end := next((place for place in places if place in ENDS), None):
+        return end
+    counters = run.progress(task)
+    if draw >= IMPORTED_FROM + sum(int(counters.get(how, 0)) for how in ("put", "imported")):
+        raise ConfigError(f"{gid} was not imported: draws from {IMPORTED_FROM} on number groups from outside")
+    if IMPORTED_FROM > draw >= (cursor := run.jobs.cursor(task)):
+        raise ConfigError(f"{gid} was not started yet: the next draw of {task} is {cursor}", hint="see rolloutmq ls")
+    raise AccountError(f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups")
+
+
+def _payload(gid: str, record: dict[str, str]) -> PayloadRef:
+    crc = "" if record["payload"] == "init" else record.get("crc", "")
+    return PayloadRef(gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc)
+
+
+def _member(group: RolloutGroup, index: int) -> RolloutState:
+    for rollout in group.states:
+        if rollout.index == index:
+            return rollout
+    raise ConfigError(f"{group.gid} has no member {index}", hint=f"it has {len(group)}, counted from 0")
+
+
+# for people -----------------------------------------------------------------------------------------------------
+
+
+def print_group(screen: Console, found: FoundGroup, member: int | None = None, tokens: bool = False) -> None:
+    """All of a group, or one rollout of it."""
+    gid, letter, record = found.gid, found.letter, found.record
+    if found.group is None:
+        (end,) = found.places
+        screen.print(Text.assemble((gid, "bold"), "  ", state(end), f" {_WHY_GONE[end]}; its bytes are freed"))
+        screen.print(facts([("trace", found.trace)]))
+        return
+    states = _chosen(found.group, member)
+    screen.print(Text.assemble((gid, "bold"), "  ", state(" + ".join(found.places) or "lost")))
+    screen.print(facts([*((name, plain(record[name])) for name in _SHORT if record.get(name)), ("trace", found.trace)]))
+    if letter:
+        screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
+    _show_group(screen, found.group, states, tokens)
+
+
+def _show_group(screen: Console, group: RolloutGroup, states: list[RolloutState], tokens: bool) -> None:
+    first = group.states[0]
+    for message in first.messages:
+        screen.print()
+        screen.print(Text(f"{message.get('role', '?')}:", style="bold"))
+        screen.print(Text(plain(str(message.get("content", "")))))
+    if first.ground_truth is not None:
+        screen.print(facts([("answer key", plain(str(first.ground_truth)))]))
+    if all(not len(rollout.response_ids) for rollout in states):
+        screen.print(Text(f"\nnothing was generated yet; {len(group)} rollouts are wanted", style="dim"))
+        return
+    for rollout in states:
+        _show_rollout(screen, rollout, tokens)
+
+
+def _show_rollout(screen: Console, rollout: RolloutState, tokens: bool) -> None:
+    score = (rollout.reward or {}).get("score")
+    screen.print()
+    screen.print(Text.assemble(
+        (f"#{rollout.index} ", "bold"),
+        state(rollout.status),
+        (" score ", "dim"), "-" if score is None else f"{score:g}",
+        (" · ", "dim"), f"{count(len(rollout.response_ids))} tokens",
+        (" · finish ", "dim"), plain(rollout.finish_reason or "-"),
+    ))  # fmt: skip
+    screen.print(_version_bar(rollout))
+    versions = {span.version for span in rollout.spans}
+    style = version_style(versions.pop()) if len(versions) == 1 else ""
+    screen.print(Text(plain(rollout.response), style=style) if rollout.response else Text("(no text)", style="dim"))
+    others = {name: value for name, value in (rollout.reward or {}).items() if name != "score"}
+    if others:
+        screen.print(Text("rewards " + ", ".join(f"{k} {v:g}" for k, v in others.items()), style="dim"))
+    if rollout.error:
+        screen.print(Text(plain(rollout.error), style="red"))
+    if tokens:
+        pairs = zip(rollout.response_ids.tolist(), rollout.logprobs.tolist(), strict=True)
+        screen.print(Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim"))
+
+
+def _version_bar(rollout: RolloutState) -> Text:
+    """One coloured stretch per span, as long as its share of the tokens; tokens without a span were not sampled."""
+    total, text = len(rollout.response_ids), Text()
+    if not total:
+        return Text("no tokens", style="dim")
+    for span in rollout.spans:
+        text.append("▇" * max(1, round(span.length / total * _BAR)), style=version_style(span.version))
+    for span in rollout.spans:
+        where = f" {span.start}-{span.start + span.length - 1}" if len(rollout.spans) > 1 else ""
+        text.append(f"  v{span.version}{where}", style=version_style(span.version))
+    lineages = sorted({span.lineage for span in rollout.spans})
+    text.append(f"  lineage {', '.join(lineages)}" if lineages else "", style="dim")
+    return text

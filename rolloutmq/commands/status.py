@@ -1,0 +1,209 @@
+"""`rolloutmq status`: one run at a glance, or all runs of a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from buffer.monitoring.console import console, plain
+from buffer.monitoring.json_views import describe
+from buffer.monitoring.run_view import RoleView, Snapshot, TaskView, take_snapshot
+from buffer.run import Run
+from rolloutmq.options import (
+    Address,
+    AsJson,
+    RedisUrl,
+    RunDir,
+    RunName,
+    choose_run,
+    open_server,
+)
+from rolloutmq.output import age, bar, count, emit, facts, plural, state, table
+
+EPILOG = "Example: rolloutmq status --json | python -m json.tool"
+
+_PLACES = ("waiting", "running", "completed", "aborted", "expired", "taken")
+_ENDS = ("archived", "filtered", "dropped", "dead")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(status)
+
+
+def status(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
+    """Show where a run is: groups, weights, workers, staleness.
+
+    Also who paused it and since when, and whether every group is accounted for. With several runs on the server
+    and no --run, lists them.
+    """
+    with open_server(redis_url, run_dir) as (store, address):
+        names = Run.names(store) if run is None else [choose_run(store, run)]
+        snapshots = [take_snapshot(Run.open(store, name)) for name in names]
+    if len(snapshots) == 1:
+        emit(describe(snapshots[0])) if as_json else show(console(), snapshots[0])
+    elif as_json:
+        emit({"runs": [_brief(snap) for snap in snapshots]})
+    else:
+        _list_runs(address, snapshots)
+
+
+def _brief(snap: Snapshot) -> dict[str, Any]:
+    steps = {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed}
+    workers = len(snap.live_workers)
+    return {"run": snap.run, "mode": snap.mode, "steps": steps, "workers": workers, "adds_up": not snap.faults}
+
+
+# for people -----------------------------------------------------------------------------------------------------
+
+
+def show(screen: Console, snap: Snapshot) -> None:
+    """The whole status of one run."""
+    screen.print(facts([
+        ("run", f"{snap.run}, made {age(snap.now_ms - int(snap.meta.get('created_ms', 0)))} ago"),
+        ("mode", mode_text(snap)),
+        ("weights", f"{snap.weights} in {snap.control.get('weights_path') or '(no path)'}"),
+        ("train step", f"{snap.taken} taken · {snap.committed} committed · {snap.freed} freed"),
+        ("trainer", role_text(snap.trainer)),
+        ("producer", role_text(snap.producer)),
+        *curriculum_facts(snap),
+        ("workers", workers_text(snap)),
+        ("memory", memory_text(snap)),
+        ("dead letters", Text(f"{snap.dead}  (rolloutmq ls --stage dead)", style="yellow") if snap.dead else "0"),
+    ]))  # fmt: skip
+    screen.print()
+    screen.print(places_table(snap))
+    screen.print(account_text(snap))
+    for task in snap.training:
+        screen.print()
+        screen.print(task_text(task))
+        screen.print(staleness_text(task, snap.stale_threshold))
+        if losses := losses_text(task):
+            screen.print(losses)
+
+
+def curriculum_facts(snap: Snapshot) -> list[tuple[str, Text]]:
+    """Why the curriculum is not followed; nothing where it is."""
+    reason = snap.control.get("curriculum_error", "")
+    return [("curriculum", Text(f"not followed: {plain(reason)}", style="yellow"))] if reason else []
+
+
+def mode_text(snap: Snapshot) -> Text:
+    """The mode, who set it, since when, and who has confirmed."""
+    if snap.paused_by is None:
+        return Text.assemble(state(snap.mode), f" for {age(snap.paused_ms)}")
+    if snap.mode == "finish":
+        return Text.assemble(state(snap.mode), f" the last step was done {age(snap.paused_ms)} ago")
+    confirmed, live = len(snap.acknowledged), len(snap.live_workers)
+    text = Text.assemble(
+        state(snap.mode),
+        f" paused by the {snap.paused_by} {age(snap.paused_ms)} ago, {confirmed} of {live} confirmed",
+        "; that trainer is gone: `rolloutmq continue`" if snap.is_orphaned else "",
+    )
+    text.stylize("yellow")
+    return text
+
+
+def role_text(role: RoleView) -> Text:
+    if role.silent_ms is None:
+        return Text(role.word, style="dim")
+    style = "red" if role.word == "silent" else ""
+    return Text(f"{role.word}, last seen {age(role.silent_ms)} ago", style=style)
+
+
+def workers_text(snap: Snapshot) -> Text:
+    live, known = len(snap.live_workers), len(snap.workers)
+    silent = f", {known - live} silent" if known > live else ""
+    rate = f"{count(snap.tokens_per_s)} tokens/s"
+    running = f"{plural(snap.leases, 'group')} running{judged_text(snap)}"
+    return Text(f"{live} alive{silent} · {rate} · {running}", style="" if live else "yellow")
+
+
+def judged_text(snap: Snapshot) -> str:
+    """Return how many of the running groups only wait for their judge; "" for none."""
+    return f", of which {count(snap.judging)} {'is' if snap.judging == 1 else 'are'} judged" if snap.judging else ""
+
+
+def memory_text(snap: Snapshot) -> Text:
+    """Payload bytes, and how far they may grow."""
+    memory = snap.memory
+    return Text(str(memory), style="yellow" if memory.refuses_fresh else "")
+
+
+def places_table(snap: Snapshot) -> Any:
+    """Groups by place, one column per task."""
+    names = [task.account.task for task in snap.tasks]
+    grid = table("groups", *names, right=names)
+    for place in (*_PLACES, *_ENDS):
+        values = [task.account.places[place] for task in snap.tasks]
+        label = f"{place} (ready)" if place == "completed" else place
+        grid.add_row(label, *(count(v) for v in values), style="" if any(values) else "dim")
+    sums = [sum(task.account.places.values()) for task in snap.tasks]
+    grid.add_row("sum", *(count(v) for v in sums), style="bold")
+    grid.add_row("enqueued", *(count(task.account.enqueued) for task in snap.tasks))
+    for how in ("put", "imported"):
+        if any(values := [getattr(task.account, how) for task in snap.tasks]):
+            grid.add_row(how, *map(count, values))
+    return grid
+
+
+def account_text(snap: Snapshot) -> Text:
+    """Whether every group is in exactly one place; red if not."""
+    if snap.faults:
+        return Text("THE ACCOUNT DOES NOT ADD UP: " + "; ".join(snap.faults) + "  (rolloutmq fsck)", style="bold red")
+    return Text("the account adds up: enqueued = sum of all places", style="green")
+
+
+def task_text(task: TaskView) -> Text:
+    """How far ahead of the trainer a task is, of how far it may be."""
+    limit = count(task.may_start) if task.account.target else "no target yet"
+    reward = "none yet" if task.mean_reward is None else f"{task.mean_reward:.3f}"
+    near = "yellow" if task.account.target and task.started >= task.may_start else ""
+    return Text.assemble(
+        (f"{task.account.task:<12} ", "bold"),
+        ("ahead ", "dim"),
+        (f"{count(task.started)} of {limit} groups", near),
+        (" · produced ", "dim"),
+        f"{count(task.number('produced_tokens'))} tokens",
+        (" · mean reward ", "dim"),
+        reward,
+    )
+
+
+def losses_text(task: TaskView) -> Text | None:
+    """What was put right after the server had lost data; None where it never did."""
+    reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
+    if not reasserted + regenerated:
+        return None
+    said = f"{plural(reasserted, 'group')} reasserted from checkpoints, {count(regenerated)} drawn again"
+    return Text.assemble(("lost data    ", "dim"), (said, "yellow"))
+
+
+def staleness_text(task: TaskView, threshold: int) -> Text:
+    """The ready groups by staleness in the next train step."""
+    most = max(task.staleness.values(), default=0)
+    text = Text("staleness    ", style="dim")
+    for label, groups in task.staleness.items():
+        text.append(f"{label} ", style="dim")
+        text.append(bar(groups, most, 8).rstrip("░") or "▏", style="cyan")
+        text.append(f" {groups}   ")
+    text.append(f"limit {threshold - 1}", style="dim")
+    if task.too_old:
+        text.append(f" · {task.too_old} too old, about to expire", style="yellow")
+    return text
+
+
+def _list_runs(address: Address, snapshots: list[Snapshot]) -> None:
+    screen = console()
+    if not snapshots:
+        screen.print(f"There is no run on {address}.")
+        screen.print("Start one with: rolloutmq run configs/demo.toml")
+        return
+    grid = table("run", "mode", "step", "workers", "account", right=["step", "workers"])
+    for snap in snapshots:
+        verdict = Text("does not add up", style="red") if snap.faults else Text("adds up")
+        grid.add_row(snap.run, state(snap.mode), str(snap.taken), str(len(snap.live_workers)), verdict)
+    screen.print(grid)
+    screen.print(Text("More about one of them: rolloutmq status --run NAME", style="dim"))

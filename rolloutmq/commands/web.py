@@ -1,0 +1,72 @@
+"""`rolloutmq web`: the run in a browser."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from buffer.errors import ConfigError
+from buffer.monitoring.console import console
+from buffer.monitoring.http_endpoint import is_loopback, read_token
+from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
+
+EPILOG = """
+\b
+Example: rolloutmq web
+         rolloutmq web --host 0.0.0.0 --name gpu1.example --token-file token
+"""
+PORT = 9465
+
+Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback want a token to read, too.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+Name = Annotated[list[str] | None, typer.Option(metavar="HOST", help="A name by which browsers reach it; repeat.")]
+TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Holds the token. Default: a new one.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(web)
+
+
+def web(
+    host: Host = "127.0.0.1",
+    port: Port = PORT,
+    name: Name = None,
+    token_file: TokenFile = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+) -> None:
+    """Show a run in a browser, until Ctrl-C.
+
+    Charts, groups, rollouts with their tokens, workers, dead letters, events. Whoever has the printed address may
+    also pause, requeue and drop; without its token, the page only shows.
+    """
+    try:
+        import uvicorn
+
+        from rolloutmq.web.app import make_app
+    except ImportError as error:
+        raise ConfigError(f"the browser view needs {error.name}", hint="pip install 'rolloutmq[web]'") from error
+    is_public = not is_loopback(host)
+    token = read_token(token_file) if token_file else secrets.token_urlsafe(24)
+    with open_target(redis_url, run_dir, run) as target:
+        hosts = [host, "localhost", "127.0.0.1", "[::1]", *(name or [])]
+        app = make_app(
+            target.run,
+            run_dir=target.run_dir,
+            token=token,
+            hosts=hosts,
+            read_needs_token=is_public,
+            is_over=lambda: server.should_exit,
+        )
+        settings = uvicorn.Config(app, host=host, port=port, log_level="warning")
+        server = uvicorn.Server(settings)
+        listening = settings.bind_socket()
+        listening.listen()  # the address is printed before the server runs: whoever comes at once waits in line
+        shown = (name or [host])[0]
+        # the token is behind the #: browsers do not send it, servers do not log it
+        console().print(f"http://{shown}:{listening.getsockname()[1]}/#token={token}", soft_wrap=True)
+        server.run(sockets=[listening])

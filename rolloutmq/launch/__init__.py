@@ -1,0 +1,1 @@
+"""`rolloutmq run`: all processes of a run on this machine."""

@@ -1,0 +1,162 @@
+"""The commands of the training side: `run`, `train`, `warm-start`, `gpu-check`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from buffer.config.loader import load_config
+from buffer.errors import ConfigError
+from buffer.model.dotted_path import load_object
+from buffer.server.process import follow_owner, log_json
+
+if TYPE_CHECKING:
+    from buffer.config.trainer import TrainingConfig
+
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
+]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another trainer still beats; fences it.")]
+Regenerate = Annotated[
+    bool,
+    typer.Option(
+        "--regenerate",
+        help="Although the server lost everything, or freed what comes after the newest checkpoint: generate it again.",
+    ),
+]
+ChaosFlag = Annotated[bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")]
+
+
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        help="Tell Prometheus of this process there; others than loopback want ROLLOUTMQ_METRICS_TOKEN.",
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this side's commands to the command line."""
+    app.command(epilog="Example: rolloutmq run configs/demo.toml --set plan.steps=20")(run)
+    app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
+    app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
+    app.command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")(gpu_check)
+
+
+def run(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    chaos: ChaosFlag = False,
+    regenerate: Regenerate = False,
+) -> None:
+    """Start a whole run on this machine, or go on with it.
+
+    Starts a server, the producer, the workers and the trainer, and shows them live.
+    Ctrl-C stops it in order; the same command goes on where it was. With --chaos it is a run of its own, NAME-chaos.
+    """
+    given = list(overrides or [])
+    settings = _load(config, given)
+    if chaos and not any(override.startswith("run.") for override in given):
+        # a run of its own: the one that was not disturbed stays as it is
+        given += [f"run.name={settings.run.name}-chaos", f"run.dir={settings.run.folder}-chaos"]
+        settings = _load(config, given)
+    from rolloutmq.launch.launcher import Launcher
+
+    Launcher(settings, config, given, redis_url=redis_url, chaos=chaos, regenerate=regenerate).run()
+
+
+def train(
+    config: Config,
+    overrides: Set = None,
+    redis_url: Url = None,
+    take_over: TakeOver = False,
+    regenerate: Regenerate = False,
+    metrics: Metrics = None,
+) -> None:
+    """Start the trainer of a run.
+
+    From its newest checkpoint to its last step; SIGTERM writes a checkpoint and leaves. A server that lost what the
+    checkpoint knows is told again; nothing is trained twice.
+    """
+    settings = _load(config, overrides)
+    if not settings.trainer.loop:
+        _check_alone(config)
+    log_json("trainer", settings.run.name)
+    follow_owner()
+    from buffer.monitoring.traced_run import trace_run
+    from buffer.open_run import open_store, server_url
+    from consumer.training.checkpoint import make_run
+
+    store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True)
+    if metrics is not None:
+        from buffer.monitoring.process_metrics import serve_process
+
+        serve_process("trainer", store, metrics)
+    model_dir = settings.policy.model or settings.run.folder / "model"
+    run = make_run(store, settings, model_dir, regenerate=regenerate)
+    trace_run(run, "trainer")
+    if settings.trainer.loop:
+        load_object(settings.trainer.loop, kind="loop of a trainer")(run, settings, model_dir, take_over=take_over)
+        return
+    from consumer.training.trainer import Trainer
+
+    trainer = Trainer(run, settings, model_dir)
+    if sys.stderr.isatty():  # a bar in place of a line per step
+        trainer.shows_progress = True
+        logging.getLogger("rolloutmq.trainer").setLevel(logging.WARNING)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: trainer.consumer.stop())
+    if not trainer.fit(take_over=take_over, regenerate=regenerate):
+        raise typer.Exit(130)  # stopped on the way: whoever watches must not take it for the end of the run
+
+
+def warm_start(config: Config, overrides: Set = None) -> None:
+    """Build and warm-start the small model of a config.
+
+    A short supervised phase on problems that are used for nothing else; the model is kept in the run's folder.
+    """
+    settings = _load(config, overrides)
+    follow_owner()
+    from rolloutmq.launch.warm_up import make_model
+
+    make_model(settings)
+
+
+def gpu_check(
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Train steps.")] = 3,
+) -> None:
+    """Check the pipeline on one CUDA GPU.
+
+    A few GRPO steps of a Qwen3-0.6B-shaped model with random weights; prints what was measured.
+    """
+    from rolloutmq.launch.gpu_check import check_gpu
+
+    check_gpu(steps)
+
+
+def _check_alone(config: Path) -> None:
+    """Under torchrun each rank would open the run, and fence the others."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise ConfigError(
+            f"`rolloutmq train` is one process, and torchrun started {ranks} of it",
+            hint=f"torchrun --nproc-per-node {ranks} --max-restarts 3 -m consumer.examples.fsdp_loop {config}",
+        )
+
+
+def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
+    from buffer.config.trainer import TrainingConfig
+
+    return load_config(TrainingConfig, config, overrides or [])

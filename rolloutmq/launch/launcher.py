@@ -1,0 +1,218 @@
+"""The whole run on one machine: prepare, start, watch, show, and end with the account.
+
+The launcher holds no state of the run. It may be killed at any moment: its children then end themselves, and
+the next `rolloutmq run` of the same config goes on from the checkpoint and from what Redis holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from buffer.config.trainer import TrainingConfig
+from buffer.errors import RoleHeld, StoreUnavailable
+from buffer.monitoring.console import console as open_console
+from buffer.open_run import open_store
+from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
+from consumer.training.checkpoint import make_run
+from rolloutmq.launch.child import Chaos, Child
+from rolloutmq.launch.placement import count_gpus, gpus_of_engine, place
+from rolloutmq.launch.preparation import (
+    await_roles,
+    is_done,
+    prepare_model,
+    prepare_problems,
+    start_server,
+)
+from rolloutmq.launch.report import finish
+from rolloutmq.top.live_view import LiveView
+from rolloutmq.top.top import watch
+
+LOOK_S = 0.5
+"""Time between two looks at the processes."""
+
+LOOKS_PER_LINE = 10
+"""Looks per line of output where no screen is redrawn."""
+
+NEWS = 4
+"""Lines of news that stay on the screen."""
+
+STOP_S = 60.0
+"""How long children may take to leave in order."""
+
+
+class Launcher:
+    """`overrides` are passed on to every process, with the config's path."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        path: Path,
+        overrides: list[str],
+        *,
+        redis_url: str | None,
+        chaos: bool,
+        regenerate: bool = False,
+    ) -> None:
+        self._regenerate = regenerate
+        self._config, self._redis_url, self._with_chaos = config, redis_url, chaos
+        self._command = [str(path), *(part for o in overrides for part in ("--set", o))]
+        self._folder = config.run.folder
+        self._console = open_console()
+        self._children: list[Child] = []
+        self._judges: list[Child] = []
+        self._server: EmbeddedServer | None = None
+        self._shared_env: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in order."""
+        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with self._alone():
+            self._run()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two launchers of one run would fence each other's trainer, and stop each other's server."""
+        with (self._folder / "launcher.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RoleHeld(
+                    f"another `rolloutmq run` works in {self._folder}",
+                    hint="stop it with Ctrl-C first, or give this run another [run] name or dir",
+                ) from None
+            yield  # the kernel frees the lock, however this process ends
+
+    def _run(self) -> None:
+        try:
+            run = self._prepare()
+            if is_done(self._config):
+                steps = self._config.plan.steps
+                self._console.print(f"all {steps} steps are done already; for a new run, remove {self._folder}")
+            else:
+                self._start(run)
+                self._watch(run)
+                self._stop_children()
+            run.janitor.sweep()
+            finish(self._console, self._config, run, self._server.cli if self._server else None)
+        except KeyboardInterrupt:
+            self._console.print("\nstopping in order (Ctrl-C again: at once); the same command goes on from here")
+            self._stop_children()
+            raise
+        finally:
+            for child in self._children:
+                child.kill()
+            if self._server:
+                self._server.stop()
+
+    # -- before --------------------------------------------------------------
+
+    def _prepare(self) -> Run:
+        config, say = self._config, self._console.print
+        prepare_problems(self._command)
+        url, self._server = start_server(config, self._redis_url)
+        self._shared_env = {"REDIS_URL": url}
+        store = open_store(config, url, name="rolloutmq-run")
+        say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}", highlight=False)
+        model = prepare_model(config, self._command)
+        done = is_done(config)
+        run = Run.open(store, config.run.name) if done else make_run(store, config, model, regenerate=self._regenerate)
+        taken, committed, _ = run.ledger.steps()
+        where = f"goes on: step {committed} is committed, {taken} taken" if taken else "starts"
+        say(f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}", highlight=False)
+        return run
+
+    def _start(self, run: Run) -> None:
+        config = self._config
+        await_roles(run, self._console.print)
+        placement = place(config.launch, count_gpus(), gpus_of_engine(config.engine))
+        # on a CPU everybody gets a share: torch would take all cores in every process
+        threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
+        if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
+            self._shared_env["OMP_NUM_THREADS"] = threads
+        flags = ["--regenerate"] if self._regenerate else []
+        self._trainer = self._child("trainer", ["train", *flags], placement.environment(placement.trainer))
+        self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
+        self._workers = [
+            self._child(f"worker-{i}", ["worker", "--id", f"worker-{i}"], placement.environment(gpus))
+            for i, gpus in enumerate(placement.workers)
+        ]
+        if any(task.judging.kind == "rq" for task in config.tasks.values()):
+            count = str(config.launch.judge_workers)
+            self._judges = [self._child("judge", ["judge", "--workers", count], {"CUDA_VISIBLE_DEVICES": ""})]
+        for child in (self._trainer, self._producer):
+            child.start("--take-over")
+        for child in (*self._judges, *self._workers):
+            child.start()
+
+    def _child(self, name: str, args: list[str], env: dict[str, str]) -> Child:
+        log = self._folder / "logs" / f"{name}.log"
+        verb, *flags = args
+        env = self._shared_env | env
+        child = Child(name, [verb, *self._command, *flags], log, env, restarts=self._config.launch.max_restarts)
+        self._children.append(child)
+        return child
+
+    # -- while it runs -------------------------------------------------------
+
+    def _watch(self, run: Run) -> None:
+        """Show the run and keep its processes alive until the trainer has done its last step."""
+        # a server that is away is started again from here: nobody may wait for it for long
+        run.store.deadline_s = 2.0
+        view = LiveView(run_dir=self._folder, total_steps=self._config.plan.steps)
+        chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
+
+        def is_over() -> bool:
+            # where no screen is redrawn lines are rare, but processes are looked after as often
+            for _ in range(1 if self._console.is_terminal else LOOKS_PER_LINE):
+                if self._trainer.succeeded:
+                    return True
+                self._tell(view, self._keep_alive() + (self._strike(run, chaos) if self._with_chaos else []))
+                time.sleep(LOOK_S)
+            return self._trainer.succeeded
+
+        watch(run, view, self._console, is_over, every_s=0.01)
+        if self._with_chaos:
+            self._console.print(chaos.outcome)
+
+    def _strike(self, run: Run, chaos: Chaos) -> list[str]:
+        try:
+            return chaos.look(run.ledger.steps()[0])
+        except StoreUnavailable:
+            return []  # the view says so, and the next look comes soon
+
+    def _tell(self, view: LiveView, news: list[str]) -> None:
+        if self._console.is_terminal:
+            view.lines = [*view.lines, *news][-NEWS:]
+        else:
+            for line in news:
+                self._console.print(line)
+
+    def _keep_alive(self) -> list[str]:
+        # it was this launcher that saw them die, so nobody needs to wait until their heartbeat is old
+        news = [self._trainer.keep_alive("--take-over"), self._producer.keep_alive("--take-over")]
+        if self._server and not self._server.is_running:
+            self._server.start()
+            news.append("server started again")
+        for child in (*self._judges, *self._workers):
+            news.append(child.keep_alive())
+        return [line for line in news if line]
+
+    # -- after ---------------------------------------------------------------
+
+    def _stop_children(self) -> None:
+        """Trainer first: its checkpoint is what the run goes on from."""
+        for child in self._children:
+            child.terminate()
+        end = time.monotonic() + STOP_S
+        for child in self._children:
+            if not child.wait(max(0.0, end - time.monotonic())):
+                self._console.print(f"{child.name} does not stop; killing it")
+                child.kill()

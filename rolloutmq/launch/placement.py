@@ -1,0 +1,88 @@
+"""Which GPUs each process gets: the trainer its own, the workers the others, one for each shard of their engine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from buffer.config.config import LaunchSection
+from buffer.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Keys of [engine]: shards, and so GPUs, are their product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """GPUs of the trainer and of each worker, numbered among those that this process may use."""
+
+    trainer: list[int]
+    workers: list[list[int]]
+
+    @staticmethod
+    def environment(gpus: list[int]) -> dict[str, str]:
+        """What a process that may use only `gpus` needs in its environment."""
+        names = visible_gpus()
+        return {VISIBLE: ",".join(names[g] if names else str(g) for g in gpus)} if gpus else {}
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that this process was given, by what the driver calls them; None: it may use all."""
+    given = os.environ.get(VISIBLE)
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that this process may use, without importing torch."""
+    if (given := visible_gpus()) is not None:
+        return len(given)
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def gpus_of_engine(engine: Mapping[str, Any] | None) -> int:
+    """How many one worker needs, by its section of the config."""
+    return prod(dict(engine or {}).get(size, 1) for size in SIZES)
+
+
+def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
+    """Deal out `gpus`. ConfigError where they do not suffice, do not exist, or overlap without `colocated`."""
+    if gpus == 0:
+        if launch.trainer_gpus or launch.worker_gpus:
+            hint = "remove trainer_gpus and worker_gpus"
+            raise ConfigError("[launch] names GPUs, but this machine has none", hint=hint)
+        return Placement([], [[] for _ in range(launch.workers)])
+    trainer = [0] if launch.trainer_gpus is None else launch.trainer_gpus
+    others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
+    pool = others if launch.worker_gpus is None else launch.worker_gpus
+    _check(launch, gpus, trainer, pool, per_worker)
+    groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
+    # colocated workers may share one group; otherwise everybody has a group of their own
+    return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
+
+
+def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], per_worker: int) -> None:
+    if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
+        raise ConfigError(f"[launch] names GPUs {unknown}, this machine has 0 to {gpus - 1}")
+    if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
+        raise ConfigError(
+            f"trainer and workers both use GPUs {shared}",
+            hint="give them different ones, or set [launch] colocated = true and leave memory to both",
+        )
+    if len(set(pool)) < len(pool) and not launch.colocated:
+        raise ConfigError(f"[launch] worker_gpus = {pool} names a GPU twice", hint="each worker needs GPUs of its own")
+    needed = launch.workers * per_worker
+    enough = per_worker if launch.colocated else needed
+    if len(pool) < enough:
+        raise ConfigError(
+            f"{launch.workers} workers of {per_worker} GPUs need {needed}, {len(pool)} are left for them",
+            hint="use fewer workers, smaller parallel sizes in [engine], or [launch] colocated = true on one GPU",
+        )

@@ -1,0 +1,98 @@
+"""What a run needs before its processes start: a server, problems, a model. Everything is made once and kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from buffer.config.config import ConfigFile
+from buffer.config.trainer import TrainingConfig
+from buffer.errors import RoleHeld, RolloutMQError
+from buffer.monitoring.run_view import take_snapshot
+from buffer.open_run import embedded_server
+from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
+from buffer.server.process import OWNER
+from consumer.models.model_folder import check_model_folder
+from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.step_log import read_evaluations
+
+
+def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedServer | None]:
+    """The URL of the run's server, and the embedded one if the run has one of its own."""
+    if url := config.redis.resolve_url(flag):
+        return url, None
+    server = embedded_server(config)
+    server.start()
+    return server.url, server
+
+
+def prepare_problems(command: Sequence[str]) -> None:
+    """Let the producing side check its half of the config and its data sets, and write generated problems.
+
+    Before anything is started: a wrong line is told in a second, not after a warm start.
+    """
+    _run(["problems", *command])
+
+
+def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
+    """The model to start from: the config's, else a small one that is built and warm-started here, once."""
+    if config.policy.model is not None:
+        check_model_folder(config.policy.model)
+        return config.policy.model
+    folder = config.run.folder / "model"
+    if not folder.exists():
+        _run(["warm-start", *command], quiet=False)
+    check_model_folder(folder)
+    return folder
+
+
+def await_roles(run: Run, say: Callable[[str], None]) -> None:
+    """Wait until trainer and producer of an earlier launcher have left; RoleHeld when one of them goes on beating.
+
+    The children of a launcher that was killed end by themselves within seconds.
+    """
+    end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
+    told = False
+    while held := [role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).alive]:
+        if time.monotonic() > end:
+            raise RoleHeld(
+                f"run {run.name!r} has a live {' and a live '.join(held)} that this command did not start",
+                hint="stop it first; `rolloutmq train CONFIG --take-over` fences a trainer that cannot be stopped",
+            )
+        if not told:
+            say(f"waiting   for the {' and the '.join(held)} of an earlier start to leave")
+            told = True
+        time.sleep(0.2)
+
+
+def is_done(config: TrainingConfig) -> bool:
+    """Whether the last step of the plan is in a checkpoint, and its weights were evaluated."""
+    last = config.plan.steps
+    evaluations = read_evaluations(config.run.folder)
+    tasks = [name for name, task in config.tasks.items() if task.eval_of is not None]
+    reached = CheckpointFolder(config.run.folder / "checkpoints").steps()[-1:] == [last]
+    return reached and all((task, last) in evaluations for task in tasks)
+
+
+def _run(args: list[str], *, quiet: bool = True) -> None:
+    """A sub-command in a process of its own: torch and the data set packages leave this one alone."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rolloutmq", *args],
+        env=os.environ | {OWNER: str(os.getpid())},
+        stdout=subprocess.DEVNULL if quiet else None,
+        stderr=subprocess.PIPE if quiet else None,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        what = f"`rolloutmq {args[0]}` ended with exit code {done.returncode}"
+        # its own words, as if this process had said them
+        said, _, hint = (done.stderr or "").strip().removeprefix("error: ").partition("\nhint:  ")
+        error = RolloutMQError(said or f"{what}; see above", hint=hint)
+        error.exit_code = done.returncode if done.returncode > 0 else 1
+        raise error

@@ -1,0 +1,111 @@
+"""What a run ends with: accuracy before and after, a plot, the account, and the commands to look around."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from buffer.batches.account import Audit
+from buffer.config.trainer import TrainingConfig
+from buffer.errors import AccountError
+from buffer.monitoring.history import StepLog, TrainedStep
+from buffer.run import Run
+from buffer.store.url import mask_url
+from consumer.training.step_log import read_evaluations
+
+
+def plot(steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, float]], file: Path) -> None:
+    """Reward and staleness by train step, with held-out accuracy where it was measured, as a PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    numbers = [s.step for s in steps]
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
+    rewards = [s.metrics.get("rewards/mean", float("nan")) for s in steps]
+    upper.plot(numbers, rewards, color="#9bb7d4", linewidth=1, label="reward of the batch")
+    upper.plot(numbers, _smooth(rewards), color="#1f5fa8", linewidth=2, label="mean of the last 10 steps")
+    for place, task in enumerate(sorted({task for task, _ in evaluations})):
+        points = sorted((step, m["eval/accuracy"]) for (t, step), m in evaluations.items() if t == task)
+        upper.plot(*zip(*points, strict=True), "o--", color=f"C{place + 1}", label=f"held-out accuracy, {task}")
+    upper.set_ylabel("reward, accuracy")
+    upper.set_ylim(-0.02, 1.02)
+    upper.legend(loc="lower right")
+    upper.grid(alpha=0.3)
+    lower.step(numbers, [s.metrics.get("staleness/mean", 0.0) for s in steps], where="mid", label="mean")
+    lower.step(numbers, [s.metrics.get("staleness/max", 0.0) for s in steps], where="mid", label="max", alpha=0.6)
+    lower.set_ylabel("staleness (train steps)")
+    lower.set_xlabel("train step")
+    lower.legend(loc="upper right")
+    lower.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], window: int = 10) -> list[float]:
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+
+
+def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
+    """Print the outcome of a run and write its plot. AccountError when the account does not add up."""
+    folder, audit = config.run.folder, run.account.fsck()
+    log = StepLog(folder / "steps.jsonl")
+    log.read_new()
+    evaluations = read_evaluations(folder)
+    plot(log.steps, evaluations, folder / "report.png")
+    if evaluations:
+        console.print(_accuracy_table(evaluations, config.plan.steps))
+    console.print(_account_table(audit))
+    twice = log.trained_twice()
+    lost, doubled = len(audit.lost), len(audit.doubled)
+    style = "green" if audit.clean and not twice else "bold red"
+    console.print(f"account: lost {lost} · in two places {doubled} · trained twice {len(twice)}", style=style)
+    console.print(f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}")
+    _say_where_to_look(console, config, run, server_cli)
+    if not audit.clean or twice:
+        what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
+        raise AccountError("the account does not add up", hint="; ".join(what))
+
+
+def _accuracy_table(evaluations: dict[tuple[str, int], dict[str, float]], last: int) -> Table:
+    table = Table(title="held-out accuracy (greedy)", title_justify="left", show_edge=False)
+    for column in ("task", "before", "after", "change", "problems"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for task in sorted({task for task, _ in evaluations}):
+        before, after = evaluations.get((task, 0)), evaluations.get((task, last))
+        if before and after:
+            first, then = before["eval/accuracy"], after["eval/accuracy"]
+            table.add_row(task, f"{first:.3f}", f"{then:.3f}", f"{then - first:+.3f}", f"{after['eval/rollouts']:.0f}")
+    return table
+
+
+def _account_table(audit: Audit) -> Table:
+    places = list(audit.tasks[0].places)
+    table = Table(title="where every group is (fsck)", title_justify="left", show_edge=False)
+    for column in ("place", *(task.task for task in audit.tasks)):
+        table.add_column(column, justify="left" if column == "place" else "right")
+    for place in places:
+        counts = [task.places[place] for task in audit.tasks]
+        if any(counts):
+            table.add_row(place, *map(str, counts))
+    table.add_section()
+    table.add_row("enqueued", *(str(task.enqueued) for task in audit.tasks), style="bold")
+    return table
+
+
+def _say_where_to_look(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
+    url = mask_url(run.store.url)
+    where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
+    keys = run.keys
+    console.print("\nlook around:")
+    # the server that this command started went away with it; its data is on disk
+    commands = [f"rolloutmq server {where}"] if server_cli else []
+    commands += [f"rolloutmq {c} {where}" for c in ("status", "ls", "tail --from-start", "fsck")]
+    cli = server_cli or f"redis-cli -u {url}"
+    commands += [f"{cli} HGETALL '{keys.control}'", f"{cli} XREVRANGE '{keys.events}' + - COUNT 5"]
+    for command in commands:
+        console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,69 @@
+"""`rolloutmq warm-start`: build the small model of a config and teach it part of its task, with a progress bar."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from buffer.config.dataset import ReasoningGymDataset
+from buffer.config.trainer import TrainingConfig
+from buffer.errors import ConfigError
+from buffer.monitoring.console import console as open_console
+from consumer.models.tiny_model import build_tiny_model
+from consumer.models.warm_start import Problem, WarmStartProgress, read_problems, warm_start
+
+
+def make_model(config: TrainingConfig) -> None:
+    """Leave `<run folder>/model`, whole; does nothing where it is there."""
+    folder, console = config.run.folder / "model", open_console()
+    if folder.exists():
+        console.print(f"the model is there: {folder}")
+        return
+    random_model = config.run.folder / "model.random"
+    shutil.rmtree(random_model, ignore_errors=True)
+    build_tiny_model(random_model, config.tiny_model, config.run.seed)
+    started = time.monotonic()
+    with _progress(console) as bar:
+        task = bar.add_task("warm start", total=config.warm_start.max_steps, loss=0.0, accuracy=0.0)
+
+        def show(now: WarmStartProgress) -> None:
+            bar.update(task, completed=now.step, loss=now.loss, accuracy=now.accuracy)
+
+        warm_start(random_model, folder, _problems(config), config.warm_start, show)
+    shutil.rmtree(random_model)
+    console.print(f"warm start: {time.monotonic() - started:.0f} s, model in {folder}")
+
+
+def _problems(config: TrainingConfig) -> list[Problem]:
+    found: list[Problem] = []
+    for name, task in config.tasks.items():
+        if task.eval_of is None and isinstance(task.dataset, ReasoningGymDataset):
+            found += read_problems(_file(config.run.folder, name))
+    if not found:
+        raise ConfigError(
+            "there are no problems to warm-start a model with",
+            hint="set warm_start_size of a reasoning_gym data set, or [policy] model to one that knows the task",
+        )
+    return found
+
+
+def _file(folder: Path, task: str) -> Path:
+    file = folder / "problems" / task / "warm_start.jsonl"
+    if not file.exists():
+        hint = "`rolloutmq problems CONFIG` writes it; warm_start_size must be set"
+        raise ConfigError(f"{file} is missing", hint=hint)
+    return file
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.completed} · loss {task.fields[loss]:.3f} · accuracy {task.fields[accuracy]:.2f}"),
+        TimeElapsedColumn(),
+        console=console,
+    )

@@ -1,0 +1,190 @@
+"""Which server and which run a command means, decided here and nowhere else.
+
+The server: `--redis-url`, else the embedded server of `--run-dir`, else REDIS_URL, else the embedded server of the
+folder under ./runs that was started last (running ones first). The run: `--run`, else the only one on the server.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import redis
+import typer
+
+from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
+from buffer.model.ids import valid_name
+from buffer.run import Run
+from buffer.server.check import describe_connection_error
+from buffer.server.embedded import EmbeddedServer
+from buffer.store.nodes import Servers
+from buffer.store.store import Store
+from buffer.store.url import mask_url
+
+RUNS = Path("runs")
+
+_DEADLINE_S = 5.0
+_HOW = "give --redis-url URL or --run-dir FOLDER, set REDIS_URL, or go to the folder where the run was started"
+
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url",
+        metavar="URL",
+        help="Server: redis://, rediss://, unix:// or redis+sentinel://. "
+        "Default: REDIS_URL, else the embedded server of --run-dir.",
+    ),
+]
+RunDir = Annotated[
+    Path | None,
+    typer.Option("--run-dir", metavar="FOLDER", help="Folder of the run. Default: the newest one under ./runs."),
+]
+RunName = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="Name of the run. Default: the only one on the server."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server, and the run's folder where one is known."""
+
+    url: str
+    run_dir: Path | None = None
+
+    def __str__(self) -> str:
+        return mask_url(self.url)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An open run, and its folder where one is known."""
+
+    run: Run
+    run_dir: Path | None
+
+    @property
+    def step_log(self) -> Path | None:
+        """The trainer's `steps.jsonl`, where there is one."""
+        path = self.run_dir / "steps.jsonl" if self.run_dir else None
+        return path if path is not None and path.is_file() else None
+
+
+def _belongs(folder: Path, run: Run) -> bool:
+    """Whether a folder is this run's, and not another's of the same name: it remembers the run's nonce."""
+    note = folder / "run.json"
+    return note.is_file() and orjson.loads(note.read_bytes()).get("nonce") == run.nonce
+
+
+def _folder_of(run: Run, named: Path | None) -> Path | None:
+    if named is not None:
+        return named if not (named / "run.json").is_file() or _belongs(named, run) else None
+    return next((folder for folder in _folders() if _belongs(folder, run)), None)
+
+
+def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
+    """The server that the options, the environment or the folder name. StoreUnavailable says what to do."""
+    if redis_url:
+        return Address(redis_url, run_dir)
+    from_environment = os.environ.get("REDIS_URL")
+    if run_dir is not None:
+        if server := embedded_server(run_dir):
+            return _running(server, run_dir)
+        if from_environment:
+            return Address(from_environment, run_dir)
+        raise StoreUnavailable(f"{run_dir} holds no embedded server, and no URL was given", hint=_HOW)
+    if from_environment:
+        return Address(from_environment)
+    newest = newest_server()
+    if newest is None:
+        raise StoreUnavailable("no server: no --redis-url, no REDIS_URL, and no run with a server in ./runs", hint=_HOW)
+    return _running(*newest)
+
+
+def embedded_server(run_dir: Path) -> EmbeddedServer | None:
+    """The server whose data lies in a run's folder, or in a folder directly below it; it need not run."""
+    below = sorted(path for path in run_dir.iterdir() if path.is_dir()) if run_dir.is_dir() else []
+    for folder in (run_dir, *below):
+        if (folder / "valkey.lock").exists():
+            return EmbeddedServer(folder, port=_port(folder))
+    return None
+
+
+def _port(folder: Path) -> int | None:
+    settings = folder / "valkey.conf"
+    found = re.search(r"^port (\d+)", settings.read_text(encoding="utf-8"), re.MULTILINE) if settings.exists() else None
+    return int(found[1]) or None if found else None
+
+
+def _folders() -> list[Path]:
+    return sorted(path for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []
+
+
+def newest_server() -> tuple[EmbeddedServer, Path] | None:
+    """The embedded server under ./runs that was started last, running ones first; and the run's folder."""
+    servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
+    return max(servers, key=lambda pair: (pair[0].is_running, _started(pair[0])), default=None)
+
+
+def _started(server: EmbeddedServer) -> float:
+    # the settings are written at every start, the lock only once
+    settings = server.folder / "valkey.conf"
+    return settings.stat().st_mtime if settings.exists() else 0.0
+
+
+def _running(server: EmbeddedServer, run_dir: Path) -> Address:
+    if server.is_running:
+        return Address(server.url, run_dir)
+    raise StoreUnavailable(
+        f"the embedded server of {run_dir} does not run; its data is on disk",
+        hint="`rolloutmq server` starts it, to look around; `rolloutmq run CONFIG` goes on with the run",
+    )
+
+
+@contextmanager
+def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[Store, Address]]:
+    """A connection to the server, tried once before anything else is asked of it. Raises StoreError, ConfigError."""
+    address = find_server(redis_url, run_dir)
+    try:
+        with closing(Servers(address.url, "rolloutmq-cli", timeout_s=_DEADLINE_S)) as servers:
+            # one node that answers is enough to know a cluster
+            if not servers.is_cluster:
+                servers.client("control").ping()
+    except redis.RedisError as error:
+        raise describe_connection_error(address.url, error) from error
+    store = Store(address.url, name="rolloutmq-cli", deadline_s=_DEADLINE_S)
+    try:
+        yield store, address
+    finally:
+        store.close()
+
+
+@contextmanager
+def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) -> Iterator[Target]:
+    """The run that the options mean. Raises RunNotFound; ConfigError where there are several."""
+    with open_server(redis_url, run_dir) as (store, address):
+        opened = Run.open(store, choose_run(store, run))
+        yield Target(opened, _folder_of(opened, address.run_dir))
+
+
+def choose_run(store: Store, run: str | None) -> str:
+    """`run`, if given and there, else the only run on the server."""
+    if run is not None:
+        valid_name("run", run)
+    names = Run.names(store)
+    if run in names or (run is None and len(names) == 1):
+        return run or names[0]
+    if not names:
+        raise RunNotFound(f"there is no run on {mask_url(store.url)}", hint="`rolloutmq run CONFIG` starts one")
+    if run is None:
+        raise ConfigError(
+            f"there are {len(names)} runs on this server: {', '.join(names)}", hint="choose with --run NAME"
+        )
+    raise RunNotFound(f"there is no run {run!r} on this server", hint=f"it holds {', '.join(names)}")

@@ -1,0 +1,140 @@
+"""What every command prints with: tables of 80 columns for people, orjson for programs.
+
+Text that a model wrote never reaches the terminal as it is: control characters in it are made visible, and it is
+never read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import orjson
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from buffer.control.fleet import WorkerRecord, WorkerState
+from buffer.monitoring.console import plain
+
+BARS = "▁▂▃▄▅▆▇█"
+
+_CALM, _NEAR, _BAD = "green", "yellow", "red"
+_STATE_STYLES: dict[str, str] = {
+    "run": _CALM,
+    WorkerState.IDLE: _CALM,
+    WorkerState.WORKING: _CALM,
+    "completed": _CALM,
+    WorkerState.STARTING: "cyan",
+    "loading": "cyan",
+    WorkerState.PAUSED: _NEAR,
+    WorkerState.DRAINING: _NEAR,
+    "silent": _BAD,
+    "barred": _BAD,
+    "dead": _BAD,
+    "failed": _BAD,
+}
+_STATE_WIDTH = 9
+_VERSION_STYLES = (
+    "cyan",
+    "magenta",
+    "green",
+    "yellow",
+    "blue",
+    "bright_red",
+    "bright_cyan",
+    "bright_magenta",
+)
+
+
+def emit(document: Any) -> None:
+    """One JSON document on stdout."""
+    typer.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
+
+
+def emit_line(document: Any) -> None:
+    """One JSON document on one line, at once: for streams."""
+    typer.echo(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS).decode())
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """An empty table without lines; the columns in `right` hold numbers. A gid is never cut: people copy it."""
+    numbers = set(right)
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        grid.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers or name == "gid")
+    return grid
+
+
+def facts(rows: Sequence[tuple[str, str | Text]]) -> Table:
+    """Names and values, one pair per line."""
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(name, value)
+    return grid
+
+
+def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
+    """`[idle     ]`: a state in brackets of a fixed width, in its colour."""
+    return Text(f"[{plain(word)[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
+
+
+def worker_state(worker: WorkerRecord, is_live: bool) -> str:
+    """Return what a worker does, in a word."""
+    if not is_live:
+        return "silent"
+    return "barred" if worker.is_barred else worker.state
+
+
+def version_style(version: int) -> str:
+    """The colour of a policy version: neighbours differ."""
+    return _VERSION_STYLES[version % len(_VERSION_STYLES)]
+
+
+def age(ms: float) -> str:
+    """A length of time for people: 0.4 s, 12 s, 3 min 20 s, 2 h 10 min, 3 d 4 h."""
+    seconds = max(ms, 0.0) / 1000
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for size, unit, small, small_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if seconds >= size:
+            rest = int(seconds % size // small)
+            return f"{int(seconds // size)} {unit}" + (f" {rest} {small_unit}" if rest else "")
+    return f"{seconds:.0f} s"
+
+
+def count(number: float) -> str:
+    """1234567 as 1,234,567."""
+    return f"{number:,.0f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """1 group, 2 groups."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last values as bars from the lowest to the highest of them; longer histories are averaged into `width`."""
+    if not values or width < 1:
+        return ""
+    cells = min(width, len(values))
+    edges = [len(values) * i // cells for i in range(cells + 1)]
+    points = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(points), max(points)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((point - low) * scale)] for point in points)
+
+
+def bar(value: float, limit: float, width: int) -> str:
+    """`value` of `limit` as a bar of `width` characters."""
+    filled = 0 if limit <= 0 else round(min(max(value / limit, 0.0), 1.0) * width)
+    if value > 0 and limit > 0:
+        filled = max(filled, 1)
+    return "█" * filled + "░" * (width - filled)

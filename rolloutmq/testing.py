@@ -1,0 +1,153 @@
+"""An agent loop and a judge of yours in a whole run, in one process: no server, no model, no GPU. For your tests.
+
+    groups = rehearse([{"question": "2 + 2 = ?", "answer": "4"}], judge=my_judge, agent_loop=MyLoop, samples=8)
+
+The real producer, worker, scripts and wire format; only the server is in memory (`rolloutmq[testing]`) and the engine
+makes random tokens. So a rehearsal shows that loop and judge fit into a run, not that a model learns from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from buffer.config.engine import SimulatedConfig
+from buffer.errors import RolloutMQError
+from buffer.model.distributions import Fixed
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.manifest import Manifest
+from buffer.model.rollout import PolicyVersion, SampleParams
+from buffer.open_run import INITIAL
+from buffer.run import Run
+from buffer.store.store import Store
+from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
+from producer_workers.agent_loops.tokenizer import Tokenizer
+from producer_workers.datasets.records import RecordsDataset, problem_of
+from producer_workers.engines.base import Engine
+from producer_workers.engines.simulated.engine import SimulatedEngine
+from producer_workers.judges.load import judge_of, load_judge
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
+
+TASK = "rehearsal"
+FIRST = PolicyVersion(INITIAL, 0)
+DRAIN_S = 1.0
+"""How long groups beside one that failed may take to their ends; they take no time where the engine takes none."""
+
+
+class RehearsalError(RolloutMQError):
+    """A group failed, or was not ready in time: which one, and why."""
+
+
+END = 0
+"""The token that ends a turn, which is the space, too."""
+
+
+class Characters:
+    """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on; a space ends a turn."""
+
+    def apply_chat_template(self, conversation: Any, /, **_: Any) -> list[int]:
+        return [token for message in conversation for token in [*self.encode(str(message["content"])), END]]
+
+    def decode(self, token_ids: Any, /, **_: Any) -> str:
+        return "".join(chr(32 + token) for token in token_ids)
+
+    def encode(self, text: str, /, **_: Any) -> list[int]:
+        return [(ord(character) - 32) % 95 for character in text]
+
+
+def rehearse(
+    problems: Sequence[Mapping[str, Any]],
+    *,
+    judge: str | Callable[..., Any],
+    agent_loop: str | AgentLoopFactory = "single_turn",
+    agent_loop_options: Mapping[str, Any] | None = None,
+    samples: int = 2,
+    tokenizer: Tokenizer | None = None,
+    engine: Engine | None = None,
+    timeout_s: float = 60.0,
+) -> list[RolloutGroup]:
+    """One batch with one group of `samples` rollouts for each problem, in their order, as a trainer gets it.
+
+    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are what a config may name, or the objects
+    themselves; `agent_loop_options`: what the loop is made with beside that, an environment or tools, say. Without a
+    `tokenizer` of yours a token is a character; an `engine` of yours decides what is answered.
+    Not to be called from a running event loop. Raises RehearsalError, DatasetError, ConfigError.
+    """
+    tokenizer = tokenizer or Characters()
+    engine = engine or _random_characters()
+    limits = RunLimits(max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")})
+    with closing(Store("memory://rehearsal", name=TASK)) as store:
+        run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
+        # by number: a data set of torch's kind may not know where iterating over it ends
+        dataset = RecordsDataset([problems[row] for row in range(len(problems))], "problems", problem_of)
+        sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
+        producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
+        runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer, agent_loop_options))
+        worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
+        try:
+            return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
+        finally:  # whoever rehearses often, and fails at it, leaves nothing in memory
+            for key in list(store.control.scan_iter(run.keys.pattern)):
+                store.control.unlink(key)
+
+
+def _random_characters() -> SimulatedEngine:
+    quick = Fixed(value=0.0)
+    config = SimulatedConfig(
+        response_tokens=Fixed(value=32), first_token_s=quick, token_s=quick, vocab_size=95, eos_token_id=END
+    )
+    return SimulatedEngine(config, FIRST)
+
+
+def _make_loop(
+    agent_loop: str | AgentLoopFactory,
+    judge: str | Callable[..., Any],
+    tokenizer: Tokenizer,
+    options: Mapping[str, Any] | None,
+) -> AgentLoop:
+    scores = load_judge(judge) if isinstance(judge, str) else judge_of(getattr(judge, "__name__", "judge"), judge)
+    return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options)
+
+
+async def _play(
+    run: Run, producer: AgentLoopManager, worker: Worker, engine: Engine, count: int, timeout_s: float
+) -> list[RolloutGroup]:
+    await engine.start()
+    working = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _first_batch(run, producer, working, count)
+    except TimeoutError as error:
+        places = {place: n for place, n in run.account.totals().tasks[0].places.items() if n}
+        raise RehearsalError(f"not ready after {timeout_s:g} s; groups are {places}") from error
+    finally:
+        worker.stop()
+        await asyncio.gather(working, return_exceptions=True)
+        await engine.shutdown()
+
+
+async def _first_batch(
+    run: Run, producer: AgentLoopManager, working: asyncio.Task[None], count: int
+) -> list[RolloutGroup]:
+    """What a trainer does, with the producer's rounds in between: open, take step 1, read, commit."""
+    trainer = new_nonce()
+    run.control.open_producer(producer.nonce)
+    run.trainers.open(trainer, step=0, lineage=TASK)
+    while not isinstance(batch := run.ledger.take(trainer, 1, {TASK: count}), Manifest):
+        producer.round(run.control.state())
+        for letter in run.dead_letters.newest():
+            raise RehearsalError(f"{letter.gid}: {letter.reason}", hint="the loop or the judge failed this group")
+        if working.done():
+            working.result()
+        await asyncio.sleep(0.01)
+    groups = [run.buffer.read(entry.payload) for entry in batch.entries]
+    run.ledger.commit(trainer, 1, 1)
+    return sorted(groups, key=lambda group: group.gid)

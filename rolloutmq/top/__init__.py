@@ -1,0 +1,1 @@
+"""`rolloutmq top`: the live view in a terminal."""

@@ -1,0 +1,140 @@
+"""The keys of `rolloutmq top`: pause, continue, open a group. What stops work is asked for twice.
+
+Keys of a terminal as they are pressed: nobody waits for the end of a line, and nothing is echoed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import termios
+import time
+import tty
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+
+from buffer.control.control import Mode
+from buffer.errors import RolloutMQError
+from buffer.model.ids import group_id
+from buffer.run import Run
+from rolloutmq.commands.pause import hold
+from rolloutmq.commands.show import find_group, print_group
+from rolloutmq.top.live_view import LiveView
+
+_MOST_BYTES = 64
+
+
+class Keyboard:
+    """Of the terminal `descriptor`, in a `with`; at its end the terminal is what it was. Ctrl-C stays what it is."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._is_open = True
+
+    def __enter__(self) -> Keyboard:
+        self._before = termios.tcgetattr(self._descriptor)
+        tty.setcbreak(self._descriptor)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+
+    def read(self, timeout_s: float) -> str:
+        """What was typed, at once; "" when nothing is for so long. Arrows and the like begin with an escape."""
+        if not self._is_open:
+            time.sleep(timeout_s)
+            return ""
+        if not select.select([self._descriptor], [], [], timeout_s)[0]:
+            return ""
+        typed = os.read(self._descriptor, _MOST_BYTES)
+        self._is_open = bool(typed)
+        return typed.decode(errors="ignore")
+
+KEYS = "p pause · c continue · o open a group · q leave"
+_MODES = {"a": Mode.ABORT, "d": Mode.DRAIN, "k": Mode.KEEP}
+_WHICH = "pause? a abort what runs · d let it finish · k freeze it · any other key: no"
+_ESCAPE, _ENTER, _ERASE = "\x1b", ("\r", "\n"), ("\x7f", "\b")
+_LONGEST = 75
+
+
+class Steering:
+    """Reads `keyboard` between two looks; what it asks and answers stands in `view.prompt`."""
+
+    def __init__(self, run: Run, view: LiveView, keyboard: Keyboard) -> None:
+        self._run, self._view, self._keyboard = run, view, keyboard
+        self._next: Callable[[str], None] = self._choose
+        self._typed, self._group = "", ""
+        self.is_over = False
+        view.prompt = KEYS
+
+    def wait(self, seconds: float) -> None:
+        """For a key, or so long. `is_over` says whether somebody wants to leave."""
+        typed = self._keyboard.read(seconds)
+        for key in typed[:1] if typed.startswith(_ESCAPE) else typed:
+            try:
+                self._next(key)
+            except RolloutMQError as error:
+                self._say(str(error))
+
+    @property
+    def wants_group(self) -> bool:
+        return bool(self._group)
+
+    def show_group(self, screen: Console) -> None:
+        """The group that was asked for, below what stands on the screen, until a key is pressed."""
+        gid, self._group = self._group, ""
+        try:
+            print_group(screen, find_group(self._run, gid))
+        except RolloutMQError as error:
+            self._say(str(error))
+            return
+        screen.print("\nany key: back", style="dim")
+        while not self._keyboard.read(1.0):
+            pass
+
+    def _choose(self, key: str) -> None:
+        if key == "q":
+            self.is_over = True
+        elif key == "p":
+            self._ask(_WHICH, self._pause)
+        elif key == "c":
+            self._hold(Mode.RUN)
+        elif key == "o":
+            self._typed = ""
+            self._ask("group: ", self._type)
+
+    def _ask(self, question: str, answer: Callable[[str], None]) -> None:
+        self._view.prompt, self._next = question, answer
+
+    def _say(self, what: str) -> None:
+        self._ask(f"{what}\n{KEYS}" if what else KEYS, self._choose)
+
+    def _pause(self, key: str) -> None:
+        if key in _MODES:
+            self._hold(_MODES[key])
+        else:
+            self._say("not paused")
+
+    def _hold(self, mode: Mode) -> None:
+        told: list[str] = []
+        hold(self._run, mode, told.append)
+        self._say("\n".join(told))
+
+    def _type(self, key: str) -> None:
+        if key in _ENTER:
+            self._group = _gid(self._typed)
+            self._say("")
+        elif key == _ESCAPE:
+            self._say("")
+        else:
+            typed = self._typed[:-1] if key in _ERASE else self._typed + key if key.isprintable() else self._typed
+            self._typed = typed[:_LONGEST]
+            self._ask(f"group: {self._typed}", self._type)
+
+
+def _gid(text: str) -> str:
+    """math-42 is math-0000000042."""
+    task, _, draw = text.strip().rpartition("-")
+    return group_id(task, int(draw)) if task and draw.isascii() and draw.isdigit() and len(draw) < 10 else text.strip()

@@ -1,0 +1,225 @@
+"""The live view of a run: everything a person wants to know, on one screen of 80 columns.
+
+Numbers that must add up stand on one line, and that line is red when they do not. Limits are shown even where
+nothing is near them. Yellow is near a limit or waiting; red means that a person must act.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from buffer.control.fleet import WorkerRecord
+from buffer.model.byte_size import format_size
+from buffer.monitoring.console import plain
+from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
+from buffer.run import Run
+from rolloutmq.commands.status import (
+    account_text,
+    judged_text,
+    mode_text,
+    role_text,
+    staleness_text,
+    workers_text,
+)
+from rolloutmq.commands.tail import event_text
+from rolloutmq.output import age, bar, count, sparkline, state, table, worker_state
+
+EVENTS = 5
+MOST_WORKERS = 8
+
+_WIDTH = 36
+_COLUMNS = {
+    "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
+    "expired": "exp", "taken": "taken", "archived": "done", "filtered": "filt", "dropped": "drop", "dead": "dead",
+}  # fmt: skip
+
+
+class LiveView:
+    """Draws snapshots of one run.
+
+    `total_steps`: where the run ends, if known. `lines`: what else is to be said under the title (the launcher puts
+    the phase of its run there). `prompt`: which keys there are, or what was asked. `trouble`: a red line, for example
+    while the server is away.
+    """
+
+    def __init__(self, *, run_dir: Path | None = None, total_steps: int | None = None) -> None:
+        self.run_dir, self.total_steps = run_dir, total_steps
+        self.lines: list[str] = []
+        self.prompt = self.trouble = ""
+
+    def history(self) -> History:
+        """An empty history that reads the run's step log."""
+        return History(self.run_dir)
+
+    def snapshot(self, run: Run) -> Snapshot:
+        """The run now. A handful of calls, no payloads. Raises StoreUnavailable."""
+        return take_snapshot(run, events=EVENTS)
+
+    def render(self, snap: Snapshot, history: History) -> RenderableType:
+        """The whole screen."""
+        parts: list[RenderableType] = [self._title(snap)]
+        parts += [Text(plain(line), style="cyan") for line in self.lines]
+        parts += [Text(plain(self.prompt), style="bold")] if self.prompt else []
+        parts += [Text(self.trouble, style="bold red")] if self.trouble else []
+        parts += ["", *_curves(history), "", groups_table(snap)]
+        for task in snap.training:
+            parts += [_ahead(task), staleness_text(task, snap.stale_threshold)]
+        parts += [account_text(snap), "", *_waits(snap, history), "", _fit(workers_text(snap)), *_workers(snap)]
+        parts += ["", *(_fit(event_text(event)) for event in snap.events)]
+        return Group(*parts)
+
+    def line(self, snap: Snapshot, history: History) -> str:
+        """One calm line, for logs and pipes."""
+        places, rewards = snap.places, history.metric("rewards/mean")
+        asked = sum(task.asked for task in snap.training)
+        words = [
+            time.strftime("%H:%M:%S"),
+            f"step {self._step(snap)}",
+            f"weights {snap.weights.version}",
+            f"reward {rewards[-1]:.3f}" if rewards else "reward -",
+            f"waiting {places['waiting']}",
+            f"running {places['running']}{judged_text(snap)}",
+            f"ready {sum(task.ready for task in snap.training)}" + (f" of {asked}" if asked else ""),
+            f"{count(snap.tokens_per_s)} tok/s",
+            f"{len(snap.live_workers)} workers",
+        ]
+        words += [snap.mode] if snap.mode != "run" else []
+        words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
+        words += ["THE ACCOUNT DOES NOT ADD UP"] if snap.faults else []
+        return " · ".join([*words, *self.lines[:1]])
+
+    def _step(self, snap: Snapshot) -> str:
+        return f"{snap.taken} of {self.total_steps}" if self.total_steps else str(snap.taken)
+
+    def _title(self, snap: Snapshot) -> Text:
+        up = age(snap.now_ms - int(snap.meta.get("created_ms", snap.now_ms)))
+        text = Text(" · ", style="dim").join([
+            Text(f"run {snap.run}", style="bold"),
+            Text(f"step {self._step(snap)}", style="bold"),
+            Text(f"weights {snap.weights}"),
+            Text(f"up {up}"),
+        ])  # fmt: skip
+        return _fit(Text("\n").join([text, mode_text(snap)]))
+
+
+def _fit(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _curves(history: History) -> list[Text]:
+    rewards, rates = history.metric("rewards/mean"), list(history.token_rates)
+    lines = [_curve("tokens/s", rates, f"{count(rates[-1])} now" if rates else "")]
+    if rewards:
+        lines.insert(
+            0,
+            _curve(
+                "reward",
+                rewards,
+                f"{rewards[-1]:.3f} now · {rewards[0]:.3f} at first · {max(rewards):.3f} best",
+            ),
+        )
+    step_s, stale = history.metric("time/step_s"), history.metric("staleness/mean")
+    if step_s or stale:
+        parts = [f"{step_s[-1]:.1f} s"] if step_s else []
+        parts += [f"mean staleness {stale[-1]:.2f}"] if stale else []
+        lines.append(Text.assemble((f"{'last step':<13}", "dim"), " · ".join(parts)))
+    return lines
+
+
+def _curve(name: str, values: list[float], now: str) -> Text:
+    width = _WIDTH if name == "tokens/s" else 24
+    return _fit(Text.assemble((f"{name:<13}", "dim"), (sparkline(values, width), "cyan"), f"  {now}"))
+
+
+def groups_table(snap: Snapshot) -> Table:
+    """Groups by place, one row per task; the sum must be what was enqueued, put or imported."""
+    grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
+    grid.padding = (0, 1, 0, 0)
+    for task in snap.tasks:
+        places = task.account.places
+        cells = [Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS]
+        total = sum(places.values())
+        wrong = total != task.account.entered
+        cells.append(
+            Text(
+                f"{total}!={task.account.entered}" if wrong else str(total),
+                style="bold red" if wrong else "bold",
+            )
+        )
+        grid.add_row(plain(task.account.task)[:12], *cells)
+    return grid
+
+
+def _ahead(task: TaskView) -> Text:
+    """How many groups are started and not consumed, of how many the producer may start; and how many are ready."""
+    limit, started = task.may_start, task.started
+    style = "yellow" if task.account.target and started >= limit else ""
+    return Text.assemble(
+        (f"{plain(task.account.task)[:12]:<13}", "bold"),
+        ("ahead ", "dim"), (bar(started, limit, 16), "cyan"),
+        (f" {started} of {limit if task.account.target else '(no target yet)'}", style),
+        (" · ready ", "dim"), f"{task.ready} of {task.asked or '?'}",
+    )  # fmt: skip
+
+
+def _waits(snap: Snapshot, history: History) -> list[Text]:
+    """Who waits for whom now, and which part of the watched time."""
+    cells = []
+    for wait in (TRAINER, WORKERS, PRODUCER, PAUSED):
+        now = history.waits.get(wait, 0.0)
+        cells.append(
+            Text(
+                f"{'>' if now else ' '} {wait:<25} {history.share(wait):4.0%}",
+                style="yellow" if now else "dim",
+            )
+        )
+    roles = [
+        Text.assemble(("trainer   ", "dim"), role_text(snap.trainer)),
+        Text.assemble(("producer  ", "dim"), role_text(snap.producer)),
+    ]
+    rows = [
+        *roles,
+        Text.assemble(("dead letters ", "dim"), (str(snap.dead), "yellow" if snap.dead else "")),
+        Text.assemble(("memory    ", "dim"), _memory(snap)),
+    ]
+    return [_fit(Text.assemble(cell, "   ", row)) for cell, row in zip(cells, rows, strict=True)]
+
+
+def _memory(snap: Snapshot) -> Text:
+    memory = snap.memory
+    of = f" of {format_size(memory.high)}" if memory.high else ""
+    wait = ", new prompts wait" if memory.refuses_fresh else ""
+    return Text(f"{format_size(memory.held)}{of}{wait}", style="yellow" if wait else "")
+
+
+def _workers(snap: Snapshot) -> list[Text]:
+    live = {worker.id for worker in snap.live_workers}
+    if not snap.workers:
+        return [Text("no worker", style="dim" if snap.mode == "finish" else "yellow")]
+    lines = [_worker(worker, worker.id in live, str(snap.weights)) for worker in snap.workers[:MOST_WORKERS]]
+    if len(snap.workers) > MOST_WORKERS:
+        lines.append(Text(f"and {len(snap.workers) - MOST_WORKERS} more: rolloutmq workers", style="dim"))
+    return lines
+
+
+def _worker(worker: WorkerRecord, is_live: bool, newest: str) -> Text:
+    weights = worker.weights or "-"
+    rate = f"{count(worker.tokens_per_s):>7} tok/s"
+    seen = f"seen {age(worker.silent_ms)} ago"
+    return _fit(
+        Text.assemble(
+            f"{plain(worker.id)[:16]:<16} ",
+            state(worker_state(worker, is_live)),
+            " ",
+            (f"{plain(weights):<12}", "" if weights == newest else "yellow"),
+            (f" {rate if is_live else seen:>13}", "" if is_live else "red"),
+            f"  holds {worker.holds:>3}  done {worker.done:>5}",
+        )
+    )

@@ -1,0 +1,141 @@
+"""`rolloutmq top`: the live view. On a terminal it redraws, elsewhere it prints a calm line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from buffer.errors import StoreUnavailable
+from buffer.monitoring.console import console
+from buffer.monitoring.history import History
+from buffer.monitoring.json_views import describe
+from buffer.monitoring.run_view import Snapshot
+from buffer.run import Run
+from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.output import emit_line
+from rolloutmq.top.keys import Keyboard, Steering
+from rolloutmq.top.live_view import LiveView
+
+EPILOG = "Example: rolloutmq top --run-dir runs/demo"
+
+REDRAW_S = 0.5
+CALM_S = 5.0
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(top)
+
+
+def top(
+    every: Annotated[float | None, typer.Option(min=0.1, help="Seconds between two looks.")] = None,
+    looks: Annotated[int | None, typer.Option("--count", min=1, help="Leave after so many looks.")] = None,
+    redis_url: RedisUrl = None,
+    run_dir: RunDir = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run live; q or Ctrl-C leaves.
+
+    Steps, rewards, groups by place, staleness, workers, and who waits for whom. Keys pause the run (asked twice),
+    continue it, and open a group. Where the output is no terminal, one calm line every few seconds.
+    """
+    left = iter(range(looks - 1, -1, -1)) if looks else None
+    with open_target(redis_url, run_dir, run) as target:
+        view = LiveView(run_dir=target.run_dir)
+
+        def is_over() -> bool:
+            return left is not None and next(left) == 0
+
+        if as_json:
+            _stream(target.run, view, is_over, every or CALM_S)
+        else:
+            screen = console()
+            with _keys(screen) as keyboard:
+                steering = Steering(target.run, view, keyboard) if keyboard else None
+                watch(target.run, view, screen, is_over, every_s=every, steering=steering)
+
+
+@contextmanager
+def _keys(screen: Console) -> Iterator[Keyboard | None]:
+    """The keyboard, where somebody sits at it."""
+    if screen.is_terminal and sys.stdin.isatty():
+        with Keyboard(sys.stdin.fileno()) as keyboard:
+            yield keyboard
+    else:
+        yield None
+
+
+def watch(
+    run: Run,
+    view: LiveView,
+    screen: Console,
+    is_over: Callable[[], bool],
+    *,
+    every_s: float | None = None,
+    steering: Steering | None = None,
+) -> None:
+    """Show `run` until `is_over()`, asked after every look, or until `steering` is. The last frame stays on the screen.
+
+    A server that is away is part of the show: the last frame stays, with a red line, until it is back.
+    """
+    history = view.history()
+    if not screen.is_terminal:
+        _print_lines(run, view, history, screen, is_over, every_s or CALM_S)
+        return
+    with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
+        last: Snapshot | None = None
+        while True:
+            last = _look(run, view, history) or last
+            if last is not None:
+                live.update(view.render(last, history), refresh=True)
+            if is_over():
+                return
+            if steering is None:
+                time.sleep(every_s or REDRAW_S)
+                continue
+            steering.wait(every_s or REDRAW_S)
+            if steering.is_over:
+                return
+            if steering.wants_group:
+                live.stop()
+                steering.show_group(screen)
+                live.start()
+
+
+def _look(run: Run, view: LiveView, history: History) -> Snapshot | None:
+    """One look; None, and `view.trouble` says why, while the server is away."""
+    try:
+        snap = view.snapshot(run)
+    except StoreUnavailable as error:
+        view.trouble = error.message
+        return None
+    view.trouble = ""
+    history.observe(snap)
+    return snap
+
+
+def _print_lines(
+    run: Run, view: LiveView, history: History, screen: Console, is_over: Callable[[], bool], every_s: float
+) -> None:
+    while True:
+        snap = _look(run, view, history)
+        screen.print(Text(view.trouble if snap is None else view.line(snap, history)), soft_wrap=True)
+        if is_over():
+            return
+        time.sleep(every_s)
+
+
+def _stream(run: Run, view: LiveView, is_over: Callable[[], bool], every_s: float) -> None:
+    while True:
+        emit_line(describe(view.snapshot(run)))
+        if is_over():
+            return
+        time.sleep(every_s)

@@ -1,0 +1,1 @@
+"""`rolloutmq web`: the live view in a browser."""

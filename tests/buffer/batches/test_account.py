@@ -1,0 +1,175 @@
+"""fsck finds what is wrong: each fault is planted by hand (I1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer.batches.account import Audit
+from buffer.model.ids import group_id
+from buffer.model.rollout import Status
+from tests.buffer.scene import Scene
+
+WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (group_id("math", i) for i in range(9))
+
+
+@pytest.fixture
+def busy(make_scene: Callable[..., Scene]) -> Scene:
+    """A run with one group in every place."""
+    scene = make_scene(max_tries=1)
+    scene.open_trainer()
+    scene.enqueue(9, samples=[2] * 8 + [0])
+    jobs = {job.gid: job for job in scene.claim(8)}
+    scene.run.jobs.release("w0", jobs[WAITING], "handback")
+    scene.submit(jobs[ABORTED], status=Status.ABORTED)
+    scene.submit(jobs[FILTERED], filtered=True)
+    scene.run.jobs.release("w0", jobs[DEAD], "failed")
+    scene.submit(jobs[ARCHIVED])
+    scene.take(1)
+    scene.submit(jobs[TAKEN])
+    scene.take(2)
+    scene.run.ledger.commit(scene.trainer, 2, 1)
+    scene.submit(jobs[READY])
+    scene.check()
+    return scene
+
+
+def audit(scene: Scene) -> Audit:
+    found = scene.run.account.fsck()
+    assert not found.clean
+    return found
+
+
+def member(scene: Scene, gid: str) -> str:
+    return f"{scene.record(gid)['arrival']}:{gid}"
+
+
+def test_account_names_every_place(busy: Scene) -> None:
+    places = [busy.run.account.places("math", i) for i in range(9)]
+    assert places == [
+        ["waiting"],
+        ["running"],
+        ["pool"],
+        ["pool"],
+        ["taken"],
+        ["archived"],
+        ["filtered"],
+        ["dead"],
+        ["dropped"],
+    ]
+    task = busy.run.account.totals().tasks[0]
+    once = {name: 1 for name in task.places if name != "expired"}
+    assert task.places == once | {"expired": 0}
+    assert (task.enqueued, task.cursor, task.consumed) == (9, 9, 2)
+
+
+def test_fsck_finds_a_lost_waiting_job(busy: Scene) -> None:
+    stream = busy.keys.jobs("math", "resume")
+    busy.raw.xdel(stream, busy.raw.xrange(stream)[0][0])
+    found = audit(busy)
+    assert found.lost == [WAITING]
+    assert found.faults == ["math: 9 enqueued, but 8 in all places"]
+
+
+def test_fsck_tells_entries_of_two_lanes_apart_that_have_the_same_id(scene: Scene) -> None:
+    """Streams number entries by the millisecond, each for itself."""
+    scene.enqueue(2)
+    fresh, resumed = group_id("math", 0), group_id("math", 1)
+    line = scene.keys.jobs("math", "resume")
+    entry, other = scene.record(fresh)["entry"], scene.record(resumed)["entry"]
+    ((_, fields),) = scene.raw.xrange(scene.keys.jobs("math", "fresh"), other, other)
+    scene.raw.xdel(scene.keys.jobs("math", "fresh"), other)
+    scene.raw.xadd(line, fields, id=entry)
+    scene.raw.hset(scene.keys.group(resumed), mapping={"entry": entry, "lane": "resume"})
+    scene.check()
+    scene.raw.xdel(line, entry)
+    assert scene.run.account.fsck().lost == [resumed]
+
+
+def test_fsck_finds_a_lost_result(busy: Scene) -> None:
+    busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
+    assert audit(busy).lost == [READY]
+
+
+def test_fsck_finds_a_lost_lease(busy: Scene) -> None:
+    busy.raw.zrem(busy.keys.leases, RUNNING)
+    found = audit(busy)
+    assert found.lost == [RUNNING]
+    assert found.faults == ["1 groups counted as running, 0 leases"]
+
+
+def test_fsck_finds_a_lost_record(busy: Scene) -> None:
+    busy.raw.unlink(busy.keys.group(READY))
+    assert audit(busy).lost == [READY]
+
+
+def test_fsck_finds_a_lost_dead_letter(busy: Scene) -> None:
+    busy.raw.zrem(busy.keys.dead, DEAD)
+    assert audit(busy).lost == [DEAD]
+
+
+def test_fsck_finds_a_lost_manifest(busy: Scene) -> None:
+    busy.raw.unlink(busy.keys.batch("train", 2))
+    found = audit(busy)
+    assert found.lost == [TAKEN]
+    assert found.faults == ["the manifest of train step 2 is gone"]
+
+
+@pytest.mark.parametrize("place", ["archived", "filtered", "dropped"])
+def test_fsck_finds_a_bit_too_few_and_too_many(busy: Scene, place: str) -> None:
+    key = busy.keys.ended("math", place)
+    draw = {"archived": 5, "filtered": 6, "dropped": 8}[place]
+    busy.raw.setbit(key, draw, 0)
+    found = audit(busy)
+    assert found.lost == [group_id("math", draw)]
+    assert found.faults == [f"math: 1 counted as {place}, 0 in the bitmap"]
+    busy.raw.setbit(key, draw, 1)
+    busy.raw.setbit(key, 0, 1)
+    assert audit(busy).doubled == [f"{WAITING} (waiting, {place})"]
+
+
+@pytest.mark.parametrize("pool", ["aborted", "expired"])
+def test_fsck_finds_a_group_in_two_pools(busy: Scene, pool: str) -> None:
+    busy.raw.zadd(busy.keys.pool("math", pool), {member(busy, READY): 0})
+    found = audit(busy)
+    assert found.doubled == [f"{READY} (pool, pool)"]
+    assert found.faults == ["math: 9 enqueued, but 10 in all places"]
+
+
+def test_fsck_finds_a_waiting_group_that_also_runs(busy: Scene) -> None:
+    busy.raw.zadd(busy.keys.leases, {WAITING: 1})
+    assert audit(busy).doubled == [f"{WAITING} (waiting, running)"]
+
+
+def test_fsck_finds_a_group_in_two_batches_and_one_that_is_ready_though_taken(busy: Scene) -> None:
+    entry = busy.raw.lindex(busy.keys.batch("train", 2), 1)
+    busy.raw.rpush(busy.keys.batch("eval", 1), b"step=1", entry, READY.encode() + b" t 1 1 - 2 -")
+    busy.raw.hset(busy.keys.ledger("eval"), "taken", 1)
+    doubled = audit(busy).doubled
+    assert f"{READY} (batch 1 of eval; pool)" in doubled
+    busy.raw.rpush(busy.keys.batch("train", 2), entry)
+    assert f"{TAKEN} (in 2 batches)" in audit(busy).doubled
+
+
+def test_fsck_finds_a_counter_that_is_wrong(busy: Scene) -> None:
+    counted = ("enqueued", "cursor", "running", "taken", "archived", "dead", "filtered", "dropped")
+    for field in counted:
+        for by in (1, -1):
+            busy.raw.hincrby(busy.keys.progress("math"), field, by)
+            assert busy.run.account.totals().faults, (field, by)
+            busy.raw.hincrby(busy.keys.progress("math"), field, -by)
+    busy.check()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4, 9, 10])
+def test_fsck_finds_the_same_whatever_it_asks_in_one_round_trip(
+    busy: Scene, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.batches.account.SLICE", at_once)
+    busy.raw.script_flush()
+    busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
+    busy.raw.zadd(busy.keys.dead, {TAKEN: 1})
+    found = audit(busy)
+    assert (found.checked, found.lost) == (9, [READY])
+    assert found.doubled == [f"{TAKEN} (taken, dead)", f"{TAKEN} (batch 2 of train; taken, dead)"]

@@ -1,0 +1,147 @@
+"""Token-level staleness: old tokens are masked, and a rollout with no other ones expires its group (I5, I8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer.groups.pools import PoolSizes
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.model.staleness import living_version
+from tests.buffer.scene import Scene
+
+Make = Callable[..., Scene]
+Spans = list[tuple[int, int, int, str]]
+
+
+def state(index: int, spans: Spans, mask: list[int] | None = None, status: Status = Status.COMPLETED) -> RolloutState:
+    """Four tokens."""
+    return RolloutState(
+        index=index,
+        prompt_ids=[1],
+        response_ids=[5, 6, 7, 8],
+        logprobs=[0.0] * 4,
+        spans=[VersionSpan(*span) for span in spans],
+        response_mask=mask,
+        status=status,
+        reward={"score": 1.0},
+    )
+
+
+def old_and_new(old: int, new: int, lineage: str = "l1") -> list[RolloutState]:
+    """A rollout of two weights, and one of the newer ones."""
+    return [state(0, [(0, 2, old, lineage), (2, 2, new, lineage)]), state(1, [(0, 4, new, lineage)])]
+
+
+@pytest.fixture
+def scene(make_scene: Make) -> Scene:
+    """Groups expire at staleness 3, tokens at 1."""
+    scene = make_scene(stale_threshold=3, token_threshold=1, tail_batch_trigger_size=0)
+    scene.open_trainer()
+    return scene
+
+
+def pass_steps(scene: Scene, taken: int) -> None:
+    scene.raw.hset(scene.keys.ledger("train"), "taken", taken)
+
+
+def masks(groups: list[RolloutGroup]) -> list[list[int]]:
+    return [group.mask.tolist() for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ([[(0, 2, 3, "a"), (2, 2, 5, "a")], [(0, 4, 4, "a")]], {"a": 4}),
+        ([[(0, 2, 9, "a"), (2, 2, 5, "b")], [(0, 4, 7, "b")]], {"b": 5}),
+        ([[(0, 4, 3, "a")], [(0, 4, 2, "b")]], {"a": 3, "b": 2}),
+        ([[(0, 2, 3, "a")]], {}),  # two trained tokens that do not age
+        ([[]], {}),
+    ],
+)
+def test_rollout_runs_out_with_its_last_weights(members: list[Spans], expected: dict[str, int]) -> None:
+    group = RolloutGroup("g-0000000000", "g", [state(i, spans) for i, spans in enumerate(members)])
+    assert group.last_by_lineage() == expected
+
+
+@pytest.mark.parametrize(("mask", "expected"), [([1, 1, 0, 0], {"a": 3}), ([0, 0, 0, 1], {"a": 5}), ([0] * 4, {})])
+def test_only_trained_tokens_count(mask: list[int], expected: dict[str, int]) -> None:
+    group = RolloutGroup("g-0000000000", "g", [state(0, [(0, 2, 3, "a"), (2, 2, 5, "a")], mask)])
+    assert group.last_by_lineage() == expected
+
+
+def test_versions_count_no_later_than_any_fork_after_their_lineage() -> None:
+    forks = [("a", 0), ("b", 4), ("c", 2)]
+    assert [living_version(forks, name, 9) for name in ("a", "b", "c", "unknown")] == [2, 2, 9, 0]
+    assert living_version(forks, "a", 1) == 1
+    assert living_version([], "a", 7) == 7
+
+
+def test_group_with_a_rollout_that_has_nothing_left_is_not_handed_out(scene: Scene) -> None:
+    buffer = scene.run.buffer
+    whole, mixed = buffer.put("math", [old_and_new(0, 0), old_and_new(0, 1)])
+    assert (buffer.count("math"), buffer.is_ready({"math": 2})) == (2, True)
+    pass_steps(scene, 1)  # step 2: tokens of version 0 are too old, groups are not
+    assert buffer.count_statuses("math") == {"math": PoolSizes(1, 0, 0, 1)}
+    assert scene.try_take(2, math=2).missing == {"math": (1, 2)}
+    assert scene.take(2).gids == [mixed]
+    assert buffer.refresh_staleness("math") == {"math": 1}
+    assert scene.pool("expired")[0][0] == whole
+    assert scene.run.account.totals().clean
+
+
+def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered(scene: Scene) -> None:
+    buffer = scene.run.buffer
+    pass_steps(scene, 1)
+    buffer.put("math", [old_and_new(0, 1)])
+    taken = buffer.take_batch(scene.trainer, 2, {"math": 1})
+    assert isinstance(taken, dict)
+    assert masks(taken["math"]) == [[0, 0, 1, 1, 1, 1, 1, 1]]
+    assert taken["math"][0].states[0].response_mask is not None
+    # a fork at step 0 makes version 1 of this lineage count as 0, but not in a batch that is recorded
+    scene.open_trainer(step=0, lineage="l2", take_over=True)
+    again = buffer.load(scene.take(2))
+    assert masks(again) == masks(taken["math"])
+    assert masks([buffer.read(scene.payload(again[0].gid))]) == [[1] * 8]
+
+
+def test_forks_make_tokens_older(scene: Scene) -> None:
+    buffer = scene.run.buffer
+    pass_steps(scene, 3)
+    (gid,) = buffer.put("math", [old_and_new(2, 3)])
+    assert scene.pool("completed") == [(gid, 1.0)]  # runs out together with a group of version 1
+    scene.open_trainer(step=2, lineage="l2", take_over=True)
+    assert scene.pool("completed") == [(gid, 0.0)]
+    assert scene.record(gid)["version"] == "2"
+    assert buffer.count("math") == 0
+
+
+def test_released_group_keeps_the_age_of_its_tokens(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, PolicyVersion("l1", 4), status=Status.ABORTED)
+    assert scene.pool("aborted") == [(job.gid, 2.0)]
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", 10)
+    (again,) = scene.claim()
+    pass_steps(scene, 3)
+    scene.open_trainer(step=3, lineage="l2", take_over=True)
+    scene.run.jobs.release("w0", again, "aborted")
+    assert scene.pool("aborted") == [(job.gid, 1.0)]
+
+
+def test_questions_about_versions_look_at_versions(scene: Scene) -> None:
+    scene.run.buffer.put("math", [old_and_new(0, 0), old_and_new(0, 1)])
+    groups = scene.run.groups
+    assert groups.count({"stage": "pool", "version": 0}) == 2
+    assert groups.count({"stage": "pool", "staleness": {"$gte": 1}}) == 0
+    assert len(list(groups.find({"version": {"$lt": 0}}))) == 0
+
+
+def test_evaluations_are_not_masked(scene: Scene) -> None:
+    (gid,) = scene.ready(0, task="quiz")
+    pass_steps(scene, 9)
+    assert scene.pool("completed", "quiz") == [(gid, 0.0)]
+    batch = scene.run.evaluations.take(scene.trainer, 1, {"quiz": 1})
+    assert masks(scene.run.buffer.load(batch)) == [[1, 1, 1, 1]]  # type: ignore[arg-type]

@@ -1,0 +1,163 @@
+"""The opening of a trainer: restarts, take-overs, forks of the weights (I6, I7, I8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
+from buffer.model.ids import new_nonce
+from buffer.model.manifest import NotReady
+from buffer.model.rollout import PolicyVersion, Status
+from tests.buffer.scene import Scene, extend
+
+
+def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0, 0, 0)
+    batches = [scene.take(step) for step in (1, 2)]
+    scene.run.ledger.commit(scene.trainer, 2, 1)
+    old = scene.trainer
+    opening = scene.run.trainers.open(new := new_nonce(), step=1, lineage="l2", take_over=True)
+    assert (opening.taken, opening.committed, opening.freed) == (2, 1, 1)
+    scene.trainer = new
+    assert scene.take(2, math=3) == batches[1]
+    for call in (
+        lambda: scene.run.ledger.take(old, 3, {"math": 1}),
+        lambda: scene.run.ledger.commit(old, 2, 2),
+        lambda: scene.run.ledger.set_target(old, "quiz", 5),
+        lambda: scene.run.control.publish_weights(old, PolicyVersion("l1", 2), "/w", ""),
+        lambda: scene.run.control.beat("trainer", old),
+        lambda: scene.run.trainers.rescore(old, 1),
+    ):
+        with pytest.raises(Fenced):
+            call()
+    assert scene.raw.lrange(scene.keys.lineages, 0, -1) == [b"l1:0", b"l2:1"]
+    scene.check()
+
+
+def test_trainer_cannot_open_below_what_is_freed_nor_ahead_of_the_server(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0, 0)
+    scene.take(1), scene.take(2)
+    scene.run.ledger.commit(scene.trainer, 2, 2)
+    before = scene.dump()
+    with pytest.raises(LedgerError, match="of step 1"):
+        scene.open_trainer(step=1, take_over=True)
+    with pytest.raises(LedgerError, match="only knows steps up to 2"):
+        scene.open_trainer(step=3, take_over=True)
+    assert scene.dump() == before
+
+
+def test_trainer_is_refused_while_another_beats_unless_it_takes_over(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(role_timeout_ms=60_000)
+    first = scene.open_trainer()
+    with pytest.raises(RoleHeld, match="trainer"):
+        scene.open_trainer(lineage="l2")
+    assert scene.raw.hget(scene.keys.control, "trainer") == first.encode()
+    scene.raw.hset(scene.keys.control, "trainer_seen_ms", scene.now_ms() - 60_001)
+    second = scene.open_trainer(lineage="l2")
+    third = scene.open_trainer(lineage="l3", take_over=True)
+    assert scene.raw.hget(scene.keys.control, "trainer") == third.encode()
+    with pytest.raises(Fenced):
+        scene.run.control.beat("trainer", second)
+    scene.run.control.beat("trainer", third, closing=True)
+    scene.run.control.beat("trainer", third, closing=True)
+    scene.open_trainer(lineage="l4")
+
+
+def test_trainer_is_told_when_the_server_holds_another_run(scene: Scene) -> None:
+    with pytest.raises(LostRun, match="this server holds run"):
+        scene.open_trainer(run_nonce=new_nonce())
+    with pytest.raises(LostRun):
+        scene.open_producer(run_nonce=new_nonce())
+    scene.raw.unlink(scene.keys.meta)
+    with pytest.raises(LostRun, match="no run of that name"):
+        scene.open_trainer()
+    assert scene.raw.hget(scene.keys.control, "trainer") is None
+
+
+def test_fork_clamps_versions_of_dead_weights_in_the_pools(scene: Scene) -> None:
+    scene.open_trainer(lineage="l1")
+    gids = scene.ready(1, 5, 9, lineage="l1")
+    scene.enqueue(1)
+    (partial,) = scene.claim()
+    scene.submit(partial, PolicyVersion("l1", 7), status=Status.ABORTED)
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 10)
+    scene.open_trainer(step=4, lineage="l2", take_over=True)
+    assert scene.pool("completed") == [(gids[0], 1.0), (gids[1], 4.0), (gids[2], 4.0)]
+    assert scene.pool("aborted") == [(partial.gid, 4.0)]
+    assert scene.record(gids[2])["version"] == "4"
+    assert scene.raw.hget(scene.keys.control, "recovering") is None
+    assert scene.run.account.totals().clean
+
+
+def test_take_waits_until_the_pools_are_clamped(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0)
+    scene.raw.hset(scene.keys.control, "recovering", 1)
+    assert scene.try_take(1).recovering
+    scene.run.trainers.rescore(scene.trainer, 0)
+    scene.take(1)
+
+
+@pytest.mark.parametrize(
+    ("spans", "version"),
+    [
+        ([("l1", 9)], "4"),
+        ([("l0", 9)], "3"),
+        ([("l2", 9)], "9"),
+        ([("l1", 2)], "2"),
+        ([("unknown", 9)], "0"),
+        # the oldest by number is of living weights; the other one counts as the fork, which is older
+        ([("l1", 9), ("l2", 6)], "4"),
+        ([("l2", 6), ("l2", 5)], "5"),
+    ],
+)
+def test_submit_counts_dead_weights_as_the_fork(scene: Scene, spans: list[tuple[str, int]], version: str) -> None:
+    scene.raw.rpush(scene.keys.lineages, "l0:0", "l1:3", "l2:4")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    group = scene.run.buffer.read(job.payload)
+    for lineage, number in spans:
+        group = extend(group, Status.COMPLETED, PolicyVersion(lineage, number))
+    scene.run.buffer.submit("w0", job, group, 4)
+    assert scene.pool("completed") == [(job.gid, float(version))]
+    assert scene.record(job.gid)["version"] == version
+
+
+def test_release_counts_dead_weights_as_the_fork(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, PolicyVersion("l1", 8), status=Status.ABORTED)
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", None)
+    (job,) = scene.claim()
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 10)
+    scene.open_trainer(step=4, lineage="l2", take_over=True)
+    scene.run.jobs.release("w0", job, "aborted")
+    assert scene.pool("aborted") == [(job.gid, 4.0)]
+
+
+def test_evaluation_has_batches_of_its_own_and_touches_no_training_counter(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.ready(0)
+    before = scene.counters()
+    scene.run.ledger.set_target(scene.trainer, "quiz", 2)
+    scene.run.ledger.set_target(scene.trainer, "quiz", 1)
+    assert scene.counters("quiz")["target"] == "2"
+    assert scene.enqueue(3, task="quiz", target=None).count == 2
+    for job in scene.claim(2):
+        assert job.lane == "eval"
+        scene.submit(job)
+    ledger = scene.run.evaluations
+    manifest = ledger.take(scene.trainer, 1, {"quiz": 2})
+    assert not isinstance(manifest, NotReady)
+    assert scene.run.evaluations.steps() == (1, 0, 0)
+    assert scene.run.ledger.steps() == (0, 0, 0)
+    scene.check()
+    ledger.commit(scene.trainer, 1, 1)
+    assert scene.counters() == before
+    assert scene.counters("quiz")["archived"] == "2"
+    scene.check()

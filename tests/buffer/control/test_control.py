@@ -1,0 +1,225 @@
+"""The control state: trainer and operator apart, epochs, weights (I7, I10)."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import redis
+
+from buffer.control.control import ControlState, Mode, Role
+from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
+from buffer.model.ids import new_nonce
+from buffer.model.limits import RunLimits
+from buffer.model.rollout import PolicyVersion
+from buffer.run import Run
+from tests.buffer.scene import FIRST, LIMITS, Scene
+
+ALL = ("eval", "resume", "fresh")
+
+
+def test_operators_pause_survives_the_trainers_continue(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    set_mode = scene.run.control.set_mode
+    set_mode("trainer", Mode.ABORT, nonce=nonce)
+    set_mode("operator", Mode.DRAIN)
+    state = set_mode("trainer", Mode.RUN, nonce=nonce)
+    assert (state.mode, state.lanes, state.epoch) == (Mode.DRAIN, (), 4)
+    state = set_mode("operator", Mode.RUN)
+    assert (state.mode, state.lanes, state.epoch) == (Mode.RUN, ALL, 5)
+    assert scene.run.control.state() == state
+
+
+@pytest.mark.parametrize(
+    ("operator", "trainer", "mode"),
+    [
+        (Mode.KEEP, Mode.ABORT, Mode.ABORT),
+        (Mode.DRAIN, Mode.ABORT, Mode.ABORT),
+        (Mode.ABORT, Mode.KEEP, Mode.ABORT),
+        (Mode.KEEP, Mode.DRAIN, Mode.DRAIN),
+        (Mode.RUN, Mode.KEEP, Mode.KEEP),
+        (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
+    ],
+)
+def test_the_stricter_of_two_holders_rules(scene: Scene, operator: Mode, trainer: Mode, mode: Mode) -> None:
+    nonce = scene.open_trainer()
+    scene.run.control.set_mode("operator", operator)
+    assert scene.run.control.set_mode("trainer", trainer, nonce=nonce).mode is mode
+
+
+def test_only_lanes_that_both_leave_open_are_open(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    state = scene.run.control.set_mode("trainer", Mode.ABORT, lanes="eval", nonce=nonce)
+    assert state.lanes == ("eval",)
+    assert scene.run.control.set_mode("operator", Mode.DRAIN, lanes="eval resume").lanes == ("eval",)
+    assert scene.run.control.set_mode("trainer", Mode.ABORT, nonce=nonce).lanes == ()
+
+
+def test_continue_ends_the_pause_of_a_trainer_that_is_gone_and_of_no_other(make_scene: Callable[..., Scene]) -> None:
+    """It died between pause and continue: nobody else would ever let the run go on."""
+    scene = make_scene(role_timeout_ms=60_000)
+    nonce, set_mode = scene.open_trainer(), scene.run.control.set_mode
+    set_mode("trainer", Mode.ABORT, nonce=nonce)
+    set_mode("operator", Mode.KEEP)
+    assert set_mode("operator", Mode.RUN, orphan=True).mode is Mode.ABORT  # it lives
+    scene.raw.hset(scene.keys.control, "trainer_seen_ms", scene.now_ms() - 60_001)
+    assert set_mode("operator", Mode.RUN).mode is Mode.ABORT  # and nobody asked for that
+    state = set_mode("operator", Mode.RUN, orphan=True)
+    assert (state.mode, state.lanes) == (Mode.RUN, ALL)
+    # it was only slow: what it does next is done as ever
+    assert set_mode("trainer", Mode.KEEP, nonce=nonce).mode is Mode.KEEP
+    scene.run.control.beat("trainer", nonce, closing=True)
+    assert set_mode("operator", Mode.RUN, orphan=True).mode is Mode.RUN
+
+
+def test_a_finished_run_is_not_continued_by_an_operator(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    scene.run.control.set_mode("trainer", Mode.FINISH, nonce=nonce)
+    scene.run.control.beat("trainer", nonce, closing=True)
+    assert scene.run.control.set_mode("operator", Mode.RUN, orphan=True).mode is Mode.FINISH
+
+
+def test_trainer_that_was_replaced_changes_nothing(scene: Scene) -> None:
+    old = scene.open_trainer()
+    scene.open_trainer(lineage="l2", take_over=True)
+    before = scene.dump()
+    with pytest.raises(Fenced):
+        scene.run.control.set_mode("trainer", Mode.ABORT, nonce=old)
+    assert scene.dump() == before
+
+
+@pytest.mark.parametrize("role", ["trainer", "producer"])
+def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(scene: Scene, role: Role) -> None:
+    def opened() -> None:
+        scene.open_trainer() if role == "trainer" else scene.run.control.open_producer(new_nonce())
+
+    opened()
+    seen_ms = scene.now_ms() + 3_600_000
+    scene.raw.hset(scene.keys.control, f"{role}_seen_ms", seen_ms)
+    assert not scene.run.control.holder(role).is_alive
+    opened()
+    with pytest.raises(RoleHeld):
+        opened()
+
+
+def test_change_is_announced_on_the_channel(scene: Scene) -> None:
+    listener = scene.raw.pubsub()
+    listener.subscribe(scene.keys.control)
+    listener.get_message(timeout=5)
+    epoch = scene.pause()
+    message = listener.get_message(timeout=5)
+    assert ControlState.parse_hint(message["data"]) == scene.run.control.state()
+    assert scene.run.control.state().epoch == epoch
+    listener.close()
+
+
+def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(scene: Scene) -> None:
+    if scene.run.store.url.startswith("memory:"):
+        pytest.skip("a server in memory has no socket")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    heard: list[int] = []
+    answered: list[tuple[str, int, int]] = []
+
+    def hear(count: int) -> None:
+        while len(heard) + len(answered) < count:
+            assert select.select([line], [], [], 60)[0]
+            line.hear(lambda state: heard.append(state.epoch), lambda *what: answered.append((what[0].mode, *what[1:])))
+
+    with closing(scene.run.fleet.open_line("w0", scene.worker())) as line:
+        line.say(0, heard=1)
+        hear(1)
+        epoch = scene.pause(Mode.ABORT)
+        hear(2)
+        assert heard == [epoch]
+        line.say(epoch, heard=epoch)
+        hear(3)
+        assert scene.run.control.silent_workers() == ["w0"]
+        scene.run.jobs.release("w0", job, "handback")
+        line.say(epoch, heard=epoch)
+        hear(4)
+        assert scene.run.control.silent_workers() == []
+        assert answered == [(Mode.RUN, 0, 1), (Mode.ABORT, epoch, epoch), (Mode.ABORT, epoch, epoch)]
+
+
+def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -> None:
+    if scene.run.store.url.startswith("memory:"):
+        pytest.skip("a server in memory has no socket")
+    scene.worker()
+    answers: list[object] = []
+    with closing(scene.run.fleet.open_line("w0", new_nonce())) as line:
+        line.say(1, heard=1)
+        while not answers:
+            assert select.select([line], [], [], 60)[0]
+            line.hear(answers.append, lambda *what: answers.append(what))
+        assert answers == [(None, 1, 1)]
+        scene.run.store.control.client_kill_filter(_type="pubsub")
+        assert select.select([line], [], [], 60)[0]
+        with pytest.raises(redis.ConnectionError, match="hung up"):
+            line.hear(answers.append, lambda *what: answers.append(what))
+
+
+def test_published_weights_are_the_only_ones_that_may_claim(scene: Scene) -> None:
+    nonce = scene.open_trainer()
+    scene.enqueue(1)
+    state = scene.run.control.publish_weights(nonce, PolicyVersion("l1", 4), "/w/4", "abc")
+    assert (state.weights, state.weights_path, state.weights_checksum) == (PolicyVersion("l1", 4), "/w/4", "abc")
+    assert state.epoch == 2
+    claim = scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1)
+    assert claim.refusal == "STALE"
+    assert len(scene.claim(weights=PolicyVersion("l1", 4))) == 1
+
+
+def test_bell_wakes_whoever_waits_and_is_bounded(scene: Scene) -> None:
+    bell = scene.keys.bell("producer")
+    scene.pause()
+    assert scene.store.wait_bell(bell, 5)
+    assert not scene.store.wait_bell(bell, 0.0)
+    scene.raw.rpush(bell, *["1"] * 500)
+    scene.pause(Mode.DRAIN)
+    assert scene.raw.llen(bell) == 64
+
+
+def test_run_is_made_once_and_known_by_its_nonce(scene: Scene) -> None:
+    run = scene.run
+    again = Run.create(scene.store, scene.name, run.nonce, RunLimits(lease_ms=777), FIRST, "/w")
+    assert again.limits.lease_ms == 777
+    opened = Run.open(scene.store, scene.name)
+    assert (opened.nonce, opened.limits) == (run.nonce, again.limits)
+    before = scene.dump()
+    with pytest.raises(RunExists, match=scene.name):
+        Run.create(scene.store, scene.name, new_nonce(), LIMITS, FIRST, "/w")
+    assert scene.dump() == before
+    assert scene.name in Run.names(scene.store)
+
+
+def test_run_that_is_missing_or_of_another_schema_is_not_opened(scene: Scene) -> None:
+    with pytest.raises(RunNotFound, match="nowhere"):
+        Run.open(scene.store, "nowhere")
+    scene.raw.hset(scene.keys.meta, "schema", "99")
+    with pytest.raises(SchemaVersionError, match="99"):
+        Run.open(scene.store, scene.name)
+
+
+def test_control_is_never_made_on_a_server_without_the_run(scene: Scene) -> None:
+    scene.raw.unlink(scene.keys.meta, scene.keys.control)
+    with pytest.raises(RunNotFound):
+        scene.run.control.set_mode("operator", Mode.DRAIN)
+    with pytest.raises(RunNotFound):
+        scene.run.control.state()
+    assert scene.raw.exists(scene.keys.control) == 0
+
+
+def test_create_run_lets_a_finished_run_go_on(scene: Scene) -> None:
+    scene.open_trainer()
+    scene.run.control.set_mode("trainer", Mode.FINISH, nonce=scene.trainer)
+    assert scene.run.control.state().lanes == ()
+    epoch = scene.run.control.state().epoch
+    Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
+    state = scene.run.control.state()
+    assert (state.mode, set(state.lanes)) == (Mode.RUN, {"eval", "resume", "fresh"})
+    assert state.epoch > epoch
+    Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
+    assert scene.run.control.state() == state

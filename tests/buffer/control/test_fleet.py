@@ -1,0 +1,284 @@
+"""Workers: register, heartbeat, receipts, reap, fence (I2, I10, I11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+import pytest
+
+from buffer.control.control import Mode
+from buffer.control.fleet import Pulse, WorkerState
+from buffer.errors import Fenced, PauseTimeout, RunNotFound
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion
+from buffer.run import Run
+from tests.buffer.scene import FIRST, LIMITS, Scene
+
+
+def test_register_tells_the_run_and_its_control_state(scene: Scene) -> None:
+    nonce = new_nonce()
+    run_nonce, state = scene.run.fleet.register("w0", nonce, {"engine": "simulated", "host": "h"})
+    assert (run_nonce, state.mode, state.weights) == (scene.run.nonce, Mode.RUN, FIRST)
+    record = {k.decode(): v.decode() for k, v in scene.raw.hgetall(scene.keys.worker("w0")).items()}
+    assert (record["engine"], record["host"], record["ack"], record["nonce"]) == ("simulated", "h", "0", nonce)
+    assert scene.raw.zrange(scene.keys.workers, 0, -1) == [b"w0"]
+    (row,) = scene.run.fleet.workers()
+    assert (row.id, row.state, row.engine, row.facts) == ("w0", WorkerState.STARTING, "simulated", {"host": "h"})
+    assert (row.holds, row.silent_ms < 60_000, row.is_barred) == (0, True, False)
+
+
+def test_register_needs_a_run(scene: Scene) -> None:
+    scene.raw.unlink(scene.keys.meta)
+    with pytest.raises(RunNotFound):
+        scene.run.fleet.register("w0", new_nonce(), {})
+    assert scene.raw.exists(scene.keys.workers, scene.keys.worker("w0")) == 0
+
+
+def test_worker_that_registers_during_a_pause_may_not_claim(scene: Scene) -> None:
+    scene.enqueue(1)
+    scene.pause()
+    _, state = scene.run.fleet.register("w0", nonce := new_nonce(), {})
+    assert (state.mode, state.lanes) == (Mode.ABORT, ())
+    assert scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1).refusal == "PAUSED"
+
+
+def test_claim_serves_only_lanes_that_are_open(scene: Scene) -> None:
+    scene.enqueue(3)
+    (job,) = scene.claim()
+    scene.run.jobs.release("w0", job, "handback")
+    scene.enqueue(1, task="quiz")
+    scene.pause(lanes="eval")
+    assert [found.lane for found in scene.claim(9)] == ["eval"]
+    scene.pause(lanes="resume")
+    assert [found.lane for found in scene.claim(9)] == ["resume"]
+    assert len(scene.stream("fresh")) == 2
+
+
+def test_heartbeat_renews_only_what_the_worker_still_owns(scene: Scene) -> None:
+    scene.enqueue(3)
+    mine, lost, done = scene.claim(3)
+    scene.expire_leases(lost.gid)
+    scene.run.jobs.reap()
+    scene.submit(done)
+    scene.raw.zadd(scene.keys.leases, {mine.gid: 1})
+    beat = scene.beat([mine, lost, done])
+    assert (beat.known, beat.lost) == (True, (lost, done))
+    assert scene.raw.zscore(scene.keys.leases, mine.gid) > scene.now_ms()
+    assert scene.raw.zcard(scene.keys.leases) == 1
+    scene.check()
+
+
+def test_heartbeat_of_a_forgotten_worker_says_so(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.raw.unlink(scene.keys.worker("w0"))
+    beat = scene.beat([job])
+    assert (beat.known, beat.control, beat.lost) == (False, None, (job,))
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts"), [(Mode.ABORT, False), (Mode.DRAIN, False), (Mode.FINISH, False), (Mode.KEEP, True)]
+)
+def test_receipt_counts_only_without_leases_where_work_must_end(scene: Scene, mode: Mode, counts: bool) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    epoch = scene.pause(mode)
+    scene.beat([job], ack=epoch)
+    assert scene.run.control.silent_workers(epoch) == ([] if counts else ["w0"])
+    scene.run.jobs.release("w0", job, "handback")
+    scene.beat([], ack=epoch)
+    assert scene.run.control.silent_workers(epoch) == []
+
+
+def test_receipt_for_an_older_epoch_does_not_count(scene: Scene) -> None:
+    scene.worker()
+    old = scene.pause(Mode.ABORT)
+    new = scene.pause(Mode.ABORT)
+    scene.beat([], ack=old)
+    assert scene.run.control.silent_workers(new) == ["w0"]
+
+
+def test_pause_waits_for_the_living_and_not_for_the_dead(scene: Scene) -> None:
+    scene.worker("w0"), scene.worker("w1")
+    scene.pause()
+    state = scene.run.control.state()
+    scene.beat([], "w0", ack=state.epoch)
+    with pytest.raises(PauseTimeout, match="w1"):
+        scene.run.control.wait_for_receipts(state, timeout_s=0.0)
+    scene.raw.zadd(scene.keys.workers, {"w1": 1})
+    scene.run.control.wait_for_receipts(state, timeout_s=0.0)
+
+
+def test_reap_takes_back_what_ran_out_and_nothing_else(scene: Scene) -> None:
+    scene.enqueue(3)
+    jobs = scene.claim(3)
+    scene.expire_leases(jobs[0].gid, jobs[2].gid)
+    assert scene.run.jobs.reap().groups == 2
+    assert scene.stream("resume") == [jobs[0].gid, jobs[2].gid]
+    assert scene.raw.smembers(scene.keys.holds("w0")) == {jobs[1].gid.encode()}
+    record = scene.record(jobs[0].gid)
+    assert (record["stage"], record["token"], record["owner"], record["tries"]) == ("waiting", "", "", "1")
+    assert (scene.counters()["running"], scene.counters()["leases_lost"]) == ("1", "2")
+    scene.check()
+
+
+def test_reap_buries_a_group_that_lost_its_lease_max_tries_times(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(max_tries=2)
+    scene.enqueue(1)
+    for _ in range(2):
+        scene.claim()
+        scene.expire_leases()
+        assert scene.run.jobs.reap().groups == 1
+    gid = group_id("math", 0)
+    assert (scene.record(gid)["stage"], scene.counters()["dead"]) == ("dead", "1")
+    letter = orjson.loads(scene.raw.get(scene.keys.dead_letter(gid)))
+    assert letter == {"reason": "lease ran out", "worker": "w0"}
+    scene.check()
+
+
+def test_nobody_loses_a_lease_to_an_outage_or_to_a_clock_that_jumped(scene: Scene) -> None:
+    lease_ms = scene.run.limits.lease_ms
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    for seen in (scene.now_ms() - lease_ms, scene.now_ms() + 3_600_000):
+        scene.raw.zadd(scene.keys.leases, {job.gid: 1})
+        scene.raw.hset(scene.keys.clock, mapping={"seen_ms": seen, "grace_until_ms": 0})
+        assert scene.run.jobs.reap().groups == 0
+        assert scene.run.jobs.reap().groups == 0
+        assert scene.record(job.gid)["stage"] == "running"
+        grace = int(scene.raw.hget(scene.keys.clock, "grace_until_ms")) - scene.now_ms()
+        assert 0 < grace <= lease_ms
+    scene.raw.zadd(scene.keys.leases, {job.gid: scene.now_ms() + 3_600_000})
+    scene.run.jobs.reap()
+    assert scene.raw.zscore(scene.keys.leases, job.gid) <= scene.now_ms() + lease_ms
+    scene.raw.hset(scene.keys.clock, "grace_until_ms", scene.now_ms() + 3_600_000)
+    scene.run.jobs.reap()
+    assert int(scene.raw.hget(scene.keys.clock, "grace_until_ms")) <= scene.now_ms() + lease_ms
+    scene.expire_leases()
+    assert scene.run.jobs.reap().groups == 1
+    scene.check()
+
+
+def test_reap_is_bounded(scene: Scene) -> None:
+    scene.enqueue(5)
+    scene.claim(5)
+    scene.expire_leases()
+    assert [scene.run.jobs.reap(limit=2).groups for _ in range(4)] == [2, 2, 1, 0]
+    scene.check()
+
+
+def test_reap_forgets_workers_that_are_long_gone_once_they_hold_nothing(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim(worker="w0")
+    scene.worker("w1"), scene.worker("w2")
+    scene.raw.zadd(scene.keys.workers, {"w0": 1, "w1": 1})
+    scene.expire_leases()
+    scene.raw.zadd(scene.keys.leases, {job.gid: scene.now_ms() + 5000})
+    scene.run.jobs.reap()
+    assert scene.raw.zrange(scene.keys.workers, 0, -1) == [b"w0", b"w2"]
+    scene.expire_leases()
+    scene.run.jobs.reap()
+    assert scene.raw.zrange(scene.keys.workers, 0, -1) == [b"w2"]
+    assert scene.raw.exists(scene.keys.worker("w0"), scene.keys.worker("w1")) == 0
+
+
+def test_fence_revokes_everything_in_one_step(scene: Scene) -> None:
+    scene.enqueue(2)
+    scene.enqueue(1, task="quiz")
+    jobs = scene.claim(3)
+    assert scene.run.fleet.fence("w0") == 3
+    assert scene.raw.zcard(scene.keys.leases) == 0
+    assert len(scene.stream("resume")) == 2
+    assert scene.stream("eval", "quiz") == [jobs[0].gid]
+    assert scene.raw.exists(scene.keys.worker("w0"), scene.keys.holds("w0")) == 0
+    with pytest.raises(Fenced):
+        scene.submit(jobs[1])
+    assert not scene.beat(jobs).known
+    assert scene.run.fleet.fence("w0") == 0
+    scene.check()
+
+
+def test_deregister_needs_empty_hands(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    nonce = scene.worker()
+    assert not scene.run.fleet.deregister("w0", nonce)
+    assert scene.run.fleet.deregister("w0", new_nonce())
+    assert scene.raw.exists(scene.keys.worker("w0")) == 1
+    scene.run.jobs.release("w0", job, "handback")
+    assert scene.run.fleet.deregister("w0", nonce)
+    assert scene.raw.exists(scene.keys.worker("w0"), scene.keys.workers) == 0
+    assert scene.run.fleet.deregister("w0", nonce)
+
+
+def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_still_held(scene: Scene) -> None:
+    scene.enqueue(4)
+    token, nonce = new_nonce(), scene.worker()
+    first = scene.run.jobs.claim("w0", nonce, token, FIRST, 3)
+    before = scene.dump()
+    assert scene.run.jobs.claim("w0", nonce, token, FIRST, 3).jobs == first.jobs
+    scene.pause()
+    assert scene.run.jobs.claim("w0", nonce, token, PolicyVersion("l9", 9), 3).jobs == first.jobs
+    scene.submit(first.jobs[0])
+    scene.expire_leases(first.jobs[1].gid)
+    scene.run.jobs.reap()
+    assert before["worker:w0"][b"claim"] == token.encode()
+    assert scene.run.jobs.claim("w0", nonce, token, FIRST, 3).jobs == first.jobs[2:]
+    scene.check()
+
+
+def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
+    pulse = Pulse(1, PolicyVersion("l1", 4), WorkerState.PAUSED, tokens_per_s=12.34, done=7, judging=2)
+    scene.run.fleet.heartbeat("w0", scene.worker(), pulse, [])
+    (row,) = scene.run.fleet.workers()
+    assert (row.weights, row.state, row.tokens_per_s, row.done, row.ack) == ("l1:4", "paused", 12.3, 7, 1)
+    assert (row.judging, row.requests) == (2, None)
+
+
+def test_whatever_a_foreign_worker_writes_its_record_can_be_read(scene: Scene) -> None:
+    scene.beat([])
+    numbers = dict.fromkeys(("done", "requests", "tokens_per_s", "seen_ms", "ack"), b"1\xff")
+    texts = {"state": b"alive\xff", "id": "someone else", "holds": "9", "facts": "x", "model": "tiny"}
+    scene.raw.hset(scene.keys.worker("w0"), mapping={**numbers, **texts})
+    (row,) = scene.run.fleet.workers()
+    assert (row.id, row.holds, row.state) == ("w0", 0, "alive\ufffd")
+    assert (row.done, row.requests, row.tokens_per_s, row.seen_ms, row.ack) == (0, None, 0.0, 0, 0)
+    assert (row.facts, row.is_live(60_000)) == ({"model": "tiny"}, False)
+
+
+def test_reap_takes_back_groups_of_tasks_that_its_caller_does_not_know(scene: Scene) -> None:
+    scene.enqueue(3, task="code")
+    scene.enqueue(1)
+    scene.claim(4)
+    scene.expire_leases()
+    narrow = RunLimits(**{**LIMITS.model_dump(), "tasks": {"math": TaskLimits()}})
+    caller = Run(scene.store, scene.name, scene.run.nonce, narrow)
+    assert [caller.jobs.reap(limit=2).groups for _ in range(2)] == [2, 2]
+    assert (len(scene.stream("resume", "code")), len(scene.stream("resume"))) == (3, 1)
+    scene.check()
+
+
+def test_reap_is_not_stopped_by_leases_without_a_record(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.raw.zadd(scene.keys.leases, {"math-0000000007": 1, "math-0000000008": 1})
+    scene.expire_leases(job.gid)
+    assert [scene.run.jobs.reap(limit=1).groups for _ in range(3)] == [0, 0, 1]
+    scene.check()
+
+
+def test_fence_wakes_the_producer_for_what_it_buries_and_workers_for_what_waits(
+    make_scene: Callable[..., Scene],
+) -> None:
+    scene = make_scene(max_tries=2)
+    scene.enqueue(1)
+    workers, producer = scene.keys.bell("workers"), scene.keys.bell("producer")
+    for rings in ((1, 0), (0, 1)):
+        scene.claim()
+        scene.raw.delete(workers, producer)
+        scene.run.fleet.fence("w0")
+        scene.nonces.clear()
+        assert (scene.raw.llen(workers), scene.raw.llen(producer)) == rings
+    scene.check()

@@ -1,0 +1,273 @@
+"""The life of a group, looked at with plain Redis commands after every step (I1, I2, I11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+import pytest
+
+from buffer.errors import Fenced, PayloadMissing, WireError
+from buffer.groups.submit import HandIn
+from buffer.model import wire
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.job import ReleaseKind, Result
+from buffer.model.rollout import PolicyVersion, Status
+from tests.buffer.scene import FIRST, Scene, extend
+
+GID = group_id("math", 0)
+
+
+def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -> None:
+    keys, raw = scene.keys, scene.raw
+    assert scene.enqueue(1).count == 1
+    assert scene.stream("fresh") == [GID]
+    record = scene.record(GID)
+    assert (record["stage"], record["tries"], record["payload"], record["lane"]) == ("waiting", "0", "init", "fresh")
+    assert raw.ttl(keys.payload(GID, "init")) == -1
+    scene.check()
+
+    (job,) = scene.claim()
+    assert scene.stream("fresh") == []
+    assert raw.zrange(keys.leases, 0, -1) == [GID.encode()]
+    assert raw.smembers(keys.holds("w0")) == {GID.encode()}
+    record = scene.record(GID)
+    assert (record["stage"], record["tries"], record["token"], record["owner"]) == ("running", "1", job.token, "w0")
+    assert scene.counters()["running"] == "1"
+    scene.check()
+
+    scene.submit(job)
+    assert raw.zcard(keys.leases) == 0
+    assert raw.exists(keys.holds("w0")) == 0
+    assert scene.pool("completed") == [(GID, 0.0)]
+    assert raw.ttl(keys.payload(GID, job.token)) == -1
+    counters = scene.counters()
+    assert (counters["running"], counters["produced_samples"], counters["produced_tokens"]) == ("0", "2", "4")
+    assert (counters["raw_rewards_sum"], counters["raw_rewards_count"]) == ("2", "2")
+    scene.check()
+
+    scene.open_trainer()
+    manifest = scene.take(1)
+    assert scene.pool("completed") == []
+    assert raw.llen(keys.batch("train", 1)) == 2
+    assert manifest.header.startswith("step=1 cut=-1 asked=math=1 strict=1 order=staleness taken_ms=")
+    assert scene.record(GID)["stage"] == "taken"
+    assert (scene.counters()["consumed"], scene.counters()["taken"]) == ("1", "1")
+    assert scene.run.buffer.read(manifest.entries[0].payload).states[0].response_ids.tolist() == [5, 6]
+    scene.check()
+
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    assert scene.run.ledger.steps() == (1, 1, 1)
+    assert raw.exists(keys.batch("train", 1), keys.group(GID)) == 0
+    assert scene.bit("archived", 0) == 1
+    assert scene.garbage() == {f"{GID} init 1", f"{GID} {job.token} 1"}
+    scene.check()
+
+    scene.run.janitor.sweep()
+    assert list(raw.scan_iter(keys.payload(GID, "*"))) == []
+    assert raw.exists(keys.garbage) == 0
+    scene.check()
+
+
+def test_partial_group_keeps_its_tokens_when_it_is_resumed(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, status=Status.ABORTED)
+    assert scene.pool("aborted") == [(GID, 0.0)]
+    assert scene.record(GID)["tries"] == "0"
+    assert scene.counters()["raw_rewards_count"] == "0"
+    scene.check()
+
+    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
+    assert scene.pool("aborted") == []
+    assert scene.stream("resume") == [GID]
+    (again,) = scene.claim()
+    assert (again.lane, again.payload.token, again.token != job.token) == ("resume", job.token, True)
+    scene.submit(again)
+    group = scene.run.buffer.read(scene.payload(GID))
+    assert [len(s.response_ids) for s in group.states] == [4, 4]
+    assert scene.garbage() == {f"{GID} {job.token} 1"}
+    scene.check()
+
+
+def test_filtered_group_leaves_only_a_bit(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, filtered=True)
+    assert scene.record(GID) == {}
+    assert scene.bit("filtered", 0) == 1
+    assert scene.garbage() == {f"{GID} init 1", f"{GID} {job.token} 1"}
+    assert (scene.counters()["filtered"], scene.counters()["raw_rewards_count"]) == ("1", "2")
+    scene.check()
+
+
+@pytest.mark.parametrize(("kind", "place", "tries"), [("handback", "waiting", "0"), ("aborted", "pool", "0")])
+def test_clean_release_gives_the_try_back(scene: Scene, kind: ReleaseKind, place: str, tries: str) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    assert scene.run.jobs.release("w0", job, kind) == place
+    record = scene.record(GID)
+    assert (record["stage"], record["tries"], record["token"]) == (place, tries, "")
+    assert scene.stream("resume") == ([GID] if kind == "handback" else [])
+    assert scene.pool("aborted") == ([(GID, float("inf"))] if kind == "aborted" else [])
+    assert scene.raw.zcard(scene.keys.leases) == 0
+    scene.check()
+
+
+def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> None:
+    scene.enqueue(1)
+    places = []
+    for _ in range(3):
+        (job,) = scene.claim()
+        places.append(scene.run.jobs.release("w0", job, "failed", "the judge \ud800 fell over"))
+    assert places == ["waiting", "waiting", "dead"]
+    assert scene.raw.zrange(scene.keys.dead, 0, -1) == [GID.encode()]
+    letter = orjson.loads(scene.raw.get(scene.keys.dead_letter(GID)))
+    assert (letter["reason"], letter["worker"], letter["try"]) == ("the judge ? fell over", "w0", 3)
+    assert (scene.counters()["failed"], scene.counters()["dead"]) == ("3", "1")
+    assert scene.claim() == []
+    scene.check()
+
+
+def test_result_gives_the_try_back_when_the_group_is_made_again(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(tail_batch_trigger_size=0)
+    scene.open_trainer()
+    for round_ in range(5):
+        if round_ == 0:
+            scene.enqueue(1)
+        (job,) = scene.claim()
+        scene.submit(job)
+        scene.raw.hset(scene.keys.ledger("train"), "taken", 5)
+        assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
+        assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
+    assert scene.record(GID)["tries"] == "0"
+    assert scene.counters()["expirations"] == "5"
+    assert scene.run.account.totals().clean
+
+
+def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> None:
+    scene.enqueue(1)
+    (old,) = scene.claim(worker="w0")
+    scene.expire_leases()
+    assert scene.run.jobs.reap().groups == 1
+    (new,) = scene.claim(worker="w1")
+    group = extend(scene.run.buffer.read(old.payload), Status.COMPLETED, FIRST)
+    before = scene.dump()
+    for filtered in (False, True):
+        with pytest.raises(Fenced):
+            scene.run.buffer.submit("w0", old, group, 4, filtered=filtered)
+    kinds: tuple[ReleaseKind, ...] = ("handback", "aborted", "failed", "lost")
+    for kind in kinds:
+        with pytest.raises(Fenced):
+            scene.run.jobs.release("w0", old, kind)
+    assert scene.beat([old], worker="w0").lost == (old,)
+    scene.raw.unlink(scene.keys.payload(GID, old.token))
+    after = scene.dump()
+    before["worker:w0"] = after["worker:w0"]
+    assert after == before
+    scene.submit(new, worker="w1")
+    assert scene.record(GID)["payload"] == new.token
+    scene.check()
+
+
+def test_submit_of_damaged_groups_is_refused_before_the_upload(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
+    group.states[0].logprobs = group.states[0].logprobs * float("nan")
+    with pytest.raises(WireError, match="logprobs"):
+        scene.run.buffer.submit("w0", job, RolloutGroup(job.gid, job.task, group.states), 4)
+    assert scene.raw.exists(scene.keys.payload(GID, job.token)) == 0
+    assert scene.record(GID)["stage"] == "running"
+
+
+@pytest.mark.parametrize("status", [Status.INIT, Status.FAILED, Status.EXPIRED])
+def test_submit_takes_only_results(scene: Scene, status: Status) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    with pytest.raises(WireError, match=status.value):
+        scene.submit(job, status=status)
+
+
+@pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
+def test_submit_uploads_again_when_the_bytes_vanished(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
+    data = wire.encode(group)
+    ref = scene.run.payloads.write(job.gid, job.token, data)
+    scene.raw.unlink(scene.keys.payload(GID, job.token))
+    hand_in = HandIn(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)
+    call = hand_in.call("w0", Result(job, group, 4), ref)
+    assert scene.store.call("submit", *call) == ["MISSING", "0"]
+    assert scene.record(GID)["stage"] == "running"
+    scene.run.buffer.submit("w0", job, group, 4)
+    assert scene.pool("completed") == [(GID, 0.0)]
+
+
+def test_large_group_is_stored_in_chunks_and_all_of_them_are_freed(scene: Scene) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
+    group.states[0].response = "x" * 2_500_000
+    scene.run.buffer.submit("w0", job, RolloutGroup(job.gid, job.task, group.states), 4)
+    sizes = [scene.raw.strlen(scene.keys.payload(GID, job.token, chunk)) for chunk in range(5)]
+    assert sizes[:2] == [1_048_000] * 2
+    assert 0 < sizes[3] < sizes[2] < 1_048_000
+    assert sizes[4] == 0
+    scene.open_trainer()
+    entry = scene.take(1).entries[0]
+    assert len(scene.run.buffer.read(entry.payload).states[0].response) == 2_500_000
+    scene.raw.unlink(scene.keys.payload(GID, job.token, 1))
+    with pytest.raises(PayloadMissing, match="1 of 4"):
+        scene.run.buffer.read(entry.payload)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.run.janitor.sweep()
+    assert list(scene.raw.scan_iter(scene.keys.payload(GID, "*"))) == []
+
+
+def test_bytes_that_changed_on_their_way_are_told(scene: Scene) -> None:
+    (gid,) = scene.ready(0)
+    scene.open_trainer()
+    entry = scene.take(1).entries[0]
+    key = scene.keys.payload(gid, entry.payload.token)
+    data = bytearray(scene.raw.get(key))
+    data[-1] ^= 1
+    scene.raw.set(key, bytes(data))
+    with pytest.raises(WireError, match="checksum"):
+        scene.run.buffer.read(entry.payload)
+    scene.raw.set(key, bytes(data[:-1]))
+    with pytest.raises(WireError, match="bytes"):
+        scene.run.buffer.read(entry.payload)
+
+
+def test_claim_serves_eval_before_resume_before_fresh(scene: Scene) -> None:
+    scene.enqueue(2)
+    (resumed,) = scene.claim()
+    scene.run.jobs.release("w0", resumed, "handback")
+    scene.enqueue(1, task="quiz")
+    assert [job.lane for job in scene.claim(3)] == ["eval", "resume", "fresh"]
+    scene.check()
+
+
+def test_claim_gives_no_more_than_asked_for(scene: Scene) -> None:
+    scene.enqueue(5)
+    assert len(scene.claim(2)) == 2
+    assert len(scene.claim(9)) == 3
+    assert scene.claim(9) == []
+    assert scene.counters()["running"] == "5"
+
+
+def test_claim_is_refused_when_weights_are_old_or_the_worker_unknown(scene: Scene) -> None:
+    scene.enqueue(1)
+    nonce = scene.worker()
+    stale = scene.run.jobs.claim("w0", nonce, new_nonce(), PolicyVersion("l9", 4), 1)
+    assert (stale.refusal, stale.jobs) == ("STALE", [])
+    assert stale.control is not None
+    assert stale.control.weights == FIRST
+    unknown = scene.run.jobs.claim("w0", new_nonce(), new_nonce(), FIRST, 1)
+    assert (unknown.refusal, unknown.control) == ("UNKNOWN", None)
+    scene.pause()
+    assert scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1).refusal == "PAUSED"
+    assert scene.stream("fresh") == [GID]

@@ -1,0 +1,214 @@
+"""The order in which ready groups are taken: every policy keeps the staleness cut (I8) and survives what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer.errors import ConfigError
+from buffer.groups.pools import PoolSizes
+from buffer.model.ids import group_id
+from buffer.model.job import Job
+from buffer.model.order_policy import Finished
+from buffer.model.rollout import PolicyVersion, Status
+from buffer.run import Run
+from tests.buffer.scene import FIRST, Scene, extend
+
+Make = Callable[..., Scene]
+INDEXED = ("fifo", "length_fair", "tests:policy")
+
+
+def submit(scene: Scene, job: Job, *, length: int = 2, run: Run | None = None) -> None:
+    """A completed group with responses of `length` tokens."""
+    run = run or scene.run
+    group = run.buffer.read(job.payload)
+    for _ in range(length // 2):
+        group = extend(group, Status.COMPLETED, FIRST)
+    run.buffer.submit("w0", job, group, 4)
+
+
+def by_draw(group: Finished) -> float:
+    """The later drawn, the earlier taken."""
+    return -group.draw
+
+
+def with_order(make_scene: Make, order: str, **limits: object) -> Scene:
+    scene = make_scene(order=order, **limits)
+    scene.run.buffer.order_function = by_draw
+    scene.open_trainer(lineage="l0")
+    return scene
+
+
+def index(scene: Scene) -> list[str]:
+    return [member.decode().partition(":")[2] for member in scene.raw.zrange(scene.keys.order("math"), 0, -1)]
+
+
+# -- each policy ---------------------------------------------------------------------------------------
+
+
+def test_fifo_takes_by_arrival_whatever_made_the_groups(make_scene: Make) -> None:
+    scene = with_order(make_scene, "fifo")
+    gids = scene.ready(1, 0, 1, 0)
+    assert scene.take(1, math=3).gids == gids[:3]
+    assert "order=fifo" in scene.take(1).header
+    scene.check()
+
+
+def test_freshest_takes_the_newest_weights_first(make_scene: Make) -> None:
+    scene = with_order(make_scene, "freshest")
+    gids = scene.ready(1, 0, 1, 0)
+    assert scene.take(1, math=3).gids == [gids[2], gids[0], gids[3]]
+    assert index(scene) == []
+
+
+def test_length_fair_lets_short_and_long_responses_take_turns(make_scene: Make) -> None:
+    scene = with_order(make_scene, "length_fair")
+    scene.enqueue(8)
+    jobs = scene.claim(8)
+    for job in jobs[:6]:
+        submit(scene, job)
+    for job in jobs[6:]:
+        submit(scene, job, length=40)
+    short, long = [job.gid for job in jobs[:6]], [job.gid for job in jobs[6:]]
+    assert scene.take(1, math=3).gids == [short[0], long[0], short[1]]
+    # a bucket that was empty does not catch up on the turns it missed
+    scene.enqueue(2)
+    late = scene.claim(2)
+    for job in late:
+        submit(scene, job, length=200)
+    assert scene.take(2, math=4).gids == [long[1], short[2], late[0].gid, short[3]]
+    scene.check()
+
+
+def test_a_policy_of_a_user_decides_by_what_it_is_told(make_scene: Make) -> None:
+    scene = with_order(make_scene, "tests:policy")
+    seen: list[Finished] = []
+
+    def note(group: Finished) -> float:
+        seen.append(group)
+        return by_draw(group)
+
+    scene.run.buffer.order_function = note
+    gids = scene.ready(0, 0, 0)
+    assert scene.take(1, math=2).gids == [gids[2], gids[1]]
+    assert seen[1] == Finished(gids[1], "math", 1, samples=2, tokens=4, longest=2, reward=1.0, version=0)
+
+
+@pytest.mark.parametrize(("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "gave nan")])
+def test_a_policy_that_gives_no_score_is_an_error_of_that_group(
+    make_scene: Make, function: Callable[[Finished], float] | None, why: str
+) -> None:
+    scene = with_order(make_scene, "tests:policy")
+    scene.run.buffer.order_function = function
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    with pytest.raises(ConfigError, match=why):
+        submit(scene, job)
+    assert scene.record(job.gid)["stage"] == "running"
+
+
+def test_evaluations_have_no_index(make_scene: Make) -> None:
+    scene = with_order(make_scene, "fifo")
+    scene.ready(0, task="quiz")
+    assert scene.raw.exists(scene.keys.order("quiz")) == 0
+    scene.run.evaluations.take(scene.trainer, 1, {"quiz": 1})
+    assert scene.counters("quiz")["taken"] == "1"
+
+
+# -- what every policy keeps ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["staleness", "freshest", *INDEXED])
+def test_no_policy_hands_out_what_is_too_stale(make_scene: Make, order: str) -> None:
+    scene = with_order(make_scene, order)
+    scene.ready(0, 0, 0, 0)
+    scene.take(1), scene.take(2)
+    young = scene.ready(1, 2)
+    answer = scene.try_take(3, math=3)
+    assert answer.missing == {"math": (2, 3)}
+    manifest = scene.take(3, math=2)
+    assert sorted(manifest.gids) == young
+    assert scene.run.buffer.count_statuses("math") == {"math": PoolSizes(0, 0, 0, 2)}
+    scene.check()
+
+
+@pytest.mark.parametrize("order", INDEXED)
+def test_order_survives_refresh_and_a_trainer_that_starts_again(make_scene: Make, order: str) -> None:
+    scene = with_order(make_scene, order, tail_batch_trigger_size=0)
+    scene.ready(0, 0, 2, 0, 1, 2, 2, 0)
+    scene.take(1), scene.take(2)
+    before = index(scene)
+    assert scene.run.buffer.refresh_staleness("math")["math"] > 0
+    left = [gid for gid, _ in scene.pool("completed")]
+    assert index(scene) == [gid for gid in before if gid in left]
+    scene.open_trainer(step=1, lineage="l9", take_over=True)
+    assert scene.take(3, math=len(left)).gids == [gid for gid in before if gid in left]
+    scene.check()
+
+
+@pytest.mark.parametrize("order", INDEXED)
+def test_groups_moved_by_hand_leave_the_index(make_scene: Make, order: str) -> None:
+    scene = with_order(make_scene, order)
+    gids = scene.ready(0, 0, 0, 0, 0)
+    scene.run.jobs.requeue(gids[0])
+    scene.run.jobs.drop(gids[1])
+    first = scene.take(1)
+    left = index(scene)
+    assert sorted([*left, *first.gids]) == gids[2:]
+    assert scene.run.ledger.quarantine(scene.trainer, 1, first.entries[0], "bad").gids == left[:1]
+    assert index(scene) == left[1:]
+    scene.check()
+
+
+def test_groups_that_are_not_in_the_index_are_put_in_front(make_scene: Make) -> None:
+    before = make_scene()
+    before.open_trainer(lineage="l0")
+    old = before.ready(1, 0, 0)
+    before.enqueue(3)
+    jobs = before.claim(3)
+    limits = before.run.limits.model_copy(update={"order": "tests:policy"})
+    after = Run(before.store, before.name, before.run.nonce, limits)
+    after.buffer.order_function = by_draw
+    submit(before, jobs[0], run=after)
+    submit(before, jobs[1], run=after)
+    submit(before, jobs[2])  # a worker that has not heard of the new policy
+    manifest = after.ledger.take(before.trainer, 1, {"math": 5})
+    assert manifest.gids == [*old, jobs[2].gid, jobs[1].gid]  # type: ignore[union-attr]
+    assert index(before) == [jobs[0].gid]
+    before.check()
+
+
+def test_a_crowd_of_stale_groups_in_front_is_cleared_away(make_scene: Make) -> None:
+    scene = with_order(make_scene, "fifo")
+    scene.ready(0, 0)
+    scene.take(1), scene.take(2)
+    (young,) = scene.ready(2)
+    pipe = scene.raw.pipeline(transaction=False)
+    for draw in range(100, 3200):
+        gid = group_id("math", draw)
+        pipe.hset(scene.keys.group(gid), mapping={"payload": "init", "chunks": 1, "draw": draw})
+        pipe.zadd(scene.keys.pool("math", "completed"), {f"{0:010d}:{gid}": 0})
+        pipe.zadd(scene.keys.order("math"), {f"{0:010d}:{gid}": 0})
+    pipe.execute()
+    assert scene.take(3).gids == [young]
+    assert scene.run.buffer.count("math") == 0
+
+
+def test_a_group_without_tokens_is_taken_by_every_policy(make_scene: Make) -> None:
+    scene = with_order(make_scene, "fifo")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, None)
+    assert scene.take(1).gids == [job.gid]
+
+
+def test_versions_of_a_dead_lineage_are_cut_by_every_policy(make_scene: Make) -> None:
+    scene = with_order(make_scene, "fifo")
+    scene.ready(0, 0)
+    scene.take(1), scene.take(2)
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.open_trainer(step=0, lineage="l2", take_over=True)
+    scene.submit(job, PolicyVersion("l0", 2))
+    assert scene.try_take(3).missing == {"math": (0, 1)}

@@ -1,0 +1,164 @@
+"""Reading the pools, and taking from them without a trainer's process: counts never rely on expiry (I8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
+from buffer.groups.pools import PoolSizes
+from buffer.model.group import RolloutGroup
+from buffer.model.manifest import NotReady
+from buffer.model.rollout import Status
+from tests.buffer.scene import FIRST, Scene
+
+Make = Callable[..., Scene]
+
+
+def gids(groups: list[RolloutGroup]) -> list[str]:
+    return [group.gid for group in groups]
+
+
+def pass_steps(scene: Scene, taken: int) -> None:
+    """The last step taken is `taken`, without the batches."""
+    scene.raw.hset(scene.keys.ledger("train"), "taken", taken)
+
+
+def test_counts_are_of_the_next_step_whether_or_not_anything_was_expired(make_scene: Make) -> None:
+    scene = make_scene(tail_batch_trigger_size=0)
+    scene.ready(0, 0, 3)
+    scene.ready(0, task="code")
+    scene.enqueue(1)
+    scene.submit(scene.claim()[0], status=Status.ABORTED)
+    buffer = scene.run.buffer
+    assert buffer.count_statuses("math", "code") == {"math": PoolSizes(3, 1, 0, 0), "code": PoolSizes(1, 0, 0, 0)}
+    pass_steps(scene, 2)
+    assert buffer.count_statuses() == {
+        "math": PoolSizes(1, 0, 0, 3),
+        "code": PoolSizes(0, 0, 0, 1),
+        "quiz": PoolSizes(0, 0, 0, 0),
+    }
+    assert buffer.refresh_staleness() == {"math": 3, "code": 1}
+    assert buffer.count_statuses("math") == {"math": PoolSizes(1, 0, 3, 0)}
+    assert [buffer.count("math", status) for status in ("completed", "aborted", "expired")] == [1, 0, 3]
+    assert buffer.refresh_staleness() == {"math": 0, "code": 0}
+
+
+def test_evaluations_do_not_age(scene: Scene) -> None:
+    scene.ready(0, task="quiz")
+    pass_steps(scene, 99)
+    assert scene.run.buffer.count("quiz") == 1
+    assert len(scene.run.buffer.get(1, "quiz")) == 1
+
+
+def test_ready_is_what_the_next_step_can_take(make_scene: Make) -> None:
+    scene = make_scene()
+    scene.open_trainer()
+    scene.ready(0, 3, lineage="l1")
+    scene.ready(3, task="code", lineage="l1")
+    ready = scene.run.buffer.is_ready
+    assert ready({"math": 2, "code": 1})
+    assert not ready({"math": 2, "code": 2})
+    assert ready({})
+    assert ready({"math": 0, "code": -1})
+    pass_steps(scene, 2)
+    assert (ready({"math": 1}), ready({"math": 2})) == (True, False)
+    with pytest.raises(ConfigError, match="no task 'maths'"):
+        ready({"maths": 1})
+    with pytest.raises(ConfigError, match="no pool of 'init' groups"):
+        scene.run.buffer.count("math", "init")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ["staleness", "fifo", "freshest"])
+def test_get_reads_in_the_order_of_the_policy_and_takes_nothing(make_scene: Make, order: str) -> None:
+    scene = make_scene(order=order, stale_threshold=4)
+    scene.open_trainer()
+    made = dict(zip((2, 0, 1, 2), scene.ready(2, 0, 1, 2, lineage="l1"), strict=False))
+    buffer, before = scene.run.buffer, scene.dump()
+    chosen = gids(buffer.get(3, "math"))
+    assert gids(buffer.get(9, "math"))[:3] == chosen
+    if order == "staleness":
+        assert chosen[:2] == [made[0], made[1]]
+    assert scene.dump() == before
+    assert scene.take(1, math=3).gids == chosen
+    pass_steps(scene, 5)
+    left = [oldest.version for group in buffer.get(9, "math") if (oldest := group.oldest())]
+    assert left == ([] if order == "freshest" else [2])
+    pass_steps(scene, 6)
+    assert buffer.get(9, "math") == []
+
+
+def test_get_reads_other_pools_and_small_numbers(make_scene: Make) -> None:
+    scene = make_scene(tail_batch_trigger_size=0)
+    scene.enqueue(2)
+    for job in scene.claim(2):
+        scene.submit(job, FIRST, status=Status.ABORTED)
+    buffer = scene.run.buffer
+    assert [group.status for group in buffer.get(9, "math", "aborted")] == [Status.ABORTED] * 2
+    pass_steps(scene, 2)
+    assert buffer.get(9, "math", "aborted") == []
+    buffer.refresh_staleness("math")
+    assert [group.status for group in buffer.get(9, "math", "expired")] == [Status.INIT] * 2
+    assert buffer.get(0, "math") == buffer.get(-1, "math") == []
+    with pytest.raises(ConfigError, match="5000 groups in one call"):
+        buffer.get(5000, "math")
+
+
+def test_get_leaves_out_what_has_left_and_raises_for_what_is_lost(scene: Scene) -> None:
+    first, second = scene.ready(0, 0)
+    token = scene.record(first)["payload"]
+    scene.raw.unlink(scene.keys.payload(first, token))
+    with pytest.raises(PayloadMissing):
+        scene.run.buffer.get(2, "math")
+    scene.raw.hset(scene.keys.group(first), "payload", "of another try")
+    refs = [scene.payload(second)]
+    assert gids(scene.run.buffer.read_many(refs)) == [second]
+
+
+def test_get_answers_while_the_index_is_not_settled_or_blocked(make_scene: Make) -> None:
+    scene = make_scene(order="fifo")
+    scene.open_trainer()
+    new, old = scene.ready(1, 0, lineage="l1")
+    assert gids(scene.run.buffer.get(2, "math")) == [new, old]
+    scene.raw.unlink(scene.keys.order("math"))
+    assert gids(scene.run.buffer.get(2, "math")) == [old, new]  # by age, until the trainer settles it
+    assert scene.take(1, math=2).gids == [new, old]
+
+
+def test_take_batch_gives_groups_by_task_or_says_what_is_missing(scene: Scene) -> None:
+    scene.open_trainer()
+    math, code = scene.ready(0, 0), scene.ready(0, task="code")
+    buffer = scene.run.buffer
+    answer = buffer.take_batch(scene.trainer, 1, {"math": 2, "code": 2})
+    assert isinstance(answer, NotReady)
+    assert answer.missing == {"math": (2, 2), "code": (1, 2)}
+    taken = buffer.take_batch(scene.trainer, 1, {"math": 1, "code": 2, "quiz": 0}, strict=False)
+    assert not isinstance(taken, NotReady)
+    assert {task: gids(groups) for task, groups in taken.items()} == {"math": math[:1], "code": code}
+    again = buffer.take_batch(scene.trainer, 1, {"math": 1, "code": 2})
+    assert isinstance(again, dict)
+    assert gids(again["math"]) == math[:1]
+    with pytest.raises(LedgerError, match="last taken step is 1"):
+        buffer.take_batch(scene.trainer, 3, {"math": 1})
+    scene.check()
+
+
+def test_delete_ends_one_group_or_those_that_fit_a_question(make_scene: Make) -> None:
+    scene = make_scene()
+    scene.open_trainer()
+    first, *_ = scene.ready(0, 0, 1, lineage="l1")
+    (other,) = scene.ready(0, task="code", lineage="l1")
+    scene.enqueue(1)
+    delete = scene.run.buffer.delete
+    assert (delete(first), delete(first)) == (1, 0)
+    assert delete({"task": "math", "version": {"$lte": 0}}) == 1
+    assert delete({"task": "math"}) == 1  # what waits is in no pool
+    assert scene.take(1, code=1).gids == [other]
+    with pytest.raises(GroupHeld, match=r"in batch train:1"):
+        delete(other)
+    assert delete({}) == 0
+    with pytest.raises(QueryError):
+        delete({"colour": 1})
+    assert scene.stream("fresh") != []
+    scene.check()

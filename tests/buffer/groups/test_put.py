@@ -1,0 +1,201 @@
+"""Groups that come in without a lease: `ReplayBuffer.put` (I1, I3, I8, I13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from buffer.errors import ConfigError, PayloadMissing, WireError
+from buffer.groups.intake import Intake
+from buffer.model.group import RolloutGroup
+from buffer.model.ids import IMPORTED_FROM, group_id
+from buffer.model.job import PayloadRef
+from buffer.model.order_policy import Finished
+from buffer.model.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.store.store import Store
+from tests.buffer.keyspace import payload_keys
+from tests.buffer.scene import Scene, rollout
+
+Make = Callable[..., Scene]
+FIRST_GID = group_id("math", IMPORTED_FROM)
+
+
+def rollouts(*statuses: Status, version: int | None = 0, lineage: str = "l0", **fields: Any) -> list[RolloutState]:
+    """One rollout of two tokens for each status (default: two that are completed)."""
+    made = None if version is None else PolicyVersion(lineage, version)
+    return [rollout(status, made, i, **fields) for i, status in enumerate(statuses or (Status.COMPLETED,) * 2)]
+
+
+def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> None:
+    scene = make_scene()
+    scene.open_trainer()
+    (drawn,) = scene.ready(0)
+    placed = scene.run.buffer.put("math", [rollouts(), rollouts()])
+    first, second = placed
+    assert placed == {FIRST_GID: "completed", group_id("math", IMPORTED_FROM + 1): "completed"}
+    (task,) = (t for t in scene.run.account.totals().tasks if t.task == "math")
+    assert (task.enqueued, task.put, task.imported, task.cursor, task.entered) == (1, 2, 0, 1, 3)
+    manifest = scene.take(1, math=3)
+    assert manifest.gids == [drawn, first, second]
+    group = scene.run.buffer.read(manifest.entries[1].payload)
+    assert (group.gid, group.status, group.response_ids.tolist()) == (first, Status.COMPLETED, [5, 6, 5, 6])
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    assert scene.bit("archived", IMPORTED_FROM) == 1
+    scene.check()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "place"),
+    [
+        ((Status.COMPLETED, Status.COMPLETED), "completed"),
+        ((Status.COMPLETED, Status.ABORTED), "aborted"),
+        ((Status.ABORTED, Status.EXPIRED), "aborted"),
+        ((Status.COMPLETED, Status.EXPIRED), "expired"),
+    ],
+)
+def test_put_goes_by_the_worst_status_of_a_group(make_scene: Make, statuses: tuple[Status, ...], place: str) -> None:
+    scene = make_scene(tail_batch_trigger_size=0)
+    placed = scene.run.buffer.put("math", [rollouts(*statuses)])
+    assert placed == {FIRST_GID: place}
+    assert [gid for gid, _ in scene.pool(place)] == [FIRST_GID]
+    scene.open_producer()
+    if place != "completed":
+        assert scene.run.jobs.reissue(scene.producer, "math", place, 10) == 1
+        (job,) = scene.claim()
+        kept = 2 if place == "aborted" else 0  # an expired group starts from its prompt
+        assert [len(s.response_ids) for s in scene.run.buffer.read(job.payload).states] == [kept, kept]
+        scene.submit(job)
+    scene.check()
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([], "has no rollouts"),
+        (rollouts(Status.INIT, Status.COMPLETED), "is init"),
+        (rollouts(Status.FAILED, Status.COMPLETED), "is failed"),
+        (rollouts(Status.FILTERED, Status.EXPIRED), None),
+        (rollouts(Status.FILTERED, Status.COMPLETED), "is filtered"),
+        (rollouts(version=None), "does not say which weights"),
+        (rollouts(extra={"x": object()}), "extra"),
+    ],
+)
+def test_put_refuses_what_is_no_result_and_puts_nothing(
+    scene: Scene, states: list[RolloutState], message: str | None
+) -> None:
+    before = scene.dump()
+    if message is None:  # expired is worse than filtered
+        assert list(scene.run.buffer.put("math", [states]).values()) == ["dropped"]
+        return
+    with pytest.raises(WireError, match=message):
+        scene.run.buffer.put("math", [rollouts(), states])
+    assert scene.dump() == before
+
+
+def test_put_refuses_tasks_that_do_not_train_and_does_nothing_for_no_groups(scene: Scene) -> None:
+    before = scene.dump()
+    for task in ("quiz", "unknown"):
+        with pytest.raises(ConfigError, match=f"no training task '{task}'.*math, code"):
+            scene.run.buffer.put(task, [rollouts()])
+    assert scene.run.buffer.put("math", []) == {}
+    assert scene.dump() == before
+
+
+def test_put_stamps_only_tokens_behind_the_last_span_of_a_copy(scene: Scene) -> None:
+    states = rollouts(version=None)
+    states[0].spans = [VersionSpan(0, 1, 0, "l0")]
+    scene.run.buffer.put("math", [states], weights=PolicyVersion("l0", 3))
+    stored = scene.run.buffer.read(scene.payload(FIRST_GID)).states
+    assert [s.spans for s in stored] == [[(0, 1, 0, "l0"), (1, 1, 3, "l0")], [(0, 2, 3, "l0")]]
+    assert (len(states[0].spans), states[1].spans) == (1, [])
+    assert scene.record(FIRST_GID)["version"] == "0"
+
+
+def test_ageless_groups_never_expire(make_scene: Make) -> None:
+    scene = make_scene()
+    scene.open_trainer()
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 99)
+    assert scene.run.buffer.put("math", [rollouts(version=None)], ageless=True) == {FIRST_GID: "completed"}
+    assert scene.pool("completed") == [(FIRST_GID, float("inf"))]
+    assert scene.take(100).gids == [FIRST_GID]
+
+
+@pytest.mark.parametrize(
+    ("tail_batch", "retryable", "place"),
+    [(-1, None, "dropped"), (0, None, "expired"), (-1, True, "expired"), (0, False, "dropped")],
+)
+def test_what_is_too_old_expires_when_it_is_put(
+    make_scene: Make, tail_batch: int, retryable: bool | None, place: str
+) -> None:
+    scene = make_scene(tail_batch_trigger_size=tail_batch)
+    scene.open_trainer()
+    scene.ready(0, 0)
+    for step in (1, 2):
+        scene.take(step)
+    groups = [rollouts(version=0), rollouts(version=1, lineage="l1")]
+    placed = scene.run.buffer.put("math", groups, retryable=retryable)
+    assert list(placed.values()) == [place, "completed"]
+    (first, _) = placed
+    assert scene.run.account.places("math", IMPORTED_FROM) == ["pool" if place == "expired" else "dropped"]
+    while scene.run.payloads.collect():
+        pass
+    left = {key for key in payload_keys(scene.raw, scene.name) if first in key}
+    assert left == ({scene.keys.payload(first, "init")} if place == "expired" else set())
+    scene.check()
+
+
+def test_versions_of_weights_that_a_trainer_forked_away_from_count_as_the_fork(make_scene: Make) -> None:
+    scene = make_scene()
+    scene.open_trainer()
+    scene.run.buffer.put("math", [rollouts(version=7)])
+    assert scene.pool("completed") == [(FIRST_GID, 0.0)]  # l0 ended at step 0
+
+
+@pytest.mark.parametrize("order", ["fifo", "freshest", "length_fair", "tests.buffer.groups.test_put:latest_draw"])
+def test_put_groups_are_taken_in_the_order_of_the_policy(make_scene: Make, order: str) -> None:
+    scene = make_scene(order=order)
+    scene.open_trainer()
+    scene.run.buffer.order_function = latest_draw if ":" in order else None
+    first, second = scene.run.buffer.put("math", [rollouts(version=0), rollouts(version=0)])
+    reverse = order in ("freshest", "tests.buffer.groups.test_put:latest_draw")
+    assert scene.take(1, math=2).gids == ([second, first] if reverse else [first, second])
+
+
+def latest_draw(group: Finished) -> float:
+    return -group.draw
+
+
+def test_put_whose_reply_was_lost_is_made_once_whatever_happened_since(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Store.call
+
+    def lossy(self: Store, script: str, keys: Any, args: Any, *tail: Any, **options: Any) -> Any:
+        reply = original(self, script, keys, args, *tail, **options)
+        if script == "put" and args["operation"] != other._operation:
+            # the group has ended and others were put when the call is repeated
+            scene.run.jobs.drop(args["gid"])
+            other.put("math", lambda gid: RolloutGroup(gid, "math", rollouts()), retryable=False)
+            assert original(self, script, keys, args, *tail, **options) == reply
+        return reply
+
+    other = Intake(scene.run.store, scene.keys, scene.run.limits, scene.run.payloads, "put")
+    monkeypatch.setattr(Store, "call", lossy)
+    mine = scene.run.buffer.put("math", [rollouts(), rollouts()])
+    monkeypatch.undo()
+    other.close()
+    assert list(mine) == [group_id("math", IMPORTED_FROM + i) for i in (0, 2)]
+    counters = scene.counters()
+    assert (counters["put"], counters["dropped"]) == ("4", "2")
+    assert not [name for name in counters if name.startswith("put:")]
+    scene.check()
+
+
+@pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
+def test_put_whose_bytes_did_not_arrive_counts_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.run.payloads, "write", lambda *_: PayloadRef(FIRST_GID, "t", 1, 99, "0"))
+    with pytest.raises(PayloadMissing, match="0 bytes arrived"):
+        scene.run.buffer.put("math", [rollouts()])
+    assert "put" not in scene.counters()

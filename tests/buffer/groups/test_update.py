@@ -1,0 +1,114 @@
+"""A pooled group gets other rollouts in place (I1, I2, I8, I13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from buffer.errors import GroupHeld, PayloadMissing, WireError
+from buffer.groups.pools import PoolSizes
+from buffer.model.job import PayloadRef
+from buffer.model.rollout import PolicyVersion, Status
+from tests.buffer.scene import FIRST, Scene, rollout
+
+Make = Callable[..., Scene]
+DONE = Status.COMPLETED
+
+
+def test_update_replaces_the_bytes_and_keeps_the_arrival(scene: Scene) -> None:
+    scene.open_trainer()
+    first, second = scene.ready(0, 0)
+    before = scene.record(first)
+    (group, _) = scene.run.buffer.get(2, "math")
+    for state in group.states:
+        state.reward = {"score": 0.25}
+    scene.run.buffer.update(first, group.states, replaces=before["payload"])
+    now = scene.record(first)
+    assert (now["arrival"], now["version"], now["reward"]) == (before["arrival"], "0", "0.5")
+    assert f"{first} {before['payload']} {before['chunks']}" in scene.garbage()
+    manifest = scene.take(1, math=2)
+    assert manifest.gids == [first, second]
+    assert scene.run.buffer.load(manifest)[0].scores.tolist() == [0.25, 0.25]
+    scene.check()
+
+
+def test_update_moves_between_pools_by_status_and_version(make_scene: Make) -> None:
+    scene = make_scene(tail_batch_trigger_size=0)
+    scene.open_trainer()
+    (gid,) = scene.run.buffer.put("math", [[rollout(Status.EXPIRED, FIRST)]])
+    update = scene.run.buffer.update
+
+    def sizes() -> PoolSizes:
+        return scene.run.buffer.count_statuses("math")["math"]
+
+    assert sizes() == PoolSizes(0, 0, 1, 0)
+    update(gid, [rollout(Status.ABORTED, FIRST)])
+    assert sizes() == PoolSizes(0, 1, 0, 0)
+    update(gid, [rollout(DONE, PolicyVersion("l1", 3))])
+    assert (sizes(), scene.pool("completed")) == (PoolSizes(1, 0, 0, 0), [(gid, 3.0)])
+    update(gid, [rollout(DONE, None)], weights=PolicyVersion("l1", 5))
+    assert scene.pool("completed") == [(gid, 5.0)]
+    scene.check()
+
+
+@pytest.mark.parametrize("order", ["fifo", "length_fair"])
+def test_update_keeps_its_turn(make_scene: Make, order: str) -> None:
+    scene = make_scene(order=order)
+    scene.open_trainer()
+    gids = list(scene.run.buffer.put("math", [[rollout(DONE, FIRST)] for _ in range(3)]))
+    scene.run.buffer.update(gids[0], [rollout(DONE, FIRST)])
+    assert scene.take(1, math=1).gids == gids[:1]
+    scene.run.buffer.update(gids[1], [rollout(Status.ABORTED, FIRST)])
+    assert scene.take(2, math=1).gids == gids[2:]
+    scene.run.buffer.update(gids[1], [rollout(DONE, PolicyVersion("l1", 2))])
+    assert scene.take(3, math=1).gids == gids[1:2]
+    scene.check()
+
+
+def test_update_gives_a_function_of_yours_another_score(make_scene: Make) -> None:
+    scene = make_scene(order="tests.buffer.groups.test_update:best_first")
+    scene.open_trainer()
+    scene.run.buffer.order_function = lambda group: -(group.reward or 0.0)
+    first, second = scene.run.buffer.put("math", [[rollout(DONE, FIRST)], [rollout(DONE, FIRST)]])
+    better = rollout(DONE, FIRST)
+    better.reward = {"score": 9.0}
+    scene.run.buffer.update(second, [better])
+    assert scene.take(1, math=2).gids == [second, first]
+
+
+def test_update_is_refused_where_the_group_is_not_as_it_was_seen(scene: Scene) -> None:
+    scene.open_trainer()
+    first, second = scene.ready(0, 0)
+    seen = scene.record(first)["payload"]
+    update, states = scene.run.buffer.update, [rollout(DONE, FIRST)]
+    update(first, states)
+    with pytest.raises(GroupHeld, match=r"has changed: .*read it again"):
+        update(first, states, replaces=seen)
+    scene.take(1, math=1)
+    scene.run.jobs.drop(second)
+    scene.enqueue(1)
+    waiting = "math-0000000002"
+    for gid, words in (
+        (first, "in no pool: it is taken"),
+        (second, "has ended: it is dropped"),
+        (waiting, "in no pool: it is waiting"),
+        ("math-0000000099", "never started"),
+    ):
+        before = scene.record(gid)
+        with pytest.raises(GroupHeld, match=words):
+            update(gid, states)
+        assert scene.record(gid) == before
+    with pytest.raises(WireError, match="is init"):
+        update(first, [rollout(Status.INIT, FIRST)])
+    scene.check()
+
+
+@pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
+def test_update_whose_bytes_did_not_arrive_changes_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gid,) = scene.ready(0)
+    before = scene.record(gid)
+    monkeypatch.setattr(scene.run.payloads, "write", lambda *_: PayloadRef(gid, "t", 1, 99, "0" * 8))
+    with pytest.raises(PayloadMissing, match="0 of"):
+        scene.run.buffer.update(gid, [rollout(DONE, FIRST)])
+    assert scene.record(gid) == before

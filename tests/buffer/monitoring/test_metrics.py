@@ -1,0 +1,150 @@
+"""What Prometheus is told: true numbers of a real run, over a real HTTP server."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from buffer.errors import ConfigError
+from buffer.monitoring.http_endpoint import MetricsEndpoint
+from buffer.monitoring.process_metrics import serve_process
+from buffer.monitoring.prometheus import RunCollector
+from buffer.server.embedded import EmbeddedServer
+from buffer.store.store import Store
+from tests.rolloutmq.conftest import Command
+from tests.rolloutmq.populate import Scene
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """(name, values of labels but run…) -> number"""
+    return {
+        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "run")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def fetch(url: str, token: str = "") -> str:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+@pytest.fixture
+def endpoint(scene: Scene) -> Iterator[MetricsEndpoint]:
+    collector = RunCollector(scene.run.store)
+    served = MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.look_for_workers})
+    yield served
+    served.close()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[", "10.0.0.1"])
+def test_a_page_elsewhere_whose_name_means_this_machine_reads_nothing(endpoint: MetricsEndpoint, host: str) -> None:
+    request = urllib.request.Request(f"{endpoint.url}/metrics", headers={"Host": host})
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        urllib.request.urlopen(request, timeout=30)
+    refused.value.close()
+    for own in ("localhost:1", "127.0.0.1", "[::1]:9"):
+        fetch_as = urllib.request.Request(f"{endpoint.url}/metrics", headers={"Host": own})
+        with urllib.request.urlopen(fetch_as, timeout=30) as answer:
+            assert answer.status == 200
+
+
+def test_metrics_say_what_status_says(scene: Scene, endpoint: MetricsEndpoint) -> None:
+    found = samples(fetch(f"{endpoint.url}/metrics"))
+    task = next(t for t in scene.run.account.totals().tasks if t.task == "math")
+    for place, groups in task.places.items():
+        assert found["rolloutmq_groups", place, "math"] == groups
+    assert found["rolloutmq_groups_enqueued_total", "math"] == task.enqueued == 12
+    assert found["rolloutmq_train_steps_total", "taken"] == 2
+    states = ("starting", "idle", "working", "paused", "draining", "silent")
+    assert [found["rolloutmq_workers", state] for state in states] == [0, 2, 0, 0, 0, 0]
+    assert found["rolloutmq_mode", "run"] == 1
+    assert found["rolloutmq_mode", "abort"] == 0
+    assert found["rolloutmq_payload_bytes",] > 0
+    assert found["rolloutmq_account_faults",] == 0
+    assert found["rolloutmq_up",] == 1
+
+
+def test_groups_that_only_wait_for_their_judge_are_told_by_worker(scene: Scene, endpoint: MetricsEndpoint) -> None:
+    scene.beat("w0", ack=1, judging=1)
+    found = samples(fetch(f"{endpoint.url}/metrics"))
+    assert [found["rolloutmq_worker_groups_judging", worker] for worker in ("w0", "w1")] == [1, 0]
+
+
+def test_every_name_is_a_good_one(endpoint: MetricsEndpoint) -> None:
+    for family in text_string_to_metric_families(fetch(f"{endpoint.url}/metrics")):
+        assert family.documentation.endswith(".")
+        assert not family.name.endswith(("_ms", "_count", "_sum", "_bucket"))
+        assert all("run" in sample.labels for sample in family.samples if family.name != "rolloutmq_up")
+
+
+def test_a_waiting_trainer_tells_how_long(scene: Scene, endpoint: MetricsEndpoint) -> None:
+    scene.run.control.beat("trainer", scene.trainer, waited_s=12.5)
+    assert samples(fetch(f"{endpoint.url}/metrics"))["rolloutmq_trainer_wait_seconds_total",] == 12.5
+
+
+def test_workers_wanted_as_json(scene: Scene, endpoint: MetricsEndpoint) -> None:
+    assert orjson.loads(fetch(f"{endpoint.url}/workers_wanted")) == {"demo": 2}
+
+
+def test_a_server_that_is_away_is_told_and_comes_back(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        Scene(Store(server.url, deadline_s=10), "demo").run.store.close()
+        store = Store(server.url, deadline_s=0.2)
+        endpoint = MetricsEndpoint(RunCollector(store).registry())
+        server.kill()
+        assert samples(fetch(f"{endpoint.url}/metrics")) == {("rolloutmq_up",): 0.0}
+        server.start()
+        assert samples(fetch(f"{endpoint.url}/metrics"))["rolloutmq_up",] == 1
+        endpoint.close()
+        store.close()
+
+
+def test_others_than_loopback_want_a_token(scene: Scene) -> None:
+    with pytest.raises(ConfigError, match=r"metrics on 0\.0\.0\.0"):
+        MetricsEndpoint(RunCollector(scene.run.store).registry(), host="0.0.0.0")
+    served = MetricsEndpoint(RunCollector(scene.run.store).registry(), token="s3cret")
+    for given in ("", "wrong", "s3cre"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            fetch(f"{served.url}/metrics", given)
+    assert "rolloutmq_up" in fetch(f"{served.url}/metrics", "s3cret")
+    served.close()
+
+
+def test_the_command_prints_what_the_endpoint_would(scene: Scene, command: Command) -> None:
+    done = command("metrics")
+    assert done.returncode == 0, done.stderr
+    assert samples(done.stdout)["rolloutmq_leases",] == 1
+    assert orjson.loads(command("metrics", "--json").stdout) == {"workers_wanted": {"demo": 2}}
+
+
+def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        store = Store(server.url, deadline_s=30)
+        served = serve_process("worker w7", store, "0")
+        Scene(store, "demo")
+        server.kill()
+        threading.Timer(0.3, server.start).start()
+        store.retrying("look", store.control.ping)
+        text = fetch(f"{served.url}/metrics")
+        found = samples(text)
+        assert found["rolloutmq_store_call_seconds_count", "create_run"] == 1
+        assert found["rolloutmq_store_retries_total", "look"] == store.retries > 0
+        assert 'process="worker w7"' in text
+        served.close()
+        store.close()
+    monkeypatch.delenv("ROLLOUTMQ_METRICS_TOKEN", raising=False)
+    for address, words in (("0.0.0.0:0", "could be read"), ("here", "no address"), ("1:99999", "no address")):
+        with pytest.raises(ConfigError, match=words):
+            serve_process("worker", store, address)

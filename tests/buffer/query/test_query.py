@@ -1,0 +1,207 @@
+"""The query language: what it means, and which questions are refused before any data is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer.errors import ConfigError, QueryError
+from buffer.model.rollout import Status
+from buffer.query.language import FALSE, FIELDS, MAX_DEPTH, TRUE, Condition, matches, parse
+from buffer.query.plan import (
+    EVERY,
+    NOTHING,
+    VersionRange,
+    is_exact,
+    narrow,
+    pinned,
+    version_range,
+)
+from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
+from tests.naive_query import QUERIES, says
+
+FEW = st.integers(0, 5)
+TAKEN = 4
+
+
+@st.composite
+def records(draw: st.DrawFn) -> GroupRecord:
+    task, number, version = draw(st.sampled_from(["math", "code"])), draw(FEW), draw(st.none() | FEW)
+    return GroupRecord(
+        gid=f"{task}-{number:010d}",
+        task=task,
+        draw=number,
+        stage=draw(st.sampled_from(STAGES)),
+        status=str(draw(st.sampled_from(Status))),
+        version=version,
+        staleness=None if version is None else TAKEN - version,
+        tries=draw(FEW),
+        aborts=draw(FEW),
+        owner=draw(st.sampled_from(["w0", "w1", None])),
+        samples=draw(FEW),
+        tokens=draw(FEW),
+        size=draw(FEW),
+        reward=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0])),
+        arrival=draw(st.none() | FEW),
+        time_ms=draw(st.none() | FEW),
+        batch=None,
+    )
+
+
+def facts(record: GroupRecord) -> dict[str, Any]:
+    return {name: getattr(record, field.attribute) for name, field in FIELDS.items()}
+
+
+@settings(max_examples=400)
+@given(QUERIES, st.lists(records(), min_size=1, max_size=5))
+def test_queries_mean_what_a_naive_reading_of_them_says(query: dict[str, Any], found: list[GroupRecord]) -> None:
+    node = parse(query)
+    assert [matches(node, record) for record in found] == [says(query, facts(record)) for record in found]
+    assert parse(node) is node
+    assert parse({"$and": [node]}) == parse({"$and": [query]})
+
+
+@settings(max_examples=400)
+@given(QUERIES, records())
+def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) -> None:
+    """What an index knows of a group may leave it out only if the question does."""
+    node = parse(query)
+    known = {"task": record.task, "stage": record.stage, "status": record.status}
+    left = narrow(node, known)
+    assert matches(left, record) == matches(node, record)
+    low, high = version_range(left, TAKEN)
+    inside = high == EVERY.high if record.version is None else low <= record.version <= high
+    assert inside or not matches(node, record)
+    if is_exact(left):
+        assert inside == matches(node, record)
+    for name in ("gid", "draw"):
+        values = pinned(node, name)
+        assert values is None or facts(record)[name] in values or not matches(node, record)
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({}, EVERY),
+        ({"version": {"$gt": 1, "$lte": 3}}, VersionRange(2, 3)),
+        ({"staleness": {"$gte": 2}}, VersionRange(TAKEN - 2**53, 2)),
+        ({"staleness": {"$between": [0, 1.5]}}, VersionRange(3, 4)),
+        ({"version": 1.5}, NOTHING),
+        ({"version": {"$gt": 3, "$lt": 2}}, VersionRange(4, 1)),
+        ({"version": {"$in": [2, 7]}}, VersionRange(2, 7)),
+        ({"version": {"$in": [2, None]}}, EVERY),
+        ({"version": {"$ne": 2}}, EVERY),
+        ({"version": None}, EVERY),
+        ({"$or": [{"version": 1}, {"version": 3}]}, VersionRange(1, 3)),
+        ({"$or": [{"version": 1}, {"tokens": 3}]}, EVERY),
+        ({"version": 1, "tokens": 3}, VersionRange(1, 1)),
+        ({"$or": []}, NOTHING),
+        ({"version": {"$gte": 10**30}}, NOTHING),
+        ({"staleness": {"$between": [-(10**400), 10**400]}}, VersionRange(-(2**53), 2**53)),
+    ],
+)
+def test_pools_are_read_from_the_range_that_can_fit(query: dict[str, Any], expected: VersionRange) -> None:
+    found = version_range(parse(query), TAKEN)
+    assert found == expected or (found.is_empty and expected.is_empty)
+
+
+def test_edges_of_the_language() -> None:
+    assert parse({}) == parse({"$and": []}) == parse({"tries": {}}) == TRUE
+    assert parse({"$or": []}) == FALSE
+    completed = Condition("status", "$eq", "completed")
+    assert parse({"status": Status.COMPLETED}) == parse({"status": "completed"}) == completed
+    assert parse({"tries": {"$in": ()}}) == Condition("tries", "$in", frozenset())
+
+
+class Unlike:
+    def __repr__(self) -> str:
+        return "unlike"
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        (None, "a map of fields, not None"),
+        ([], "a map of fields"),
+        ("status", "a map of fields"),
+        ({"colour": 1}, "no field 'colour'.*fields: task, status"),
+        ({1: 1}, "no field 1"),
+        ({"time_ms": 1}, "no field 'time_ms'"),
+        ({"$not": {}}, r"'\$not' cannot stand here"),
+        ({"$eq": 3}, "cannot stand here"),
+        ({"$and": {"tries": 1}}, "needs a list"),
+        ({"$or": ({"tries": 1},)}, "needs a list"),
+        ({"$or": [{"tries": 1}, 3]}, "a map of fields, not 3"),
+        ({"tries": {"$like": 1}}, r"no operator '\$like'.*operators: \$eq"),
+        ({"tries": {"eq": 1}}, "no operator 'eq'"),
+        ({"tries": {"$and": []}}, r"no operator '\$and'"),
+        ({"tries": {2: 1}}, "no operator 2"),
+        ({"tries": "1"}, "tries: .eq cannot be '1'.*a finite number"),
+        ({"tries": True}, "cannot be True"),
+        ({"tries": None}, "cannot be None"),
+        ({"tries": [1]}, r"cannot be \[1\]"),
+        ({"tries": Unlike()}, "cannot be unlike"),
+        ({"tokens": float("nan")}, "cannot be nan"),
+        ({"reward": {"$lt": float("inf")}}, "cannot be inf"),
+        ({"version": {"$gt": None}}, "cannot be None"),
+        ({"version": {"$eq": "x"}}, "a finite number, or null"),
+        ({"task": 3}, "a text"),
+        ({"task": 10**5000}, "cannot be this int"),
+        ({"task": None}, "cannot be None"),
+        ({"gid": {"$lt": 3}}, "a text"),
+        ({"status": "done"}, "'done'.*one of init, completed"),
+        ({"status": None}, "one of init"),
+        ({"status": {"$in": ["init", "done"]}}, "'done'"),
+        ({"status": {"$gt": "init"}}, "asks for an order"),
+        ({"stage": "lost"}, "one of waiting, running"),
+        ({"tries": {"$in": 1}}, "needs a list"),
+        ({"tries": {"$in": {1, 2}}}, "needs a list"),
+        ({"tries": {"$not_in": "12"}}, "needs a list"),
+        ({"tries": {"$in": [1, "2"]}}, "cannot be '2'"),
+        ({"tries": {"$between": [1]}}, "lowest, highest"),
+        ({"tries": {"$between": [1, 2, 3]}}, "lowest, highest"),
+        ({"tries": {"$between": [2, 1]}}, "lowest, highest"),
+        ({"version": {"$between": [None, 1]}}, "cannot be None"),
+        ({"tries": {"$between": 3}}, "needs a list"),
+        ({"$or": [{"tries": 1}, {"tries": {"$gt": "1"}}]}, "cannot be '1'"),
+    ],
+)
+def test_wrong_questions_are_refused_without_looking_at_data(query: object, said: str) -> None:
+    with pytest.raises(QueryError, match=said) as caught:
+        parse(query)
+    assert caught.value.hint
+    assert caught.value.exit_code == ConfigError.exit_code == 2
+    assert len(str(caught.value)) < 500
+
+
+def test_nesting_is_bounded() -> None:
+    query: dict[str, Any] = {"tries": 1}
+    for _ in range(MAX_DEPTH):
+        query = {"$or": [query]}
+    assert parse(query)
+    with pytest.raises(QueryError, match="nested too deeply"):
+        parse({"$and": [query]})
+    endless: dict[str, Any] = {}
+    endless["$and"] = [endless]
+    with pytest.raises(QueryError, match="nested too deeply"):
+        parse(endless)
+
+
+def test_record_counts_staleness_to_the_step_that_took_it() -> None:
+    fields = {"stage": "taken", "status": "completed", "version": "3", "batch": "train:5"}
+    fields |= {"samples": "4", "reward": "3"}
+
+    def read(**changes: str) -> GroupRecord:
+        values = [(fields | changes).get(name, "").encode() for name in RECORD_FIELDS]
+        record = GroupRecord.parse("math-0000000007", values, Moment(taken=8, now_ms=1000))
+        assert record is not None
+        return record
+
+    assert (read().task, read().draw, read().staleness, read().reward) == ("math", 7, 1, 0.75)
+    assert read(stage="pool").staleness == read(batch="eval:5").staleness == 5
+    assert (read(version="").version, read(version="").staleness, read(status="aborted").reward) == (None, None, None)
+    times = {"entry": "400-0", "claimed_ms": "700", "submitted_ms": "600"}
+    assert (read().time_ms, read(**times).time_ms, read(claimed_ms="2000").time_ms) == (None, 300, 0)

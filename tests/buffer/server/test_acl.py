@@ -1,0 +1,240 @@
+"""Users of `rolloutmq acl` on real servers: each role can do all of its work, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import redis
+from rq import Queue, SimpleWorker
+from rq.serializers import JSONSerializer
+
+from buffer.config.loader import parse_settings
+from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
+from buffer.errors import StoreError
+from buffer.model.rollout import PolicyVersion
+from buffer.monitoring.run_view import take_snapshot
+from buffer.open_run import can_wait_for_disk
+from buffer.run import Run
+from buffer.server.acl import ROLES, acl_line, user_name
+from buffer.server.check import require_all_safe
+from buffer.store.store import Store
+from tests.buffer.scene import Scene
+from tests.rolloutmq.conftest import ROOT, rolloutmq
+from tests.servers import SAFE, Server, start_redis, start_server
+
+PASSWORD = "only for this test"
+
+
+class Site:
+    """One run, seen by a user of every role. `scene` acts as whoever it is told to."""
+
+    def __init__(self, server: Server, name: str, stack: ExitStack) -> None:
+        self.raw: Any = stack.enter_context(server.connect())
+        self.url, self.name = server.url, name
+        for role in ROLES:
+            self.raw.execute_command("ACL", "SETUSER", *words(acl_line(name, role, PASSWORD)))
+        store = self.store("trainer")
+        self.scene = Scene(store, self.raw, name)
+        self.runs = {role: Run.open(self.store(role), name) for role in ROLES if role != "judge"}
+
+    def login(self, role: str) -> str:
+        return self.url.replace("unix://", f"unix://{user_name(self.name, role)}:{quote(PASSWORD)}@")
+
+    def store(self, role: str) -> Store:
+        store = Store(self.login(role), deadline_s=5.0)
+        if role not in ("viewer", "judge"):
+            require_all_safe(store.servers)
+            store.waits_for_disk = can_wait_for_disk(store)
+        return store
+
+    def acting(self, role: str) -> Scene:
+        self.scene.run = self.runs[role]
+        return self.scene
+
+    def denied(self) -> list[str]:
+        """What users were refused."""
+        return [f"{entry['username']}: {entry['object']}" for entry in self.raw.acl_log()]
+
+
+def words(line: str) -> list[str]:
+    """The arguments of ACL SETUSER that a line of an ACL file stands for."""
+    return re.findall(r"\([^)]*\)|\S+", line.removeprefix("user "))
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def site(request: pytest.FixtureRequest, tmp_path: Path, run_name: str) -> Iterator[Site]:
+    with ExitStack() as stack:
+        server = stack.enter_context(start_server(request.param, tmp_path / "server"))
+        site = Site(server, run_name, stack)
+        yield site
+        for run in site.runs.values():
+            run.store.close()
+
+
+def work(site: Site) -> None:
+    """A run from its first prompt to a commit, each part by the role whose it is."""
+    site.acting("trainer").open_trainer()
+    producer = site.acting("producer")
+    producer.enqueue(8)
+    worker = site.acting("worker")
+    done, failed, back, aborted, *others = worker.claim(8)
+    worker.beat([done, failed])
+    worker.submit(done)
+    worker.run.jobs.release("w0", failed, "failed", "bad")
+    worker.run.jobs.release("w0", back, "handback")
+    worker.run.jobs.release("w0", aborted, "aborted")
+    for job in others:
+        worker.submit(job)
+    worker.run.janitor.sweep(files=False, archive=False)
+    producer = site.acting("producer")
+    producer.run.jobs.reissue(producer.producer, "math", "aborted", 1000)
+    trainer = site.acting("trainer")
+    entries = trainer.take(1, math=3).entries
+    trainer.run.ledger.quarantine(trainer.trainer, 1, entries[0], "not good")
+    trainer.run.buffer.read_many([entry.payload for entry in entries[1:]])
+    trainer.run.control.set_mode("trainer", Mode.KEEP, nonce=trainer.trainer)
+    trainer.run.control.publish_weights(trainer.trainer, PolicyVersion("l1", 1), "/w/1", "sum")
+    trainer.run.control.set_mode("trainer", Mode.RUN, nonce=trainer.trainer)
+    trainer.run.ledger.commit(trainer.trainer, 1, 1)
+    site.acting("producer").run.janitor.sweep()
+    look(site.runs["viewer"])
+    steer(site, entries[0].gid)
+
+
+def look(run: Run) -> None:
+    """What a viewer does."""
+    assert run.account.fsck().clean
+    take_snapshot(run)
+    assert run.groups.find({"stage": "waiting"}, limit=5)
+    run.buffer.count_statuses()
+    run.fleet.workers()
+
+
+def steer(site: Site, dead: str) -> None:
+    """What an operator does."""
+    run = site.acting("operator").run
+    run.control.set_mode("operator", Mode.DRAIN)
+    run.control.set_mode("operator", Mode.RUN)
+    assert run.jobs.requeue(dead) == "dead"
+    assert run.jobs.drop(dead) == "waiting"
+    run.set(parse_settings(LiveSettings, ["max_tries=5"]))
+    run.fleet.fence("w0")
+    run.janitor.sweep()
+    assert run.account.fsck().clean
+
+
+def test_each_role_can_do_its_work(site: Site) -> None:
+    work(site)
+    assert site.denied() == []
+
+
+def test_a_worker_in_a_process_of_its_own_is_denied_nothing(site: Site) -> None:
+    """The channel of hints, as the heart listens to it."""
+    with redis.Redis.from_url(site.login("worker")) as client, client.pubsub() as channel:
+        channel.subscribe(site.scene.keys.control)
+        site.acting("trainer").open_trainer()
+        site.scene.run.control.set_mode("trainer", Mode.DRAIN, nonce=site.scene.trainer)
+        kinds = [channel.get_message(timeout=10.0) for _ in range(2)]
+        assert [kind and kind["type"] for kind in kinds] == ["subscribe", "message"]
+    assert site.denied() == []
+
+
+def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
+    """(role, what it must not do), with every nonce known: they can be read by whoever sees the run."""
+    scene, keys = site.scene, site.scene.keys
+    weights = PolicyVersion("l1", 9)
+
+    def plain(*command: str) -> Callable[[Run], object]:
+        return lambda run: run.store.retrying("crime", lambda: run.store.control.execute_command(*command))
+
+    of_the_trainer: list[Callable[[Run], object]] = [
+        lambda run: run.ledger.take(scene.trainer, 2, {"math": 1}),
+        lambda run: run.ledger.commit(scene.trainer, 1, 1),
+        lambda run: run.control.publish_weights(scene.trainer, weights, "/evil", "sum"),
+        lambda run: run.control.set_mode("operator", Mode.ABORT),
+        lambda run: run.trainers.open("mine", step=1, lineage="evil", take_over=True),
+        plain("HSET", keys.control, "trainer", "mine"),
+        plain("HSET", keys.ledger("train"), "taken", "9"),
+        plain("DEL", keys.batch("train", 1)),
+        plain("HSET", keys.meta, "max_tries", "0"),
+        plain("HSET", keys.cursors, "math", "0"),
+        plain("HDEL", keys.suspects, "w0"),
+        lambda run: run.fleet.admit("w0"),
+        lambda run: run.jobs.enqueue(scene.producer, "op", "math", run.jobs.cursor("math"), [0], 99),
+    ]
+    of_all = [
+        plain("FLUSHALL"), plain("SET", "rmq:{other}:meta", "x"), plain("GET", "rmq:{other}:meta"),
+        plain("CONFIG", "SET", "maxmemory", "1"), plain("ACL", "SETUSER", "me", "on"), plain("SHUTDOWN"),
+        plain("KEYS", "*"), plain("MONITOR"), plain("DEBUG", "SLEEP", "0"), plain("SCRIPT", "KILL"),
+    ]  # fmt: skip
+    some_group = keys.group(next(iter(site.scene.run.groups.find({}, limit=1))).gid)
+    of_writers = [plain("DEL", some_group), plain("SET", keys.payload("math-0000000000", "x"), "x"),
+                  plain("ZADD", keys.leases, "1", "x"), plain("RPUSH", keys.bell("workers"), "1"),
+                  plain("PUBLISH", keys.control, "x")]  # fmt: skip
+    found = [("worker", crime) for crime in of_the_trainer]
+    found += [("viewer", crime) for crime in [*of_the_trainer, *of_writers]]
+    found += [(role, crime) for role in ROLES if role != "judge" for crime in of_all]
+    return found
+
+
+def test_no_role_can_do_what_is_not_its_work(site: Site) -> None:
+    work(site)
+    site.raw.set("rmq:{other}:meta", "theirs")
+    before = site.scene.dump()
+    for place, (role, crime) in enumerate(crimes(site)):
+        with pytest.raises(StoreError):
+            pytest.fail(f"{role} could do crime {place}: {crime(site.runs[role])}")
+    assert site.scene.dump() == before
+    assert site.raw.get("rmq:{other}:meta") == b"theirs"
+
+
+def test_a_judge_sees_rq_and_nothing_of_the_run(site: Site) -> None:
+    with redis.Redis.from_url(site.login("judge")) as client:
+        queue = Queue(f"rmq-judge:{site.name}", connection=client, serializer=JSONSerializer)
+        job = queue.enqueue("operator.add", 1, 2)
+        SimpleWorker([queue], connection=client, serializer=JSONSerializer).work(burst=True, logging_level="ERROR")
+        assert job.return_value() == 3
+        assert site.denied() == []
+        for command in (("HGETALL", site.scene.keys.meta), ("LPUSH", site.scene.keys.bell("workers"), "x")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*command)
+
+
+def test_printed_file_is_one_that_a_server_loads(tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    made = rolloutmq("acl", "--run", "demo", "--secrets", str(secrets))
+    assert made.returncode == 0, made.stderr
+    assert secrets.stat().st_mode & 0o077 == 0
+    passwords = dict(line.split(" ") for line in secrets.read_text().splitlines())
+    assert not any(password in made.stdout for password in passwords.values())
+    assert rolloutmq("acl", "--run", "demo", "--secrets", str(secrets)).stdout == made.stdout
+    (tmp_path / "users.acl").write_text(made.stdout, encoding="utf-8")
+    with start_redis(tmp_path / "redis", *SAFE, "--aclfile", str(tmp_path / "users.acl")) as url:
+        for role, password in passwords.items():
+            login = url.replace("unix://", f"unix://{user_name('demo', role)}:{password}@")
+            with redis.Redis.from_url(login) as client:
+                assert client.ping()
+
+
+def test_passwords_come_from_the_environment_or_a_private_file(tmp_path: Path) -> None:
+    known = {f"ROLLOUTMQ_PASSWORD_{role.upper()}": f"secret-{role}" for role in ROLES}
+    given = rolloutmq("acl", "--run", "demo", cwd=ROOT, **known)
+    assert given.stdout.splitlines() == [acl_line("demo", role, f"secret-{role}") for role in ROLES]
+    known.pop("ROLLOUTMQ_PASSWORD_WORKER")
+    missing = rolloutmq("acl", "--run", "demo", cwd=ROOT, **known)
+    assert missing.returncode == 2
+    assert "no password for worker" in missing.stderr
+    open_to_all = tmp_path / "secrets"
+    open_to_all.write_text("worker hunter22\n")
+    open_to_all.chmod(0o644)
+    refused = rolloutmq("acl", "--run", "demo", "--secrets", str(open_to_all))
+    assert refused.returncode == 2
+    assert "chmod 600" in refused.stderr
+    assert "hunter22" not in refused.stderr

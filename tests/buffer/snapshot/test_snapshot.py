@@ -1,0 +1,434 @@
+"""A run that was saved and resumed is the same run (I1, I5, I6); what is not whole is refused, and leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import orjson
+import pytest
+
+from buffer.errors import (
+    ConfigError,
+    PayloadMissing,
+    RunExists,
+    RunNotFound,
+    SchemaVersionError,
+    SnapshotError,
+)
+from buffer.model.ids import group_id, new_nonce
+from buffer.model.job import PayloadRef
+from buffer.model.rollout import PolicyVersion, Status
+from buffer.run import Run
+from buffer.snapshot import folder as on_disk
+from buffer.snapshot.loader import SnapshotLoader
+from buffer.store.payloads import CHUNK_BYTES
+from buffer.store.store import Store
+from tests.buffer.keyspace import dump, run_keys
+from tests.buffer.scene import FIRST, LIMITS, Scene, extend
+from tests.servers import start_server
+
+ROLES = {b"trainer", b"producer", b"trainer_closed", b"producer_closed"}
+
+
+def fill(scene: Scene) -> Scene:
+    """Groups in every place, two of them running, dead letters, an evaluation, three batches."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(12, samples=[2] * 11 + [0])
+    jobs = scene.claim(9)
+    for job, version in zip(jobs[:5], (1, 0, 1, 0, 0), strict=True):
+        scene.submit(job, PolicyVersion("l0", version))
+    scene.submit(jobs[5], status=Status.ABORTED)
+    scene.submit(jobs[6], filtered=True)
+    scene.run.jobs.release("w0", jobs[7], "failed", "a judge said no")
+    scene.take(1), scene.take(2), scene.take(3, math=1)
+    scene.run.ledger.commit(scene.trainer, 2, 1)
+    scene.enqueue(3, task="quiz")
+    scene.ready(0, 0, task="code")
+    scene.run.evaluations.take(scene.trainer, 1, {"quiz": 1}, strict=False)
+    scene.claim(1)
+    scene.check()
+    return scene
+
+
+@pytest.fixture
+def busy(make_scene: Callable[..., Scene]) -> Scene:
+    return fill(make_scene(max_tries=1, stale_threshold=9))
+
+
+def resumed(scene: Scene, folder: Path, **options: Any) -> Scene:
+    """The run of a snapshot under another name, seen by another scene."""
+    other = object.__new__(Scene)
+    other.run = Run.resume(scene.store, folder, name=f"{scene.name}-again", **options)
+    other.store, other.raw, other.name, other.keys = scene.store, scene.raw, other.run.name, other.run.keys
+    other.producer, other.trainer, other.nonces = "", "", {}
+    return other
+
+
+def without_roles(control: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    return {name: value for name, value in control.items() if name not in ROLES}
+
+
+def names_of(scene: Scene, name: str) -> list[str]:
+    return run_keys(scene.raw, name)
+
+
+def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(busy: Scene, tmp_path: Path) -> None:
+    for job in busy.raw.zrange(busy.keys.leases, 0, -1):
+        busy.raw.hset(busy.keys.group(job.decode()), "claimed_ms", "1")
+    facts = busy.run.save(tmp_path / "s")
+    before = busy.dump()
+    running = sorted(busy.raw.zrange(busy.keys.leases, 0, -1))
+    assert (len(running), facts.was_running) == (2, 2)
+    other = resumed(busy, tmp_path / "s")
+    after = other.dump()
+    other.check()
+    assert other.run.nonce == busy.run.nonce
+    assert other.run.limits == busy.run.limits
+    # what runs waits again, behind what waited, with its try given back
+    assert running == [other.stream("resume")[-1].encode(), other.stream("eval", "quiz")[-1].encode()]
+    for gid in (gid.decode() for gid in running):
+        was, now = busy.record(gid), other.record(gid)
+        assert int(now["tries"]) == int(was["tries"]) - 1
+        assert now["stage"] == "waiting"
+        before.pop(f"group:{gid}"), after.pop(f"group:{gid}")
+    for name in ("leases", "holds:w0", "workers", "worker:w0", "garbage", "jobs:math:resume", "jobs:quiz:eval"):
+        before.pop(name, None), after.pop(name, None)
+    # bytes that nobody needs any more were not copied
+    for name in [n for n in before if n.startswith("payload:") and n not in after]:
+        _, gid, token = name.split(":")
+        assert any(entry.startswith(f"{gid} {token} ") for entry in busy.garbage())
+        before.pop(name)
+    before["control"], after["control"] = without_roles(before["control"]), without_roles(after["control"])
+    before["progress:math"][b"running"] = before["progress:quiz"][b"running"] = b"0"
+    assert after == before
+
+
+def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(busy: Scene, tmp_path: Path) -> None:
+    taken = {step: busy.run.ledger.manifest(step) for step in (2, 3)}
+    payloads = [busy.run.payloads.read(e.payload) for m in taken.values() if m for e in m.entries]
+    busy.run.save(tmp_path / "s")
+    other = resumed(busy, tmp_path / "s")
+    with pytest.raises(Exception, match="step 0"):
+        other.open_trainer(0)
+    other.open_trainer(1, "l2")
+    again = {step: other.take(step) for step in (2, 3)}
+    assert again == taken
+    assert [other.run.payloads.read(e.payload) for m in again.values() for e in m.entries] == payloads
+    order = [gid for gid, _ in other.pool("completed")]
+    assert other.take(4, math=len(order)).gids == order
+    # the next draw, the next arrival
+    assert other.run.jobs.cursor("math") == busy.run.jobs.cursor("math")
+    assert other.enqueue(1).cursor == busy.run.jobs.cursor("math") + 1
+    arrivals = int(busy.counters()["arrivals"])
+    job = next(job for job in other.claim(9) if job.task == "math")
+    other.submit(job)
+    assert int(other.record(job.gid)["arrival"]) == arrivals + 1
+    other.check()
+
+
+def test_partial_tokens_survive(scene: Scene, tmp_path: Path) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    scene.submit(job, status=Status.ABORTED)
+    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
+    scene.claim()
+    scene.run.save(tmp_path / "s")
+    other = resumed(scene, tmp_path / "s")
+    (again,) = other.claim()
+    assert [len(s.response_ids) for s in other.run.buffer.read(again.payload).states] == [2, 2]
+    other.submit(again)
+    other.check()
+
+
+def test_payloads_of_several_chunks_and_files(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_disk, "FILE_BYTES", 500_000)
+    scene.enqueue(2)
+    for job in scene.claim(2):
+        group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
+        group.states[0].response = "x" * (CHUNK_BYTES * 2)
+        scene.run.buffer.submit("w0", job, type(group)(group.gid, group.task, group.states), 4)
+    facts = scene.run.save(tmp_path / "s")
+    assert len([name for name in facts.files if name.startswith("payloads")]) > 4
+    other = resumed(scene, tmp_path / "s")
+    for draw in range(2):
+        ref, again = (s.payload(group_id("math", draw)) for s in (scene, other))
+        assert ref.chunks == 3
+        assert scene.run.payloads.read(ref) == other.run.payloads.read(again)
+    other.check()
+
+
+MOVES = ("claim", "submit", "release", "take", "commit", "refresh", "enqueue", "reap", "publish")
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_save_begins_again_when_the_index_moves_and_gives_up_when_it_never_stands_still(
+    busy: Scene, tmp_path: Path, move: str
+) -> None:
+    jobs = {gid.decode(): gid for gid in busy.raw.zrange(busy.keys.leases, 0, -1)}
+    assert jobs
+    moves: dict[str, Callable[[], object]] = {
+        "claim": lambda: busy.claim(1),
+        "submit": lambda: busy.submit(busy.claim(1)[0]),
+        "release": lambda: busy.run.jobs.release("w0", busy.claim(1)[0], "handback"),
+        "take": lambda: busy.take(4, math=1),
+        "commit": lambda: busy.run.ledger.commit(busy.trainer, 3, 2),
+        "refresh": lambda: (
+            busy.raw.hset(busy.keys.ledger("train"), "taken", 9) and busy.run.buffer.refresh_staleness("code")
+        ),
+        "enqueue": lambda: busy.enqueue(1),
+        "reap": busy.run.jobs.reap,
+        "publish": lambda: busy.run.control.publish_weights(busy.trainer, PolicyVersion("l0", 1), "/w", ""),
+    }
+    if move == "reap":
+        busy.expire_leases()
+    moved: list[int] = []
+
+    def advance(what: str, done: int) -> None:
+        if what == "index" and done == 5 and not moved:
+            moved.append(1)
+            moves[move]()
+
+    with pytest.raises(SnapshotError, match="moved while"):
+        busy.run.save(tmp_path / "never", attempts=1, advance=advance)
+    assert list(tmp_path.iterdir()) == []
+    moved.clear()
+    if move in ("take", "commit", "refresh", "reap", "publish"):
+        return
+    busy.run.save(tmp_path / "s", attempts=2, advance=advance)
+    assert moved
+    resumed(busy, tmp_path / "s").check()
+
+
+def test_save_is_not_disturbed_by_beats_and_heartbeats(busy: Scene, tmp_path: Path) -> None:
+    def advance(what: str, done: int) -> None:
+        busy.run.control.beat("trainer", busy.trainer)
+        busy.run.control.beat("producer", busy.producer)
+        busy.beat([])
+
+    busy.run.save(tmp_path / "s", attempts=1, advance=advance)
+
+
+def test_run_goes_on_while_payloads_are_copied_and_none_is_freed(busy: Scene, tmp_path: Path) -> None:
+    def advance(what: str, done: int) -> None:
+        if what == "payloads" and done == 1:
+            busy.run.ledger.commit(busy.trainer, 3, 3)
+            busy.run.janitor.sweep()
+            assert busy.garbage()
+
+    busy.run.save(tmp_path / "s", attempts=1, advance=advance)
+    resumed(busy, tmp_path / "s").check()
+    busy.run.janitor.sweep()
+    assert busy.garbage() == set()
+
+
+def test_two_snapshots_at_once_are_refused(busy: Scene, tmp_path: Path) -> None:
+    busy.raw.set(busy.keys.hold, "somebody")
+    with pytest.raises(SnapshotError, match="another snapshot"):
+        busy.run.save(tmp_path / "s")
+    assert busy.raw.get(busy.keys.hold) == b"somebody"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lost_payload_is_an_error_and_leaves_no_folder(busy: Scene, tmp_path: Path) -> None:
+    gid = busy.pool("completed")[0][0]
+    busy.raw.delete(busy.keys.payload(gid, busy.record(gid)["payload"]))
+    with pytest.raises(PayloadMissing, match=gid):
+        busy.run.save(tmp_path / "s")
+    assert list(tmp_path.iterdir()) == []
+    assert not busy.raw.exists(busy.keys.hold)
+
+
+def test_folder_that_holds_something_is_refused(busy: Scene, tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(SnapshotError, match="not an empty folder"):
+        busy.run.save(tmp_path)
+
+
+def test_resume_refuses_a_run_that_is_there(busy: Scene, tmp_path: Path) -> None:
+    busy.run.save(tmp_path / "s")
+    before = busy.dump()
+    with pytest.raises(RunExists, match="there is a run"):
+        Run.resume(busy.store, tmp_path / "s")
+    assert busy.dump() == before
+    with pytest.raises(ConfigError, match="run name"):
+        Run.resume(busy.store, tmp_path / "s", name="a:b")
+
+
+def test_resume_refuses_leftovers_of_a_run_without_its_meta(busy: Scene, tmp_path: Path) -> None:
+    busy.run.save(tmp_path / "s")
+    busy.raw.delete(busy.keys.meta)
+    before = busy.dump()
+    with pytest.raises(RunExists, match="holds keys of"):
+        Run.resume(busy.store, tmp_path / "s")
+    assert busy.dump() == before
+
+
+def damaged(folder: Path) -> list[tuple[str, Callable[[], object]]]:
+    index, payloads = folder / "index-00000.msgpack", folder / "payloads-00000.msgpack"
+    manifest = folder / "manifest.json"
+    data = payloads.read_bytes()
+    flipped = bytes([data[100] ^ 1])
+    return [
+        ("was cut off", lambda: payloads.write_bytes(data[:-1])),
+        ("was cut off", lambda: index.write_bytes(index.read_bytes() + b"\x00")),
+        ("was altered", lambda: payloads.write_bytes(data[:100] + flipped + data[101:])),
+        ("cannot be read", payloads.unlink),
+        ("was altered", lambda: manifest.write_bytes(manifest.read_bytes().replace(b'"groups": ', b'"groups": 1'))),
+        ("holds no snapshot", lambda: manifest.write_bytes(manifest.read_bytes()[:-9])),
+        ("not the manifest", lambda: manifest.write_bytes(b"{}")),
+        ("holds no snapshot", manifest.unlink),
+    ]
+
+
+@pytest.mark.parametrize("which", range(8))
+def test_resume_refuses_what_was_cut_off_or_altered_and_leaves_nothing(busy: Scene, tmp_path: Path, which: int) -> None:
+    busy.run.save(tmp_path / "s")
+    words, damage = damaged(tmp_path / "s")[which]
+    damage()
+    with pytest.raises(SnapshotError, match=words):
+        resumed(busy, tmp_path / "s")
+    assert names_of(busy, f"{busy.name}-again") == []
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """A manifest that is whole, but says something else."""
+    body = orjson.loads((folder / "manifest.json").read_bytes())["manifest"]
+    change(body)
+    document = {"manifest": body, "blake2b": on_disk._checksum(body)}
+    (folder / "manifest.json").write_bytes(orjson.dumps(document))
+
+
+def test_resume_refuses_another_schema_and_another_version(busy: Scene, tmp_path: Path) -> None:
+    busy.run.save(tmp_path / "s")
+    rewrite(tmp_path / "s", lambda body: body["meta"].update(schema="7"))
+    with pytest.raises(SchemaVersionError, match="schema 7"):
+        resumed(busy, tmp_path / "s")
+    rewrite(tmp_path / "s", lambda body: body.update(version=99))
+    with pytest.raises(SchemaVersionError, match="version 99"):
+        resumed(busy, tmp_path / "s")
+    assert names_of(busy, f"{busy.name}-again") == []
+
+
+def test_snapshot_of_a_broken_run_is_not_resumed(busy: Scene, tmp_path: Path) -> None:
+    busy.raw.hincrby(busy.keys.progress("math"), "enqueued", 1)
+    busy.run.save(tmp_path / "s")
+    with pytest.raises(SnapshotError, match="does not add up"):
+        resumed(busy, tmp_path / "s")
+    assert names_of(busy, f"{busy.name}-again") == []
+
+
+def test_nobody_can_open_a_run_that_is_being_resumed(busy: Scene, tmp_path: Path) -> None:
+    busy.run.save(tmp_path / "s")
+    seen = []
+
+    def advance(what: str, done: int) -> None:
+        with pytest.raises(RunNotFound, match="being resumed"):
+            Run.open(busy.store, f"{busy.name}-again")
+        with pytest.raises(RunExists):
+            Run.create(busy.store, f"{busy.name}-again", new_nonce(), LIMITS, FIRST, "/w")
+        with pytest.raises(RunExists, match="another process"):
+            resumed(busy, tmp_path / "s")
+        seen.append(done)
+
+    resumed(busy, tmp_path / "s", advance=advance).check()
+    assert seen
+
+
+def test_interrupted_resume_is_cleared_away_by_the_next_one_and_by_itself_where_it_can(
+    busy: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy.run.save(tmp_path / "s")
+    name = f"{busy.name}-again"
+
+    def stop(what: str, done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resumed(busy, tmp_path / "s", advance=stop)
+    assert names_of(busy, name) == []
+    # killed: nothing was undone
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotLoader, "_undo", lambda self, error: None)
+        with pytest.raises(KeyboardInterrupt):
+            resumed(busy, tmp_path / "s", advance=stop)
+    busy.raw.set(f"rmq:{{{name}}}:group:zombie", "")
+    with pytest.raises(RunExists, match="another process"):
+        resumed(busy, tmp_path / "s")
+    busy.raw.hset(f"rmq:{{{name}}}:meta", "seen_ms", 1)
+    other = resumed(busy, tmp_path / "s")
+    assert not busy.raw.exists(f"rmq:{{{name}}}:group:zombie")
+    other.check()
+
+
+def test_resume_goes_on_when_connections_are_killed(busy: Scene, store: Store, tmp_path: Path) -> None:
+    def kill(what: str, done: int) -> None:
+        for client in busy.raw.client_list():
+            if client["name"].startswith("rolloutmq"):
+                busy.raw.client_kill_filter(_id=client["id"])
+
+    busy.run.save(tmp_path / "s")
+    resumed(busy, tmp_path / "s", advance=kill).check()
+
+
+def test_any_msgpack_library_reads_the_files(busy: Scene, tmp_path: Path) -> None:
+    busy.run.save(tmp_path / "s")
+    kinds = set()
+    for file in (tmp_path / "s").glob("*.msgpack"):
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(file.read_bytes())
+        for kind, key, _ in unpacker:
+            kinds.add(kind)
+            assert not key.startswith("rmq:")
+    assert kinds == {"hash", "zset", "stream", "list", "bits", "string"}
+
+
+def test_paging_keeps_the_order_of_pools_and_streams(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.snapshot.cut.PAGE", 3)
+    monkeypatch.setattr("buffer.groups.record_walk.PAGE", 3)
+    monkeypatch.setattr("buffer.snapshot.cut.PAGE_DRAWS", 8)
+    monkeypatch.setattr("buffer.groups.record_walk.PAGE_DRAWS", 8)
+    scene.open_trainer(lineage="l0")
+    versions = np.random.default_rng(0).integers(0, 4, 20).tolist()
+    scene.ready(*versions)
+    scene.enqueue(11)
+    scene.take(1, math=7)
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.run.save(tmp_path / "s")
+    other = resumed(scene, tmp_path / "s")
+    assert other.pool("completed") == scene.pool("completed")
+    assert other.stream("fresh") == scene.stream("fresh")
+    assert dump(scene.raw, other.name)["ended:math:archived"] == scene.dump()["ended:math:archived"]
+    other.check()
+
+
+def test_names_of_payloads_are_those_of_the_records(busy: Scene, tmp_path: Path) -> None:
+    busy.run.save(tmp_path / "s")
+    other = resumed(busy, tmp_path / "s")
+    for draw in range(12):
+        gid = group_id("math", draw)
+        if record := other.record(gid):
+            ref = PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
+            assert other.run.buffer.read(ref).gid == gid
+
+
+@pytest.mark.parametrize("kinds", [("valkey", "redis"), ("redis", "valkey")])
+def test_snapshot_of_one_kind_of_server_resumes_on_the_other(tmp_path: Path, kinds: tuple[str, str]) -> None:
+    folder = tmp_path / "s"
+    with start_server(kinds[0], tmp_path / "a") as one, one.connect() as raw:
+        store = Store(one.url)
+        scene = Scene(store, raw, "moved", LIMITS.model_copy(update={"max_tries": 1, "stale_threshold": 9}))
+        fill(scene).run.save(folder)
+        manifest = scene.run.ledger.manifest(3)
+        store.close()
+    with start_server(kinds[1], tmp_path / "b") as other:
+        store = Store(other.url)
+        run = Run.resume(store, folder)
+        assert run.account.fsck().clean
+        assert run.ledger.manifest(3) == manifest
+        store.close()

@@ -1,0 +1,155 @@
+"""A primary dies and a replica takes its place: what was answered is still there, and clients go on (I6, I13)."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from buffer.errors import ConfigError, StoreUnavailable
+from buffer.model.limits import RunLimits
+from buffer.model.manifest import Manifest
+from buffer.server.embedded import valkey_binary
+from buffer.store.store import Store
+from buffer.store.url import open_client
+from tests.buffer.scene import LIMITS, Scene
+from tests.cluster import MASTERS, Cluster, Node, start_cluster, until
+from tests.sentinels import Watched, start_watched
+from tests.servers import SAFE, _find_redis
+
+SAFELY = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 1})
+PATIENT_S = 60.0
+
+
+# a kind each, for the time it takes: Redis 7.0 is slow to follow a new primary (15 s) when Sentinels name it
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    with start_watched(str(valkey_binary()), tmp_path, *SAFE) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with start_cluster(_find_redis(), tmp_path, *SAFE, timeout_ms=1500) as started:
+        yield started
+
+
+def patient(url: str) -> redis.Redis:
+    """A client that asks the Sentinels again while they name nobody: a busy one takes a slow primary for dead."""
+    client = open_client(url)
+    client.set_retry(Retry(ConstantBackoff(0.1), int(PATIENT_S / 0.1)))
+    return client
+
+
+def work(scene: Scene, steps: range) -> list[Manifest]:
+    """Batches 1 to n, all but the last two committed; one more group runs, one is ready."""
+    manifests = []
+    for step in steps:
+        scene.ready(step - 1, lineage="l1")
+        manifests.append(scene.take(step))
+        scene.run.ledger.commit(scene.trainer, step, max(0, step - 2))
+    return manifests
+
+
+def go_on(scene: Scene, manifests: list[Manifest]) -> None:
+    """Everything that was answered before is there; the run goes on; the account adds up."""
+    last = len(manifests)
+    for manifest in manifests[-2:]:
+        assert scene.take(manifest.step) == manifest
+        assert scene.run.buffer.read(manifest.entries[0].payload).gid == manifest.gids[0]
+    work(scene, range(last + 1, last + 4))
+    scene.run.janitor.sweep()
+    scene.check()
+
+
+def test_sentinels_name_another_primary_and_nothing_answered_is_lost(watched: Watched) -> None:
+    store = Store(watched.url, deadline_s=PATIENT_S)
+    scene = Scene(store, patient(watched.url), "demo", SAFELY)
+    scene.open_trainer()
+    manifests = work(scene, range(1, 6))
+    watched.primary.kill()
+    go_on(scene, manifests)
+    assert scene.run.store.retries > 0
+    store.close()
+
+
+def test_a_cluster_promotes_a_replica_and_nothing_answered_is_lost(cluster: Cluster) -> None:
+    store = Store(cluster.url, deadline_s=PATIENT_S)
+    master = cluster.master_of("rmq:{demo}:meta")
+    replica = cluster.add_replica(master)
+    for other in [node for node in cluster.nodes[:MASTERS] if node is not master]:
+        # payloads lie there, too; these only hold what is waited for
+        cluster.add_replica(other).ask("CONFIG SET", "cluster-replica-no-failover", "yes")
+    with redis.RedisCluster.from_url(cluster.url) as raw:
+        scene = Scene(store, raw, "demo", SAFELY)
+        scene.open_trainer()
+        manifests = work(scene, range(1, 6))
+        master.kill()
+        # it comes back as the replica of its replica; before that, nothing durable is answered
+        back = threading.Thread(target=come_back, args=(cluster, master, replica))
+        back.start()
+        go_on(scene, manifests)
+        back.join()
+        assert cluster.master_of(scene.keys.meta) is replica
+        assert scene.run.store.retries > 0
+    store.close()
+
+
+def come_back(cluster: Cluster, dead: Node, promoted: Node) -> None:
+    until(lambda: cluster.ports_of("rmq:{demo}:meta") == {promoted.port}, "the promotion")
+    dead.start()
+
+
+def test_a_durable_call_is_not_answered_while_no_replica_has_it(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.store.durability.WAIT_MS", 300)
+    store = Store(watched.url, deadline_s=PATIENT_S)
+    raw: Any = patient(watched.url)
+    scene = Scene(store, raw, "demo", SAFELY)
+    scene.open_trainer()
+    scene.ready(0, 0)
+    for replica in watched.replicas:
+        replica.signal(signal.SIGSTOP)
+    scene.run.store.deadline_s = 0.1
+    # the second one repeats what the first one wrote, maybe on another connection
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="only 0 of 1 replicas have it"):
+            scene.take(1)
+        raw.connection_pool.disconnect()
+        store.control.connection_pool.disconnect()
+    for replica in watched.replicas:
+        replica.signal(signal.SIGCONT)
+    scene.run.store.deadline_s = PATIENT_S
+    assert len(scene.take(1).gids) == 1
+    scene.check()
+    store.close()
+
+
+@pytest.mark.parametrize("url", ["redis+sentinel://:top-secret@h:1", "redis+sentinel://:top-secret@h:port/queue"])
+def test_bad_url_of_sentinels_is_a_config_error_without_the_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"redis\+sentinel://host:port,host:port/service") as caught:
+        Store(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_logins_of_server_and_sentinels_are_told_apart() -> None:
+    url = "rediss+sentinel://me:a%40b@h1:1,h2/queue/3?sentinel_password=c&ssl_ca_certs=/ca.pem"
+    client: Any = open_client(url)
+    pool = client.connection_pool
+    login = {name: pool.connection_kwargs[name] for name in ("username", "password", "db", "ssl_ca_certs")}
+    assert login == {"username": "me", "password": "a@b", "db": 3, "ssl_ca_certs": "/ca.pem"}
+    watchers = [sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels]
+    assert [(w["host"], w["port"], w["password"], w.get("ssl_ca_certs")) for w in watchers] == [
+        ("h1", 1, "c", "/ca.pem"),
+        ("h2", 26379, "c", "/ca.pem"),
+    ]

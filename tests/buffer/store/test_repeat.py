@@ -1,0 +1,36 @@
+"""A reply may be lost, so every script may run twice: the second run must change nothing (I13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from buffer.model.limits import RunLimits
+from tests.buffer.echo_store import MUTATING, EchoStore
+from tests.buffer.scene import LIMITS, Scene
+from tests.buffer.whole_story import tell_a_whole_story
+from tests.servers import Server
+
+HINT = "sync"
+"""Notes the time, each time."""
+
+
+@pytest.fixture
+def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[EchoStore]:
+    store = EchoStore(server.url, redis_client, run=run_name, repeats=[name for name in MUTATING if name != HINT])
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize(("tail_batch", "order"), [(-1, "staleness"), (0, "staleness"), (0, "length_fair")])
+def test_no_script_changes_anything_when_it_runs_again(
+    echo: EchoStore, redis_client: redis.Redis, run_name: str, tail_batch: int, order: str, tmp_path: Path
+) -> None:
+    limits = RunLimits(**{**LIMITS.model_dump(), "max_tries": 2, "tail_batch_trigger_size": tail_batch, "order": order})
+    scene = Scene(echo, redis_client, run_name, limits)
+    tell_a_whole_story(scene, tmp_path)
+    assert set(echo.repeats) - set(echo.echoes) == ({"reorder"} if order == "staleness" else set())
+    scene.check()

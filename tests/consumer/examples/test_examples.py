@@ -1,0 +1,223 @@
+"""The examples, killed and started again; one of them as a user does it: `rolloutmq train` with a loop of one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer.batches.position import Position
+from buffer.config.loader import load_config
+from buffer.config.trainer import TrainingConfig
+from buffer.model.manifest import Manifest
+from buffer.monitoring.history import StepLog
+from buffer.open_run import create_run
+from buffer.store.store import Store
+from consumer.examples.plain_loop import train
+from consumer.models.model_folder import load_model
+from consumer.rollout_consumer import RolloutConsumer
+from consumer.training.checkpoint import CheckpointFolder
+from consumer.training.step_log import read_evaluations
+from tests.consumer.crew import MEMBERS, at_work, wait_until
+from tests.consumer.training.fsdp_ranks import KILLED
+from tests.servers import Server
+
+pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
+
+ROOT = Path(__file__).parents[3]
+STEPS, GROUPS = 4, 3
+
+CONFIG = """
+[run]
+name = "{name}"
+dir = "{folder}/run"
+[policy]
+model = "{model}"
+[plan]
+steps = {steps}
+batch_size = {groups}
+[tasks.math]
+judge = "exact_match"
+prompt_repeat_k = {members}
+dataset = {{ kind = "jsonl", path = "problems.jsonl" }}
+[tasks.quiz]
+eval_of = "math"
+[trainer]
+loop = "{loop}"
+checkpoint_every_steps = 2
+[learner]
+learning_rate = 1e-3
+[evaluation]
+groups = 2
+"""
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+CRASHES: list[tuple[type, str, int]] = [
+    (RolloutConsumer, "take_batch", 3),
+    (CheckpointFolder, "write", 1),
+    (RolloutConsumer, "commit", 1),
+    (RolloutConsumer, "publish_weights", 4),
+]
+
+
+class Site:
+    """A run that an example trains; prepared groups come from this process."""
+
+    def __init__(self, server: Server, name: str, folder: Path, model: Path, loop: str) -> None:
+        self.file = folder / "run.toml"
+        facts = {"name": name, "folder": folder, "model": model, "loop": loop}
+        self.file.write_text(CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8")
+        self.config = load_config(TrainingConfig, self.file, [])
+        self.store, self.url = Store(server.url), server.url
+        self.run = create_run(self.store, self.config, model)
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, *(arguments or ("-m", "rolloutmq", "train", str(self.file), "--take-over"))]
+        env = os.environ | {"REDIS_URL": self.url}
+        with (self.file.parent / "train.log").open("ab") as log:
+            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        return process.wait(timeout=280)
+
+    def said(self) -> str:
+        return (self.file.parent / "train.log").read_text(encoding="utf-8")[-4000:]
+
+    def log(self) -> StepLog:
+        log = StepLog(self.config.run.folder / "steps.jsonl")
+        log.read_new()
+        return log
+
+
+def check(site: Site) -> None:
+    log, run = site.log(), site.run
+    assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
+    assert log.trained_twice() == {}
+    assert len({gid for step in log.steps for gid in step.gids}) == STEPS * GROUPS
+    assert run.ledger.steps()[:2] == (STEPS, STEPS)
+    assert run.control.state().weights.version == STEPS
+    assert run.control.state().mode == "finish"
+    assert run.account.fsck().clean
+    assert len(list((site.config.run.folder / "weights").iterdir())) <= 3  # older ones are pruned
+
+
+@pytest.fixture
+def site(server: Server, run_name: str, tmp_path: Path, model_dir: Path, request: Any) -> Any:
+    site = Site(server, run_name, tmp_path, model_dir, request.param)
+    yield site
+    site.store.close()
+
+
+@pytest.mark.parametrize("site", ["consumer.examples.plain_loop:train"], indirect=True)
+@pytest.mark.parametrize(("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
+    site: Site, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
+) -> None:
+    calls: list[str] = []
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(method)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    original = getattr(owner, method)
+    arguments = (site.run, site.config, site.config.policy.model)
+    with at_work(site.run, math=STEPS * GROUPS):
+        monkeypatch.setattr(owner, method, dying)
+        with pytest.raises(Killed):
+            train(*arguments)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        train(*arguments, take_over=True)  # type: ignore[arg-type]
+    check(site)
+    assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
+
+
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands in consumer/README.md. It dies after its second commit, and is started again."""
+    text = (ROOT / "consumer" / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(# reinforce\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
+    program = tmp_path / "reinforce.py"
+    program.write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"])
+    add, commit, trained = Position.add, RolloutConsumer.commit, list[tuple[int, list[str]]]()
+
+    def noting(self: Position, manifest: Manifest) -> None:
+        add(self, manifest)
+        trained.append((manifest.step, manifest.gids))
+
+    def dying(self: RolloutConsumer, step: int, *, keep: int) -> None:
+        commit(self, step, keep=keep)
+        if step == 2:
+            raise Killed
+
+    monkeypatch.setattr(Position, "add", noting)
+    with at_work(site.run, math=STEPS * GROUPS):
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutConsumer, "commit", dying)
+            with pytest.raises(Killed):
+                runpy.run_path(str(program))
+        runpy.run_path(str(program))
+    assert [step for step, _ in trained] == [1, 2, 3, 4]
+    assert len({gid for _, gids in trained for gid in gids}) == STEPS * GROUPS
+    assert site.run.ledger.steps() == (STEPS, STEPS, STEPS)
+    assert site.run.control.state().weights.version == STEPS
+    assert site.run.account.fsck().clean
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("site", ["consumer.examples.trl_grpo:train"], indirect=True)
+def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
+    """It is killed after a commit, somewhere in the steps behind it, and started again."""
+    with at_work(site.run, math=STEPS * GROUPS):
+        process = site.start()
+        try:
+            wait_until(lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None, "a commit", tries=20_000)
+            assert process.poll() in (None, 0), site.said()
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert site.wait(site.start()) == 0, site.said()
+    check(site)
+    newest = site.config.run.folder / "trl" / f"checkpoint-{STEPS}"
+    state = orjson.loads((newest / "trainer_state.json").read_bytes())
+    assert state["global_step"] == STEPS
+    rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    assert rewards
+    assert all(reward == 0.5 for reward in rewards)  # those of the crew's groups: 0, 1, 0, 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site: Site) -> None:
+    """The other rank notices; started again, both go on from the newest checkpoint that is whole."""
+    command = [sys.executable, "-m", "tests.consumer.training.fsdp_ranks", str(site.file), "3"]
+    env = os.environ | {"REDIS_URL": site.url}
+    with at_work(site.run, math=STEPS * GROUPS):
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    first, second = orjson.loads(done.stdout.splitlines()[-1])
+    assert first[1] == KILLED
+    assert first[0] not in (0, KILLED)
+    assert second == [0, 0], done.stderr.decode()[-4000:]
+    check(site)
+    folder = site.config.run.folder / "checkpoints" / f"step-{STEPS:06d}"
+    assert len(list(folder.glob("model-*.safetensors"))) == len(list(folder.glob("optimizer-*.safetensors"))) == 2
+    assert load_model(folder).num_parameters() > 0

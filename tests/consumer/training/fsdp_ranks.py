@@ -1,0 +1,82 @@
+"""Run as a program: two ranks of `consumer.examples.fsdp_loop`; one dies after it took a step, then both start again.
+
+argv: the config and the step. Prints how each rank of each life ended. As torchrun with `--max-restarts` does it, with
+one store for all attempts; but forks, so that torch is loaded once. The parent computes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from buffer.config.loader import load_config
+from buffer.config.trainer import TrainingConfig
+from consumer.examples.fsdp_loop import FsdpLoop
+from consumer.ranks import join
+
+KILLED, RANKS = 9, 2
+
+
+def live(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -> None:
+    told = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
+    os.environ.update({name: str(value) for name, value in (told | elastic).items()})
+    join()
+    loop = FsdpLoop(load_config(TrainingConfig, config, []))
+    take = loop.consumer.take_batch
+
+    def doomed(step: int, *args: Any, **kwargs: Any) -> Any:
+        batch = take(step, *args, **kwargs)
+        if step == die_at and rank == 1:
+            os._exit(KILLED)
+        return batch
+
+    loop.consumer.take_batch = doomed  # type: ignore[method-assign]
+    loop.open()
+    loop.train()
+
+
+def fork(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -> int:
+    if child := os.fork():
+        return child
+    try:
+        torch.set_num_threads(1)
+        live(config, port, attempt, rank, die_at)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def host_store() -> tuple[int, int]:
+    """What torchrun's agent holds, in a process of its own, since it has threads: its id and its port."""
+    reading, writing = os.pipe()
+    if child := os.fork():
+        return child, int(os.read(reading, 16))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writing, str(store.port).encode())
+    signal.pause()
+    os._exit(0)
+
+
+def main(config: Path, step: int) -> None:
+    host, port = host_store()
+    ends = []
+    for attempt, die_at in enumerate((step, None)):
+        ranks = [fork(config, port, attempt, rank, die_at) for rank in range(RANKS)]
+        ends.append([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
+    os.kill(host, signal.SIGKILL)
+    os.waitpid(host, 0)
+    sys.stdout.write(orjson.dumps(ends).decode())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

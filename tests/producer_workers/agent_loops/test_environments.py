@@ -1,0 +1,184 @@
+"""Tools and environments from elsewhere: an MCP server, a sandboxed interpreter, the interface of `verifiers`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.config.run import TaskSection
+from buffer.errors import ConfigError
+from buffer.model.rollout import Status, ToolCall
+from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, turns_of
+from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
+from producer_workers.agent_loops.verifiers_environment import VerifiersEnvironment
+from tests.producer_workers.agent_loops.test_multi_turn import (
+    TalkingEngine,
+    chat,
+    loop_of,
+    rollout,
+    run,
+)
+
+__all__ = ["chat"]
+
+SUMS = [sys.executable, str(Path(__file__).with_name("mcp_sums.py"))]
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(id="call_0", name=name, arguments=arguments)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+# -- MCP ---------------------------------------------------------------------
+
+
+def test_tools_of_an_mcp_server_are_offered_called_and_survive_its_death() -> None:
+    names = [schema["function"]["name"] for schema in tool_schemas([add], [SUMS])]
+    assert names == ["add", "multiply"]
+
+    async def scene() -> list[list[str]]:
+        # as a worker does: within a loop
+        toolbox = Toolbox([add], mcp=[SUMS])
+        together = await toolbox.call_all(
+            [call("add", a=2, b=3), call("multiply", a=2, b=3), call("multiply", a=4, b=5)]
+        )
+        refused = await toolbox.call_all([call("multiply", a=-1, b=1), call("divide")])
+        died = await toolbox.call_all([call("multiply", a=13, b=1)])
+        again = await toolbox.call_all([call("multiply", a=7, b=8)])
+        await toolbox.close()
+        return [together, refused, died, again]
+
+    together, refused, died, again = asyncio.run(scene())
+    assert together == ["5", "6", "20"]
+    assert refused == ["error: McpError: only positive ones", "error: there is no tool 'divide'; known: add, multiply"]
+    assert died[0].startswith("error: McpError: MCP server")
+    assert again == ["56"]
+
+
+def test_calls_of_other_groups_go_on_beside_a_refused_one_and_end_with_their_server() -> None:
+    async def scene() -> None:
+        toolbox = Toolbox([], mcp=[SUMS], call_timeout_s=120.0)
+        pending = asyncio.create_task(toolbox.call_all([call("multiply", a=14, b=1)] * 2))
+        (refused,) = await toolbox.call_all([call("multiply", a=15, b=1)])
+        assert refused.startswith("error: McpError: MCP server")
+        assert await toolbox.call_all([call("multiply", a=2, b=3)]) == ["6"]
+        assert not pending.done(), "the server lives: its answer may come yet"
+        await toolbox.call_all([call("multiply", a=13, b=1)])
+        async with asyncio.timeout(60):
+            assert all(told.startswith("error: McpError: MCP server") for told in await pending)
+        fresh = await asyncio.gather(*(toolbox.call_all([call("multiply", a=n, b=2)]) for n in range(5)))
+        assert fresh == [[str(2 * n)] for n in range(5)]
+        await toolbox.close()
+
+    asyncio.run(scene())
+
+
+def test_a_server_that_is_none_is_told_when_the_loop_is_made() -> None:
+    with pytest.raises(ConfigError, match="does not answer"):
+        Toolbox([], mcp=[[sys.executable, "-c", ""]])
+    with pytest.raises(ConfigError, match="same name"):
+        Toolbox(["tests.producer_workers.agent_loops.test_environments:multiply"], mcp=[SUMS])
+
+
+def multiply(a: int, b: int) -> int:
+    """Another one."""
+    return a * b
+
+
+# -- Python ------------------------------------------------------------------
+
+
+def test_a_model_runs_python_and_reads_what_it_prints(chat: Any) -> None:
+    program = '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7); 1 / 0"}}</tool_call>'
+    (state,) = run(loop_of(chat, tools=["python"]), TalkingEngine(chat, [program, "42"]), [rollout()])
+    assert "42\nerror: ZeroDivisionError: division by zero" in chat.decode(state.response_ids)
+    assert state.status is Status.COMPLETED
+
+
+# -- verifiers ---------------------------------------------------------------
+
+
+class Rubric:
+    """As that of verifiers: functions with the arguments they ask for, and weights."""
+
+    def get_reward_funcs(self) -> list[Any]:
+        return [found, quickly]
+
+    def get_reward_weights(self) -> list[float]:
+        return [1.0, 0.5]
+
+
+def found(completion: list[dict[str, str]], answer: str) -> float:
+    return float(completion[-1]["content"] == answer)
+
+
+async def quickly(state: dict[str, Any], **_: Any) -> float:
+    return 1.0 / int(state["turn"])
+
+
+class HigherOrLower:
+    """A MultiTurnEnv of verifiers, without the package: methods as its classes have them."""
+
+    rubric = Rubric()
+
+    def __init__(self, returns_state: bool) -> None:
+        self.returns_state = returns_state
+
+    async def is_completed(self, messages: list[dict[str, str]], state: dict[str, Any]) -> bool:
+        return messages[-1]["content"] == str(state["answer"])
+
+    async def env_response(self, messages: list[dict[str, str]], state: dict[str, Any]) -> Any:
+        state["guesses"] = [*state.get("guesses", []), messages[-1]["content"]]
+        hint = "lower" if int(messages[-1]["content"]) > int(state["answer"]) else "higher"
+        said = [{"role": "user", "content": f"{hint} ({len(state['guesses'])})"}]
+        return (said, state) if self.returns_state else said
+
+
+@pytest.mark.parametrize("returns_state", [True, False])
+def test_an_environment_of_verifiers_plays_and_scores(chat: Any, returns_state: bool) -> None:
+    environment = VerifiersEnvironment(HigherOrLower(returns_state))
+    common: dict[str, Any] = {"tokenizer": chat, "eos_ids": [chat.eos_token_id]}
+    loop = MultiTurnAgentLoop(judge=None, environment=environment, **common)
+    state = rollout()
+    state.ground_truth = "5"
+    (state,) = run(loop, TalkingEngine(chat, ["3", "8", "5"]), [state])
+    text = chat.decode(state.response_ids)
+    assert text.index("higher (1)") < text.index("lower (2)"), "its own state goes on from turn to turn"
+    assert len(turns_of(state)) == 3
+    assert state.reward == pytest.approx({"found": 1.0, "quickly": 1 / 3, "score": 1.0 + 0.5 / 3})
+
+
+def test_a_task_may_leave_its_reward_to_the_environment() -> None:
+    task = TaskSection.model_validate({"judge": "environment", "dataset": {"kind": "jsonl", "path": "none"}})
+    assert task.judges == []
+
+
+# -- the README --------------------------------------------------------------
+
+
+def test_tools_and_environment_in_the_readme_work_as_written(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme_block: Callable[[str], str]
+) -> None:
+    for name in ("my_tools.py", "my_game.py"):
+        (tmp_path / name).write_text(readme_block(name), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    search = '<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>'
+    (state,) = run(loop_of(chat, tools=["my_tools:search"]), TalkingEngine(chat, [search, "5"]), [rollout()])
+    assert '["a page about cats"]' in chat.decode(state.response_ids)
+
+    common: dict[str, Any] = {"judge": None, "tokenizer": chat, "eos_ids": [chat.eos_token_id]}
+    state = rollout()
+    state.ground_truth = "5"
+    loop = MultiTurnAgentLoop(environment="my_game:Game", **common)
+    (state,) = run(loop, TalkingEngine(chat, ["3", "5"]), [state])
+    assert state.reward == {"score": 0.5}
+    assert "No. Try again." in chat.decode(state.response_ids)

@@ -1,0 +1,277 @@
+"""The single-turn agent loop, against an engine that says its next letter from the place it is at."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer.errors import ConfigError, JudgeError, WireError
+from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams, Status, StructuredOutput, VersionSpan
+from producer_workers.agent_loops.agent_loop import load_agent_loop
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.engines.base import EngineDeadError, GenerationError
+from producer_workers.judges.function_judge import FunctionJudge
+from tests.producer_workers.letter_engine import ANSWER, LetterEngine
+
+PROMPT = np.arange(10, 15, dtype="<i4")
+
+
+def group(k: int = 3, **params: Any) -> list[RolloutState]:
+    sample = SampleParams(**params)
+    return [RolloutState(index=n, prompt_ids=PROMPT, sample_params=sample, ground_truth="42") for n in range(k)]
+
+
+class Bench:
+    """A loop, an engine, and the responses that were judged."""
+
+    def __init__(self, tokenizer: Any, *, partial: bool = False, judge: Callable[..., Any] | None = None) -> None:
+        self.judged: list[str] = []
+        self.engine = LetterEngine(tokenizer, PROMPT)
+        self.loop = SingleTurnAgentLoop(
+            judge=FunctionJudge("bench", judge or self._score),
+            tokenizer=tokenizer,
+            eos_ids=[tokenizer.eos_token_id],
+            partial_rollout=partial,
+        )
+
+    def _score(self, *, response: str, ground_truth: str, state: RolloutState) -> float:
+        self.judged.append(response)
+        return float(ground_truth in response)
+
+    def run(self, states: list[RolloutState], abort_at: int | None = None) -> list[RolloutState]:
+        self.engine.abort_at = abort_at
+        self.engine.requests.clear()
+        return asyncio.run(self.loop.generate_group(states, self.engine, "math-0000000001"))
+
+
+def test_group_is_generated_decoded_and_judged(tokenizer: Any) -> None:
+    bench = Bench(tokenizer)
+    states = bench.run(group())
+    assert [state.index for state in states] == [0, 1, 2]
+    for state in states:
+        assert (state.status, state.finish_reason, state.response) == (Status.COMPLETED, "stop", ANSWER)
+        assert state.response_ids.tolist() == bench.engine.script
+        assert state.reward == {"score": 1.0}
+        assert state.spans == [(0, len(bench.engine.script), 0, "a")]
+    assert bench.judged == [ANSWER] * 3
+
+
+def test_rollout_completes_with_length_when_its_budget_ends(tokenizer: Any) -> None:
+    (state,) = Bench(tokenizer).run(group(1, max_tokens=6))
+    assert (state.status, state.finish_reason, state.response) == (Status.COMPLETED, "length", "the an")
+    assert state.reward == {"score": 0.0}
+
+
+def test_aborted_rollout_keeps_its_tokens_and_goes_on_when_partial_rollout_is_on(tokenizer: Any) -> None:
+    bench = Bench(tokenizer, partial=True)
+    states = bench.run(group(2, max_tokens=40, min_tokens=7), abort_at=4)
+    assert {(s.status, s.finish_reason, len(s.response_ids)) for s in states} == {(Status.ABORTED, "abort", 4)}
+    assert bench.judged == []
+    bench.engine.now = PolicyVersion("a", 3)
+    states = bench.run(states)
+    assert [(done, p.max_tokens, p.min_tokens) for _, done, p in bench.engine.requests] == [(4, 36, 3)] * 2
+    length = len(bench.engine.script)
+    for state in states:
+        assert state.response_ids.tolist() == bench.engine.script
+        assert state.logprobs.tolist() == [-float(n) for n in range(length)]
+        assert state.spans == [(0, 4, 0, "a"), (4, length - 4, 3, "a")]
+        assert (state.response, state.sample_params.max_tokens) == (ANSWER, 40)
+    assert bench.judged == [ANSWER] * 2
+
+
+def test_resumed_rollout_is_the_same_wherever_it_was_cut(tokenizer: Any) -> None:
+    whole = Bench(tokenizer).run(group(1))[0].response_ids.tolist()
+    for cut in range(len(whole)):
+        bench = Bench(tokenizer, partial=True)
+        (state,) = bench.run(bench.run(group(1), abort_at=cut))
+        assert state.response_ids.tolist() == whole
+        assert (state.status, len(bench.judged)) == (Status.COMPLETED, 1)
+
+
+@pytest.mark.parametrize("structured", [None, StructuredOutput(regex="a+")], ids=["plain", "structured"])
+def test_aborted_rollout_is_reset_when_it_cannot_go_on(tokenizer: Any, structured: StructuredOutput | None) -> None:
+    """Partial rollout is off, or nobody can go on in the middle of a structure."""
+    bench = Bench(tokenizer, partial=structured is not None)
+    (state,) = bench.run(group(1, structured=structured), abort_at=4)
+    assert (state.status, len(state.response_ids), state.spans) == (Status.ABORTED, 0, [])
+    (state,) = bench.run([state])
+    assert [done for _, done, _ in bench.engine.requests] == [0]
+    assert state.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("status", "partial"), [(Status.EXPIRED, True), (Status.FAILED, True), (Status.ABORTED, False)]
+)
+def test_rollout_starts_again_when_its_tokens_are_not_to_be_kept(tokenizer: Any, status: Status, partial: bool) -> None:
+    bench = Bench(tokenizer, partial=True)
+    (state,) = bench.run(group(1), abort_at=4)
+    state.status, state.error = status, "before"
+    (state,) = (other := Bench(tokenizer, partial=partial)).run([state])
+    assert [done for _, done, _ in other.engine.requests] == [0]
+    assert (state.status, state.error, state.response) == (Status.COMPLETED, None, ANSWER)
+
+
+def test_completed_rollout_is_left_alone_when_its_group_is_resumed(tokenizer: Any) -> None:
+    bench = Bench(tokenizer, partial=True)
+    done = bench.run(group(1))[0]
+    other = group(2)[1]
+    before = done.model_dump_json(exclude={"response_ids", "logprobs", "prompt_ids"})
+    states = bench.run([done, other])
+    assert states[0] is done
+    assert done.model_dump_json(exclude={"response_ids", "logprobs", "prompt_ids"}) == before
+    assert [request.split("/")[1] for request, _, _ in bench.engine.requests] == ["1"]
+    assert len(bench.judged) == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "params", "reason"),
+    [(17, {}, "stop"), (6, {"max_tokens": 6}, "length"), (4, {"stop_token_ids": [None]}, "stop")],
+)
+def test_resumed_rollout_completes_without_a_request_when_nothing_is_left(
+    tokenizer: Any, kept: int, params: dict[str, Any], reason: str
+) -> None:
+    bench = Bench(tokenizer, partial=True)
+    script = bench.engine.script
+    assert len(script) == 17
+    if "stop_token_ids" in params:
+        params = {"stop_token_ids": [script[kept - 1]]}
+    (state,) = group(1, **params)
+    state.append(np.array(script[:kept], "<i4"), np.zeros(kept, "<f4"), [VersionSpan(0, kept, 0, "a")])
+    state.status, state.finish_reason = Status.ABORTED, "abort"
+    (state,) = bench.run([state])
+    assert bench.engine.requests == []
+    assert (state.status, state.finish_reason, state.reward is not None) == (Status.COMPLETED, reason, True)
+    assert state.response == ANSWER[:kept]
+
+
+def test_prompt_that_ends_in_eos_is_still_generated(tokenizer: Any) -> None:
+    bench = Bench(tokenizer)
+    bench.engine.prompt = np.array([10, tokenizer.eos_token_id], "<i4")
+    (state,) = group(1)
+    state.prompt_ids = bench.engine.prompt
+    assert bench.run([state])[0].response == ANSWER
+
+
+def test_request_ids_are_never_used_twice(tokenizer: Any) -> None:
+    bench = Bench(tokenizer, partial=True)
+    states, seen = group(), []
+    for cut in (2, 5, None):
+        states = bench.run(states, abort_at=cut)
+        seen += [request for request, _, _ in bench.engine.requests]
+    assert len(seen) == len(set(seen)) == 9
+    assert all(request.startswith("math-0000000001/") for request in seen)
+
+
+def test_judge_error_fails_one_rollout_and_says_why(tokenizer: Any) -> None:
+    def fails_for_one(*, state: RolloutState, **_: Any) -> float:
+        return float("nan") if state.index == 1 else 1.0
+
+    states = Bench(tokenizer, judge=fails_for_one).run(group())
+    assert [state.status for state in states] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
+    assert "judge 'bench' returned 'score' = nan" in (states[1].error or "")
+    assert (states[1].reward, states[0].error) == (None, None)
+
+
+def test_rollout_without_a_token_fails(tokenizer: Any) -> None:
+    bench = Bench(tokenizer)
+    bench.engine.script = []
+    (state,) = bench.run(group(1))
+    assert (state.status, state.error) == (Status.FAILED, "the engine finished (stop) without a token")
+
+
+@pytest.mark.parametrize("error", [GenerationError("too long"), EngineDeadError("gone")])
+def test_engine_error_is_passed_on_and_the_rest_is_cancelled(tokenizer: Any, error: Exception) -> None:
+    bench = Bench(tokenizer)
+    bench.engine.broken, bench.engine.hangs = {1: error}, True
+    with pytest.raises(type(error)) as caught:
+        bench.run(group())
+    assert caught.value is error
+    assert bench.engine.cancelled == 2
+
+
+def test_cancelling_the_group_cancels_its_requests(tokenizer: Any) -> None:
+    bench = Bench(tokenizer)
+    bench.engine.hangs = True
+
+    async def cancel() -> None:
+        running = asyncio.create_task(bench.loop.generate_group(group(), bench.engine, "g"))
+        while len(bench.engine.requests) < 3:
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancel())
+    assert bench.engine.cancelled == 3
+
+
+def test_rollout_cut_off_while_judged_is_judged_once_when_resumed(tokenizer: Any) -> None:
+    started = 0
+
+    async def never(**_: Any) -> float:
+        nonlocal started
+        started += 1
+        await asyncio.Event().wait()
+        return 0.0
+
+    bench = Bench(tokenizer, partial=True, judge=never)
+    states = group(1)
+
+    async def cut() -> None:
+        running = asyncio.create_task(bench.loop.generate_group(states, bench.engine, "g"))
+        while not started:
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cut())
+    assert states[0].status is not Status.COMPLETED
+    (state,) = (other := Bench(tokenizer, partial=True)).run(states)
+    assert (state.status, other.engine.requests, other.judged) == (Status.COMPLETED, [], [ANSWER])
+
+
+def test_rollouts_complete_without_a_reward_when_there_is_no_judge(tokenizer: Any) -> None:
+    loop = load_agent_loop("single_turn", judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id])
+    (state,) = asyncio.run(loop.generate_group(group(1), LetterEngine(tokenizer, PROMPT), "g"))
+    assert (state.status, state.reward) == (Status.COMPLETED, None)
+
+
+def test_rollout_without_prompt_ids_is_an_error(tokenizer: Any) -> None:
+    with pytest.raises(WireError, match="rollout 0 of math-0000000001 has no prompt_ids"):
+        Bench(tokenizer).run([RolloutState()])
+
+
+def test_load_agent_loop_makes_a_class_of_the_user(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loop_of_a_user.py").write_text(
+        "class Loop:\n    def __init__(self, *, judge, tokenizer, eos_ids, partial_rollout):\n"
+        "        self.given = (judge, tuple(eos_ids), partial_rollout)\n"
+        "    async def generate_group(self, states, engine, gid):\n        return states\n"
+        "class Sync(Loop):\n    def generate_group(self, states, engine, gid):\n        return states\nLIMIT = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {"judge": None, "tokenizer": tokenizer, "eos_ids": [2], "partial_rollout": True}
+    loop: Any = load_agent_loop("loop_of_a_user:Loop", **given)
+    assert loop.given == (None, (2,), True)
+    for spec in ("multi", "loop_of_a_user:LIMIT", "loop_of_a_user:Sync"):
+        with pytest.raises(ConfigError, match="agent loop"):
+            load_agent_loop(spec, **given)
+
+
+def test_judge_error_of_a_judge_object_is_kept(tokenizer: Any) -> None:
+    class Refuses:
+        name = "refuses"
+
+        async def judge(self, state: RolloutState) -> dict[str, float]:
+            raise JudgeError("judge 'refuses' is down")
+
+    loop = SingleTurnAgentLoop(judge=Refuses(), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id])
+    (state,) = asyncio.run(loop.generate_group(group(1), LetterEngine(tokenizer, PROMPT), "g"))
+    assert (state.status, state.error) == (Status.FAILED, "judge 'refuses' is down")

@@ -1,0 +1,380 @@
+"""Images that rows name: what is understood, what is refused and where, and the prompt that shows them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from buffer.config.dataset import ImagesSection, JsonlDataset, ParquetDataset, PythonDataset
+from buffer.config.engine import EngineConfig, HttpConfig, SimulatedConfig, TransformersConfig
+from buffer.config.loader import load_config
+from buffer.config.trainer import TrainingConfig
+from buffer.config.worker import ProducingConfig
+from buffer.errors import ConfigError, DatasetError, MediaError
+from buffer.model.rollout import MediaRef, PolicyVersion, SampleParams
+from buffer.store.media_folder import MediaFolder
+from producer_workers.build import check_images
+from producer_workers.datasets.dataset import Dataset
+from producer_workers.datasets.image_prompt import ImagePrompts
+from producer_workers.datasets.image_records import show_images
+from producer_workers.datasets.open import open_dataset
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import GenerationError, shown
+from producer_workers.images.image_file import load_image
+from producer_workers.images.image_reader import collapse, find_runs
+from producer_workers.producer.sampler import Sampler
+from tests.producer_workers.engines.tiny_vision_model import (
+    FIRST,
+    IMAGE,
+    LAST,
+    picture,
+    write_processor,
+)
+
+LIMITS = ImagesSection(max_bytes=100_000, max_pixels=100_000, max_images=3)
+
+
+def png(image: Image.Image, **how: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, **({"format": "PNG"} | how))
+    return file.getvalue()
+
+
+def open_rows(tmp_path: Path, *rows: dict[str, Any], images: ImagesSection | None = LIMITS) -> Dataset:
+    file = tmp_path / "data" / "rows.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return open_dataset(JsonlDataset(kind="jsonl", path=file, images=images), tmp_path)
+
+
+# -- what a row may say ------------------------------------------------------
+
+
+def test_images_of_a_row_are_found_wherever_it_names_them(tmp_path: Path) -> None:
+    (tmp_path / "data" / "more").mkdir(parents=True)
+    here, there = tmp_path / "data" / "a.png", tmp_path / "data" / "more" / "b.png"
+    here.write_bytes(png(picture(1)))
+    there.write_bytes(png(picture(2)))
+    inline = "data:image/png;base64," + base64.b64encode(here.read_bytes()).decode()
+    part = {"type": "image_url", "image_url": {"url": "a.png"}}
+    rows = open_rows(
+        tmp_path,
+        {"question": "What?", "images": ["a.png", str(there)]},
+        {"question": "Of <image> and <image>?", "images": [f"file://{there}", inline]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part, {"type": "image"}]}],
+         "image": "more/b.png", "level": 3},
+        {"question": "Nothing."},
+    )  # fmt: skip
+    found = [rows.row(n) for n in range(4)]
+    assert [problem.images for problem in found] == [[here, there], [there, here.read_bytes()], [here, there], []]
+    shown = [[part["type"] for part in problem.messages[0]["content"]] for problem in found[:3]]
+    assert shown == [["image", "image", "text"], ["text", "image", "text", "image", "text"], ["text", "image", "image"]]
+    assert found[3].messages == [{"role": "user", "content": "Nothing."}]
+    assert [problem.extra for problem in found] == [{}, {}, {"level": 3}, {}]
+
+
+def test_parquet_rows_bring_the_bytes_of_images(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    data = png(picture(3))
+    table = pyarrow.table({"question": ["What?"], "images": [[{"bytes": data, "path": "elsewhere.png"}]]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    section = ParquetDataset(kind="parquet", path=tmp_path / "rows.parquet", images=LIMITS)
+    assert open_dataset(section, tmp_path).row(0).images == [data]
+
+
+def test_pictures_of_ones_own_data_set_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_pictures.py").write_text(
+        "from PIL import Image\ndef rows(): return [{'question': '?', 'image': Image.new('RGB', (30, 20), 'red')}]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    section = PythonDataset(kind="python", factory="my_pictures:rows", images=LIMITS)
+    (data,) = open_dataset(section, tmp_path).row(0).images
+    assert isinstance(data, bytes)
+    assert load_image(data, LIMITS).pixels.getpixel((0, 0)) == (255, 0, 0)
+
+
+# -- what it may not ---------------------------------------------------------
+
+
+def bomb() -> bytes:
+    """1,000 bytes of PNG that say they are 60,000 x 60,000 pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(900))) + chunk(b"IEND", b"")
+    )
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "text.png": (b"<html>not found</html>", "it is none of PNG"),
+    "empty.png": (b"", "it is none of PNG"),
+    "bomb.png": (bomb(), "pixels"),
+    "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it is none of PNG"),
+    "large.png": (png(picture(1, 400, 400)), "over max_bytes"),
+    "wide.png": (png(Image.new("RGB", (400, 400))), "400 x 400 pixels, over max_pixels = 100000"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_file_that_is_no_image_of_this_size_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
+    data, reason = HOSTILE[name]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_bytes(data)
+    with pytest.raises(DatasetError, match=rf"rows\.jsonl:2: image 0 \('{name}'\): .*{reason}"):
+        open_rows(tmp_path, {"question": "?"}, {"question": "?", "images": [name]})
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("missing.png", "there is no image"),
+        ("../secret.png", "leads out of"),
+        ("/etc/passwd", "leads out of"),
+        ("link.png", "leads out of"),
+        ("circle.png", "there is no image"),
+        ("a\0b.png", "null"),
+        (".", "no such file"),
+        ("pipe.png", "no such file"),
+        ("http://169.254.169.254/latest", "nothing is fetched from http: URIs"),
+        ("S3://bucket/a.png", "nothing is fetched from S3: URIs"),
+        ("data:image/png;base64,!!", "no base64"),
+        ("data:image/png;base64," + "A" * 200_000, "more than max_bytes"),
+        (7, "an image is a int"),
+        ("", "an image is a str"),
+    ],
+    ids=str,
+)
+def test_name_that_is_no_file_of_the_folder_is_refused(tmp_path: Path, value: Any, reason: str) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (tmp_path / "secret.png").write_bytes(png(picture(1)))
+    (data / "link.png").symlink_to(tmp_path / "secret.png")
+    (data / "circle.png").symlink_to(data / "circle.png")
+    os.mkfifo(data / "pipe.png")
+    with pytest.raises(DatasetError, match=reason) as caught:
+        open_rows(tmp_path, {"question": "?", "images": [value]})
+    assert "rows.jsonl:1: image 0" in str(caught.value)
+    assert len(str(caught.value)) < 1_000
+
+
+def test_another_root_is_for_the_config_to_name_not_for_a_row(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    file = tmp_path / "pictures" / "a.png"
+    file.write_bytes(png(picture(1)))
+    section = ImagesSection(root=tmp_path / "pictures")
+    rows = open_rows(tmp_path, {"question": "?", "images": ["a.png", str(file)]}, images=section)
+    assert rows.row(0).images == [file, file]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "a <image> b", "images": ["a.png", "a.png"]}, '1 "<image>", but 2 images'),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []}, "show 1 images by place"),
+        ({"messages": [{"role": "system", "content": "x"}], "images": ["a.png"]}, "no message of the user"),
+        ({"question": "?", "images": ["a.png"] * 4}, "4 images, over max_images = 3"),
+    ],
+)
+def test_images_that_do_not_fit_the_messages_are_refused(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.png").write_bytes(png(picture(1)))
+    with pytest.raises(DatasetError, match=reason):
+        open_rows(tmp_path, row)
+
+
+def test_message_with_an_image_is_refused_where_the_config_wants_none(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    with pytest.raises(DatasetError, match="images"):
+        open_rows(tmp_path, row, images=None)
+
+
+def test_text_of_a_row_without_images_may_say_the_mark() -> None:
+    messages = [{"role": "user", "content": "write <image> in HTML"}]
+    assert show_images(messages, []) == (messages, [])
+
+
+def test_truncated_image_is_refused_when_it_is_unpacked() -> None:
+    data = png(picture(1))
+    for end in range(60, len(data) - 20, 97):
+        with pytest.raises(MediaError):
+            load_image(data[:end], LIMITS)
+
+
+def test_image_of_a_turned_camera_is_kept_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    made = load_image(png(picture(1, 40, 20), format="JPEG", exif=exif), LIMITS)
+    assert (made.suffix, made.pixels.size) == ("png", (20, 40))
+    with Image.open(BytesIO(made.data)) as again:
+        assert np.array_equal(np.asarray(again.convert("RGB")), np.asarray(made.pixels))
+    assert load_image(png(picture(1)), LIMITS).data == png(picture(1))
+
+
+# -- the prompt --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_processor(folder)
+    return folder
+
+
+@pytest.fixture
+def sampler(model: Path, tmp_path: Path) -> Callable[[Dataset], Sampler]:
+    from transformers import AutoTokenizer
+
+    media = MediaFolder(tmp_path / "media", "demo", "n")
+    prompts = ImagePrompts(str(model), LIMITS, media)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return lambda rows: Sampler(
+        "see", rows, tokenizer, SampleParams(), prompt_repeat_k=2, shuffle=False, max_prompt_tokens=60, images=prompts
+    )
+
+
+def test_prompt_has_the_tokens_of_its_images_and_says_where_these_are(
+    sampler: Callable[[Dataset], Sampler], model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoProcessor
+
+    (tmp_path / "data").mkdir()
+    sources = [picture(1, 56, 28), picture(2, 60, 100)]
+    for n, image in enumerate(sources):
+        (tmp_path / "data" / f"{n}.png").write_bytes(png(image))
+    row = {"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]}
+    states = sampler(open_rows(tmp_path, row)).draw(0)
+    assert isinstance(states, list)
+    first, second = states[0].multimodal
+    assert (first.tokens, first.grid_thw, first.uri) == (2, [1, 2, 4], "run://see-0000000000/image-0.png")
+    assert (second.tokens, second.grid_thw) == (8, [1, 8, 4])
+    assert (tmp_path / "media" / "see-0000000000" / "image-1.png").read_bytes() == png(sources[1])
+    text = f"<|im_start|>user\nOf {FIRST}{IMAGE}{LAST} and {FIRST}{IMAGE}{LAST}?<|im_end|>\n<|im_start|>assistant\n"
+    reference = AutoProcessor.from_pretrained(model)(text=[text], images=sources)
+    assert states[0].prompt_ids is not None
+    assert states[0].prompt_ids.tolist() == reference["input_ids"][0]
+    assert states[0].multimodal == states[1].multimodal
+
+
+def test_prompt_of_another_image_is_another_prompt(sampler: Callable[[Dataset], Sampler], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for n in range(2):
+        (tmp_path / "data" / f"{n}.png").write_bytes(png(picture(n)))
+    rows = open_rows(tmp_path, *({"question": "?", "images": [f"{n}.png"]} for n in range(2)), {"question": "?"})
+    draws = [sampler(rows).draw(n) for n in range(3)]
+    states = [draw[0] for draw in draws if isinstance(draw, list)]
+    assert len({state.extra["prompt_hash"] for state in states}) == 3
+    assert [len(state.multimodal) for state in states] == [1, 1, 0]
+
+
+def test_nothing_is_kept_of_a_prompt_that_is_too_long(sampler: Callable[[Dataset], Sampler], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "0.png").write_bytes(png(picture(1)))
+    rows = open_rows(tmp_path, {"question": "1 + 1" * 50, "images": ["0.png"]})
+    assert not isinstance(sampler(rows).draw(0), list)
+    assert not (tmp_path / "media").exists()
+
+
+@pytest.mark.parametrize("text", [IMAGE, f"{IMAGE}{IMAGE}", f"{FIRST}{IMAGE}{LAST}"])
+def test_text_that_says_the_models_image_token_is_refused(
+    sampler: Callable[[Dataset], Sampler], tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "0.png").write_bytes(png(picture(1)))
+    rows = open_rows(tmp_path, {"question": text, "images": ["0.png"]})
+    with pytest.raises(DatasetError, match="row 0"):
+        sampler(rows).draw(0)
+
+
+def test_image_that_broke_after_the_file_was_opened_is_told_with_its_row(
+    sampler: Callable[[Dataset], Sampler], tmp_path: Path
+) -> None:
+    file = tmp_path / "data" / "0.png"
+    file.parent.mkdir()
+    file.write_bytes(png(picture(1)))
+    rows = open_rows(tmp_path, {"question": "?", "images": ["0.png"]})
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(DatasetError, match="an image of row 0: it is a broken image"):
+        sampler(rows).draw(0)
+
+
+def test_runs_of_images_are_found_though_they_touch() -> None:
+    ids = np.array([1, 9, 9, 9, 2, 9], "<i4")
+    runs = find_runs(ids, 9, [1, 2, 1])
+    assert runs == [slice(1, 2), slice(2, 4), slice(5, 6)]
+    assert collapse(ids, runs) == [1, 9, 9, 2, 9]
+    for wrong in ([4], [2, 2], [3, 2], [0, 3]):
+        with pytest.raises(ValueError, match="in a row for image"):
+            find_runs(ids, 9, wrong)
+
+
+def test_media_folder_reads_its_own_files_and_no_link(tmp_path: Path) -> None:
+    media = MediaFolder(tmp_path / "m", "demo", "n")
+    uri = media.put("see-0000000001", "a.png", b"12345")
+    assert media.read(uri, 5) == b"12345"
+    with pytest.raises(MediaError, match="more than 4 bytes"):
+        media.read(uri, 4)
+    media.path("run://see-0000000001/b.png").symlink_to("/etc/passwd")
+    (tmp_path / "m" / "see-0000000002").symlink_to("/etc")
+    for other in ("run://see-0000000001/b.png", "run://see-0000000002/passwd", "run://see-0000000001/c.png"):
+        with pytest.raises(MediaError):
+            media.read(other, 1 << 20)
+
+
+# -- who shows them ----------------------------------------------------------
+
+MEDIA = [MediaRef(kind="image", uri="run://see-0000000000/image-0.png", tokens=2)]
+FIRST_WEIGHTS = PolicyVersion("main", 0)
+
+
+@pytest.mark.parametrize("config", [HttpConfig(url="http://127.0.0.1:9"), TransformersConfig()], ids=lambda c: c.kind)
+def test_engine_that_shows_no_images_is_asked_for_nothing_with_some(config: EngineConfig) -> None:
+    engine = build_engine(config, Path(), FIRST_WEIGHTS)
+    with shown(engine, "see-0000000000", []):
+        pass
+    with (
+        pytest.raises(GenerationError, match=f"see-0000000000 has images, and the engine {config.kind} can show none"),
+        shown(engine, "see-0000000000", MEDIA),
+    ):
+        pytest.fail("it went on")
+
+
+def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(tmp_path: Path) -> None:
+    text = """
+        run = {{ name = "x", media = "{0}/media" }}
+        engine = {{ kind = "transformers" }}
+        [tasks.see]
+        judge = "exact_match"
+        dataset = {{ kind = "jsonl", path = "{0}/rows.jsonl", images = {{}} }}
+        [tasks.read]
+        judge = "exact_match"
+        dataset = {{ kind = "jsonl", path = "{0}/rows.jsonl" }}
+    """
+    (tmp_path / "run.toml").write_text(text.format(tmp_path))
+    config = load_config(ProducingConfig, tmp_path / "run.toml")
+    engine = build_engine(config.engine, Path(), FIRST_WEIGHTS)
+    check_images(config, ["read"], engine)
+    with pytest.raises(
+        ConfigError, match=r"task see shows images, which only a \[trainer\] loop of yours"
+    ):
+        load_config(TrainingConfig, tmp_path / "run.toml")
+    load_config(TrainingConfig, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
+    check_images(config, ["see"], build_engine(SimulatedConfig(), Path(), FIRST_WEIGHTS))
+    with pytest.raises(ConfigError, match="the engine transformers cannot show the images of task 'see'"):
+        check_images(config, ["read", "see"], engine)
+    (tmp_path / "run.toml").write_text(text.format(tmp_path).replace("media =", "dir ="))
+    with pytest.raises(ConfigError, match=r"the images of task see need a folder: set media in \[run\]"):
+        load_config(ProducingConfig, tmp_path / "run.toml")

@@ -1,0 +1,178 @@
+"""A whole run that trains a LoRA adapter: a real server, the real producer, worker and trainer, any engine.
+
+It keeps what a judge of it needs: every adapter that was published, and every group that was trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from buffer.config.trainer import TrainingConfig
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import RolloutState, SampleParams
+from buffer.monitoring.history import StepLog
+from buffer.open_run import create_run
+from buffer.run import Run
+from buffer.store.store import Store
+from consumer.training.learner import Learner
+from consumer.training.trainer import Trainer
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.datasets.records import RecordsDataset, problem_of
+from producer_workers.engines.base import Engine
+from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.producer.producer import AgentLoopManager
+from producer_workers.producer.sampler import Sampler
+from producer_workers.producer.strategy import strategies_of
+from producer_workers.worker.group_runner import TaskRunner
+from producer_workers.worker.worker import Worker
+from rolloutmq.testing import Characters
+
+TASK, STEPS, TOKENS = "sums", 4, 32
+PROBLEMS = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
+
+
+def by_place(*, response: str, ground_truth: object, state: RolloutState) -> float:
+    """1 or 0: in every group there is something to learn."""
+    return float(state.index % 2)
+
+
+@dataclass
+class AdapterRun:
+    """A run of the model `model`, below `folder`. `policy`: more of that section."""
+
+    store: Store
+    name: str
+    folder: Path
+    model: Path
+    policy: dict[str, Any]
+    groups: list[Sequence[RolloutGroup]] = field(default_factory=list)
+    """those of each step"""
+
+    @property
+    def config(self) -> TrainingConfig:
+        dataset = {"kind": "jsonl", "path": "problems.jsonl"}
+        return TrainingConfig.model_validate(
+            {
+                "run": {"name": self.name, "dir": self.folder, "seed": 1},
+                "plan": {"steps": STEPS, "batch_size": 2},
+                "policy": {"model": self.model, **self.policy},
+                "tasks": {TASK: {"judge": "exact_match", "dataset": dataset}},
+                "trainer": {"device": "cpu"},
+                "learner": {"learning_rate": 3e-2, "lora": {"rank": 4, "alpha": 8.0}},
+                "engine": {"max_lora_rank": 8},
+            }
+        )
+
+    def adapter(self, version: int) -> Path:
+        """The adapter that was published as this version."""
+        return self.folder / "adapters" / str(version)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Those of each step."""
+        log = StepLog(self.config.run.folder / "steps.jsonl")
+        log.read_new()
+        return [step.metrics for step in log.steps]
+
+    def worst(self, version: int | None = None) -> float:
+        """The largest difference between a token's logprob, and a forward pass with the adapter of its stamp: through
+        PEFT, which reads the files by itself. `version`: with that adapter, whatever the stamps say."""
+        states = [state for groups in self.groups for group in groups for state in group.states]
+        stamps = {span.version for state in states for span in state.spans}
+        worst = 0.0
+        for number in sorted(stamps) if version is None else [version]:
+            model = self._adapted(number)
+            for state in states:
+                wrong = np.abs(_logprobs(model, state) - state.logprobs)
+                theirs = wrong if version is not None else wrong[stamped(state) == number]
+                worst = max(worst, float(theirs.max(initial=0.0)))
+        return worst
+
+    def versions(self) -> list[set[int]]:
+        """Which adapters made the tokens of each step."""
+        return [{int(v) for g in groups for state in g.states for v in stamped(state)} for groups in self.groups]
+
+    def _adapted(self, version: int) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        return PeftModel.from_pretrained(base, self.adapter(version)).eval()
+
+    async def play(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        """All steps, with an engine that was started with the model. A worker leaves by itself when the run is over."""
+        self._watch(patch)
+        run = create_run(self.store, self.config, self.model)
+        loop = SingleTurnAgentLoop(judge=FunctionJudge("by_place", by_place), tokenizer=Characters(), eos_ids=set())
+        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, worker_id="w0", drain_timeout_s=0.0)
+        working = asyncio.create_task(worker.run())
+        try:
+            with producing(run):
+                training = asyncio.create_task(asyncio.to_thread(Trainer(run, self.config, self.model).fit))
+                await asyncio.wait({training, working}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
+                assert await training
+        finally:
+            worker.stop()
+            await working
+        assert run.account.fsck().clean
+
+    def _watch(self, patch: pytest.MonkeyPatch) -> None:
+        learner_train, save_weights = Learner.train, Learner.save_weights
+
+        def train(learner: Learner, batch: Any) -> dict[str, float]:
+            self.groups.append(batch.groups)
+            return learner_train(learner, batch)
+
+        def save(learner: Learner, folder: Path, *, to_publish: bool = False) -> None:
+            save_weights(learner, folder, to_publish=to_publish)
+            if to_publish:
+                (kept := self.adapter(learner.step)).mkdir(parents=True, exist_ok=True)
+                save_weights(learner, kept, to_publish=True)
+
+        patch.setattr(Learner, "train", train)
+        patch.setattr(Learner, "save_weights", save)
+
+
+def stamped(state: RolloutState) -> NDArray[np.int64]:
+    """The version of each token, from spans that must cover the response."""
+    versions = [span.version for span in state.spans for _ in range(span.length)]
+    assert state.logprobs is not None
+    assert len(versions) == len(state.response_ids) == len(state.logprobs) > 0
+    return np.array(versions)
+
+
+@torch.no_grad()
+def _logprobs(model: Any, state: RolloutState) -> NDArray[np.float32]:
+    """float32[n], of the response's tokens."""
+    assert state.prompt_ids is not None
+    tokens = torch.tensor(np.concatenate([state.prompt_ids, state.response_ids]), dtype=torch.int64)
+    logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1].float(), -1)
+    column: NDArray[np.float32] = logprobs.gather(1, tokens[1:, None])[len(state.prompt_ids) - 1 :, 0].numpy()
+    return column
+
+
+@contextmanager
+def producing(run: Run) -> Iterator[None]:
+    """A producer on a thread of its own."""
+    # no min_tokens: what forbids the end of a text changes the distribution, which a learner does not know
+    dataset, params = RecordsDataset(PROBLEMS, "problems", problem_of), SampleParams(max_tokens=TOKENS)
+    sampler = Sampler(TASK, dataset, Characters(), params, prompt_repeat_k=4)
+    producer, stop = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits)), threading.Event()
+    thread = threading.Thread(target=producer.produce_loop, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

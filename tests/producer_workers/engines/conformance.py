@@ -1,0 +1,375 @@
+"""What every engine must do. A new engine is done when a test class that inherits this passes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer.model.rollout import PolicyVersion, SampleParams, StructuredOutput, VersionSpan
+from producer_workers.engines.base import (
+    AbortsSome,
+    Engine,
+    EngineLoad,
+    Generation,
+    GenerationError,
+    StructuresOutput,
+    TellsLoad,
+    WeightsError,
+)
+from tests.producer_workers.engines.conftest import FIRST, Folders, Run
+from tests.producer_workers.engines.tiny_model import allowed_logprobs, reference_logprobs
+
+PROMPT = np.array([40, 41, 42, 43, 44], dtype=np.int32)
+NEXT = PolicyVersion("main", 4)
+LONG = 700
+TOLERANCE = 2e-3
+
+
+def sampling(tokens: int, **more: Any) -> SampleParams:
+    """Exactly `tokens` tokens: random models meet their stop token by accident."""
+    return SampleParams(max_tokens=tokens, min_tokens=tokens, **more)
+
+
+async def generate(engine: Engine, params: SampleParams) -> Generation:
+    return await engine.generate("request", PROMPT, params)
+
+
+Act = Callable[[], Awaitable[None]]
+
+
+async def interrupt(engine: Engine, params: SampleParams, act: Act, undo: Act | None = None) -> Generation:
+    """Generate, and call `act` while some but not all tokens are made. `undo`: what `act` did too early or too late,
+    before it is tried again."""
+    for wait_s in (0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4):
+        task = asyncio.create_task(generate(engine, params))
+        await asyncio.sleep(wait_s)
+        if not task.done():
+            await act()
+            made = await task
+            if len(made.spans) > 1 or 0 < len(made.token_ids) < params.max_tokens:
+                return made
+        await engine.resume()
+    raise AssertionError("the engine was never caught in the middle of a response")
+
+
+def worst_difference(folder: Path, made: Generation, temperature: float) -> float:
+    reference = reference_logprobs(folder, PROMPT.tolist(), made.token_ids.tolist(), temperature)
+    return float(np.abs(made.logprobs - np.array(reference)).max())
+
+
+class EngineContract:
+    """For every engine. `engine` is a fixture of the file that tests it."""
+
+    long = LONG
+    """Tokens of a response that is to be caught in the middle."""
+
+    def test_generate_gives_columns_that_agree(self, engine: Engine, run: Run[Generation]) -> None:
+        made = run(generate(engine, sampling(12)))
+        assert made.token_ids.dtype == np.int32
+        assert made.logprobs.dtype == np.float32
+        assert len(made.token_ids) == len(made.logprobs) == 12
+        assert np.all(made.logprobs <= 0)
+        assert made.spans == (VersionSpan(0, 12, FIRST.version, FIRST.lineage),)
+        assert made.finish_reason == "length"
+
+    def test_generate_repeats_itself_when_seeded(self, engine: Engine, run: Run[Generation]) -> None:
+        once, again = (run(generate(engine, sampling(20, seed=7))) for _ in range(2))
+        other = run(generate(engine, sampling(20, seed=8)))
+        assert np.array_equal(once.token_ids, again.token_ids)
+        assert np.array_equal(once.logprobs, again.logprobs)
+        assert not np.array_equal(once.token_ids, other.token_ids)
+
+    def test_generate_ends_at_a_stop_token_when_one_is_asked_for(self, engine: Engine, run: Run[Generation]) -> None:
+        token_ids = run(generate(engine, sampling(20, seed=7))).token_ids
+        stop = int(token_ids[10])
+        made = run(generate(engine, SampleParams(max_tokens=20, min_tokens=5, seed=7, stop_token_ids=[stop])))
+        assert made.finish_reason == "stop"
+        assert made.token_ids[-1] == stop
+
+    def test_pause_abort_returns_a_prefix_when_a_request_runs(self, engine: Engine, run: Run[Any]) -> None:
+        params = sampling(self.long, seed=3)
+
+        async def scenario() -> tuple[Generation, Generation]:
+            whole = await generate(engine, params)
+            part = await interrupt(engine, params, lambda: engine.pause("abort"))
+            await engine.resume()
+            return whole, part
+
+        whole, part = run(scenario())
+        made = len(part.token_ids)
+        assert part.finish_reason == "abort"
+        assert np.array_equal(part.token_ids, whole.token_ids[:made])
+        assert len(part.logprobs) == made
+        assert part.spans == (VersionSpan(0, made, FIRST.version, FIRST.lineage),)
+
+    def test_abort_of_others_spares_a_group_and_ends_the_rest(self, engine: Engine, run: Run[Any]) -> None:
+        if not isinstance(engine, AbortsSome):
+            pytest.skip("this engine aborts all or nothing")
+        params, spared = sampling(self.long, seed=3), "math-0000000001"
+
+        async def scenario() -> tuple[Generation, Generation, Generation]:
+            whole = await generate(engine, params)
+            kept = asyncio.create_task(engine.generate(f"{spared}/0", PROMPT, params))
+            part = await interrupt(engine, params, lambda: engine.abort_others({spared}))
+            return whole, await kept, part
+
+        whole, kept, part = run(scenario())
+        made = len(part.token_ids)
+        assert (part.finish_reason, kept.finish_reason) == ("abort", "length")
+        assert np.array_equal(kept.token_ids, whole.token_ids)
+        assert np.array_equal(part.token_ids, whole.token_ids[:made])
+        assert len(part.logprobs) == made
+        assert part.spans == (VersionSpan(0, made, FIRST.version, FIRST.lineage),)
+
+    def test_load_tells_what_is_sampled_and_what_waits_for_a_place(self, engine: Engine, run: Run[Any]) -> None:
+        """40 requests: more than any of the engines here has places for."""
+        if not isinstance(engine, TellsLoad):
+            pytest.skip("this engine does not say how full it is")
+
+        async def scenario() -> list[EngineLoad]:
+            calls = [asyncio.create_task(engine.generate(f"r-{n}/0", PROMPT, sampling(100))) for n in range(40)]
+            seen = []
+            while not all(call.done() for call in calls):
+                await asyncio.sleep(0.01)
+                seen += [load] if (load := engine.load()) else []
+            return seen
+
+        seen = run(scenario())
+        width = max(load.running for load in seen)
+        assert width in (16, 32)
+        assert max(load.waiting for load in seen) in range(1, 41 - width)
+        assert all(0 <= load.kv_usage <= 1 for load in seen)
+
+    def test_pause_keep_loses_no_token_when_a_request_runs(self, engine: Engine, run: Run[Any]) -> None:
+        params = sampling(self.long, seed=3)
+
+        async def scenario() -> tuple[Generation, Generation, bool]:
+            whole = await generate(engine, params)
+            task = asyncio.create_task(generate(engine, params))
+            await asyncio.sleep(0.1)
+            await engine.pause("keep")
+            done_before = task.done()
+            await asyncio.sleep(0.2)
+            frozen = task.done() == done_before
+            await engine.resume()
+            return whole, await task, frozen
+
+        whole, kept, frozen = run(scenario())
+        assert frozen
+        assert kept.finish_reason == "length"
+        assert np.array_equal(kept.token_ids, whole.token_ids)
+
+    def test_generate_waits_when_the_engine_is_paused(self, engine: Engine, run: Run[Any]) -> None:
+        async def scenario() -> tuple[bool, Generation]:
+            await engine.pause("abort")
+            task = asyncio.create_task(generate(engine, sampling(4)))
+            await asyncio.sleep(0.3)
+            waited = not task.done()
+            await engine.resume()
+            return waited, await task
+
+        waited, made = run(scenario())
+        assert waited
+        assert len(made.token_ids) == 4
+
+    @pytest.mark.parametrize("paused", [True, False], ids=["paused", "unpaused"])
+    def test_load_weights_stamps_each_token_when_a_request_runs(
+        self, engine: Engine, run: Run[Any], folders: Folders, paused: bool
+    ) -> None:
+        params = sampling(self.long, seed=3)
+
+        async def swap() -> None:
+            if paused:
+                await engine.pause("keep")
+            await engine.load_weights(folders.second, NEXT)
+            if paused:
+                await engine.resume()
+
+        async def scenario() -> tuple[Generation, Generation]:
+            whole = await generate(engine, params)
+            return whole, await interrupt(engine, params, swap, lambda: engine.load_weights(folders.first, FIRST))
+
+        whole, mixed = run(scenario())
+        assert mixed.finish_reason == "length"
+        assert len(mixed.token_ids) == self.long
+        old, new = mixed.spans
+        assert (old.start, old.version, old.lineage) == (0, *reversed(FIRST))
+        assert (new.start, new.start + new.length) == (old.length, self.long)
+        assert (new.version, new.lineage) == (NEXT.version, NEXT.lineage)
+        assert np.array_equal(mixed.token_ids[: old.length], whole.token_ids[: old.length])
+        assert engine.version() == NEXT
+
+    def test_load_weights_leaves_the_engine_paused_when_it_was(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        async def scenario() -> tuple[bool, Generation]:
+            await engine.pause("keep")
+            await engine.load_weights(folders.second, NEXT)
+            task = asyncio.create_task(generate(engine, sampling(4)))
+            await asyncio.sleep(0.3)
+            waited = not task.done()
+            await engine.resume()
+            return waited, await task
+
+        waited, made = run(scenario())
+        assert waited
+        assert made.spans == (VersionSpan(0, 4, NEXT.version, NEXT.lineage),)
+
+    @pytest.mark.parametrize("bad", ["truncated", "absent", "empty"])
+    def test_load_weights_keeps_the_old_ones_when_the_new_are_bad(
+        self, engine: Engine, run: Run[Any], folders: Folders, tmp_path: Path, bad: str
+    ) -> None:
+        folder = {"truncated": folders.truncated, "absent": tmp_path / "absent", "empty": tmp_path}[bad]
+        params = sampling(30, seed=5)
+        before = run(generate(engine, params))
+        with pytest.raises(WeightsError, match=str(folder)):
+            run(engine.load_weights(folder, NEXT))
+        after = run(generate(engine, params))
+        assert np.array_equal(before.token_ids, after.token_ids)
+        assert engine.version() == FIRST
+        assert after.spans[0].version == FIRST.version
+
+    def test_cancelling_leaves_nothing_behind_when_requests_run(self, engine: Engine, run: Run[Any]) -> None:
+        async def scenario() -> list[BaseException | Generation]:
+            tasks = [asyncio.create_task(generate(engine, sampling(self.long))) for _ in range(20)]
+            await asyncio.sleep(0.2)
+            for task in tasks:
+                task.cancel()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        outcomes = run(scenario())
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+        assert engine.unfinished() == 0  # type: ignore[attr-defined]
+        assert len(run(generate(engine, sampling(4))).token_ids) == 4
+
+    def test_many_requests_finish_when_they_come_at_once(self, engine: Engine, run: Run[Any]) -> None:
+        async def scenario() -> list[Generation]:
+            return await asyncio.gather(*(engine.generate(f"request {n}", PROMPT, sampling(10)) for n in range(100)))
+
+        made = run(scenario())
+        assert {len(one.token_ids) for one in made} == {10}
+        assert len({one.token_ids.tobytes() for one in made}) > 75
+
+
+class ModelContract(EngineContract):
+    """For every engine with a model."""
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_logprobs_equal_a_transformers_forward_before_and_after_an_update(
+        self, engine: Engine, run: Run[Any], folders: Folders, temperature: float
+    ) -> None:
+        params = sampling(100, seed=11, temperature=temperature)
+        before = run(generate(engine, params))
+        run(engine.load_weights(folders.second, NEXT))
+        after = run(generate(engine, params))
+        assert worst_difference(folders.first, before, temperature) < TOLERANCE
+        assert worst_difference(folders.second, after, temperature) < TOLERANCE
+        assert worst_difference(folders.first, after, temperature) > 1
+
+    def test_an_aborted_response_resumed_by_ids_equals_an_uninterrupted_one(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
+        greedy = sampling(self.long, temperature=0.0)
+
+        async def scenario() -> tuple[Generation, Generation, Generation]:
+            whole = await generate(engine, greedy)
+            part = await interrupt(engine, greedy, lambda: engine.pause("abort"))
+            await engine.resume()
+            prompt = np.concatenate([PROMPT, part.token_ids])
+            rest = sampling(self.long - len(part.token_ids), temperature=0.0)
+            return whole, part, await engine.generate("rest", prompt, rest)
+
+        whole, part, rest = run(scenario())
+        assert np.array_equal(np.concatenate([part.token_ids, rest.token_ids]), whole.token_ids)
+
+    def test_tokens_after_a_swap_come_from_fresh_caches(self, engine: Engine, run: Run[Any], folders: Folders) -> None:
+        greedy = sampling(self.long, temperature=0.0)
+
+        async def scenario() -> tuple[Generation, Generation]:
+            first, second = (folders.first, FIRST), (folders.second, NEXT)
+            mixed = await interrupt(
+                engine, greedy, lambda: engine.load_weights(*second), lambda: engine.load_weights(*first)
+            )
+            cut = mixed.spans[1].start
+            prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
+            return mixed, await engine.generate("fresh", prompt, sampling(self.long - cut, temperature=0.0))
+
+        mixed, fresh = run(scenario())
+        cut = mixed.spans[1].start
+        assert np.array_equal(mixed.token_ids[cut:], fresh.token_ids)
+
+    def test_generate_ends_at_a_stop_string_when_one_is_asked_for(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folders.first)
+        whole = run(generate(engine, sampling(40, temperature=0.0)))
+        pieces = [tokenizer.decode([token]) for token in whole.token_ids[10:]]
+        stop = next(piece for piece in pieces if piece.isascii() and piece.isalnum())
+        made = run(generate(engine, SampleParams(max_tokens=40, temperature=0.0, stops=[stop])))
+        assert made.finish_reason == "stop"
+        assert stop in tokenizer.decode(made.token_ids)
+        assert np.array_equal(made.token_ids, whole.token_ids[: len(made.token_ids)])
+
+    def test_generate_refuses_a_prompt_that_is_too_long(self, engine: Engine, run: Run[Any]) -> None:
+        with pytest.raises(GenerationError, match=r"too long|maximum"):
+            run(engine.generate("too long", np.full(5000, 40, dtype=np.int32), sampling(4)))
+        assert len(run(generate(engine, sampling(4))).token_ids) == 4
+
+    def test_seeded_prompts_that_do_not_fit_into_one_step_are_answered(self, engine: Engine, run: Run[Any]) -> None:
+        """A prefill that is cut in two has ended vLLM's CPU engine, if the request had a seed."""
+        prompts = [np.full(1500, 40 + place, dtype=np.int32) for place in range(3)]
+
+        async def scenario() -> list[Generation]:
+            calls = (engine.generate(f"long {n}", ids, sampling(4, seed=n)) for n, ids in enumerate(prompts))
+            return await asyncio.gather(*calls)
+
+        assert [len(made.token_ids) for made in run(scenario())] == [4, 4, 4]
+
+    def test_a_structure_is_kept_to_with_logprobs_of_what_was_allowed(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folders.first)
+        params = SampleParams(max_tokens=8, structured=StructuredOutput(choice=["a", "b"]))
+        if not isinstance(engine, StructuresOutput):
+            with pytest.raises(GenerationError, match="cannot keep to a structure"):
+                run(generate(engine, params))
+            return
+        allowed = [tokenizer.convert_tokens_to_ids(text) for text in "ab"]
+        expected = dict(zip(allowed, allowed_logprobs(folders.first, PROMPT.tolist(), allowed), strict=True))
+        for seed in range(8):
+            made = run(generate(engine, params.model_copy(update={"seed": seed})))
+            token, end = made.token_ids.tolist()
+            assert (made.finish_reason, end) == ("stop", tokenizer.eos_token_id)
+            assert made.logprobs == pytest.approx([expected[token], 0.0], abs=TOLERANCE)
+
+    def test_a_structure_survives_an_update_and_a_bad_one_is_refused_alone(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        if not isinstance(engine, StructuresOutput):
+            pytest.skip("this engine keeps to no structure")
+        from transformers import AutoTokenizer
+
+        params = SampleParams(max_tokens=900, structured=StructuredOutput(regex="[ab]{400}"))
+
+        async def scenario() -> Generation:
+            running = asyncio.create_task(generate(engine, params))
+            await asyncio.sleep(0.2)
+            await engine.load_weights(folders.second, NEXT)
+            with pytest.raises(GenerationError):
+                await generate(engine, SampleParams(structured=StructuredOutput(json_schema={"type": "nonsense"})))
+            return await running
+
+        made = run(scenario())
+        text = AutoTokenizer.from_pretrained(folders.first).decode(made.token_ids, skip_special_tokens=True)
+        assert re.fullmatch("[ab]{400}", text)
+        assert sum(span.length for span in made.spans) == len(made.token_ids)

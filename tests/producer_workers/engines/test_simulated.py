@@ -1,0 +1,149 @@
+"""The simulated engine: its distributions, its limits and its injected failures."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer.config.engine import SimulatedConfig
+from buffer.model.distributions import Bimodal, Distribution, Fixed, LogNormal
+from buffer.model.rollout import SampleParams
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import (
+    Engine,
+    EngineDeadError,
+    EngineError,
+    Generation,
+    GenerationError,
+)
+from tests.producer_workers.engines.conformance import EngineContract
+from tests.producer_workers.engines.conftest import FIRST, Run
+
+PROMPT = np.arange(5, dtype=np.int32)
+INSTANT = {"first_token_s": Fixed(value=0), "token_s": Fixed(value=0)}
+
+
+@pytest.fixture
+def engine(simulated_engine: Engine) -> Engine:
+    return simulated_engine
+
+
+class TestSimulated(EngineContract):
+    """The contract."""
+
+
+async def generate_many(config: SimulatedConfig, requests: int, **params: Any) -> list[Any]:
+    engine = build_engine(config, Path(), FIRST)
+    await engine.start()
+    calls = (engine.generate(f"r{n}", PROMPT, SampleParams(**params)) for n in range(requests))
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    await engine.shutdown()
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("distribution", "low", "high"),
+    [
+        (Fixed(value=50), 50, 50),
+        (LogNormal(median=50, sigma=0.5), 45, 55),
+        (Bimodal(short=50, long=900, long_share=0.1), 50, 50),
+    ],
+)
+def test_response_lengths_follow_their_distribution(
+    run: Run[Any], distribution: Distribution, low: int, high: int
+) -> None:
+    made = run(generate_many(SimulatedConfig(response_tokens=distribution, **INSTANT), 1000))
+    assert low <= np.median([len(one.token_ids) for one in made]) <= high
+
+
+def test_a_long_response_is_cut_at_max_tokens(run: Run[Any]) -> None:
+    config = SimulatedConfig(response_tokens=Bimodal(short=5, long=100, long_share=0.5), **INSTANT)
+    made: list[Generation] = run(generate_many(config, 200, max_tokens=10))
+    by_reason = {one.finish_reason: len(one.token_ids) for one in made}
+    assert by_reason == {"stop": 5, "length": 10}
+    assert all((one.token_ids[-1] == config.eos_token_id) or one.finish_reason == "length" for one in made)
+
+
+def test_every_request_finishes_when_there_are_more_than_places(run: Run[Any]) -> None:
+    config = SimulatedConfig(max_num_seqs=3, first_token_s=Fixed(value=0.001), token_s=Fixed(value=0))
+    assert all(isinstance(one, Generation) for one in run(generate_many(config, 50)))
+
+
+def test_every_nth_request_fails_when_asked_to(run: Run[Any]) -> None:
+    outcomes = run(generate_many(SimulatedConfig(fail_every=4, **INSTANT), 12))
+    assert [isinstance(one, GenerationError) for one in outcomes] == [False, False, False, True] * 3
+
+
+def test_the_engine_dies_after_n_requests_when_asked_to(run: Run[Any]) -> None:
+    async def scenario() -> tuple[list[Any], Exception | None]:
+        engine = build_engine(SimulatedConfig(die_after=2), Path(), FIRST)
+        await engine.start()
+        calls = (engine.generate(f"r{n}", PROMPT, SampleParams()) for n in range(3))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        try:
+            engine.check_health()
+        except EngineDeadError as error:
+            return outcomes, error
+        return outcomes, None
+
+    outcomes, error = run(scenario())
+    assert all(isinstance(one, EngineDeadError) for one in outcomes)
+    assert error is not None
+
+
+def test_start_says_that_it_is_no_model(run: Run[Any], caplog: pytest.LogCaptureFixture) -> None:
+    run(generate_many(SimulatedConfig(**INSTANT), 1))
+    assert any("no model" in record.message for record in caplog.records)
+
+
+def test_an_engine_cannot_be_used_when_it_is_shut_down(run: Run[Any]) -> None:
+    async def scenario() -> None:
+        engine = build_engine(SimulatedConfig(), Path(), FIRST)
+        await engine.start()
+        await engine.shutdown()
+        await engine.shutdown()
+        with pytest.raises(EngineDeadError):
+            engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await engine.generate("late", PROMPT, SampleParams())
+        with pytest.raises(EngineError):
+            await engine.start()
+
+    run(scenario())
+
+
+def test_shutdown_returns_what_running_requests_have(run: Run[Any]) -> None:
+    async def scenario() -> Generation:
+        engine = build_engine(SimulatedConfig(token_s=Fixed(value=10)), Path(), FIRST)
+        await engine.start()
+        task = asyncio.create_task(engine.generate("long", PROMPT, SampleParams()))
+        await asyncio.sleep(0.1)
+        await engine.shutdown()
+        return await task
+
+    assert run(scenario()).finish_reason == "abort"
+
+
+def test_a_trace_is_played_again_and_again_the_same(run: Run[Any], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"tokens": 7, "first_token_s": 0, "token_s": 0}\n\n{"tokens": 41}\n', encoding="utf-8")
+    config = SimulatedConfig(trace=trace, **INSTANT)
+    once, again = (run(generate_many(config, 40)) for _ in range(2))
+    lengths = [len(made.token_ids) for made in once]
+    assert set(lengths) == {7, 41}
+    assert lengths == [len(made.token_ids) for made in again]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("", "no request"), ('{"tokens": 1}\n{"tokens": 0}', "line 2: tokens"), ("no json", "line 1")],
+)
+def test_a_trace_is_refused_with_the_line_that_is_wrong(run: Run[Any], tmp_path: Path, text: str, what: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(text, encoding="utf-8")
+    with pytest.raises(EngineError, match=what):
+        run(build_engine(SimulatedConfig(trace=trace), Path(), FIRST).start())

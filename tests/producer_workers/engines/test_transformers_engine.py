@@ -1,0 +1,145 @@
+"""The transformers engine: the contract, and that its sampler draws from what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from buffer.config.engine import EngineConfig, TransformersConfig
+from buffer.model.group import RolloutGroup
+from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.model.wire import decode, encode
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import Engine, EngineError
+from producer_workers.engines.hf.sampling import sample
+from tests.producer_workers.engines.conformance import (
+    LONG,
+    NEXT,
+    PROMPT,
+    ModelContract,
+    interrupt,
+    sampling,
+)
+from tests.producer_workers.engines.conftest import FIRST, Folders, Run
+from tests.producer_workers.engines.tiny_model import gates_choose, write_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def engine(run: Run[None], folders: Folders) -> Iterator[Engine]:
+    engine = build_engine(TransformersConfig(), folders.first, FIRST)
+    run(engine.start())
+    yield engine
+    run(engine.shutdown())
+
+
+class TestTransformers(ModelContract):
+    """The contract."""
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of a mixture of experts of two layers, the first of which has none."""
+    root = tmp_path_factory.mktemp("mixtures")
+    first, second = (
+        write_tiny_model(root / str(seed), seed=seed, architecture="qwen3_moe", dense_layers=[0]) for seed in (1, 2)
+    )
+    return first, second
+
+
+@pytest.fixture
+def mixture(run: Run[None], mixtures: tuple[Path, Path]) -> Iterator[Engine]:
+    engine = build_engine(TransformersConfig(routed_experts=True), mixtures[0], FIRST)
+    run(engine.start())
+    yield engine
+    run(engine.shutdown())
+
+
+def check_experts(experts: Any, tokens: list[int], folders: list[Path]) -> None:
+    """`folders`: by which weights each token but the last was read when the one behind it was sampled."""
+    assert experts.dtype == np.int16
+    assert experts.shape == (len(tokens) - 1, 2, 2)
+    for folder in set(folders):
+        assert gates_choose(folder, tokens, experts)[[other == folder for other in folders]].all()
+
+
+def test_routed_experts_are_what_the_gates_chose_across_a_weight_swap(
+    mixture: Engine, run: Run[Any], mixtures: tuple[Path, Path]
+) -> None:
+    """The rows of tokens that are there stay as they were when the token behind each was sampled."""
+    folders = dict(zip((FIRST, NEXT), mixtures, strict=True))
+
+    async def swap() -> None:
+        await mixture.pause("keep")
+        other = NEXT if mixture.version() == FIRST else FIRST
+        await mixture.load_weights(folders[other], other)
+        await mixture.resume()
+
+    made = run(interrupt(mixture, sampling(LONG, seed=3), swap))
+    assert len(made.spans) == 2
+    by = [folders[PolicyVersion(span.lineage, span.version)] for span in made.spans for _ in range(span.length)]
+    check_experts(made.routed_experts, [*PROMPT, *made.token_ids], [by[0]] * (len(PROMPT) - 1) + by)
+
+
+def test_routed_experts_of_a_rollout_that_goes_on_elsewhere_are_of_the_whole(
+    mixture: Engine, run: Run[Any], mixtures: tuple[Path, Path]
+) -> None:
+    """Its tokens are read again by newer weights; through the wire between, as for another worker."""
+    first, second = mixtures
+    state = RolloutState(prompt_ids=PROMPT)
+
+    async def turn(tokens: int) -> None:
+        assert state.prompt_ids is not None
+        so_far = np.concatenate([state.prompt_ids, state.response_ids])
+        made = await mixture.generate("one", so_far, sampling(tokens, seed=5))
+        state.append(made.token_ids, made.logprobs, made.spans, routed_experts=made.routed_experts)
+
+    run(turn(12))
+    (state,) = decode(encode(RolloutGroup("moe-0000000001", "moe", [state]))).states
+    run(mixture.load_weights(second, NEXT))
+    run(turn(6))
+    tokens = [*PROMPT, *state.response_ids]
+    check_experts(state.routed_experts, tokens, [first] * (len(PROMPT) - 1 + 12) + [second] * 6)
+
+
+def test_routed_experts_of_a_model_without_any_are_refused(run: Run[None], folders: Folders) -> None:
+    with pytest.raises(EngineError, match="no gates that say which experts"):
+        run(build_engine(TransformersConfig(routed_experts=True), folders.first, FIRST).start())
+
+
+def test_routed_experts_are_refused_over_http() -> None:
+    with pytest.raises(ValidationError, match="kinds vllm and transformers record them"):
+        TypeAdapter(EngineConfig).validate_python({"kind": "http", "url": "http://gpu7", "routed_experts": True})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    ],
+    ids=str,
+)
+def test_tokens_come_as_often_as_their_logprobs_say(settings: dict[str, Any]) -> None:
+    """Over 4,000 draws: each share within five standard deviations, and nothing that was cut off."""
+    params, draws = SampleParams(**settings), 4000
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0])
+    generator = torch.Generator().manual_seed(1)
+    drawn = [sample(logits, params, [0, 1], [1, 1, 4], (), generator) for _ in range(draws)]
+    said = {token: np.exp(logprob) for token, logprob in drawn}
+    assert len({drawn_ for drawn_ in drawn}) == len(said)
+    assert sum(said.values()) == pytest.approx(1.0, abs=1e-4)
+    for token, share in said.items():
+        found = sum(1 for other, _ in drawn if other == token) / draws
+        assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / draws) + 1e-9
+    if "top_k" in settings:
+        assert set(said) == {0, 1, 2}

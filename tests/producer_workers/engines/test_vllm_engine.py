@@ -1,0 +1,256 @@
+"""What vLLM inside the worker adds to the conformance suite: wrong weights, cancelled updates, older versions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from buffer.config.engine import VllmConfig
+from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
+from buffer.weights.announcement import Announcement
+from buffer.weights.tensor_exchange import TensorServer
+from producer_workers.agent_loops.gateway.agents import AgentTask
+from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
+from producer_workers.agent_loops.multi_turn import turns_of
+from producer_workers.agent_loops.tokenizer import load_tokenizer
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import (
+    Engine,
+    EngineError,
+    Generation,
+    GenerationError,
+    ReceivesWeights,
+    WeightsError,
+)
+from producer_workers.engines.model_folder import read_shapes
+from producer_workers.engines.vllm import engine as module
+from producer_workers.engines.vllm.api import is_cpu_build
+from producer_workers.engines.vllm.images import generation_of
+from tests.producer_workers.engines.conformance import (
+    LONG,
+    NEXT,
+    PROMPT,
+    TOLERANCE,
+    ModelContract,
+    generate,
+    interrupt,
+    sampling,
+    worst_difference,
+)
+from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Folders, Run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def engine(vllm_engine: Engine) -> Engine:
+    return vllm_engine
+
+
+class TestVllm(ModelContract):
+    """The contract."""
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["by its header", "by vLLM"])
+def test_weights_of_another_shape_are_refused(
+    vllm_engine: Engine, run: Run[Any], folders: Folders, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """The second case loads half of the wrong model, so the engine must find its way back."""
+    if not checked:
+        monkeypatch.setattr(module, "check_same_tensors", lambda *_, **__: None)
+    params = sampling(60, seed=5)
+
+    async def scenario() -> tuple[Generation, Generation, Generation]:
+        before = await generate(vllm_engine, params)
+        running = asyncio.create_task(generate(vllm_engine, params))
+        await asyncio.sleep(0)
+        with pytest.raises(WeightsError):
+            await vllm_engine.load_weights(folders.wider, NEXT)
+        return before, await running, await generate(vllm_engine, params)
+
+    before, running, after = run(scenario())
+    assert np.array_equal(before.token_ids, running.token_ids)
+    assert np.array_equal(before.token_ids, after.token_ids)
+    assert vllm_engine.version() == FIRST == PolicyVersion(after.spans[0].lineage, after.spans[0].version)
+
+
+def test_an_update_is_finished_when_its_caller_is_cancelled(
+    vllm_engine: Engine, run: Run[Any], folders: Folders
+) -> None:
+    async def scenario() -> Generation:
+        task = asyncio.create_task(vllm_engine.load_weights(folders.second, NEXT))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await vllm_engine.pause("keep")
+        await vllm_engine.resume()
+        return await generate(vllm_engine, sampling(50, seed=2))
+
+    made = run(scenario())
+    folder = folders.second if vllm_engine.version() == NEXT else folders.first
+    assert worst_difference(folder, made, 1.0) < TOLERANCE
+
+
+def test_weights_from_a_trainers_memory_come_while_tokens_flow(
+    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[TensorServer, Announcement]
+) -> None:
+    """Each token names the weights that made it, and then the engine is as if it had read the file, to the bit."""
+    assert isinstance(vllm_engine, ReceivesWeights)
+    engine, greedy, params = vllm_engine, sampling(LONG, temperature=0.0), sampling(100, seed=11)
+
+    async def scenario() -> list[Generation]:
+        back = partial(engine.load_weights, folders.first, FIRST)
+        mixed = await interrupt(engine, greedy, lambda: engine.receive_weights(announced[1], NEXT), back)
+        cut = mixed.spans[1].start
+        prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
+        fresh = await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
+        received = await generate(engine, params)
+        await engine.load_weights(folders.second, NEXT)
+        return [mixed, fresh, received, await generate(engine, params)]
+
+    mixed, fresh, received, read = run(scenario())
+    assert [PolicyVersion(span.lineage, span.version) for span in mixed.spans] == [FIRST, NEXT]
+    assert np.array_equal(mixed.token_ids[mixed.spans[1].start :], fresh.token_ids)
+    assert np.array_equal(received.logprobs, read.logprobs)
+    assert worst_difference(folders.second, received, 1.0) < TOLERANCE
+
+
+def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
+    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[TensorServer, Announcement]
+) -> None:
+    assert isinstance(vllm_engine, ReceivesWeights)
+    engine, (server, whole), params = vllm_engine, announced, sampling(60, seed=5)
+    wider = replace(whole, tensors=read_shapes(folders.wider))
+    before = run(generate(engine, params))
+    assert server._snapshot
+    server._snapshot.weights["model.safetensors"][-1] ^= 1
+    unreachable = replace(whole, port=1)
+    for refused, why in ((whole, "differs from"), (wider, "another shape"), (unreachable, "cannot connect")):
+        with pytest.raises(WeightsError, match=why):
+            run(engine.receive_weights(refused, NEXT))
+        assert np.array_equal(run(generate(engine, params)).logprobs, before.logprobs)
+    assert vllm_engine.version() == FIRST
+
+
+def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_change(
+    vllm_engine: Engine, run: Run[Any], folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = vllm_engine._api  # type: ignore[attr-defined]
+    monkeypatch.setattr(vllm_engine, "_api", replace(api, tracks_versions=False))
+
+    load = vllm_engine.load_weights
+    there, back = partial(load, folders.second, NEXT), partial(load, folders.first, FIRST)
+    made = run(interrupt(vllm_engine, sampling(LONG), there, back))
+    assert made.finish_reason == "abort"
+    assert vllm_engine.version() == NEXT
+
+
+def test_the_cpu_build_refuses_to_sleep_at_its_start(run: Run[None], folders: Folders) -> None:
+    if not is_cpu_build():
+        pytest.skip("this build can sleep")
+    engine = build_engine(CPU_ENGINE.model_copy(update={"enable_sleep_mode": True}), folders.first, FIRST)
+    with pytest.raises(EngineError, match="the CPU build of vLLM cannot sleep"):
+        run(engine.start())
+
+
+def test_waking_up_leaves_a_paused_engine_paused(
+    vllm_engine: Engine, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself samples again once it is awake. On a CPU its sleep is a pause that frees nothing."""
+    engine: Any = vllm_engine
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"enable_sleep_mode": True}))
+
+    async def scenario() -> tuple[list[bool], Generation]:
+        paused = []
+        await engine.pause("keep")
+        await engine.sleep()
+        running = asyncio.create_task(generate(engine, sampling(20)))
+        for call in (engine.wake, engine.resume, engine.sleep, engine.wake):
+            await call()
+            paused.append(await engine._llm.is_paused())
+        return paused, await running
+
+    paused, made = run(scenario())
+    assert paused == [True, False, True, False]
+    # sleep ends requests, as it drops their cache; this one may be through by then
+    assert made.finish_reason == "abort" or len(made.token_ids) == 20
+
+
+def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
+    vllm_engine: Engine, run: Run[list[RolloutState]], folders: Folders
+) -> None:
+    """Three turns of a real client; what is recorded is what a plain forward pass of the same tokens says."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer: Any = load_tokenizer(str(folders.first))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+    async def talk(task: AgentTask) -> float:
+        messages: list[Any] = list(task.messages)
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            for _ in range(3):
+                reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
+                messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
+        return 1.0
+
+    loop = GatewayAgentLoop(judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id], agent=talk)
+    states = [
+        RolloutState(
+            index=n,
+            messages=[{"role": "user", "content": f"{n} + 1"}],
+            sample_params=SampleParams(seed=n, max_tokens=99),
+        )
+        for n in range(2)
+    ]
+    states = run(loop.generate_group(states, vllm_engine, "math-0000000001"))
+    model = AutoModelForCausalLM.from_pretrained(folders.first, dtype=torch.float32).eval()
+    assert len(states) == 2
+    for state in states:
+        assert state.prompt_ids is not None
+        assert state.response_mask is not None
+        ids = np.concatenate([state.prompt_ids, state.response_ids])
+        with torch.no_grad():
+            said = torch.log_softmax(model(torch.tensor(ids[None], dtype=torch.long)).logits[0], -1).numpy()
+        trained = np.flatnonzero(state.response_mask)
+        places = trained + len(state.prompt_ids)
+        assert len(turns_of(state)) == 3
+        assert np.abs(said[places - 1, ids[places]] - state.logprobs[trained]).max() < TOLERANCE
+        assert not state.logprobs[state.response_mask == 0].any()
+
+
+def test_routed_experts_are_refused_where_vllm_has_no_triton(run: Run[None], folders: Folders) -> None:
+    if import_module("vllm.triton_utils").HAS_TRITON:
+        pytest.skip("this vLLM has Triton: test_vllm_experts.py asks it")
+    with pytest.raises(EngineError, match="Triton") as caught:
+        run(build_engine(VllmConfig(routed_experts=True), folders.first, FIRST).start())
+    assert "kind transformers" in caught.value.hint
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(4, "uint8"), (4, "uint16"), (3, "uint8"), (None, "uint8")], ids=str)
+def test_routed_experts_of_vllm_become_a_column_or_an_error(rows: int | None, kind: str) -> None:
+    """Of vLLM's own class: 3 tokens of prompt and 2 after them are 4 that were routed."""
+    outputs, flat = import_module("vllm.outputs"), import_module("vllm.logprobs").FlatLogprobs
+    given = None if rows is None else np.full((rows, 2, 8), 255, kind)
+    output = outputs.CompletionOutput(
+        0, "", [5, 6], None, flat(logprobs=[-1.0, -2.0]), finish_reason="stop", routed_experts=given
+    )
+    if rows == 3:
+        with pytest.raises(GenerationError, match="of 3 tokens"):
+            generation_of(output, FIRST, 3)
+        return
+    experts = generation_of(output, FIRST, 3).routed_experts
+    assert (experts is None) == (rows is None)
+    if experts is not None:
+        assert (experts.shape, experts.dtype.str) == ((4, 2, 8), "<i2")
+        assert experts.max() == 255

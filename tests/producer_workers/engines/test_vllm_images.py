@@ -1,0 +1,303 @@
+"""vLLM shows images to its model: the prompt is token-exact, logprobs are those of the same pixels elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from buffer.config.dataset import ImagesSection
+from buffer.config.loader import load_config
+from buffer.config.trainer import TrainingConfig
+from buffer.config.worker import ProducingConfig
+from buffer.errors import MediaError
+from buffer.model.rollout import MediaRef, PolicyVersion, SampleParams
+from buffer.monitoring.history import StepLog
+from buffer.open_run import create_run
+from buffer.run import Run as RunHandle
+from buffer.store.media_folder import MediaFolder
+from buffer.store.store import Store
+from consumer.examples.image_loop import train
+from producer_workers.build import make_producer, make_worker
+from producer_workers.engines import build_engine
+from producer_workers.engines.base import Generation, GenerationError
+from producer_workers.engines.vllm.engine import VllmEngine
+from producer_workers.images.image_file import png_of
+from producer_workers.images.image_reader import ImageReader, ReadImage
+from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
+from tests.producer_workers.engines.tiny_vision_model import (
+    picture,
+    reference_logprobs,
+    write_tiny_vision_model,
+)
+from tests.servers import Server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+GID, LONG, TOLERANCE = "see-0000000001", 700, 2e-3
+PICTURES = [picture(1, 56, 28), picture(2, 60, 100)]
+"""2 and 8 tokens."""
+IMAGE, FIRST_OF, LAST_OF = 320, 321, 322
+PROMPT = np.array([40, FIRST_OF, *[IMAGE] * 2, LAST_OF, 41, FIRST_OF, *[IMAGE] * 8, LAST_OF, 42, 43], "<i4")
+
+
+class CountingReader(ImageReader):
+    """Notes what it reads."""
+
+    def __init__(self, media: MediaFolder, limits: ImagesSection) -> None:
+        super().__init__(media, limits)
+        self.uris: list[str] = []
+
+    def read(self, ref: MediaRef) -> ReadImage:
+        self.uris.append(ref.uri)
+        return super().read(ref)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("vision")
+    return write_tiny_vision_model(root / "first", seed=1), write_tiny_vision_model(root / "second", seed=2)
+
+
+@pytest.fixture(scope="module")
+def running(run: Run[None], models: tuple[Path, Path]) -> Iterator[VllmEngine]:
+    engine = build_engine(CPU_ENGINE, models[0], FIRST)
+    assert isinstance(engine, VllmEngine)
+    run(engine.start())
+    yield engine
+    run(engine.shutdown())
+
+
+@pytest.fixture
+def media(tmp_path: Path) -> MediaFolder:
+    return MediaFolder(tmp_path / "media", "demo", "n")
+
+
+@pytest.fixture
+def reader(media: MediaFolder) -> CountingReader:
+    return CountingReader(media, ImagesSection())
+
+
+@pytest.fixture
+def engine(running: VllmEngine, run: Run[None], reader: CountingReader, models: tuple[Path, Path]) -> Iterator[Any]:
+    running.images.read_with(reader)
+    yield running
+    running.images.forget(GID)
+    run(running.resume())
+    run(running.load_weights(models[0], FIRST))
+
+
+@pytest.fixture
+def refs(media: MediaFolder) -> list[MediaRef]:
+    uris = [media.put(GID, f"{n}.png", png_of(image)) for n, image in enumerate(PICTURES)]
+    return [MediaRef(kind="image", uri=uri, tokens=tokens) for uri, tokens in zip(uris, (2, 8), strict=True)]
+
+
+def sampling(tokens: int, **more: Any) -> SampleParams:
+    return SampleParams(max_tokens=tokens, min_tokens=tokens, **more)
+
+
+async def generate(
+    engine: VllmEngine, params: SampleParams, behind: Sequence[int] | NDArray[np.int32] = (), member: int = 0
+) -> Generation:
+    return await engine.generate(f"{GID}/{member}/0", np.array([*PROMPT, *behind], "<i4"), params)
+
+
+def worst_difference(folder: Path, made: Generation, images: Any = PICTURES) -> float:
+    reference = reference_logprobs(folder, PROMPT.tolist(), images, made.token_ids.tolist())
+    return float(np.abs(made.logprobs - np.array(reference)).max())
+
+
+def without_image_tokens(made: Generation) -> Generation:
+    """A random model may sample the placeholder, which no forward pass elsewhere takes for a mere token."""
+    assert not set(made.token_ids.tolist()) & {IMAGE, FIRST_OF, LAST_OF, 383}, "choose another seed"
+    return made
+
+
+def test_logprobs_are_those_of_a_forward_pass_with_the_same_pixels(
+    engine: VllmEngine, run: Run[Any], refs: list[MediaRef], models: tuple[Path, Path]
+) -> None:
+    engine.images.show(GID, refs)
+    made = without_image_tokens(run(generate(engine, sampling(24, seed=5))))
+    assert worst_difference(models[0], made) < TOLERANCE
+    assert worst_difference(models[0], made, [picture(3, 56, 28), PICTURES[1]]) > 100 * TOLERANCE
+    assert worst_difference(models[0], made, [PICTURES[0], picture(3, 60, 100)]) > 100 * TOLERANCE
+
+
+def test_a_group_reads_its_images_once_and_sees_them_in_each_request(
+    engine: VllmEngine, run: Run[Any], refs: list[MediaRef], reader: CountingReader
+) -> None:
+    async def scenario() -> tuple[list[Generation], Generation]:
+        engine.images.show(GID, refs)
+        many = await asyncio.gather(*(generate(engine, sampling(12, seed=5), member=n) for n in range(6)))
+        engine.images.forget(GID)
+        # the same tokens, and nothing to see
+        return many, await generate(engine, sampling(12, seed=5))
+
+    many, blind = run(scenario())
+    assert reader.uris == [ref.uri for ref in refs]
+    assert all(np.array_equal(made.token_ids, many[0].token_ids) for made in many)
+    assert not np.allclose(blind.logprobs[:1], many[0].logprobs[:1])
+    assert not engine.images._heads
+
+
+def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
+    engine: VllmEngine, run: Run[Any], refs: list[MediaRef]
+) -> None:
+    params = sampling(LONG, temperature=0.0)
+
+    async def scenario() -> tuple[Generation, Generation, Generation]:
+        engine.images.show(GID, refs)
+        whole = await generate(engine, params)
+        part = await interrupted(engine, params)
+        # another worker has seen none of it
+        engine.images.forget(GID)
+        engine.images.show(GID, refs)
+        rest = await generate(engine, sampling(LONG - len(part.token_ids), temperature=0.0), part.token_ids)
+        return whole, part, rest
+
+    whole, part, rest = run(scenario())
+    assert part.finish_reason == "abort"
+    assert np.array_equal(np.concatenate([part.token_ids, rest.token_ids]), whole.token_ids)
+    assert np.allclose(np.concatenate([part.logprobs, rest.logprobs]), whole.logprobs, atol=TOLERANCE)
+
+
+async def interrupted(engine: VllmEngine, params: SampleParams) -> Generation:
+    """The same, aborted while some but not all tokens are made."""
+    for wait_s in (0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4):
+        task = asyncio.create_task(generate(engine, params))
+        await asyncio.sleep(wait_s)
+        await engine.pause("abort")
+        await engine.resume()
+        # one that was still on its way in is not aborted
+        made = await task
+        if 0 < len(made.token_ids) < params.max_tokens:
+            return made
+    raise AssertionError("the engine was never caught in the middle of a response")
+
+
+def test_new_weights_see_the_images_anew_while_requests_run(
+    engine: VllmEngine, run: Run[Any], refs: list[MediaRef], models: tuple[Path, Path]
+) -> None:
+    """What an old vision tower made of an image must not be found in any cache; the requests beside it live on."""
+
+    async def scenario() -> tuple[Generation, list[Generation]]:
+        engine.images.show(GID, refs)
+        running = [asyncio.create_task(generate(engine, sampling(200, seed=n), member=n)) for n in range(6)]
+        for version in range(4, 9):
+            await asyncio.sleep(0.05)
+            engine.images.forget(GID)  # so that each time something is on its way in
+            engine.images.show(GID, refs)
+            running += [asyncio.create_task(generate(engine, sampling(20), member=n)) for n in range(10, 14)]
+            await engine.load_weights(models[version % 2 == 0], PolicyVersion("main", version))
+        made = await asyncio.gather(*running)
+        return await generate(engine, sampling(24, seed=9)), made
+
+    after, made = run(scenario())
+    assert {len(one.token_ids) for one in made} == {200, 20}
+    assert after.spans[0].version == 8
+    assert worst_difference(models[1], without_image_tokens(after)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        ({"tokens": 3}, GenerationError, "no 3 tokens 320 in a row for image 0"),
+        ({"tokens": 0}, GenerationError, "no 0 tokens"),
+        ({"kind": "video"}, MediaError, "is video; only images are shown"),
+        ({"uri": "http://127.0.0.1:9/0.png"}, MediaError, "no file of the run, and nothing else is read"),
+        ({"uri": "file:///etc/passwd"}, MediaError, "no file of the run, and nothing else is read"),
+        ({"uri": f"run://{GID}/missing.png"}, MediaError, "cannot be read"),
+        ({"uri": f"run://{GID}/link.png"}, MediaError, "cannot be read"),
+        ({"uri": f"run://{GID}/text.png"}, MediaError, "none of PNG"),
+        ({"uri": f"run://{GID}/larger.png"}, GenerationError, "vLLM reads other tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_images_that_are_not_those_of_the_prompt_fail_their_group_alone(
+    engine: VllmEngine, run: Run[Any], refs: list[MediaRef], media: MediaFolder, change: Any, error: Any, reason: str
+) -> None:
+    media.put(GID, "text.png", b"no image")
+    media.put(GID, "larger.png", png_of(picture(1, 112, 112)))
+    media.path(f"run://{GID}/link.png").symlink_to(media.path(refs[0].uri))
+    engine.images.show(GID, [refs[0].model_copy(update=change), refs[1]])
+    with pytest.raises(error, match=reason):
+        run(generate(engine, sampling(2)))
+    engine.images.show(GID, refs)
+    assert len(run(generate(engine, sampling(2))).token_ids) == 2
+
+
+# -- from a data set to the trainer --------------------------------------------------------------------
+
+CONFIG = """
+policy = {{ model = "{model}" }}
+plan = {{ steps = 2, batch_size = 2 }}
+strategy = {{ max_consecutive_failures = 3 }}
+[run]
+name = "{name}"
+dir = "{folder}/run"
+media = "{folder}/media"
+[tasks.see]
+judge = "tests.pipeline.judges:by_chance"
+prompt_repeat_k = 3
+sample = {{ max_tokens = 12, seed = 1 }}
+dataset = {{ kind = "jsonl", path = "{folder}/rows.jsonl", images = {{}} }}
+[trainer]
+loop = "consumer.examples.image_loop:train"
+[learner]
+learning_rate = 1e-3
+"""
+ROWS = [{"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]}, {"question": "?", "images": ["1.png"]}]
+
+
+@pytest.mark.parametrize("server", ["valkey"], indirect=True)
+def test_images_of_a_data_set_are_sampled_trained_and_freed(
+    engine: VllmEngine, run: Run[Any], server: Server, run_name: str, models: tuple[Path, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The trainer computes the logprobs anew, with the pixels that payloads refer to: before and after an update."""
+    monkeypatch.setattr("buffer.maintenance.media_sweep.PASS_S", 0.0)
+    for n in range(2):
+        # of the size that needs no interpolation: training makes the places of patches differ (tiny_vision_model.py)
+        (tmp_path / f"{n}.png").write_bytes(png_of(picture(n, 56, 56)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    file = tmp_path / "run.toml"
+    file.write_text(CONFIG.format(model=models[0], name=run_name, folder=tmp_path))
+    producing, training = load_config(ProducingConfig, file), load_config(TrainingConfig, file)
+    with closing(Store(server.url)) as store, closing(Store(server.url)) as for_trainer:
+        made = create_run(store, producing, models[0])
+        engine.images.read_with(ImageReader(made.media, ImagesSection()))
+        producer, worker = make_producer(producing, made), make_worker(producing, made, engine, "w0")
+        stop = threading.Event()
+
+        async def whole_run() -> None:
+            working = asyncio.create_task(worker.run())
+            sending = asyncio.create_task(asyncio.to_thread(producer.produce_loop, stop))
+            try:
+                await asyncio.to_thread(train, RunHandle.open(for_trainer, run_name), training, models[0])
+            finally:
+                worker.stop()
+                stop.set()
+                await asyncio.gather(working, sending)
+
+        run(asyncio.wait_for(whole_run(), 200))
+        log = StepLog(training.run.folder / "steps.jsonl")
+        log.read_new()
+        assert [step.step for step in log.steps] == [1, 2]
+        assert max(step.metrics["mismatch/max_logprob"] for step in log.steps) < TOLERANCE
+        assert engine.version().version == 2
+        assert made.account.fsck().clean
+        trained = {gid for step in log.steps for gid in step.gids}
+        assert made.media is not None
+        assert len(trained) == 4
+        while made.janitor.sweep().has_more:
+            pass
+        assert not trained & set(made.media.gids())

@@ -1,0 +1,76 @@
+"""vLLM's processes end with the worker that owns them; models of other shapes take new weights.
+
+Engines of their own: the mixture of experts is killed afterwards, as is the model with a tied head.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import psutil
+import pytest
+
+from tests.producer_workers.engines.tiny_model import reference_logprobs, write_tiny_model
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, Any], Path]]:
+    """A mixture of experts."""
+    with _owning(tmp_path_factory.mktemp("experts"), architecture="qwen3_moe") as owned:
+        yield owned
+
+
+@contextmanager
+def _owning(root: Path, **model: Any) -> Iterator[tuple[Any, dict[str, Any], Path]]:
+    """A process whose engine started with one checkpoint and went on with a second: itself, its report, the second."""
+    first = write_tiny_model(root / "first", seed=1, **model)
+    second = write_tiny_model(root / "second", seed=2, **model)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.producer_workers.engines.owner", str(first), str(second)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    yield process, orjson.loads(line), second
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_mixture_of_experts_runs_its_new_weights_after_an_update(
+    owner: tuple[Any, dict[str, Any], Path],
+) -> None:
+    _, report, second = owner
+    reference = reference_logprobs(second, [40, 41, 42], report["token_ids"])
+    assert np.abs(np.array(report["logprobs"]) - np.array(reference)).max() < 2e-3
+
+
+def test_a_tied_head_runs_its_new_weights_after_an_update(tmp_path: Path) -> None:
+    """The file names no tensor of the head, so nothing but the embeddings tells vLLM that it has changed."""
+    with _owning(tmp_path, tied=True) as (_, report, second):
+        reference = reference_logprobs(second, [40, 41, 42], report["token_ids"])
+    assert np.abs(np.array(report["logprobs"]) - np.array(reference)).max() < 2e-3
+
+
+def test_engine_processes_end_when_their_owner_is_killed(owner: tuple[Any, dict[str, Any], Path]) -> None:
+    process, report, _ = owner
+    assert report["children"]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    alive = report["children"]
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.1)
+        alive = [pid for pid in alive if psutil.pid_exists(pid)]
+    assert not alive

@@ -1,0 +1,177 @@
+"""vLLM in several processes: each loads its own part of new weights, all or none; one that hangs ends the engine.
+
+The engine of a pair of tensor-parallel shards belongs to `make test`; the other sizes to `make test-modes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from buffer.errors import WireError
+from buffer.weights.announcement import Announcement
+from buffer.weights.rendezvous import Rendezvous
+from buffer.weights.tensor_exchange import TensorServer
+from producer_workers.engines.base import Engine, EngineDeadError, Generation, ReceivesWeights, WeightsError
+from producer_workers.engines.vllm import engine as module
+from producer_workers.engines.vllm.api import is_cpu_build
+from rolloutmq.launch.placement import count_gpus
+from tests.producer_workers.engines.conformance import (
+    NEXT,
+    TOLERANCE,
+    ModelContract,
+    generate,
+    sampling,
+    worst_difference,
+)
+from tests.producer_workers.engines.conftest import (
+    CPU_ENGINE,
+    FIRST,
+    Folders,
+    Run,
+    is_vllm,
+    running,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+SIZES = [
+    pytest.param({"tensor_parallel_size": 2}, id="tensor-2"),
+    pytest.param({"pipeline_parallel_size": 2}, id="pipeline-2", marks=pytest.mark.modes),
+    pytest.param({"data_parallel_size": 2, "max_num_seqs": 16}, id="data-2", marks=pytest.mark.modes),
+    pytest.param(
+        {"data_parallel_size": 2, "pipeline_parallel_size": 2, "max_num_seqs": 16},
+        id="data-2-pipeline-2",
+        marks=pytest.mark.modes,
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def sharded(run: Run[None], folders: Folders, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    config = CPU_ENGINE.model_copy(update=request.param)
+    if not is_cpu_build() and count_gpus() < config.shards:
+        pytest.skip(f"needs {config.shards} GPUs")
+    with pytest.MonkeyPatch.context() as often:
+        often.setattr(module, "PULSE_S", 1.0)
+        with running(config, run, folders) as engine:
+            yield engine
+
+
+@pytest.fixture
+def engine(sharded: Engine, run: Run[None], folders: Folders) -> Iterator[Engine]:
+    yield sharded
+    run(sharded.resume())
+    run(sharded.load_weights(folders.first, FIRST))
+
+
+class TestShards(ModelContract):
+    """The contract, with responses that are short: shards that share a core wait for each other in every layer."""
+
+    long = 200
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_weights_that_some_shards_refuse_reach_none(
+    engine: Engine,
+    run: Run[Any],
+    folders: Folders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layer: int,
+) -> None:
+    """Half a matrix is all that the first tensor-parallel shard reads; a stage reads its own layers alone."""
+    monkeypatch.setattr(module, "check_same_tensors", lambda *_, **__: None)
+    torn = tmp_path / "torn"
+    shutil.copytree(folders.second, torn)
+    halve(torn, f"model.layers.{layer}.mlp.gate_proj.weight")
+    params = sampling(60, seed=5)
+
+    async def scenario() -> tuple[Generation, ...]:
+        before = await generate(engine, params)
+        running = asyncio.create_task(generate(engine, params))
+        await asyncio.sleep(0)
+        for folder in (torn, folders.wider, torn):
+            with pytest.raises(WeightsError, match=r"shard|failed"):
+                await engine.load_weights(folder, NEXT)
+        meanwhile, after = await running, await generate(engine, params)
+        assert engine.version() == FIRST
+        await engine.load_weights(folders.second, NEXT)
+        return before, meanwhile, after, await generate(engine, params)
+
+    before, meanwhile, after, updated = run(scenario())
+    assert np.array_equal(before.token_ids, meanwhile.token_ids)
+    assert np.array_equal(before.token_ids, after.token_ids)
+    assert after.spans[0].version == FIRST.version
+    assert worst_difference(folders.second, updated, 1.0) < TOLERANCE
+
+
+def test_weights_from_a_trainers_memory_reach_every_shard_or_none(
+    engine: Engine,
+    run: Run[Any],
+    folders: Folders,
+    announced: tuple[TensorServer, Announcement],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At first one shard alone is served."""
+    assert isinstance(engine, ReceivesWeights)
+    answer, turns, params = TensorServer._answer, count(), sampling(30, seed=5)
+
+    def answer_one(self: TensorServer, rendezvous: Rendezvous) -> None:
+        if next(turns):
+            raise WireError("no more")
+        answer(self, rendezvous)
+
+    before = run(generate(engine, params))
+    monkeypatch.setattr(TensorServer, "_answer", answer_one)
+    with pytest.raises(WeightsError, match="did not reach process"):
+        run(engine.receive_weights(announced[1], NEXT))
+    after = run(generate(engine, params))
+    assert np.array_equal(before.logprobs, after.logprobs)
+    assert engine.version() == FIRST
+    monkeypatch.undo()
+    run(engine.receive_weights(announced[1], NEXT))
+    assert worst_difference(folders.second, run(generate(engine, params)), 1.0) < TOLERANCE
+
+
+def halve(folder: Path, name: str) -> None:
+    """Leave the tensor its first rows."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = tensors[name][: len(tensors[name]) // 2].copy()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_shard_that_hangs_is_noticed_and_leaves_nothing_behind(sharded: Engine, run: Run[Any]) -> None:
+    """Last: `sharded` is dead afterwards; that its processes are gone is checked when it is shut down."""
+    shard = max(
+        (child for child in psutil.Process().children(recursive=True) if holds_weights(child)),
+        key=lambda child: int(child.pid),
+    )
+    control, busy = sharded._control, sharded._lock  # type: ignore[attr-defined]
+
+    async def scenario() -> list[BaseException | Generation]:
+        requests = [asyncio.create_task(generate(sharded, sampling(2000))) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        shard.send_signal(signal.SIGSTOP)
+        # What limit_s = 300 does, sooner.
+        control.watch(busy, every_s=0.5, limit_s=5.0)
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    outcomes = run(scenario())
+    assert {type(outcome) for outcome in outcomes} == {EngineDeadError}
+    with pytest.raises(EngineDeadError, match="no answer in 5 s to: rolloutmq_ready"):
+        sharded.check_health()
+
+
+def holds_weights(process: psutil.Process) -> bool:
+    return is_vllm(process) and ("Worker" in process.name() or "EngineCore_DP" in process.name())

@@ -1,0 +1,295 @@
+"""Judges at a URL, of whole groups, put together, of mathematics, and of programs that a model wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from buffer.config.run import JudgingSection, TaskSection
+from buffer.errors import JudgeError
+from buffer.model.rollout import RolloutState, Status
+from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.judges.built_in import math_verify, python_tests
+from producer_workers.judges.http_judge import HttpJudge
+from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
+from producer_workers.judges.load import judge_of, load_judge, put_together
+from producer_workers.judges.sandbox import Limits, isolation, run_python
+from tests.producer_workers.letter_engine import ANSWER, LetterEngine
+
+# -- at a URL ----------------------------------------------------------------
+
+
+class Service(ThreadingHTTPServer):
+    """Answers with each of `answers` once, (status, body), then with the last one for ever; status 0 keeps silent."""
+
+    daemon_threads = True
+
+    def __init__(self, answers: list[tuple[int, bytes]]) -> None:
+        self.answers, self.asked, self.closing = list(answers), [], Event()  # type: ignore[var-annotated]
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        self.server.asked.append(orjson.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        status, body = self.server.answers[0]
+        if len(self.server.answers) > 1:
+            self.server.answers.pop(0)
+        if not status:
+            self.server.closing.wait()
+            return
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def service(*answers: tuple[int, bytes]) -> Iterator[Service]:
+    with Service(list(answers)) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.closing.set()
+        server.shutdown()
+        thread.join()
+
+
+def ask(judge: AnyJudge, *states: RolloutState) -> list[dict[str, float]]:
+    return asyncio.run(judge_all(judge, states))
+
+
+def test_a_judge_at_a_url_is_asked_again_until_it_answers() -> None:
+    state = RolloutState(response="4", ground_truth="4", data_source="sums", extra={"level": 1})
+    with service((503, b""), (429, b""), (200, b'{"score": 0.5, "style": 1}')) as server:
+        judge = put_together(server.url, lambda url: load_judge(url, JudgingSection(retries=2)))
+        assert ask(judge, state) == [{"score": 0.5, "style": 1.0}]
+    assert len(server.asked) == 3
+    assert server.asked[0] == {
+        "response": "4", "ground_truth": "4", "data_source": "sums", "messages": [], "extra": {"level": 1}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "asked"),
+    [
+        ((500, b""), "status 500", 2),
+        ((404, b"no such judge"), "refused with status 404: no such judge", 1),
+        ((200, b"<html>"), "answered no JSON", 1),
+        ((200, b'{"score": "high"}'), "returned 'score' = 'high'", 1),
+    ],
+)
+def test_a_judge_at_a_url_that_goes_wrong_says_how(answer: Any, said: str, asked: int) -> None:
+    with service(answer) as server, pytest.raises(JudgeError, match=said):
+        ask(HttpJudge(server.url, JudgingSection(retries=1)), RolloutState())
+    assert len(server.asked) == asked
+
+
+def test_a_judge_at_a_url_that_keeps_silent_or_is_not_there_is_not_waited_for() -> None:
+    with service((0, b"")) as server, pytest.raises(JudgeError, match="TimeoutError"):
+        ask(HttpJudge(server.url, JudgingSection(retries=0, timeout_s=0.1)), RolloutState())
+    with pytest.raises(JudgeError, match="Connect"):
+        ask(HttpJudge(server.url, JudgingSection(retries=0)), RolloutState())
+
+
+# -- of whole groups ---------------------------------------------------------
+
+
+def longest(*, states: list[RolloutState]) -> list[float]:
+    """1 for the longest response of a group."""
+    lengths = [len(state.response) for state in states]
+    return [float(length == max(lengths)) for length in lengths]
+
+
+class Group:
+    """Four rollouts of one group, judged together."""
+
+    def __init__(self, tokenizer: Any, judge: Callable[..., Any] = longest, *, partial: bool = True) -> None:
+        self.prompt, self.seen = np.arange(10, 15, dtype="<i4"), []  # type: ignore[var-annotated]
+        self.engine = LetterEngine(tokenizer, self.prompt)
+
+        def noted(*, states: list[RolloutState]) -> Any:
+            self.seen.append([state.response for state in states])
+            return judge(states=states)
+
+        self.loop = SingleTurnAgentLoop(
+            judge=judge_of("longest", noted), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id],
+            partial_rollout=partial,
+        )  # fmt: skip
+        self.states = [RolloutState(index=n, prompt_ids=self.prompt) for n in range(4)]
+        for state in self.states[1:]:
+            state.sample_params = state.sample_params.model_copy(update={"max_tokens": 3 + state.index})
+
+    def run(self, abort_at: int | None = None) -> list[Status]:
+        self.engine.abort_at = abort_at
+        asyncio.run(self.loop.generate_group(self.states, self.engine, "math-0000000001"))
+        return [state.status for state in self.states]
+
+
+def test_a_judge_of_groups_sees_all_of_them_once(tokenizer: Any) -> None:
+    group = Group(tokenizer)
+    assert group.run() == [Status.COMPLETED] * 4
+    assert group.seen == [[ANSWER, ANSWER[:4], ANSWER[:5], ANSWER[:6]]]
+    assert [state.reward for state in group.states] == [{"score": 1.0}, *[{"score": 0.0}] * 3]
+
+
+def test_who_has_ended_waits_for_an_interrupted_sibling_and_is_not_generated_again(tokenizer: Any) -> None:
+    group = Group(tokenizer)
+    assert group.run(abort_at=5) == [Status.ABORTED] * 4  # two of them had ended
+    assert not group.seen
+    assert [state.finish_reason for state in group.states] == ["abort", "length", "length", "abort"]
+    before = len(group.engine.requests)
+    assert group.run() == [Status.COMPLETED] * 4
+    assert len(group.engine.requests) == before + 2
+    assert group.seen == [[ANSWER, ANSWER[:4], ANSWER[:5], ANSWER[:6]]]
+
+
+@pytest.mark.parametrize("result", [[1.0], None, "1234", [1.0, 1.0, 1.0, float("nan")]])
+def test_a_judge_of_groups_that_returns_something_else_fails_the_group(tokenizer: Any, result: Any) -> None:
+    group = Group(tokenizer, lambda **_: result)
+    assert group.run() == [Status.FAILED] * 4
+    assert "judge 'longest' returned" in str(group.states[0].error)
+
+
+def test_the_judge_in_the_readme_works_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme_block: Callable[[str], str]
+) -> None:
+    (tmp_path / "my_judge.py").write_text(readme_block("my_judge.py"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    states = [RolloutState(response=text, ground_truth="4") for text in ("it is 4", "4", "5")]
+    assert ask(load_judge("my_judge:rank"), *states) == [{"score": 0.5}, {"score": 1.0}, {"score": 0.0}]
+
+
+# -- put together ------------------------------------------------------------
+
+
+def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
+    spec = {
+        "gsm8k": "gsm8k",
+        "code/*": {"exact_match": 0.75, f"{__name__}:longest": 0.5},
+        "maths?": {"exact_match": 1.0},
+    }
+    task = TaskSection.model_validate({"judge": spec, "dataset": {"kind": "jsonl", "path": "none"}})
+    assert task.judges == ["gsm8k", "exact_match", f"{__name__}:longest", "exact_match"]
+    judge = put_together(task.judge, load_judge)
+    assert isinstance(judge, GroupJudge), "one of its judges wants to see the group"
+    assert ask(judge, RolloutState(response="it is 1,000", ground_truth="#### 1000", data_source="gsm8k")) == [
+        {"score": 1.0}
+    ]
+    code = [RolloutState(response=text, ground_truth="ab", data_source="code/py") for text in ("ab", "abc")]
+    assert ask(judge, *code) == [
+        {"exact_match": 1.0, f"{__name__}:longest": 0.0, "score": 0.75},
+        {"exact_match": 0.0, f"{__name__}:longest": 1.0, "score": 0.5},
+    ]
+    with pytest.raises(JudgeError, match="no judge for data source 'poems'"):
+        ask(judge, RolloutState(data_source="poems"))
+    assert not isinstance(put_together({"*": {"gsm8k": 0.5, "exact_match": 0.5}}, load_judge), GroupJudge)
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        ("exact", "expected reasoning_gym"),
+        ({"a": {"exact": 1.0}}, "not 'exact'"),
+        ("math_verify", 'judging = { kind = "rq" }'),
+        ({"a": "gsm8k", "b": {"python_tests": 1.0}}, "needs a process of its own"),
+    ],
+)
+def test_a_judge_that_cannot_be_is_refused_with_the_config(judge: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TaskSection.model_validate({"judge": judge, "dataset": {"kind": "jsonl", "path": "none"}})
+
+
+# -- mathematics -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("so the answer is 1/2", "\\frac{1}{2}", 1.0),
+        ("thus \\boxed{0.5}", "$\\frac12$", 1.0),
+        ("$\\{3, 2, 1\\}$", "\\{1,2,3\\}", 1.0),
+        ("(x+1)^2", "x^2+2x+1", 1.0),
+        ("3 and 4 are 7\n#### 7", "7", 1.0),
+        ("I make it 12", "13", 0.0),
+        ("", "13", 0.0),
+    ],
+)
+def test_mathematics_is_compared_as_such(response: str, truth: str, score: float) -> None:
+    assert math_verify(response=response, ground_truth=truth) == score
+
+
+def test_mathematics_is_never_evaluated_as_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import math_verify.parser
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("text of a model came to an eval")
+
+    monkeypatch.setattr(math_verify.parser, "parse_expr", refused)
+    attack = f"__import__('pathlib').Path('{tmp_path}/pwned').touch()"
+    for text in (attack, f"answer: {attack}", f"${attack}$", f"\\boxed{{{attack}}}", "12 * (3 + 4)"):
+        sys.modules["producer_workers.judges.built_in"].math_verify(response=text, ground_truth="84")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_truth_without_mathematics_is_the_data_sets_fault() -> None:
+    with pytest.raises(ValueError, match="holds no mathematics"):
+        math_verify(response="1", ground_truth="")
+
+
+# -- programs ----------------------------------------------------------------
+
+
+def test_programs_are_scored_by_the_tests_they_pass() -> None:
+    good = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
+    tests = ["assert double(2) == 4", "assert double('a') == 'b'"]
+    assert python_tests(response=good, ground_truth=tests) == {"score": 0.5, "passed_all": 0.0}
+    echo = "print(input())\nprint()"
+    assert python_tests(response=echo, ground_truth=[{"input": "x y", "output": "x y\n"}])["score"] == 1.0
+    # it ends, with exit code 0, before it is tested
+    assert python_tests(response="import sys\nsys.exit()", ground_truth="assert False")["score"] == 0.0
+    with pytest.raises(ValueError, match="holds no tests"):
+        python_tests(response=good, ground_truth=4)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("bytearray(2 * 2**30)", "MemoryError"),
+        ("open('big', 'wb').write(bytes(32 * 2**20))", "File too large"),
+        ("[open('/dev/null') for _ in range(100)]", "Too many open files"),
+        ("import subprocess\nsubprocess.run(['sleep', '60'])", "time limit"),
+        ("print('kept')\n1 / 0", "kept\nerror: ZeroDivisionError"),
+    ],
+)
+def test_a_program_does_not_get_beyond_its_limits(program: str, said: str) -> None:
+    outcome = run_python(program, limits=Limits(time_s=1.0 if "sleep" in program else 30.0))
+    assert said in outcome.describe()
+
+
+def test_a_program_has_no_network_where_the_kernel_permits_that() -> None:
+    if not isolation():
+        pytest.skip("this kernel does not permit unshare; a warning says so")
+    with service((200, b"1")) as server:
+        url = server.url
+        outcome = run_python(f"import urllib.request\nurllib.request.urlopen({url!r}, b'{{}}', timeout=20)")
+        assert "unreachable" in outcome.describe()
+    assert not server.asked

@@ -1,0 +1,211 @@
+"""How far strategies run ahead: targets as the reference computes them, and whose settings a task has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.config.loader import load_config
+from buffer.config.worker import ProducingConfig
+from buffer.control.control import ControlState, Mode
+from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
+from buffer.errors import ConfigError
+from buffer.model.limits import RunLimits, TaskLimits
+from buffer.model.rollout import PolicyVersion, RolloutState
+from buffer.model.task_mix import Reweighting, TaskMix, allocate, newest_parts
+from producer_workers.producer.strategy import (
+    AsyncProduceStrategy,
+    ProduceContext,
+    SyncProduceStrategy,
+    contexts,
+    strategies_of,
+)
+from producer_workers.worker.loop_result import load_sample_filter, not_all_equal
+
+CONFIG = """
+[run]
+name = "mix"
+[plan]
+batch_size = 7
+steps = 100
+[policy]
+max_staleness = 1
+sync_weights_interval = 2
+[strategy]
+over_sample_threshold = 0.5
+enable_partial_rollout = true
+[tasks.math]
+weight = 2.0
+judge = "exact_match"
+dataset = { kind = "jsonl", path = "x" }
+[tasks.code]
+weight = 1.0
+judge = "exact_match"
+dataset = { kind = "jsonl", path = "x" }
+strategy = { tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
+[tasks.idle]
+weight = 0.0
+judge = "exact_match"
+dataset = { kind = "jsonl", path = "x" }
+strategy = { kind = "sync", over_sample_threshold = 0.0 }
+"""
+
+
+def config(tmp_path: Path, *overrides: str) -> ProducingConfig:
+    path = tmp_path / "mix.toml"
+    path.write_text(CONFIG)
+    return load_config(ProducingConfig, path, overrides)
+
+
+def seen(
+    task: str,
+    limits: RunLimits,
+    *,
+    version: int = 0,
+    step: int = 1,
+    consumed: int = 0,
+    completed: int = 0,
+    expired: int = 0,
+) -> ProduceContext:
+    state = ControlState(1, Mode.RUN, ("eval", "resume", "fresh"), PolicyVersion("l", version), "", "")
+    counts, pools = TaskProgress(consumed=consumed), Leftovers(completed, 0, expired)
+    return contexts(limits, state, ProduceProgress(step, {task: counts}, {task: pools}))[task]
+
+
+def test_a_batch_of_7_by_weights_2_1_0_is_5_2_0() -> None:
+    assert allocate(7, {"math": 2, "code": 1, "idle": 0}) == {"math": 5, "code": 2, "idle": 0}
+
+
+def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_path: Path) -> None:
+    limits = config(tmp_path).limits()
+    chosen = strategies_of(limits)
+    assert [type(chosen[task]) for task in chosen] == [AsyncProduceStrategy, AsyncProduceStrategy, SyncProduceStrategy]
+    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [5 * 4 + 3, 2 * 4 + 1, 0]
+    assert [chosen[task].plan(seen(task, limits)).pools[0] for task in chosen] == [
+        ("aborted", 1),
+        ("expired", 4),
+        ("aborted", 1),
+    ]
+    assert [limits.retries_expired(task) for task in limits.tasks] == [False, True, False]
+    assert config(tmp_path).strategy_of("code").enable_partial_rollout
+
+
+def limits_of(**changes: object) -> RunLimits:
+    return RunLimits(tasks={"math": TaskLimits()}, batch_size=4, **changes)
+
+
+def test_sync_starts_the_batches_of_the_newest_weights_and_no_other() -> None:
+    strategy = SyncProduceStrategy("math", limits_of(steps=9, sync_weights_interval=4, stale_threshold=8))
+    assert [strategy.target(version) for version in (0, 4, 8)] == [16, 32, 36]
+    assert strategy.plan(seen("math", strategy.limits)).pools == (("aborted", 1),)
+
+
+def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
+    strategy = AsyncProduceStrategy("math", limits_of(steps=10, over_sample_threshold=1.0))
+    assert [strategy.target(version) for version in (0, 1, 9)] == [8, 12, 40]
+
+
+def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
+    """Batch 4, one extra batch: 8 of weights 0 and 4 beyond; once 3 expired groups wait, only the 8, these first."""
+    strategy = AsyncProduceStrategy("math", limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=3))
+    plans = [strategy.plan(seen("math", strategy.limits, version=1, expired=n)) for n in (2, 3)]
+    assert [plan.target for plan in plans] == [12, 8]
+    assert plans[0].pools == plans[1].pools == (("expired", 3), ("aborted", 1))
+
+
+@pytest.mark.parametrize("trigger", [-1, 0])
+def test_expired_groups_that_are_dropped_or_retried_at_once_are_no_tail_batch(trigger: int) -> None:
+    limits = limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=trigger)
+    plan = AsyncProduceStrategy("math", limits).plan(seen("math", limits, expired=5))
+    assert plan.target == 8
+    assert plan.pools == ((("aborted", 1),) if trigger < 0 else (("expired", 1), ("aborted", 1)))
+
+
+@pytest.mark.parametrize("kind", [SyncProduceStrategy, AsyncProduceStrategy])
+def test_what_a_batch_was_short_of_is_not_made_later(kind: type[SyncProduceStrategy | AsyncProduceStrategy]) -> None:
+    strategy = kind("math", limits_of(steps=9))
+    full, short = (strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=n)) for n in (4, 3))
+    assert (full.target, short.target) == (8, 7)
+
+
+def test_should_continue_is_asked_what_is_ready_of_what_is_wanted_and_may_say_enough() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def below_three(completed: int, wanted: int, *, progress: TaskProgress) -> bool:
+        asked.append((completed, wanted, progress.consumed))
+        return completed < 3
+
+    strategy = SyncProduceStrategy("math", limits_of(steps=9), below_three)
+    plans = [
+        strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=4, completed=n)) for n in (0, 2, 3)
+    ]
+    assert [plan.is_enough for plan in plans] == [False, False, True]
+    assert asked == [(0, 4, 4), (2, 4, 4), (3, 4, 4)]
+
+
+def test_a_context_of_an_unknown_task_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        contexts(limits_of(), seen("math", limits_of()).state, ProduceProgress(1, {}, {}))["math"]
+
+
+def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() -> None:
+    mix = TaskMix(
+        6,
+        [
+            Reweighting(from_step=1, weights={"math": 1, "code": 1}),
+            Reweighting(from_step=4, weights={"math": 2, "code": 1}),
+            Reweighting(from_step=6, weights={"math": 0, "code": 1}),
+        ],
+    )
+    assert [mix.shares(step)["math"] for step in range(1, 8)] == [3, 3, 3, 4, 4, 0, 0]
+    for step in range(8):
+        assert mix.groups_until("math", step) == sum(mix.shares(t)["math"] for t in range(1, step + 1))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12),
+    st.integers(1, 5),
+)
+def test_changes_long_past_may_be_forgotten_but_for_their_sum(changes: list[tuple[int, int, int]], most: int) -> None:
+    """As a curriculum makes them: some steps apart, each added to what is still remembered."""
+    first = Reweighting(from_step=1, weights={"math": 1, "code": 1})
+    whole, kept, step = [first], [first], 1
+    for gap, math, code in changes:
+        step += gap
+        part = Reweighting(from_step=step, weights={"math": math, "code": code})
+        whole, kept = [*whole, part], newest_parts([*kept, part], TaskMix(7, [*kept, part]), most)
+    assert len(kept) <= most
+    for at in range(kept[0].from_step, step + 4):
+        assert TaskMix(7, kept).shares(at) == TaskMix(7, whole).shares(at)
+        for task in ("math", "code"):
+            assert TaskMix(7, kept).groups_until(task, at) == TaskMix(7, whole).groups_until(task, at)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("strategy.kind=sync", "sync starts exactly the batch"),
+        ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
+        ("plan.curriculum=easy_first", "expected package.module:function"),
+        ("strategy.should_continue_fn=half", "expected package.module:function"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config(tmp_path, override)
+
+
+def test_not_all_equal_wants_scores_that_differ() -> None:
+    def group(*scores: float) -> list[RolloutState]:
+        return [RolloutState(index=place, reward={"score": score}) for place, score in enumerate(scores)]
+
+    assert not_all_equal(group(0.0, 1.0))
+    assert not not_all_equal(group(1.0, 1.0))
+    assert not not_all_equal(group(1.0))
+    assert load_sample_filter("not_all_equal") is not_all_equal
+    assert load_sample_filter(None) is None
+    with pytest.raises(ConfigError, match="no 'nothing'"):
+        load_sample_filter("buffer.store.keys:nothing")

@@ -1,0 +1,114 @@
+"""The discrete-event model, on cases that a person can work out."""
+
+from __future__ import annotations
+
+import pytest
+
+from buffer.model.distributions import LogNormal
+from producer_workers.simulation.event_model import simulate
+from producer_workers.simulation.lengths import drawn_lengths
+from producer_workers.simulation.setting import Setting
+
+
+def setting(**changes: object) -> Setting:
+    """One worker, one sequence, one rollout per group, one group per batch; a token and a second are the same."""
+    alone = {"workers": 1, "sequences": 1, "concurrency": 1, "group_size": 1, "batch_size": 1}
+    return Setting.model_validate(alone | {"token_s": 1.0, "first_token_s": 1.0, "step_s": 5.0} | changes)
+
+
+def tens(draw: int) -> list[int]:
+    return [10]
+
+
+def test_model_takes_turns_when_staleness_is_zero() -> None:
+    outcome = simulate(setting(), tens, 4)
+    assert outcome.seconds == 4 * (10 + 5)
+    assert outcome.worker_idle == pytest.approx(1 / 3)
+    assert outcome.trainer_idle == pytest.approx(2 / 3)
+    assert outcome.staleness == {0: 4}
+    assert (outcome.trained_tokens, outcome.wasted_tokens) == (40, 0)
+
+
+def test_model_generates_while_training_when_staleness_is_one() -> None:
+    outcome = simulate(setting(max_staleness=1), tens, 4)
+    assert outcome.seconds == 4 * 10 + 5
+    # the second group began at 10 s, when step 1 was still trained; each later one, too
+    assert outcome.staleness == {0: 1, 1: 3}
+    assert outcome.busy_s == pytest.approx(45)
+
+
+def test_model_stops_running_groups_for_as_long_as_weights_load() -> None:
+    # groups end at 10, 23 (3 s of loading from 15 on), 36 and 49
+    outcome = simulate(setting(max_staleness=1, sync_s=3), tens, 4)
+    assert outcome.seconds == 49 + 5
+    assert outcome.busy_s == pytest.approx(54 - 3 * 3)
+
+
+def test_model_starts_again_what_an_update_aborted() -> None:
+    # the update at 15 s throws away 5 tokens, so that the second group ends at 25 and the third begins there
+    outcome = simulate(setting(max_staleness=1, interruption="abort"), tens, 2)
+    assert outcome.seconds == 25 + 5
+    assert (outcome.trained_tokens, outcome.wasted_tokens) == (20, 5)
+    # it was drawn again under the new weights
+    assert outcome.staleness == {0: 2}
+
+
+def test_model_goes_on_from_the_tokens_when_rollouts_are_partial() -> None:
+    outcome = simulate(setting(max_staleness=1, interruption="partial"), tens, 2)
+    assert outcome.seconds == 20 + 5
+    assert outcome.wasted_tokens == 0
+    assert outcome.staleness == {0: 1, 1: 1}
+
+
+def test_model_waits_for_running_groups_when_an_update_drains() -> None:
+    # the update at 15 s waits for the second group until 20, loads until 23, and so on: groups end at 10, 20 and 33
+    outcome = simulate(setting(max_staleness=1, interruption="drain", sync_s=3), tens, 3)
+    assert outcome.seconds == 33 + 3 + 5
+    assert outcome.staleness == {0: 1, 1: 2}
+
+
+def test_model_wastes_what_is_too_old_when_it_is_done() -> None:
+    """Two are started for a batch of one; the long one is done when weights 0 may not serve any more."""
+    lengths = [[10], [100]]
+    fleet = setting(workers=2, over_sample_threshold=1.0)
+    outcome = simulate(fleet, lambda draw: lengths[draw] if draw < 2 else [10], 7)
+    assert outcome.wasted_tokens == 100
+    assert outcome.staleness == {0: 7}
+
+
+def test_model_lets_rollouts_wait_in_the_engine_when_a_group_is_larger() -> None:
+    outcome = simulate(setting(group_size=2), lambda draw: [10, 10], 1)
+    assert outcome.seconds == 10 + 10 + 5
+    assert outcome.worker_idle == pytest.approx(5 / 25)
+
+
+def test_model_waits_for_the_longest_of_a_batch_and_counts_the_idle_places() -> None:
+    lengths = [[10], [30]]
+    outcome = simulate(setting(workers=2, batch_size=2), lambda draw: lengths[draw % 2], 1)
+    assert outcome.seconds == 30 + 5
+    assert outcome.busy_s == 40
+    assert outcome.held == pytest.approx(40 / 70)
+
+
+def test_model_publishes_only_at_the_interval() -> None:
+    # two batches are made for one version; groups run one after the other from 0, 15 + 5 …
+    outcome = simulate(setting(sync_weights_interval=2), tens, 4)
+    assert outcome.seconds == 2 * (10 + 10 + 5)
+    assert outcome.staleness == {0: 2, 1: 2}
+
+
+def test_model_is_the_same_each_time_and_loses_no_token_of_long_tails() -> None:
+    lengths = drawn_lengths(LogNormal(median=50, sigma=1.0), 4, longest=1000, seed=3)
+    fleet = setting(workers=4, sequences=8, concurrency=3, group_size=4, batch_size=6, token_s=0.1, max_staleness=2)
+    first, second = (simulate(fleet, lengths, 30) for _ in range(2))
+    assert first == second
+    assert first.groups == sum(first.staleness.values()) == 180
+    assert max(first.staleness) <= 2
+    assert first.busy_s >= (first.trained_tokens + first.wasted_tokens) * 0.1
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 77])
+def test_setting_turns_seconds_into_the_tokens_they_came_from(tokens: int) -> None:
+    fleet = setting(token_s=0.25, first_token_s=1.5)
+    assert fleet.tokens(fleet.seconds(tokens)) == tokens
+    assert fleet.tokens(fleet.seconds(tokens) - 0.01) == tokens - 1

@@ -1,0 +1,163 @@
+"""`export` and `import` from the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+import pytest
+
+from buffer.model.manifest import Manifest
+from buffer.server.embedded import EmbeddedServer
+from buffer.store.store import Store
+from tests.rolloutmq.conftest import Command, json_of
+from tests.rolloutmq.populate import Scene
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_export_choose_and_import(scene: Scene, command: Command, tmp_path: Path) -> None:
+    done = command("export", str(tmp_path / "all.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert "2 groups with 4 rollouts written" in done.stdout
+    lines = (tmp_path / "all.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "chosen.jsonl").write_bytes(b"".join(lines[:2]))
+    done = command("import", str(tmp_path / "chosen.jsonl"))
+    assert done.stdout.startswith("1 group with 2 rollouts imported")
+    facts = json_of(command("fsck", "--json"))
+    assert facts["clean"]
+    assert facts["checked"] == 13
+    assert facts["tasks"]["math"]["imported"] == 1
+    assert "imported" in command("fsck").stdout
+    assert "imported" in command("status").stdout
+    # the weights that made it are too old by now
+    assert "1 of them too old" in done.stdout
+    assert json_of(command("show", "math-0033554432", "--json"))["places"] == ["dropped"]
+    young = [orjson.dumps(orjson.loads(line) | {"spans": []}) for line in lines[:2]]
+    (tmp_path / "chosen.jsonl").write_bytes(b"\n".join(young))
+    assert "too old" not in command("import", str(tmp_path / "chosen.jsonl")).stdout
+    assert json_of(command("show", "math-0033554433", "--json"))["places"] == ["pool"]
+    done = command("show", "math-0033554434")
+    assert (done.returncode, "was not imported" in done.stderr) == (2, True)
+
+
+def test_import_asks_the_function_of_the_run(
+    scene: Scene, command: Command, server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_policy_of_import.py").write_text("def longest_first(group):\n    return -group.longest\n")
+    keys, client = scene.run.keys, cast(Any, scene.run.store.control)
+    client.hset(keys.meta, "order", '"my_policy_of_import:longest_first"')
+    least = {"task": "math", "logprobs": [0.0] * 3, "response_ids": [1, 2, 3], "reward": {"score": 1}}
+    (tmp_path / "f.jsonl").write_bytes(orjson.dumps({"gid": "a"} | least))
+    done = command("import", str(tmp_path / "f.jsonl"))
+    assert (done.returncode, "my_policy_of_import" in done.stderr) == (2, True)
+    assert client.zcard(keys.order("math")) == 0
+    named = ("--order", "my_policy_of_import:longest_first", "--run-dir", str(server.folder))
+    done = command("import", str(tmp_path / "f.jsonl"), *named, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [score for _, score in client.zrange(keys.order("math"), 0, -1, withscores=True)] == [-3.0]
+
+
+def test_json_of_both(scene: Scene, command: Command, tmp_path: Path) -> None:
+    path = str(tmp_path / "f.jsonl")
+    assert json_of(command("export", path, "--json")) == {"file": path, "groups": 2, "rollouts": 4, "unreadable": {}}
+    told = {"file": path, "groups": 2, "rollouts": 4, "too_old": 2}
+    assert json_of(command("import", path, "--task", "math", "--json")) == told
+
+
+def test_mistakes_are_one_clear_error(scene: Scene, command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    for options, words in (
+        (("export", str(path), "--status", "done"), "no status 'done'"),
+        (("export", str(path), "--task", "chess"), "no task 'chess'"),
+        (("import", str(path)), "cannot be read"),
+        (("export", str(path), "--where", "{"), "--where is no JSON"),
+        (("export", str(path), "--where", '{"color": 1}'), "no field 'color'"),
+        (("export", str(path), "--archived", "--task", "math"), "whole batches"),
+    ):
+        done = command(*options)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
+    path.write_bytes(orjson.dumps({"gid": "a"}))
+    done = command("import", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "f.jsonl, line 1: response_ids: Field required" in done.stderr
+
+
+def test_export_by_question(scene: Scene, command: Command, tmp_path: Path) -> None:
+    for number, (where, groups) in enumerate(
+        [
+            ('{"stage": "taken"}', 1),
+            ('{"status": "aborted"}', 1),
+            ('{"$or": [{"status": "aborted"}, {"reward": {"$gte": 0.5}}]}', 3),
+            ('{"tries": {"$gt": 9}}', 0),
+        ]
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        done = json_of(command("export", str(path), "--where", where, "--json"))
+        assert (done["groups"], len({row["gid"] for row in lines_of(path)})) == (groups, groups)
+    both = command("export", str(tmp_path / "f.jsonl"), "--where", '{"stage": "pool"}', "--status", "aborted", "--json")
+    assert json_of(both)["groups"] == 1
+
+
+def test_export_names_what_it_cannot_read_and_goes_on(scene: Scene, command: Command, tmp_path: Path) -> None:
+    run, client = scene.run, cast(Any, scene.run.store.control)
+    ready = {row.gid: run.record(row.gid) for row in run.groups.find({"status": "completed"})}
+    (gone, record), (kept, _) = sorted(ready.items())
+    client.delete(run.keys.payload(gone, record["payload"]))
+    done = command("export", str(tmp_path / "f.jsonl"))
+    assert (done.returncode, "1 group with 2 rollouts written" in done.stdout) == (0, True)
+    assert "1 group could not be read and left out" in done.stderr
+    assert f"{gone}: group {gone}: 1 of 1 chunks are gone" in done.stderr
+    assert {row["gid"] for row in lines_of(tmp_path / "f.jsonl")} == {kept}
+    client.set(run.keys.payload(gone, record["payload"]), b"x" * int(record["size"]))
+    told = json_of(command("export", str(tmp_path / "g.jsonl"), "--json"))
+    assert (told["groups"], list(told["unreadable"])) == (1, [gone])
+    assert "checksum" in told["unreadable"][gone]
+
+
+def test_export_of_failed_groups_is_not_stopped_by_what_killed_them(
+    scene: Scene, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "f.jsonl"
+    (dead,) = (row.gid for row in scene.run.groups.find({"status": "failed"}))
+    assert json_of(command("export", str(path), "--status", "failed", "--json"))["groups"] == 1
+    cast(Any, scene.run.store.control).delete(scene.run.keys.payload(dead, "init"))
+    path.unlink()
+    assert list(json_of(command("export", str(path), "--status", "failed", "--json"))["unreadable"]) == [dead]
+
+
+def test_export_of_archived_batches_frees_them(store: Store, command: Command, tmp_path: Path) -> None:
+    scene = Scene(store, "demo", retain_until_exported=True, stale_threshold=9)
+    scene.enqueue(4)
+    scene.join("w0")
+    for job in scene.claim("w0", 4):
+        scene.submit("w0", job)
+    scene.open_trainer()
+    ledger = scene.run.ledger
+    taken = [ledger.take(scene.trainer, step, {"math": 1}) for step in (1, 2)]
+    ledger.commit(scene.trainer, 2, 2)
+    scene.run.janitor.sweep()
+    assert ledger.archive.steps() == range(1, 3)
+    done = command("export", str(tmp_path / "a.jsonl"), "--archived")
+    assert "2 groups with 4 rollouts of steps 1 to 2 written" in done.stdout
+    lines = lines_of(tmp_path / "a.jsonl")
+    assert [row["gid"] for row in lines[::2]] == [
+        manifest.gids[0] for manifest in taken if isinstance(manifest, Manifest)
+    ]
+    assert {(row["stage"], row["status"]) for row in lines} == {("archived", "completed")}
+    assert ledger.archive.steps() == range(3, 3)
+    done = command("export", str(tmp_path / "b.jsonl"), "--archived")
+    assert (done.returncode, "no file was written" in done.stdout) == (0, True)
+    assert json_of(command("export", str(tmp_path / "b.jsonl"), "--archived", "--json"))["steps"] == []
+    assert not (tmp_path / "b.jsonl").exists()
+    ledger.take(scene.trainer, 3, {"math": 1})
+    ledger.commit(scene.trainer, 3, 3)
+    told = json_of(command("export", str(tmp_path / "b.jsonl"), "--archived", "--json"))
+    assert (told["groups"], told["steps"]) == (1, [3, 3])
+    assert json_of(command("fsck", "--json"))["clean"]

@@ -1,0 +1,137 @@
+"""`--help` is light, complete, and the same on every machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from typer.main import get_command
+
+from rolloutmq.cli import app, main
+from tests.rolloutmq.conftest import ROOT, rolloutmq
+
+COMMANDS: dict[str, Any] = vars(get_command(app))["commands"]
+PROCESSES = {"run", "train", "warm-start", "gpu-check", "worker", "producer", "judge", "problems"}
+"""Take a config, and log as JSON lines."""
+ONE = ["math-0000000042"]
+ARGUMENTS = {
+    "show": ONE,
+    "requeue": ONE,
+    "drop": ONE,
+    "batch": ["3"],
+    "set": ["max_staleness=2"],
+    "fence": ["w1"],
+    "save": ["unused"],
+    "resume": ["unused"],
+    "export": ["unused.jsonl"],
+    "import": ["unused.jsonl"],
+}
+"""What commands cannot do without."""
+
+
+def flags_of(name: str) -> set[str]:
+    return {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
+
+
+ASKING = sorted(name for name in COMMANDS if {"--json", "--redis-url"} <= flags_of(name))
+"""Those that look at a run or steer it."""
+HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}
+
+
+def test_help_lists_every_exit_code_and_examples() -> None:
+    done = rolloutmq("--help")
+    assert done.returncode == 0
+    for words in ("Exit codes:", "130  interrupted", "6  the account", "rolloutmq fsck", "ROLLOUTMQ_DEBUG=1"):
+        assert words in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, orjson, rolloutmq\n"
+        "sys.argv = ['rolloutmq', '--help']\n"
+        "try:\n    rolloutmq.cli.main()\n"
+        "except SystemExit:\n    sys.stderr.buffer.write(orjson.dumps(sorted(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=True)
+    loaded = {name.partition(".")[0] for name in orjson.loads(done.stderr)}
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_and_fits_a_narrow_screen(name: str) -> None:
+    with COMMANDS[name].make_context(name, [], resilient_parsing=True, terminal_width=80) as context:
+        text = COMMANDS[name].get_help(context)
+    assert re.search(rf"Examples?: rolloutmq {name}\b", text)
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - PROCESSES))
+def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> None:
+    # a page has nothing to print; models of a fleet, scripts and users ask no server; a server is not at an URL
+    lacking = {
+        "web": {"--json"},
+        "runs": {"--run"},
+        "server": {"--redis-url", "--run"},
+        "acl": {"--redis-url", "--run-dir"},
+        "simulate": {"--redis-url", "--run-dir", "--run"},
+        "scripts": {"--redis-url", "--run-dir", "--run"},
+    }
+    assert {"--json", "--redis-url", "--run-dir", "--run"} - flags_of(name) == lacking.get(name, set())
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_every_command_tells_programs_of_an_error_in_the_same_way(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["rolloutmq", name, *ARGUMENTS.get(name, []), "--json", "--run-dir", "nowhere"])
+    kind, code = ("SnapshotError", 1) if name == "resume" else ("StoreUnavailable", 3)
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capfd.readouterr()
+    told = orjson.loads(said.err)
+    assert (said.out, left.value.code) == ("", code)
+    assert (told["exit_code"], told["kind"]) == (code, kind)
+    assert "nowhere" in told["error"] or name == "resume"
+
+
+def test_version_is_shown_without_a_server() -> None:
+    done = rolloutmq("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("rolloutmq")
+
+
+def test_unknown_command_is_a_usage_error() -> None:
+    done = rolloutmq("statsu")
+    assert done.returncode == 2
+    assert "statsu" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["statsu", "--json"], "No such command 'statsu'"),
+        (["status", "--jsn", "--json"], "No such option: --jsn"),
+        (["show", "--json"], "Missing argument 'GID"),
+        (["pause", "--timeout", "soon", "--json"], "Invalid value for '--timeout'"),
+    ],
+    ids=["command", "option", "argument", "value"],
+)
+def test_a_program_is_told_of_wrong_words_as_of_every_other_error(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rolloutmq", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capfd.readouterr()
+    told = orjson.loads(said.err)
+    assert (said.out, left.value.code) == ("", 2)
+    assert (told["exit_code"], told["kind"]) == (2, "ConfigError")
+    assert message in told["error"]

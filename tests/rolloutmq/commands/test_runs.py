@@ -1,0 +1,121 @@
+"""Looking at batches and runs, draining one, and ending one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from buffer.maintenance.remove_run import remove_run
+from buffer.run import Run
+from buffer.server.embedded import valkey_binary
+from buffer.store.keys import Keys
+from buffer.store.store import Store
+from tests.cluster import Cluster, start_cluster
+from tests.rolloutmq.conftest import Command, json_of, rolloutmq
+from tests.rolloutmq.populate import Scene, populate
+from tests.servers import SAFE
+
+
+def test_batch_shows_what_a_step_was_given(scene: Scene, command: Command) -> None:
+    newest = json_of(command("batch", "--json"))
+    manifest = scene.run.ledger.manifest(2)
+    assert manifest is not None
+    assert newest["step"] == 2
+    assert [group["gid"] for group in newest["groups"]] == manifest.gids
+    assert newest["groups"][0]["staleness"] == 1
+    assert manifest.gids[0] in command("batch", "2").stdout
+    for step, words in (("3", "was not taken yet"), ("1", "is freed")):
+        done = command("batch", step)
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+def test_runs_lists_every_run_and_removes_only_the_one_that_is_named(
+    scene: Scene, store: Store, command: Command
+) -> None:
+    other = populate(store, "demo2")
+    listed = json_of(command("runs", "--json"))
+    assert [(line["run"], line["groups"], line["step"]) for line in listed] == [("demo", 12, 2), ("demo2", 12, 2)]
+    assert "now" in command("runs").stdout
+    refused = command("runs", "--delete", "demo", "--yes")
+    assert (refused.returncode, "in use: the trainer" in refused.stderr) == (5, True)
+    leave(scene)
+    asked = command("runs", "--delete", "demo")
+    assert (asked.returncode, "12 groups; nothing was changed" in asked.stderr) == (2, True)
+    before = other.run.account.totals()
+    assert command("runs", "--delete", "demo", "--yes").returncode == 0
+    assert [key for key in store.control.scan_iter("rmq:{demo}:*")] == []
+    assert other.run.account.totals() == before
+    assert Run.names(store) == ["demo2"]
+
+
+def leave(scene: Scene) -> None:
+    """Everybody is gone."""
+    control, keys = scene.run.store.control, scene.run.keys
+    scene.run.control.beat("trainer", scene.trainer, closing=True)
+    scene.run.control.beat("producer", scene.producer, closing=True)
+    for worker in scene.workers:
+        control.hset(keys.worker(worker), "seen_ms", 1)
+
+
+class Cut(Exception):
+    """The process that removes dies here."""
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_a_removal_that_was_cut_off_is_seen_and_repeated(
+    scene: Scene, store: Store, command: Command, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(scene)
+    monkeypatch.setattr("buffer.maintenance.remove_run.SLICE", 10)
+    left = iter(range(calls))
+
+    def die(_: int) -> None:
+        if next(left, None) is None:
+            raise Cut
+
+    with pytest.raises(Cut):
+        remove_run(store, Keys("demo"), die)
+    assert json_of(command("runs", "--json")) == [{"run": "demo", "mode": "not whole"}]
+    assert "being removed" in command("status", "--run", "demo").stderr
+    assert command("runs", "--delete", "demo", "--yes").returncode == 0
+    assert [*store.control.scan_iter("*")] == []
+
+
+def test_a_run_in_a_cluster_is_removed_on_every_node(tmp_path: Any) -> None:
+    with start_cluster(str(valkey_binary()), tmp_path, *SAFE) as cluster:
+        store = Store(cluster.url, deadline_s=30)
+        scene = populate(store)
+        kept = populate(store, "demo2").run
+        view = store.at(scene.run.keys.meta)
+        assert len({node.port for node in nodes_with_keys(cluster, "demo")}) > 1
+        remove_run(view, Keys("demo", spread=view.in_cluster))
+        assert nodes_with_keys(cluster, "demo") == []
+        assert kept.account.fsck().clean
+        store.close()
+
+
+def nodes_with_keys(cluster: Cluster, name: str) -> list[Any]:
+    """Those that hold a key of this run."""
+    keys = {node.port: [key.decode() for key in node.ask("KEYS", "*")] for node in cluster.nodes}
+    mine = (f"rmq:{{{name}}}", f"rmq:{{{name}:")
+    return [node for node in cluster.nodes if any(key.startswith(mine) for key in keys[node.port])]
+
+
+def test_drain_waits_for_the_last_group(scene: Scene, command: Command) -> None:
+    done = command("drain", "--timeout", "0.1")
+    assert done.returncode != 0
+    assert "1 group still run" in done.stderr
+    assert scene.run.control.state().mode == "drain"
+    finishing = threading.Timer(0.3, lambda: scene.submit("w0", scene.running))
+    finishing.start()
+    assert "nothing runs any more" in command("drain").stdout
+    finishing.join()
+
+
+@pytest.mark.parametrize(("typed", "wanted"), [("rolloutmq sta", "status"), ("rolloutmq batch --ev", "--eval")])
+def test_shells_complete_commands_and_flags(typed: str, wanted: str) -> None:
+    done = rolloutmq(_ROLLOUTMQ_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" ")))
+    assert wanted in done.stdout.split()

@@ -1,0 +1,79 @@
+"""Which process gets which GPU, case by case. Needs none."""
+
+from __future__ import annotations
+
+import pytest
+
+from buffer.config.config import LaunchSection
+from buffer.errors import ConfigError
+from rolloutmq.launch.placement import Placement, count_gpus, gpus_of_engine, place
+
+CASES = [
+    # machine without GPUs: nobody gets any
+    ({"workers": 2}, 0, 1, [], [[], []]),
+    # one GPU: only side by side
+    ({"workers": 1, "colocated": True}, 1, 1, [0], [[0]]),
+    ({"workers": 2, "colocated": True}, 1, 1, [0], [[0], [0]]),
+    # eight: the trainer has the first one
+    ({"workers": 7}, 8, 1, [0], [[1], [2], [3], [4], [5], [6], [7]]),
+    ({"workers": 2}, 8, 1, [0], [[1], [2]]),
+    ({"workers": 3}, 8, 2, [0], [[1, 2], [3, 4], [5, 6]]),
+    ({"workers": 1, "trainer_gpus": [6, 7], "worker_gpus": [0, 1, 2, 3]}, 8, 4, [6, 7], [[0, 1, 2, 3]]),
+    ({"workers": 2, "trainer_gpus": [4], "worker_gpus": [7, 6, 5, 3]}, 8, 2, [4], [[7, 6], [5, 3]]),
+    ({"workers": 2, "colocated": True}, 8, 4, [0], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ({"workers": 3, "colocated": True, "worker_gpus": [0, 1]}, 2, 2, [0], [[0, 1], [0, 1], [0, 1]]),
+]
+
+ERRORS = [
+    ({"workers": 1, "trainer_gpus": [0]}, 0, 1, "this machine has none"),
+    ({"workers": 1, "worker_gpus": [0]}, 0, 1, "this machine has none"),
+    ({"workers": 1}, 1, 1, "1 workers of 1 GPUs need 1, 0 are left"),
+    ({"workers": 8}, 8, 1, "need 8, 7 are left"),
+    ({"workers": 2}, 4, 2, "2 workers of 2 GPUs need 4, 3 are left"),
+    ({"workers": 1, "colocated": True}, 1, 2, "need 2, 1 are left"),
+    ({"workers": 1, "trainer_gpus": [1], "worker_gpus": [1, 2]}, 4, 1, r"both use GPUs \[1\]"),
+    ({"workers": 1, "worker_gpus": [4]}, 4, 1, r"names GPUs \[4\], this machine has 0 to 3"),
+    ({"workers": 1, "trainer_gpus": [-1]}, 4, 1, r"names GPUs \[-1\]"),
+    ({"workers": 2, "worker_gpus": [1, 1]}, 4, 1, "names a GPU twice"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(("launch", "gpus", "per_worker", "trainer", "workers"), CASES)
+def test_place_deals_out_gpus(
+    launch: dict[str, object], gpus: int, per_worker: int, trainer: list[int], workers: list[list[int]]
+) -> None:
+    placement = place(LaunchSection.model_validate(launch), gpus, per_worker)
+    assert placement == Placement(trainer, workers)
+
+
+@pytest.mark.parametrize(("launch", "gpus", "per_worker", "why"), ERRORS)
+def test_place_says_why_it_cannot(launch: dict[str, object], gpus: int, per_worker: int, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        place(LaunchSection.model_validate(launch), gpus, per_worker)
+
+
+def test_a_worker_needs_a_gpu_for_each_shard_of_its_engine() -> None:
+    assert gpus_of_engine({"kind": "vllm", "tensor_parallel_size": 2, "data_parallel_size": 3}) == 6
+    assert gpus_of_engine({"kind": "vllm", "pipeline_parallel_size": 2}) == 2
+    assert gpus_of_engine({"kind": "simulated"}) == gpus_of_engine(None) == 1
+
+
+def test_environment_names_gpus_only_where_there_are_any() -> None:
+    assert Placement.environment([]) == {}
+    assert Placement.environment([2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+
+
+def test_only_the_gpus_that_this_process_was_given_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-1a2b,7")
+    assert count_gpus() == 3
+    placement = place(LaunchSection(workers=2), count_gpus())
+    assert [Placement.environment(gpus) for gpus in (placement.trainer, *placement.workers)] == [
+        {"CUDA_VISIBLE_DEVICES": name} for name in ("5", "GPU-1a2b", "7")
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_gpus() == 0

@@ -1,0 +1,109 @@
+"""The live view: 80 columns, everything on it, red only where a person must act."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from buffer.control.control import Mode
+from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from buffer.monitoring.run_view import Snapshot, take_snapshot
+from buffer.run import Run
+from buffer.server.embedded import EmbeddedServer
+from buffer.store.store import Store
+from rolloutmq.top.live_view import LiveView
+from rolloutmq.top.top import watch
+from tests.rolloutmq.populate import Scene, write_steps
+
+
+def drawn(view: LiveView, snap: Snapshot, history: History, **settings: object) -> str:
+    screen = Console(file=io.StringIO(), width=80, highlight=False, markup=False, **settings)  # type: ignore[arg-type]
+    screen.print(view.render(snap, history))
+    return screen.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> None:
+    write_steps(tmp_path, [(step, "l1", [f"math-{step:010d}"]) for step in range(1, 9)])
+    view = LiveView(run_dir=tmp_path, total_steps=60)
+    view.lines = ["phase 3 of 4: training"]
+    history, snap = view.history(), view.snapshot(scene.run)
+    history.observe(snap)
+    text = drawn(view, snap, history)
+    for words in ("step 2 of 60", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
+                  "adds up", "trainer waits for groups", "committed"):  # fmt: skip
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:
+    store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
+    view = LiveView()
+    text = drawn(view, view.snapshot(scene.run), view.history(), force_terminal=True, color_system="standard")
+    assert "\x1b[1;31mTHE ACCOUNT DOES NOT ADD UP" in text
+
+
+def test_snapshot_costs_the_same_whatever_the_pools_hold(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(1)
+    few = _commands_of(scene.run)
+    scene.enqueue(1000)
+    assert _commands_of(scene.run) == few
+
+
+def _commands_of(run: Run) -> int:
+    before = int(run.store.control.info("stats")["total_commands_processed"])
+    take_snapshot(run)
+    return int(run.store.control.info("stats")["total_commands_processed"]) - before
+
+
+def test_history_says_who_waits_and_for_which_part_of_the_time(scene: Scene) -> None:
+    history, first = History(), take_snapshot(scene.run)
+    later = dataclasses.replace(first, now_ms=first.now_ms + 1000, taken=3)
+    history.observe(dataclasses.replace(first, committed=2))
+    assert history.waits == {TRAINER: 1.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 0.0}
+    history.observe(later)  # step 3 is taken and not committed: the trainer trains
+    assert history.waits[TRAINER] == 0.0
+    assert history.share(TRAINER) == 1.0
+    history.observe(dataclasses.replace(later, now_ms=later.now_ms + 3000))
+    assert history.share(TRAINER) == 0.25
+
+
+def test_history_counts_idle_workers(scene: Scene, store: Store) -> None:
+    scene.claim("w1", 4)
+    scene.join("w2")
+    history = History()
+    history.observe(take_snapshot(scene.run))
+    assert history.waits[WORKERS] == pytest.approx(1 / 3)
+
+
+def test_history_counts_a_pause(scene: Scene) -> None:
+    scene.run.control.set_mode("operator", Mode.DRAIN)
+    history = History()
+    history.observe(take_snapshot(scene.run))
+    assert history.waits == {TRAINER: 0.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 1.0}
+
+
+def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        scene = Scene(Store(server.url, deadline_s=10), "demo")
+        run = Run.open(Store(server.url, deadline_s=0.2), "demo")
+        screen = Console(file=io.StringIO(), width=200)
+        looks = iter(["kill", "", "start", ""])
+
+        def is_over() -> bool:
+            act = next(looks, None)
+            if act:
+                server.kill() if act == "kill" else server.start()
+            return act is None
+
+        watch(run, LiveView(), screen, is_over, every_s=0.01)
+        scene.run.store.close()
+        run.store.close()
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 5
+    assert "no usable answer" in lines[1]
+    assert "step 0" in lines[-1]

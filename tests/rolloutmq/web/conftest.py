@@ -1,0 +1,65 @@
+"""A populated run, `rolloutmq web` in a process of its own, and a headless Chromium that looks at it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+
+from buffer.server.embedded import EmbeddedServer
+from tests.rolloutmq.conftest import ROOT, scene, server, store
+from tests.rolloutmq.populate import Scene
+
+__all__ = ["scene", "server", "store"]
+
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--disable-dev-shm-usage")  # fmt: skip
+
+
+@pytest.fixture
+def address(scene: Scene, server: EmbeddedServer) -> Iterator[str]:
+    """Where the page is, with its token."""
+    command = [sys.executable, "-m", "rolloutmq", "web", "--port", "0", "--run-dir", str(server.folder)]
+    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+    process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """One browser for all tests."""
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if browser is None or driver is None:
+        if os.environ.get("CI"):
+            pytest.fail("no chromium and chromedriver on this machine, and CI must look at the page")
+        pytest.skip("no chromium and chromedriver on this machine")
+    options = Options()
+    options.binary_location = browser
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    with webdriver.Chrome(options, Service(driver)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def shots() -> Path:
+    """Where screenshots go: build/web."""
+    folder = ROOT / "build" / "web"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

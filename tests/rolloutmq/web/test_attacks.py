@@ -1,0 +1,124 @@
+"""Who may only write into Redis, or only has a page elsewhere, gets nothing out of a browser that shows the run."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import urlsplit
+
+import pytest
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from buffer.control.control import Mode
+from tests.rolloutmq.populate import Scene, forge
+from tests.rolloutmq.web.test_page import PATIENCE_S, go
+
+EVIL = "<img src=x onerror=window.owned=1><script>window.owned=1</script><svg onload=window.owned=1>'\"javascript:owned"
+ACTS = ("pause", "continue", "groups/math-0000000005/requeue", "groups/math-0000000005/drop")
+
+SHOWN = "return document.querySelector('main').textContent"
+
+ELSEWHERE = """<!doctype html><title>trying</title><iframe name="hole"></iframe>
+<form method="post" action="{ours}/api/pause?mode=drain" target="hole" enctype="text/plain"><input name="a"></form>
+<script>
+const asked = [
+  fetch("{ours}/api/pause?mode=drain", {{method: "POST", mode: "no-cors", credentials: "include"}}),
+  fetch("{ours}/api/pause?mode=drain", {{method: "POST", headers: {{Authorization: "Bearer {token}"}}}}),
+  fetch("{ours}/api/groups").then((answer) => answer.text()).then((text) => {{ window.stolen = text; }}),
+  new Promise((resume) => {{ document.querySelector("iframe").onload = resume; document.forms[0].submit(); }}),
+];
+Promise.allSettled(asked).then((ends) => {{ document.title = "tried " + ends.map((end) => end.status).join(" "); }});
+</script>"""
+"""A page of another origin that acts and reads in the browser's name; it even knows the token."""
+
+
+@pytest.fixture
+def elsewhere(address: str) -> Iterator[str]:
+    """The address of that page."""
+    ours, _, token = address.partition("/#token=")
+    page = ELSEWHERE.format(ours=ours, token=token).encode()
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_no_text_of_a_worker_is_read_as_html_on_any_view(chromium: Chrome, address: str, scene: Scene) -> None:
+    (job,) = scene.claim("w0", 1)
+    group = scene.run.buffer.read(job.payload)
+    for state in group.states:
+        state.messages, state.ground_truth = [{"role": EVIL, "content": EVIL}], EVIL
+        state.response, state.error, state.extra = EVIL, EVIL, {EVIL: EVIL}
+    scene.write_as("w0", job, group.states)
+    forge(scene, EVIL)
+    views = ("run", "groups", f"groups/{job.gid}", "groups/math-0000000003", "workers", "dead", "events")
+    for view in views:
+        go(chromium, address, view)
+        if view not in ("run", "groups"):  # these two show numbers and names of groups alone
+            WebDriverWait(chromium, PATIENCE_S).until(lambda browser: "onerror" in browser.execute_script(SHOWN), view)
+        injected = chromium.find_elements(By.CSS_SELECTOR, "img, body script:not([src]), svg[onload], [onerror]")
+        assert injected == [], view
+        assert chromium.execute_script("return window.owned") is None, view
+        links = [link.get_attribute("href") or "" for link in chromium.find_elements(By.TAG_NAME, "a")]
+        assert all(link.startswith(address.partition("#")[0]) for link in links), view
+
+
+def test_a_page_elsewhere_neither_acts_nor_reads(chromium: Chrome, elsewhere: str, scene: Scene) -> None:
+    chromium.get(elsewhere)
+    WebDriverWait(chromium, PATIENCE_S).until(lambda browser: browser.title.startswith("tried"), "it never ended")
+    # a request without an answer that can be read is sent; one that must be asked for first, and an answer, are not
+    assert chromium.title == "tried fulfilled rejected rejected fulfilled"
+    assert chromium.execute_script("return window.stolen") is None
+    assert scene.run.control.state().mode is Mode.RUN
+
+
+def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(address: str, scene: Scene) -> None:
+    parts = urlsplit(address)
+    host, token = parts.netloc, parts.fragment.removeprefix("token=")
+
+    def ask(method: str, path: str, **headers: str) -> int:
+        connection = http.client.HTTPConnection(host, timeout=60)
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        assert b"def make_app" not in body
+        assert b"root:" not in body
+        return answer.status
+
+    for act in ACTS:
+        assert ask("GET", f"/api/{act}") in (400, 404, 405), act
+        for path, headers in (
+            (act, {}),
+            (act, {"Authorization": "Bearer wrong"}),
+            (act, {"Authorization": f"Basic {token}"}),
+            (act, {"Cookie": f"token={token}"}),
+            (f"{act}?token={token}", {"Content-Type": "application/x-www-form-urlencoded"}),
+        ):
+            assert ask("POST", f"/api/{path}", **headers) == 401, (act, headers)
+        assert ask("POST", f"/api/{act}", Host="evil.example", Authorization=f"Bearer {token}") == 400, act
+    assert scene.run.control.state().mode is Mode.RUN
+    assert scene.run.record("math-0000000005")["stage"] == "dead"
+    for name in ("../app.py", "%2e%2e/app.py", "..%2fapp.py", "%2e%2e%2fapp.py", "//etc/passwd", "..\\app.py", "%00"):
+        assert ask("GET", f"/static/{name}") in (400, 404), name
+    assert ask("GET", "/static/page.js") == 200
+    assert ask("GET", "/", Host="evil.example") == 400
+    assert ask("POST", "/api/pause", Authorization=f"Bearer {token}") == 200
+    assert scene.run.control.state().mode is Mode.ABORT

@@ -1,0 +1,123 @@
+"""What an operator sees and does in a browser: charts, groups, a rollout with its tokens, dead letters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from tests.rolloutmq.populate import Scene
+
+PATIENCE_S = 60.0
+PHONE, DESK = (390, 844), (1280, 900)
+
+
+def until(chromium: Chrome, words: str, place: str = "main") -> str:
+    """Wait for some words on the page; all of its text."""
+    WebDriverWait(chromium, PATIENCE_S, ignored_exceptions=[StaleElementReferenceException]).until(
+        lambda browser: words in browser.find_element(By.CSS_SELECTOR, place).text, f"no {words!r} in {place}"
+    )
+    return chromium.find_element(By.CSS_SELECTOR, place).text
+
+
+def go(chromium: Chrome, address: str, view: str) -> None:
+    chromium.get("about:blank")
+    chromium.get(address)
+    until(chromium, "every group is accounted for", "#account")
+    chromium.execute_script(f"location.hash = '#/{view}'")
+
+
+def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, shots: Path) -> None:
+    chromium.set_window_size(*DESK)
+    go(chromium, address, "run")
+    text = until(chromium, "Groups by place")
+    for place, groups in scene.run.account.totals().tasks[0].places.items():
+        assert f"{place} {groups} " in text.replace("\n", " ") + " "
+    assert "trainer alive" in chromium.find_element(By.ID, "headline").text
+    chromium.save_screenshot(str(shots / "run.png"))
+    scene.run.store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
+    until(chromium, "does not add up", "#account")
+
+
+def test_groups_are_found_by_a_question_and_a_bad_one_is_told(chromium: Chrome, address: str, scene: Scene) -> None:
+    go(chromium, address, "groups")
+    until(chromium, "math-0000000003")
+    question = chromium.find_element(By.NAME, "where")
+    question.send_keys('{"stage": "dead"}', Keys.ENTER)
+    WebDriverWait(chromium, PATIENCE_S).until(lambda b: len(b.find_elements(By.CSS_SELECTOR, "tbody tr")) == 1)
+    assert "math-0000000005" in until(chromium, "math-0000000005")
+    chromium.find_element(By.NAME, "where").send_keys(" nonsense", Keys.ENTER)
+    assert "no JSON" in until(chromium, "no JSON")
+
+
+def test_a_rollout_with_its_tokens(chromium: Chrome, address: str, scene: Scene, shots: Path) -> None:
+    go(chromium, address, "groups/math-0000000003")
+    until(chromium, "What is 1 + 1?")
+    tokens = chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
+    assert [token.text for token in tokens] == ["5", "6", "7"] * 2
+    assert [token.get_attribute("class") for token in tokens[:3]] == ["v0", "v0", "v1"]
+    for colour, classes in (("logprob", {"p3"}), ("advantage", {"plus", "minus"}), ("mask", {""})):
+        Select(chromium.find_element(By.ID, "colour")).select_by_value(colour)
+        until(chromium, {"logprob": "likely", "advantage": "worse", "mask": "not trained"}[colour], "#key")
+        assert {t.get_attribute("class") for t in chromium.find_elements(By.CSS_SELECTOR, ".tokens span")} == classes
+    chromium.save_screenshot(str(shots / "rollout.png"))
+
+
+def test_what_a_model_wrote_is_only_text(chromium: Chrome, address: str, scene: Scene) -> None:
+    evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+    (job,) = scene.claim("w0", 1)
+    group = scene.run.buffer.read(job.payload)
+    for state in group.states:
+        state.messages = [{"role": "<b>user</b>", "content": evil}]
+    scene.write_as("w0", job, group.states)
+    go(chromium, address, f"groups/{job.gid}")
+    assert evil in until(chromium, "onerror")
+    assert "owned" not in chromium.title
+    assert not chromium.find_elements(By.CSS_SELECTOR, "main img, main script")
+
+
+def test_acting_wants_the_token(chromium: Chrome, address: str, scene: Scene) -> None:
+    go(chromium, address, "dead")
+    until(chromium, "the judge said no")
+    chromium.find_element(By.XPATH, "//button[text()='Requeue']").click()
+    until(chromium, "no dead letter")
+    assert scene.run.record("math-0000000005")["stage"] == "waiting"
+    chromium.find_element(By.CSS_SELECTOR, "[data-act='pause?mode=drain']").click()
+    until(chromium, "paused by the operator", "#headline")
+    assert scene.run.control.state().mode == "drain"
+    chromium.execute_script("sessionStorage.clear()")
+    go(chromium, address.partition("#")[0], "dead")
+    assert not chromium.find_element(By.ID, "acts").is_displayed()
+    assert chromium.find_elements(By.XPATH, "//button[text()='Requeue']") == []
+
+
+def test_keys_alone_are_enough(chromium: Chrome, address: str) -> None:
+    go(chromium, address, "run")
+    body = chromium.find_element(By.TAG_NAME, "body")
+    for key, words in (("3", "worker"), ("5", "event"), ("4", "the judge said no"), ("2", "math-0000000003")):
+        body.send_keys(key)
+        until(chromium, words)
+    link = chromium.find_element(By.LINK_TEXT, "math-0000000003")
+    link.send_keys(Keys.ENTER)
+    until(chromium, "What is 1 + 1?")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_without_scrolling_sideways(chromium: Chrome, address: str, shots: Path, scheme: str) -> None:
+    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+    chromium.set_window_size(*PHONE)
+    for view, words in (("run", "Groups by place"), ("groups", "math-0000000003"), ("workers", "w0")):
+        go(chromium, address, view)
+        until(chromium, words)
+        width = "return [document.documentElement.scrollWidth, innerWidth]"
+        wide, shown = chromium.execute_script(width)
+        assert wide <= shown, view
+        chromium.save_screenshot(str(shots / f"phone-{scheme}-{view}.png"))
+    back = "return getComputedStyle(document.documentElement).backgroundColor"
+    assert chromium.execute_script(back) == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 17, 21)"}[scheme]
+    chromium.set_window_size(*DESK)

@@ -1,1 +1,0 @@
-"""Tests of one part each, without a server."""

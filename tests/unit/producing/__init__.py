@@ -1,1 +1,0 @@
-"""The producing side without Redis: data sets, sampler, judges, agent loops."""

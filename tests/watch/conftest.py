@@ -1,7 +1,0 @@
-"""The populated run of the command's tests, on a real server."""
-
-from __future__ import annotations
-
-from tests.cli.conftest import command, scene, server, store
-
-__all__ = ["command", "scene", "server", "store"]

@@ -1,1 +1,0 @@
-"""The browser view, in a real browser."""
