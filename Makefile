@@ -90,11 +90,11 @@ docs: setup ## the docs site, into build/site, with broken links as errors
 	@$(PY) -m pip install --quiet --no-deps --requirement requirements/docs.txt
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file docs/mkdocs.yml
 
-lint: setup ## ruff
-	@$(PY) -m ruff check .
+lint: setup ## ruff: rules and format
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-format: setup ## let ruff sort imports and fix what it can
-	@$(PY) -m ruff check --fix .
+format: setup ## let ruff format, sort imports and fix what it can
+	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
 type: setup ## mypy, strict
 	@$(PY) -m mypy

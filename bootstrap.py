@@ -3,9 +3,10 @@
     python3 bootstrap.py            detects an NVIDIA GPU and installs the CPU or the CUDA builds
     python3 bootstrap.py --build cpu|cuda|none
 
-A finished set-up leaves a stamp, so that the next call returns at once; it is made again when pyproject.toml,
-the lock file or this file change. Interrupted or broken, it goes on: what is there is checked file by file.
-This file must stay readable for Python 3.8, or that could not say what is wrong with it.
+A finished set-up leaves a stamp, so that the next call returns at once; it is made again when
+pyproject.toml, the lock file or this file change. Interrupted or broken, it goes on: what is there
+is checked file by file. This file must stay readable for Python 3.8, or that could not say what is
+wrong with it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ STAMP = VENV / "setup.json"
 LOCK = ROOT / "requirements" / "cpu.txt"
 OLDEST, TOO_NEW = (3, 11), (3, 15)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where PyTorch documents its CPU builds; only asked if pip's own configuration does not know the build."""
+"""Where PyTorch documents its CPU builds; only asked if pip's own configuration does not know the
+build.
+"""
 
 BUILDS = {
     "cpu": "CPU builds of torch and vLLM",
@@ -48,7 +51,9 @@ class SetupError(Exception):
 def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     options = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    options.add_argument("--build", choices=sorted(BUILDS), default=os.environ.get("ROLLOUTMQ_BUILD"))
+    options.add_argument(
+        "--build", choices=sorted(BUILDS), default=os.environ.get("ROLLOUTMQ_BUILD")
+    )
     options.add_argument("--find-broken", action="store_true", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.find_broken:
@@ -71,7 +76,10 @@ def set_up(build: str) -> None:
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted:
         return
     started = time.monotonic()
-    print(f"setting up {VENV.name} with Python {platform.python_version()}: {BUILDS[build]}", flush=True)
+    print(
+        f"setting up {VENV.name} with Python {platform.python_version()}: {BUILDS[build]}",
+        flush=True,
+    )
     make_venv()
     STAMP.unlink(missing_ok=True)
     {"cpu": install_cpu, "cuda": install_cuda, "none": install_without_vllm}[build]()
@@ -81,7 +89,8 @@ def set_up(build: str) -> None:
     print(f"set-up done in {time.monotonic() - started:.0f} s\n", flush=True)
 
 
-# what this machine is ---------------------------------------------------------------------------------
+# what this machine is
+# ---------------------------------------------------------------------------------
 
 
 def check_python() -> None:
@@ -129,7 +138,8 @@ def fingerprint(build: str) -> str:
     return json.dumps(facts, sort_keys=True) + "\n"
 
 
-# the three ways ---------------------------------------------------------------------------------------
+# the three ways
+# ---------------------------------------------------------------------------------------
 
 
 def install_cpu() -> None:
@@ -152,8 +162,13 @@ def install_cpu_torch(torch: str) -> None:
 
 
 def install_cuda() -> None:
-    """pip resolves: vLLM pins the CUDA torch that it was built with. Not tried: needs a GPU and a network."""
-    pip("vLLM, torch and CUDA libraries (several GB)", "rolloutmq[vllm-cuda,demo,dev] @ " + ROOT.as_uri())
+    """pip resolves: vLLM pins the CUDA torch that it was built with. Not tried: needs a GPU and a
+    network.
+    """
+    pip(
+        "vLLM, torch and CUDA libraries (several GB)",
+        "rolloutmq[vllm-cuda,demo,dev] @ " + ROOT.as_uri(),
+    )
 
 
 def install_without_vllm() -> None:
@@ -162,18 +177,24 @@ def install_without_vllm() -> None:
     pip("packages", "rolloutmq[demo,dev] @ " + ROOT.as_uri())
 
 
-# steps ------------------------------------------------------------------------------------------------
+# steps
+# ------------------------------------------------------------------------------------------------
 
 
 def make_venv() -> None:
     if PYTHON.exists() and venv_version() == platform.python_version():
         return
     made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "venv", "--clear", str(VENV)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode != 0:
         output = (made.stdout + made.stderr).strip()
-        raise SetupError(f"cannot make {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}")
+        raise SetupError(
+            f"cannot make {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}"
+        )
 
 
 def venv_version() -> str:
@@ -188,7 +209,15 @@ def venv_version() -> str:
 
 def pip(what: str, *arguments: str, failure: str = "failed") -> None:
     """`pip install`, with one line that says how far it is; everything pip says goes to the log."""
-    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    command = [
+        str(PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+    ]
     command += arguments
     lines: list[str] = []
     with Progress(what, failure) as progress, LOG.open("a", encoding="utf-8") as log:
@@ -204,7 +233,9 @@ def pip(what: str, *arguments: str, failure: str = "failed") -> None:
 
 
 def run(command: list[str], log: TextIO, lines: list[str], progress: Progress) -> int:
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         for line in process.stdout or ():
             log.write(line)
             lines.append(line.rstrip())
@@ -259,7 +290,8 @@ class Progress:
         print(f"{start}  {self.what}: {self.phase}, {seconds:.0f} s", end=end, flush=True)
 
 
-# what is there ----------------------------------------------------------------------------------------
+# what is there
+# ----------------------------------------------------------------------------------------
 
 
 def read_lock() -> dict[str, str]:
@@ -271,13 +303,18 @@ def read_lock() -> dict[str, str]:
 
 def ask_broken() -> list[str]:
     asked = subprocess.run(
-        [str(PYTHON), str(ROOT / "bootstrap.py"), "--find-broken"], capture_output=True, text=True, check=True
+        [str(PYTHON), str(ROOT / "bootstrap.py"), "--find-broken"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return asked.stdout.split()
 
 
 def find_broken(lock: dict[str, str]) -> list[str]:
-    """Requirements that are missing, or half there after an interrupted installation. Runs in the venv."""
+    """Requirements that are missing, or half there after an interrupted installation. Runs in the
+    venv.
+    """
     return [f"{name}=={version}" for name, version in lock.items() if not is_whole(name, version)]
 
 
@@ -293,7 +330,11 @@ def is_whole(name: str, version: str) -> bool:
 def is_there(file: importlib.metadata.PackagePath) -> bool:
     path = Path(str(file.locate()))
     # Bytecode is no part of a package: Python writes it again as it likes.
-    return file.suffix == ".pyc" or file.size is None or (path.is_file() and path.stat().st_size == file.size)
+    return (
+        file.suffix == ".pyc"
+        or file.size is None
+        or (path.is_file() and path.stat().st_size == file.size)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`python -m benchmarks`: measure, print, and (the full one) rewrite what benchmarks/README.md says."""
+"""`python -m benchmarks`: measure, print, and (the full one) rewrite what benchmarks/README.md
+says.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,16 @@ EPILOG = "Examples: python -m benchmarks · python -m benchmarks --quick · pyth
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help=f"which ones: {', '.join(SUITE)}; default: all")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="two or three minutes: smaller, rougher figures")] = False,
+    names: Annotated[
+        list[str] | None, typer.Argument(help=f"which ones: {', '.join(SUITE)}; default: all")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="two or three minutes: smaller, rougher figures")
+    ] = False,
     results: Annotated[Path | None, typer.Option(help="folder for JSON and plots")] = None,
-    update: Annotated[bool, typer.Option("--update", help="put these into README's figures")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="put these into README's figures")
+    ] = False,
 ) -> None:
     """Compare the buffer with raw Redis and the naive ways, on servers of its own."""
     chosen = names or list(SUITE)

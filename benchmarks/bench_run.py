@@ -1,4 +1,6 @@
-"""A run with one task whose groups a benchmark moves by hand, by the calls of producer, worker and trainer."""
+"""A run with one task whose groups a benchmark moves by hand, by the calls of producer, worker and
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,16 @@ class BenchRun:
     """One run on a benchmark's server; nothing in it ages unless a benchmark says so."""
 
     def __init__(self, server: BenchServer, name: str = "bench", **limits: object) -> None:
-        self.server, self.raw, self.keys = server, server.raw, Keys(name)
-        settings = RunLimits(**{"stale_threshold": 1000, "lease_ms": 3_600_000, **limits}, tasks={TASK: TaskLimits()})
+        self.server = server
+        self.raw = server.raw
+        self.keys = Keys(name)
+        settings = RunLimits(
+            **{"stale_threshold": 1000, "lease_ms": 3_600_000, **limits}, tasks={TASK: TaskLimits()}
+        )
         self.run = Run.create(server.store, name, new_nonce(), settings, WEIGHTS, "/weights/0")
-        self.producer, self.trainer, self.worker = new_nonce(), new_nonce(), new_nonce()
+        self.producer = new_nonce()
+        self.trainer = new_nonce()
+        self.worker = new_nonce()
         self.run.control.open_producer(self.producer)
         self.run.trainers.open(self.trainer, step=0, lineage="l1")
         self.run.fleet.register(WORKER, self.worker, {"engine": "none"})
@@ -36,17 +44,22 @@ class BenchRun:
         """Jobs of the next `count` draws, prompts included."""
         jobs: list[Job] = []
         while len(jobs) < count:
-            cursor, size = self.run.jobs.cursor(TASK), min(SLICE, count - len(jobs))
+            cursor = self.run.jobs.cursor(TASK)
+            size = min(SLICE, count - len(jobs))
             gids = [group_id(TASK, cursor + i) for i in range(size)]
             self.run.payloads.write_prompts({gid: sample.prompt(gid, shape) for gid in gids})
-            self.run.jobs.enqueue(self.producer, new_nonce(), TASK, cursor, [shape.samples] * size, 10**9)
+            self.run.jobs.enqueue(
+                self.producer, new_nonce(), TASK, cursor, [shape.samples] * size, 10**9
+            )
             jobs += self.run.jobs.claim(WORKER, self.worker, new_nonce(), WEIGHTS, size).jobs
         return jobs
 
     def submit(self, jobs: Sequence[Job], groups: Sequence[RolloutGroup]) -> None:
         """Hand finished groups in."""
         pairs = zip(jobs, groups, strict=True)
-        self.run.buffer.submit_many(WORKER, [Result(job, group, int(group.lengths.sum())) for job, group in pairs])
+        self.run.buffer.submit_many(
+            WORKER, [Result(job, group, int(group.lengths.sum())) for job, group in pairs]
+        )
 
     def make_ready(self, count: int, shape: sample.Shape = sample.FULL) -> None:
         """Fill the pool with `count` groups, through the scripts."""
@@ -59,7 +72,8 @@ class BenchRun:
         """Put the last batch back into the pool, as if the step had never been taken."""
         manifest = self.run.ledger.manifest(step)
         entries = manifest.entries if manifest else ()
-        keys, pipe = self.keys, self.raw.pipeline(transaction=True)
+        keys = self.keys
+        pipe = self.raw.pipeline(transaction=True)
         records = self._records([entry.gid for entry in entries])
         for entry, (arrival, version) in zip(entries, records, strict=True):
             pipe.hset(keys.group(entry.gid), "stage", "pool")

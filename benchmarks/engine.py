@@ -1,8 +1,10 @@
-"""What the pipeline costs a real vLLM engine: a worker through server, scripts and judge, against the bare engine.
+"""What the pipeline costs a real vLLM engine: a worker through server, scripts and judge, against
+the bare engine.
 
-Both have the same engine, prompts and lengths, and run in turns. The bare engine is asked for everything at once: none
-of its places is free before the end. The worker has just as many groups at once as fill the engine. Then weights are
-updated while requests run: how long nothing is sampled, and what of the responses is missing (nothing may be).
+Both have the same engine, prompts and lengths, and run in turns. The bare engine is asked for
+everything at once: none of its places is free before the end. The worker has just as many groups at
+once as fill the engine. Then weights are updated while requests run: how long nothing is sampled,
+and what of the responses is missing (nothing may be).
 """
 
 from __future__ import annotations
@@ -39,24 +41,28 @@ from producer_workers.judges.load import load_judge
 from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
-TASK, MEMBERS = "math", 8
+TASK = "math"
+MEMBERS = 8
 FIRST = PolicyVersion(INITIAL, 0)
-UPDATES, SAMPLED = 8, 64
+UPDATES = 8
+SAMPLED = 64
 AT_ONCE = SAMPLED // MEMBERS
 """Groups in work at once: exactly as many as fill the engine."""
 
 LOOK_S = 0.05
 """How often the end is looked for."""
 
-CPU_TARGET, GPU_TARGET = 0.95, 0.97
+CPU_TARGET = 0.95
+GPU_TARGET = 0.97
 Drive = Callable[["Watched", int], Awaitable["Round"]]
 """Runs round number n on an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round took: `cpu_s` of this process, which has the worker but not the engine; `taken`: the share of the
-    engine's places that were, between the first request and the last answer."""
+    """What a round took: `cpu_s` of this process, which has the worker but not the engine; `taken`:
+    the share of the engine's places that were, between the first request and the last answer.
+    """
 
     tokens: int
     wall_s: float
@@ -69,7 +75,10 @@ class Watched:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._requests, self._seconds, self._first, self._last = 0, 0.0, 0.0, 0.0
+        self._requests = 0
+        self._seconds = 0.0
+        self._first = 0.0
+        self._last = 0.0
 
     async def generate(self, *about: Any) -> Generation:
         self._look(1)
@@ -85,21 +94,27 @@ class Watched:
         now = time.perf_counter()
         self._first = self._first or now
         self._seconds += min(self._requests, SAMPLED) * (now - (self._last or now))
-        self._requests, self._last = self._requests + more, now
+        self._requests = self._requests + more
+        self._last = now
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
 
 def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
-    """Tokens per second of both ways, over `rounds` rounds of so many groups; nothing where no round is asked for."""
+    """Tokens per second of both ways, over `rounds` rounds of so many groups; nothing where no
+    round is asked for.
+    """
     if not rounds:
         return
     with TemporaryDirectory(prefix="rmq-bench-") as folder, asyncio.Runner() as runner:
-        model, other = Path(folder, "model"), Path(folder, "other")
+        model = Path(folder, "model")
+        other = Path(folder, "other")
         for seed, path in enumerate((model, other)):
             build_tiny_model(path, TinyModelConfig(max_positions=512), seed)
-        ours = build_engine(VllmConfig(max_model_len=512, max_num_seqs=SAMPLED, omp_threads=1), model, FIRST)
+        ours = build_engine(
+            VllmConfig(max_model_len=512, max_num_seqs=SAMPLED, omp_threads=1), model, FIRST
+        )
         runner.run(ours.start())
         try:
             yield from runner.run(_compare(server, ours, model, groups, rounds))
@@ -108,7 +123,9 @@ def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
             runner.run(ours.shutdown())
 
 
-async def _compare(server: BenchServer, engine: Engine, model: Path, groups: int, rounds: int) -> list[Figure]:
+async def _compare(
+    server: BenchServer, engine: Engine, model: Path, groups: int, rounds: int
+) -> list[Figure]:
     async def direct(watched: Watched, _: int) -> Round:
         return await _drive_directly(watched, groups)
 
@@ -122,19 +139,30 @@ async def _compare(server: BenchServer, engine: Engine, model: Path, groups: int
             one = await drive(Watched(engine), number)
             made[name] += [one] if number else []  # the first round warms up
     section = f"vLLM and the pipeline, {server.name}"
-    return [figure for name in ways for figure in _of_way(section, name, made[name])] + [_ratio(section, made)]
+    return [figure for name in ways for figure in _of_way(section, name, made[name])] + [
+        _ratio(section, made)
+    ]
 
 
 def _of_way(section: str, name: str, made: Sequence[Round]) -> Iterator[Figure]:
     yield Figure(section, name, median(one.tokens / one.wall_s for one in made), "tokens/s")
-    yield Figure(section, f"{name}: own CPU", median(1e6 * one.cpu_s / one.tokens for one in made), "us/token")
-    yield Figure(section, f"{name}: the engine's places taken", 100 * median(one.taken for one in made), "%")
+    yield Figure(
+        section,
+        f"{name}: own CPU",
+        median(1e6 * one.cpu_s / one.tokens for one in made),
+        "us/token",
+    )
+    yield Figure(
+        section, f"{name}: the engine's places taken", 100 * median(one.taken for one in made), "%"
+    )
 
 
 def _ratio(section: str, made: Mapping[str, Sequence[Round]]) -> Figure:
     wall = {name: [one.wall_s / one.tokens for one in rounds] for name, rounds in made.items()}
     target = CPU_TARGET if is_cpu_build() else GPU_TARGET
-    return Figure(section, "worker / engine alone", ratio(wall, "worker", "engine alone"), "", target)
+    return Figure(
+        section, "worker / engine alone", ratio(wall, "worker", "engine alone"), "", target
+    )
 
 
 def _states(draw: int) -> list[RolloutState]:
@@ -147,7 +175,9 @@ def _states(draw: int) -> list[RolloutState]:
             messages=[{"role": "user", "content": "?"}],
             prompt_ids=prompt,
             ground_truth="7",
-            sample_params=SampleParams(max_tokens=length, min_tokens=length, seed=draw * MEMBERS + place),
+            sample_params=SampleParams(
+                max_tokens=length, min_tokens=length, seed=draw * MEMBERS + place
+            ),
         )
         for place, length in enumerate(lengths)
     ]
@@ -155,55 +185,76 @@ def _states(draw: int) -> list[RolloutState]:
 
 async def _drive_directly(engine: Watched, groups: int) -> Round:
     states = [(draw, state) for draw in range(groups) for state in _states(draw)]
-    began, used = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    used = time.process_time()
     made = await asyncio.gather(*(_ask(engine, draw, state) for draw, state in states))
-    took, spent = time.perf_counter() - began, time.process_time() - used
+    took = time.perf_counter() - began
+    spent = time.process_time() - used
     return Round(sum(len(generation.token_ids) for generation in made), took, spent, engine.taken())
 
 
 async def _ask(engine: Engine | Watched, draw: int, state: RolloutState) -> Generation:
     assert state.prompt_ids is not None
-    return await engine.generate(f"{group_id(TASK, draw)}/{state.index}", state.prompt_ids, state.sample_params)
+    return await engine.generate(
+        f"{group_id(TASK, draw)}/{state.index}", state.prompt_ids, state.sample_params
+    )
 
 
-async def _drive_by_worker(server: BenchServer, engine: Watched, model: Path, groups: int, name: str) -> Round:
+async def _drive_by_worker(
+    server: BenchServer, engine: Watched, model: Path, groups: int, name: str
+) -> Round:
     """A worker from its registration to the last group in the pool."""
     run = await asyncio.to_thread(_waiting_run, server, groups, name)
-    judge, tokenizer = load_judge("exact_match"), load_tokenizer(str(model))
+    judge = load_judge("exact_match")
+    tokenizer = load_tokenizer(str(model))
     runner = TaskRunner(SingleTurnAgentLoop(judge=judge, tokenizer=tokenizer, eos_ids=set()))
-    worker = Worker(run, cast(Engine, engine), {TASK: runner}, worker_id="bench", concurrency=AT_ONCE)
-    began, used = time.perf_counter(), time.process_time()
+    worker = Worker(
+        run, cast(Engine, engine), {TASK: runner}, worker_id="bench", concurrency=AT_ONCE
+    )
+    began = time.perf_counter()
+    used = time.process_time()
     working = asyncio.create_task(worker.run())
     while (await asyncio.to_thread(run.buffer.count_statuses, TASK))[TASK].completed < groups:
         await asyncio.sleep(LOOK_S)
         if working.done():
             working.result()
-    took, spent = time.perf_counter() - began, time.process_time() - used
+    took = time.perf_counter() - began
+    spent = time.process_time() - used
     worker.stop()
     await working
-    tokens = sum(state.sample_params.max_tokens for draw in range(groups) for state in _states(draw))
+    tokens = sum(
+        state.sample_params.max_tokens for draw in range(groups) for state in _states(draw)
+    )
     return Round(tokens, took, spent, engine.taken())
 
 
 def _waiting_run(server: BenchServer, groups: int, name: str) -> Run:
     """A run whose groups wait for a worker."""
-    run = Run.create(server.store, name, new_nonce(), RunLimits(tasks={TASK: TaskLimits()}), FIRST, "")
+    run = Run.create(
+        server.store, name, new_nonce(), RunLimits(tasks={TASK: TaskLimits()}), FIRST, ""
+    )
     producer = new_nonce()
     run.control.open_producer(producer)
     run.trainers.open(new_nonce(), step=0, lineage="bench")
     gids = [group_id(TASK, draw) for draw in range(groups)]
-    prompts = {gid: wire.encode(RolloutGroup(gid, TASK, _states(draw))) for draw, gid in enumerate(gids)}
+    prompts = {
+        gid: wire.encode(RolloutGroup(gid, TASK, _states(draw))) for draw, gid in enumerate(gids)
+    }
     run.payloads.write_prompts(prompts)
     run.jobs.enqueue(producer, new_nonce(), TASK, 0, [MEMBERS] * groups, 10_000)
     return run
 
 
 async def _update(engine: Engine, folders: tuple[Path, Path]) -> list[Figure]:
-    """Weights come while all places are taken; each must have all of its tokens, and say which weights made which."""
+    """Weights come while all places are taken; each must have all of its tokens, and say which
+    weights made which.
+    """
     took, missing = [], 0
     for number in range(UPDATES):
         states = [state for draw in range(SAMPLED // MEMBERS) for state in _states(draw)]
-        running = [asyncio.create_task(_ask(engine, place, state)) for place, state in enumerate(states)]
+        running = [
+            asyncio.create_task(_ask(engine, place, state)) for place, state in enumerate(states)
+        ]
         await asyncio.sleep(0.2)
         began = time.perf_counter()
         await engine.load_weights(folders[number % 2], PolicyVersion("bench", number))

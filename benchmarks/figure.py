@@ -51,7 +51,8 @@ class Way:
 
 
 def interleave(ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, in turns (A B C A B C …), so that a noisy moment hits them alike.
+    """Seconds of each way in each round, in turns (A B C A B C …), so that a noisy moment hits them
+    alike.
 
     A first round warms up and is not counted.
     """
@@ -65,7 +66,9 @@ def interleave(ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
 
 
 def ratio(taken: Mapping[str, list[float]], ours: str, theirs: str) -> float:
-    """How fast `ours` is in parts of `theirs`: the median of the rounds' ratios, each of two neighbours in time."""
+    """How fast `ours` is in parts of `theirs`: the median of the rounds' ratios, each of two
+    neighbours in time.
+    """
     return median(b / a for a, b in zip(taken[ours], taken[theirs], strict=True))
 
 

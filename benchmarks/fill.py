@@ -1,6 +1,8 @@
-"""A pool of any size within seconds: records copied, inside the server, from one that the scripts have made.
+"""A pool of any size within seconds: records copied, inside the server, from one that the scripts
+have made.
 
-The form of a record can therefore not drift from what the scripts write; the account is checked afterwards.
+The form of a record can therefore not drift from what the scripts write; the account is checked
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ redis.call('HINCRBY', KEYS[5], 'math', ARGV[2])
 def fill(run: BenchRun, groups: int) -> None:
     """`groups` in the completed pool, without payloads; the first one is made through the scripts."""
     run.make_ready(1, sample.SMALL)
-    keys, copy = run.keys, run.raw.register_script(_COPY)
+    keys = run.keys
+    copy = run.raw.register_script(_COPY)
     names = [keys.group(f"{TASK}-{0:010d}"), keys.groups, keys.pool(TASK, "completed")]
     names += [keys.progress(TASK), keys.cursors]
     for draw in range(1, groups, _SLICE):

@@ -1,7 +1,8 @@
-"""Simulated workers in processes of their own: the real `Worker`, its heart, its scripts; only the model is missing.
+"""Simulated workers in processes of their own: the real `Worker`, its heart, its scripts; only the
+model is missing.
 
-Each rollout makes exactly as many tokens as its draw says, whatever its worker, so that a run of the pipeline and the
-discrete-event model are asked about the same work.
+Each rollout makes exactly as many tokens as its draw says, whatever its worker, so that a run of
+the pipeline and the discrete-event model are asked about the same work.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class FleetPlan:
 
 @dataclass(slots=True)
 class Meter:
-    """What engines made: tokens by group, the repeated ones, too; requests and how many of them were aborted."""
+    """What engines made: tokens by group, the repeated ones, too; requests and how many of them
+    were aborted.
+    """
 
     tokens: Counter[str] = field(default_factory=Counter)
     busy_s: float = 0.0
@@ -73,9 +76,12 @@ class MeteredEngine(SimulatedEngine):
 
     def __init__(self, config: SimulatedConfig, token_s: float, meter: Meter) -> None:
         super().__init__(config, PolicyVersion(INITIAL, 0))
-        self._token_s, self._meter = token_s, meter
+        self._token_s = token_s
+        self._meter = meter
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         made = await super().generate(request_id, prompt_ids, params)
         self._meter.requests += 1
         self._meter.aborted += made.finish_reason == "abort"
@@ -134,7 +140,9 @@ async def _work(plan: FleetPlan, owner: Connection) -> None:
     run = Run.open(Store(plan.url, name="fleet"), plan.run)
     meter = Meter()
     engines = [_engine(plan, meter) for _ in plan.workers]
-    workers = [_worker(plan, run, engine, name) for engine, name in zip(engines, plan.workers, strict=True)]
+    workers = [
+        _worker(plan, run, engine, name) for engine, name in zip(engines, plan.workers, strict=True)
+    ]
     for engine in engines:
         await engine.start()
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
@@ -162,9 +170,13 @@ def _engine(plan: FleetPlan, meter: Meter) -> MeteredEngine:
 def _worker(plan: FleetPlan, run: Run, engine: MeteredEngine, name: str) -> Worker:
     partial = plan.partial_rollout
     judge = FunctionJudge("none", _worth_nothing)
-    loop = SingleTurnAgentLoop(judge=judge, tokenizer=Characters(), eos_ids={VOCABULARY}, partial_rollout=partial)
+    loop = SingleTurnAgentLoop(
+        judge=judge, tokenizer=Characters(), eos_ids={VOCABULARY}, partial_rollout=partial
+    )
     runners = {plan.task: TaskRunner(loop, partial)}
-    return Worker(run, engine, runners, worker_id=name, concurrency=plan.concurrency, drain_timeout_s=0.0)
+    return Worker(
+        run, engine, runners, worker_id=name, concurrency=plan.concurrency, drain_timeout_s=0.0
+    )
 
 
 async def _worth_nothing(**_: object) -> float:
@@ -178,11 +190,15 @@ def _answer(
     engines: Sequence[MeteredEngine],
     gone: asyncio.Event,
 ) -> None:
-    """Say that this fleet is up, and answer its owner until he closes the pipe. On a thread of its own."""
+    """Say that this fleet is up, and answer its owner until he closes the pipe. On a thread of its
+    own.
+    """
 
     async def read() -> Meter:
         under_way_s = sum(engine.under_way_s() for engine in engines)
-        return Meter(Counter(meter.tokens), meter.busy_s + under_way_s, meter.requests, meter.aborted)
+        return Meter(
+            Counter(meter.tokens), meter.busy_s + under_way_s, meter.requests, meter.aborted
+        )
 
     owner.send("up")
     try:

@@ -1,4 +1,6 @@
-"""Pictures of simulated fleets: what idles, how old groups were, what workers cost, how long pauses take."""
+"""Pictures of simulated fleets: what idles, how old groups were, what workers cost, how long pauses
+take.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def _idle(figures: Sequence[Figure]) -> Canvas:
                 places = [place + offset for place in range(len(shares))]
                 axes.barh(places, list(shares.values()), height=0.38, hatch=hatch, label=kind)
                 axes.set_yticks(range(len(shares)), list(shares))
-            axes.set(title=f"{section.removeprefix('idle, ')}: {what}", xlabel="%", ylim=(len(shares) - 0.5, -0.5))
+            axes.set(
+                title=f"{section.removeprefix('idle, ')}: {what}",
+                xlabel="%",
+                ylim=(len(shares) - 0.5, -0.5),
+            )
     grid[0][0].legend()
     return canvas
 
@@ -45,7 +51,9 @@ def _idle(figures: Sequence[Figure]) -> Canvas:
 def _ages(figures: Sequence[Figure]) -> Canvas:
     sections = list(dict.fromkeys(figure.section for figure in figures))
     canvas = Canvas(figsize=(13, 4 * len(sections)), layout="constrained")
-    for row, section in zip(canvas.subplots(len(sections), 2, squeeze=False, sharey=True), sections, strict=True):
+    for row, section in zip(
+        canvas.subplots(len(sections), 2, squeeze=False, sharey=True), sections, strict=True
+    ):
         for axes, kind in zip(row, ("pipeline", "ideal"), strict=True):
             names = list(_values(figures, section, ": pipeline / ideal"))
             left = dict.fromkeys(names, 0.0)
@@ -55,7 +63,10 @@ def _ages(figures: Sequence[Figure]) -> Canvas:
                 if any(widths):
                     axes.barh(names, widths, left=list(left.values()), label=f"{age}")
                 left = {name: left[name] + width for name, width in zip(names, widths, strict=True)}
-            axes.set(title=f"{section.removeprefix('idle, ')}: age in train steps, {kind}", xlabel="% of the groups")
+            axes.set(
+                title=f"{section.removeprefix('idle, ')}: age in train steps, {kind}",
+                xlabel="% of the groups",
+            )
             axes.invert_yaxis()
             axes.legend(ncols=3, fontsize="small")
     return canvas
@@ -63,7 +74,9 @@ def _ages(figures: Sequence[Figure]) -> Canvas:
 
 def _values(figures: Sequence[Figure], section: str, ending: str) -> dict[str, float]:
     """Value by setting, of the figures of a section whose names end so."""
-    chosen = [figure for figure in figures if figure.section == section and figure.name.endswith(ending)]
+    chosen = [
+        figure for figure in figures if figure.section == section and figure.name.endswith(ending)
+    ]
     return {figure.name.removesuffix(ending): figure.value for figure in chosen}
 
 
@@ -71,11 +84,23 @@ def _scale(figures: Sequence[Figure]) -> Canvas:
     canvas = Canvas(figsize=(7, 4.5), layout="constrained")
     axes = canvas.add_subplot()
     for section in dict.fromkeys(figure.section for figure in figures):
-        cores = [figure for figure in figures if figure.section == section and figure.unit == "cores"]
+        cores = [
+            figure for figure in figures if figure.section == section and figure.unit == "cores"
+        ]
         workers = [int(figure.name.removesuffix(" workers").replace(",", "")) for figure in cores]
-        axes.plot(workers, [figure.value for figure in cores], marker="o", label=section.removeprefix("scale, "))
+        axes.plot(
+            workers,
+            [figure.value for figure in cores],
+            marker="o",
+            label=section.removeprefix("scale, "),
+        )
     axes.axhline(0.5, linestyle=":", color="tab:gray")
-    axes.set(xscale="log", yscale="log", xlabel="workers with 32 groups each", ylabel="cores of the server")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="workers with 32 groups each",
+        ylabel="cores of the server",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     return canvas
@@ -84,9 +109,15 @@ def _scale(figures: Sequence[Figure]) -> Canvas:
 def _pause(figures: Sequence[Figure]) -> Canvas:
     sections = list(dict.fromkeys(figure.section for figure in figures))
     canvas = Canvas(figsize=(5.5 * len(sections), 3.5), layout="constrained")
-    for axes, section in zip(canvas.subplots(1, len(sections), squeeze=False)[0], sections, strict=True):
-        bars = [figure for figure in figures if figure.section == section and figure.unit == "pauses"]
-        axes.bar([figure.name.removesuffix(" ms") for figure in bars], [figure.value for figure in bars])
+    for axes, section in zip(
+        canvas.subplots(1, len(sections), squeeze=False)[0], sections, strict=True
+    ):
+        bars = [
+            figure for figure in figures if figure.section == section and figure.unit == "pauses"
+        ]
+        axes.bar(
+            [figure.name.removesuffix(" ms") for figure in bars], [figure.value for figure in bars]
+        )
         axes.tick_params(axis="x", rotation=45)
         axes.set(title=section, xlabel="ms from pause() to the last receipt", ylabel="pauses")
     return canvas

@@ -1,8 +1,9 @@
-"""How much workers and trainer wait, against a queue that costs nothing: real pipeline and discrete-event model on the
-same draws.
+"""How much workers and trainer wait, against a queue that costs nothing: real pipeline and
+discrete-event model on the same draws.
 
-Simulated workers with long-tailed lengths and a trainer with a fixed step time, on the embedded server as a run has it.
-A response is some seconds long here and minutes in life, so all that the pipeline costs weighs more than it would.
+Simulated workers with long-tailed lengths and a trainer with a fixed step time, on the embedded
+server as a run has it. A response is some seconds long here and minutes in life, so all that the
+pipeline costs weighs more than it would.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ LONGEST = 600
 
 
 def idle(server: BenchServer, steps: int, ages: Sequence[int]) -> Iterator[Figure]:
-    """Every shape of lengths, with `ages` as max_staleness, and what an update may do to running groups."""
+    """Every shape of lengths, with `ages` as max_staleness, and what an update may do to running
+    groups.
+    """
     settings = candidates(FLEET, ages, ["keep", "partial", "abort"])
     questions = [(shape, setting) for shape in SHAPES for setting in settings]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -74,11 +77,21 @@ def _figures(section: str, setting: Setting, real: Outcome, ideal: Outcome) -> I
     name = f"staleness {setting.max_staleness}, {setting.interruption}"
     yield Figure(section, f"{name}: pipeline / ideal", ideal.seconds / real.seconds, "x", TARGET)
     for kind, outcome in (("pipeline", real), ("ideal", ideal)):
-        shares = {"workers idle": outcome.worker_idle, "trainer waits": outcome.trainer_idle, "waste": outcome.waste}
+        shares = {
+            "workers idle": outcome.worker_idle,
+            "trainer waits": outcome.trainer_idle,
+            "waste": outcome.waste,
+        }
         for what, share in shares.items():
             yield Figure(section, f"{name}: {what}, {kind}", 100 * share, "%", detail=True)
         for age, count in outcome.staleness.items():
-            yield Figure(section, f"{name}: age {age}, {kind}", 100 * count / outcome.groups, "%", detail=True)
+            yield Figure(
+                section,
+                f"{name}: age {age}, {kind}",
+                100 * count / outcome.groups,
+                "%",
+                detail=True,
+            )
 
 
 def play(server: BenchServer, setting: Setting, lengths: Lengths, steps: int, name: str) -> Outcome:
@@ -120,7 +133,9 @@ def _update(consumer: RolloutConsumer, setting: Setting, step: int, folder: str)
 
 
 def _wasted(run: Run, setting: Setting, steps: int, meter: Meter, held: dict[str, int]) -> int:
-    """Tokens that trained groups were given more than once, and all tokens of those that became too old."""
+    """Tokens that trained groups were given more than once, and all tokens of those that became too
+    old.
+    """
     again = sum(meter.tokens[gid] - tokens for gid, tokens in held.items())
     drawn = {group_id(TASK, draw) for draw in range(run.jobs.cursor(TASK))}
     old = [gid for gid in drawn - held.keys() if _is_old(run.record(gid), setting, steps)]
@@ -131,4 +146,6 @@ def _is_old(record: dict[str, str], setting: Setting, steps: int) -> bool:
     if record.get("stage", "ended") not in ("pool", "ended"):
         return False
     version = record.get("version")
-    return not record or (bool(version) and staleness(steps + 1, int(version or 0)) >= setting.stale_threshold)
+    return not record or (
+        bool(version) and staleness(steps + 1, int(version or 0)) >= setting.stale_threshold
+    )

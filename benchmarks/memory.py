@@ -17,19 +17,25 @@ def memory(server: BenchServer, groups: int) -> Iterator[Figure]:
     section = f"memory, {server.version}"
     added, stored, occupied = _added(server, groups, sample.SMALL)
     yield Figure(section, "index per group", (added - occupied) / groups, "bytes", 700, "less")
-    yield Figure(section, "index and keys of payloads, per group", (added - stored) / groups, "bytes")
+    yield Figure(
+        section, "index and keys of payloads, per group", (added - stored) / groups, "bytes"
+    )
     added, stored, _ = _added(server, max(64, groups // 20), sample.FULL)
     yield Figure(section, "all bytes / payload bytes", added / stored, "x", 1.1, "less")
 
 
 def _added(server: BenchServer, groups: int, shape: sample.Shape) -> tuple[int, int, int]:
-    """Bytes that `groups` add to a run in all; those of their payloads; and what these occupy with their keys."""
+    """Bytes that `groups` add to a run in all; those of their payloads; and what these occupy with
+    their keys.
+    """
     run = BenchRun(server)
     _fill_events(run)
     run.make_ready(256, shape)
-    before, before_payloads = used_bytes(server), _payload_bytes(run)
+    before = used_bytes(server)
+    before_payloads = _payload_bytes(run)
     run.make_ready(groups, shape)
-    added, payloads = used_bytes(server) - before, _payload_bytes(run)
+    added = used_bytes(server) - before
+    payloads = _payload_bytes(run)
     server.clear()
     return added, payloads[0] - before_payloads[0], payloads[1] - before_payloads[1]
 
@@ -38,7 +44,10 @@ def _fill_events(run: BenchRun) -> None:
     # the stream of events is capped: what it costs in all is not what a group costs
     pipe = run.raw.pipeline(transaction=False)
     for _ in range(_EVENTS):
-        pipe.xadd(run.keys.events, {"event": "completed", "gid": "math-0000000000", "version": "0", "tokens": "1"})
+        pipe.xadd(
+            run.keys.events,
+            {"event": "completed", "gid": "math-0000000000", "version": "0", "tokens": "1"},
+        )
     pipe.execute()
 
 

@@ -1,8 +1,9 @@
-"""The naive ways, made small, so that anyone can repeat the comparison: one Redis entry per group each.
+"""The naive ways, made small, so that anyone can repeat the comparison: one Redis entry per group
+each.
 
-`pickle stream` is PipelineRL's: `pipelinerl/streams.py` pickles the group as Python objects with lists of numbers,
-adds it to a stream, and reads entry after entry. The others store one value: msgpack with lists of numbers, and
-msgpack with raw arrays, decoded without any check.
+`pickle stream` is PipelineRL's: `pipelinerl/streams.py` pickles the group as Python objects with
+lists of numbers, adds it to a stream, and reads entry after entry. The others store one value:
+msgpack with lists of numbers, and msgpack with raw arrays, decoded without any check.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def as_lists(group: RolloutGroup) -> list[dict[str, Any]]:
 def as_arrays(group: RolloutGroup) -> dict[str, Any]:
     """A group with its columns as raw bytes."""
     names = ("prompt_ids", "lengths", "response_ids", "logprobs", "mask")
-    return {"gid": group.gid, "members": group.members, **{name: getattr(group, name).tobytes() for name in names}}
+    return {
+        "gid": group.gid,
+        "members": group.members,
+        **{name: getattr(group, name).tobytes() for name in names},
+    }
 
 
 def from_lists(rollouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,17 +56,26 @@ def from_lists(rollouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def from_arrays(document: dict[str, Any]) -> dict[str, Any]:
     """Arrays over the received bytes."""
-    ints = {name: np.frombuffer(document[name], "<i4") for name in ("prompt_ids", "lengths", "response_ids")}
+    ints = {
+        name: np.frombuffer(document[name], "<i4")
+        for name in ("prompt_ids", "lengths", "response_ids")
+    }
     return document | ints | {"logprobs": np.frombuffer(document["logprobs"], "<f4")}
 
 
 def writers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
     """Each way to write; the objects that a producer would have are made beforehand."""
-    raw, lists = server.raw, [as_lists(group) for group in groups]
+    raw = server.raw
+    lists = [as_lists(group) for group in groups]
 
     def stream(_: Any) -> None:
         for index, rollouts in enumerate(lists):
-            raw.xadd(STREAM, {"index": index, "data": pickle.dumps(rollouts)}, maxlen=1_000_000, approximate=True)
+            raw.xadd(
+                STREAM,
+                {"index": index, "data": pickle.dumps(rollouts)},
+                maxlen=1_000_000,
+                approximate=True,
+            )
 
     def store(values: list[Any], pack: Callable[[Any], bytes]) -> None:
         for place, value in enumerate(values):
@@ -70,7 +84,9 @@ def writers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
     ways: dict[str, Callable[[Any], object]] = {
         "naive: pickle stream": stream,
         "naive: msgpack lists": lambda _: store(lists, msgpack.packb),
-        "naive: msgpack arrays": lambda _: store(groups, lambda group: msgpack.packb(as_arrays(group))),
+        "naive: msgpack arrays": lambda _: store(
+            groups, lambda group: msgpack.packb(as_arrays(group))
+        ),
     }
     return {name: Way(way, clean=server.clear) for name, way in ways.items()}
 
@@ -92,7 +108,10 @@ def readers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
         return found
 
     def load(kind: str, unpack: Callable[[Any], Any]) -> list[Any]:
-        return [unpack(msgpack.unpackb(raw.get(f"naive:{kind}:{place}"))) for place in range(len(groups))]
+        return [
+            unpack(msgpack.unpackb(raw.get(f"naive:{kind}:{place}")))
+            for place in range(len(groups))
+        ]
 
     ways: dict[str, Callable[[Any], object]] = {
         "naive: pickle stream": stream,

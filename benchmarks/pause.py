@@ -1,6 +1,7 @@
 """From `pause()` to the last receipt, with simulated workers whose engines answer at once.
 
-In keep mode, between groups that end and begin: each rollout must have been asked for once, and be there as a whole.
+In keep mode, between groups that end and begin: each rollout must have been asked for once, and be
+there as a whole.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def pause(server: BenchServer, pauses: int, workers: int) -> Iterator[Figure]:
         step_s=0,
         max_staleness=3,
     )
-    with simulated_run(server, setting, lambda draw: [100 + draw % 100] * 2, processes=PROCESSES) as work:
+    with simulated_run(
+        server, setting, lambda draw: [100 + draw % 100] * 2, processes=PROCESSES
+    ) as work:
         took_ms = [_pause_once(work, number) * 1000 for number in range(WARM_UP + pauses)][WARM_UP:]
         _check_tokens(work, workers)
     section = f"pause, {workers} workers, {server.name}"
@@ -61,6 +64,7 @@ def _check_tokens(work: SimulatedRun, groups: int) -> None:
     if meter.aborted:
         raise AssertionError(f"{meter.aborted} requests were aborted in keep mode")
     for group in batch.groups:
-        made, held = meter.tokens[group.gid], int(group.lengths.sum())
+        made = meter.tokens[group.gid]
+        held = int(group.lengths.sum())
         if made != held:
             raise AssertionError(f"{group.gid}: {made} tokens were generated, {held} arrived")

@@ -1,4 +1,6 @@
-"""Pictures of the figures: throughput of every way, and cost against the size of the pool; simulated fleets."""
+"""Pictures of the figures: throughput of every way, and cost against the size of the pool;
+simulated fleets.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ def _scaling(figures: Sequence[Figure]) -> Canvas:
     canvas = Canvas(figsize=(8, 5), layout="constrained")
     axes = canvas.add_subplot()
     for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", linestyle="-" if len(points) > 1 else "", label=name)
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            linestyle="-" if len(points) > 1 else "",
+            label=name,
+        )
     axes.set(xscale="log", yscale="log", xlabel="groups in the pool", ylabel="microseconds")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

@@ -1,4 +1,6 @@
-"""What came out: a table for the terminal, JSON for programs, and the figures of benchmarks/README.md."""
+"""What came out: a table for the terminal, JSON for programs, and the figures of
+benchmarks/README.md.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from rich.table import Table
 
 from benchmarks.figure import Figure
 
-_BEGIN, _END = "<!-- figures: written by `make bench` -->", "<!-- end of figures -->"
+_BEGIN = "<!-- figures: written by `make bench` -->"
+_END = "<!-- end of figures -->"
 _VERDICTS = {None: "", True: "met", False: "MISSED"}
 
 
@@ -47,8 +50,12 @@ def read_json(path: Path) -> list[Figure]:
 
 def merge(earlier: Sequence[Figure], newer: Sequence[Figure]) -> list[Figure]:
     """Sections that were measured again in the place of the old ones, new sections behind them."""
-    sections = {section: list(rows) for section, rows in groupby(earlier, lambda figure: figure.section)}
-    sections |= {section: list(rows) for section, rows in groupby(newer, lambda figure: figure.section)}
+    sections = {
+        section: list(rows) for section, rows in groupby(earlier, lambda figure: figure.section)
+    }
+    sections |= {
+        section: list(rows) for section, rows in groupby(newer, lambda figure: figure.section)
+    }
     return [figure for rows in sections.values() for figure in rows]
 
 

@@ -1,7 +1,8 @@
-"""The group that every figure is about: 8 rollouts of 512 prompt and 2,048 response tokens, 165,888 bytes encoded.
+"""The group that every figure is about: 8 rollouts of 512 prompt and 2,048 response tokens, 165,888
+bytes encoded.
 
-That is the size of its token columns (ids, logprobs and mask) with the prompt written out for each rollout. This
-format stores the prompt once; the text of the answers makes up the difference.
+That is the size of its token columns (ids, logprobs and mask) with the prompt written out for each
+rollout. This format stores the prompt once; the text of the answers makes up the difference.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def prompt(gid: str, shape: Shape = FULL) -> bytes:
 
 
 def _group(gid: str, shape: Shape, texts: list[str]) -> RolloutGroup:
-    rng, tokens = _generator(gid), shape.response
+    rng = _generator(gid)
+    tokens = shape.response
     ids = _tokens(rng, shape.prompt)
     message = {"role": "user", "content": "What is the answer to everything?"}
     states = [

@@ -1,8 +1,10 @@
-"""Processor time that workers cost the server, from 1 to 1,000 of them with 32 groups each: index data only.
+"""Processor time that workers cost the server, from 1 to 1,000 of them with 32 groups each: index
+data only.
 
-The client's calls are the real ones, but come as fast as they can from one process, some at once, as those of a fleet
-do: what comes together, a durable server writes to disk together. Only the server's own processor time counts (`INFO
-cpu`). What each kind of call takes, times how often a fleet makes it, is the share of one core.
+The client's calls are the real ones, but come as fast as they can from one process, some at once,
+as those of a fleet do: what comes together, a durable server writes to disk together. Only the
+server's own processor time counts (`INFO cpu`). What each kind of call takes, times how often a
+fleet makes it, is the share of one core.
 """
 
 from __future__ import annotations
@@ -24,14 +26,22 @@ from buffer.model.job import Job
 HELD = 32
 """Groups that a worker holds."""
 
-GROUP_S, HEARTBEAT_S, LEASE_S, SWEEP_S, BATCH = 30.0, 2.0, 10.0, 5.0, 256
-"""A group takes so long; a worker beats, and sweeps in turn, so often; the trainer takes so many groups."""
+GROUP_S = 30.0
+HEARTBEAT_S = 2.0
+LEASE_S = 10.0
+SWEEP_S = 5.0
+BATCH = 256
+"""A group takes so long; a worker beats, and sweeps in turn, so often; the trainer takes so many
+groups.
+"""
 
 MOVED = 4
 """Groups of each worker that end, and are claimed, in one round."""
 
 AT_ONCE = 16
-"""Calls under way. 1,000 workers make some 3,000 a second: about as many as come while one is written to disk."""
+"""Calls under way. 1,000 workers make some 3,000 a second: about as many as come while one is
+written to disk.
+"""
 
 AT_LEAST = 400
 """Calls of each kind, so that the clock of the kernel has something to measure."""
@@ -43,9 +53,22 @@ def scale(server: BenchServer, sizes: tuple[int, ...]) -> Iterator[Figure]:
     for workers in sizes:
         cost_us = _Crowd(server, workers).cost_us()
         cores = sum(cost_us[call] * rate / 1e6 for call, rate in rates(workers).items())
-        yield Figure(section, f"{workers:,} workers", cores, "cores", 0.5 if workers == 1000 else None, "less")
+        yield Figure(
+            section,
+            f"{workers:,} workers",
+            cores,
+            "cores",
+            0.5 if workers == 1000 else None,
+            "less",
+        )
         for call, cost in cost_us.items():
-            yield Figure(section, f"{call}, {workers:,} workers", cost, "us of a core", detail=workers != sizes[-1])
+            yield Figure(
+                section,
+                f"{call}, {workers:,} workers",
+                cost,
+                "us of a core",
+                detail=workers != sizes[-1],
+            )
         server.clear()
 
 
@@ -67,7 +90,8 @@ class _Crowd:
     """`workers` that hold 32 groups each."""
 
     def __init__(self, server: BenchServer, workers: int) -> None:
-        self._server, self._bench = server, BenchRun(server, lease_ms=86_400_000, batch_size=BATCH)
+        self._server = server
+        self._bench = BenchRun(server, lease_ms=86_400_000, batch_size=BATCH)
         self._run = self._bench.run
         self._nonces = {f"w{number}": new_nonce() for number in range(workers)}
         self._held: dict[str, list[Job]] = {name: [] for name in self._nonces}
@@ -86,7 +110,9 @@ class _Crowd:
         for _ in range(ceil(AT_LEAST / workers)):
             self._measure("heartbeat", workers, self._beat_all)
             self._measure("sweep", workers, lambda: self._all_at_once(self._sweep))
-            self._measure("no sweep, out of turn", workers, lambda: self._all_at_once(self._do_not_sweep))
+            self._measure(
+                "no sweep, out of turn", workers, lambda: self._all_at_once(self._do_not_sweep)
+            )
         for _ in range(ceil(AT_LEAST / (workers * MOVED))):
             moved = workers * MOVED
             self._measure("submit", moved, self._submit_all)
@@ -111,10 +137,15 @@ class _Crowd:
 
     def _enqueue(self, count: int) -> None:
         for _ in range(0, count, 64):
-            cursor, size = self._run.jobs.cursor(TASK), min(64, count)
+            cursor = self._run.jobs.cursor(TASK)
+            size = min(64, count)
             gids = [group_id(TASK, cursor + place) for place in range(size)]
-            self._run.payloads.write_prompts({gid: sample.prompt(gid, sample.SMALL) for gid in gids})
-            self._run.jobs.enqueue(self._bench.producer, new_nonce(), TASK, cursor, [1] * size, 10**9)
+            self._run.payloads.write_prompts(
+                {gid: sample.prompt(gid, sample.SMALL) for gid in gids}
+            )
+            self._run.jobs.enqueue(
+                self._bench.producer, new_nonce(), TASK, cursor, [1] * size, 10**9
+            )
             count -= size
 
     def _claim(self, name: str, limit: int) -> None:
@@ -144,7 +175,8 @@ class _Crowd:
         self._all_at_once(self._submit)
 
     def _submit(self, name: str) -> None:
-        ended, self._held[name] = self._held[name][:MOVED], self._held[name][MOVED:]
+        ended = self._held[name][:MOVED]
+        self._held[name] = self._held[name][MOVED:]
         for job in ended:
             self._run.buffer.submit(name, job, sample.group(job.gid, sample.SMALL), 1)
 

@@ -51,15 +51,25 @@ def _steady(runs: dict[int, BenchRun], rounds: int) -> Iterator[Figure]:
 
 
 def _by_size(name: str, times: dict[int, float]) -> Iterator[Figure]:
-    smallest, largest = min(times), max(times)
+    smallest = min(times)
+    largest = max(times)
     for size, us in times.items():
         limit = 50.0 if name.startswith("refresh") else None
         yield Figure("scaling", f"{name}, {size:,} groups", us, "us", limit, "less")
-    yield Figure("scaling", f"{name}, {largest:,} / {smallest:,}", times[largest] / times[smallest], "x", 2.0, "less")
+    yield Figure(
+        "scaling",
+        f"{name}, {largest:,} / {smallest:,}",
+        times[largest] / times[smallest],
+        "x",
+        2.0,
+        "less",
+    )
 
 
 def _expiring(runs: dict[int, BenchRun]) -> Iterator[Figure]:
-    """k groups grow too old, and are moved out; per group it must not matter how many there are, nor how many stay."""
+    """k groups grow too old, and are moved out; per group it must not matter how many there are,
+    nor how many stay.
+    """
     for size, run in runs.items():
         steps = dict.fromkeys(("taken", "committed", "keep", "freed", "forgotten"), THRESHOLD)
         run.raw.hset(run.keys.ledger("train"), mapping=steps)
@@ -99,7 +109,11 @@ def server_us(run: BenchRun, call: Callable[[BenchRun], object]) -> float:
     run.raw.config_resetstat()
     call(run)
     stats: dict[str, Any] = run.raw.info("commandstats")
-    scripts = [entry["usec"] for name, entry in stats.items() if name in ("cmdstat_evalsha", "cmdstat_eval")]
+    scripts = [
+        entry["usec"]
+        for name, entry in stats.items()
+        if name in ("cmdstat_evalsha", "cmdstat_eval")
+    ]
     others = [entry["usec"] for name, entry in stats.items() if name == "cmdstat_zcard"]
     return float(sum(scripts or others))
 

@@ -1,7 +1,8 @@
-"""A buffer that keeps groups in a list and answers every question by looking at all of them, as most do.
+"""A buffer that keeps groups in a list and answers every question by looking at all of them, as
+most do.
 
-The counterpart of XTuner's in-memory buffer: count by task and status, refresh by recomputing every group's staleness,
-take by filtering and sorting.
+The counterpart of XTuner's in-memory buffer: count by task and status, refresh by recomputing every
+group's staleness, take by filtering and sorting.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ class ScanBuffer:
     """`groups` of 8 rollouts, each with one policy version."""
 
     def __init__(self, groups: int) -> None:
-        self.groups = [[ScannedRollout(TASK, "completed", [draw % 4]) for _ in range(8)] for draw in range(groups)]
+        self.groups = [
+            [ScannedRollout(TASK, "completed", [draw % 4]) for _ in range(8)]
+            for draw in range(groups)
+        ]
 
     def count(self, task: str, status: str) -> int:
-        return sum(all(r.task == task and r.status == status for r in group) for group in self.groups)
+        return sum(
+            all(r.task == task and r.status == status for r in group) for group in self.groups
+        )
 
     def refresh(self, step: int, threshold: int) -> int:
         expired = 0
@@ -43,7 +49,9 @@ class ScanBuffer:
         return expired
 
     def take(self, task: str, count: int) -> list[list[ScannedRollout]]:
-        ready = [g for g in self.groups if all(r.task == task and r.status == "completed" for r in g)]
+        ready = [
+            g for g in self.groups if all(r.task == task and r.status == "completed" for r in g)
+        ]
         return sorted(ready, key=lambda group: -max(r.staleness for r in group))[:count]
 
 

@@ -1,7 +1,7 @@
 """The servers that a benchmark starts for itself, on Unix sockets, and stops at its end.
 
-`valkey` is the embedded server as a run gets it: every answered write is on disk. `redis` is an installed
-redis-server that keeps nothing: there, no disk hides what the client costs.
+`valkey` is the embedded server as a run gets it: every answered write is on disk. `redis` is an
+installed redis-server that keeps nothing: there, no disk hides what the client costs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class BenchServer:
 @contextmanager
 def durable_server() -> Iterator[BenchServer]:
     """The embedded Valkey with `appendfsync always`."""
-    with tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder, EmbeddedServer(Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder,
+        EmbeddedServer(Path(folder)) as server,
+    ):
         yield _connect("durable", server.url)
 
 
@@ -51,7 +54,16 @@ def memory_server() -> Iterator[BenchServer]:
     binary = shutil.which("redis-server") or str(valkey_binary())
     with tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder:
         socket = Path(folder, "redis.sock")
-        where = ("--port", "0", "--unixsocket", str(socket), "--dir", folder, "--logfile", "redis.log")
+        where = (
+            "--port",
+            "0",
+            "--unixsocket",
+            str(socket),
+            "--dir",
+            folder,
+            "--logfile",
+            "redis.log",
+        )
         process = subprocess.Popen([binary, *where, *_KEEP_NOTHING], start_new_session=True)
         try:
             _wait_for(f"unix://{socket}")
@@ -64,7 +76,11 @@ def memory_server() -> Iterator[BenchServer]:
 def _connect(name: str, url: str) -> BenchServer:
     store = Store(url, name="bench")
     info = store.control.info("server")
-    version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info['redis_version']}"
+    version = (
+        f"Valkey {info['valkey_version']}"
+        if "valkey_version" in info
+        else f"Redis {info['redis_version']}"
+    )
     return BenchServer(name, version, store, store.bulk)
 
 

@@ -1,4 +1,6 @@
-"""A whole run with simulated workers: a producer that draws lengths, workers in processes of their own, a trainer."""
+"""A whole run with simulated workers: a producer that draws lengths, workers in processes of their
+own, a trainer.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,17 @@ class LengthSampler(Sampler):
     def draw(self, draw: int) -> list[RolloutState]:
         params = [SampleParams(max_tokens=n, min_tokens=n) for n in self._lengths(draw)]
         prompt_ids = np.arange(4, dtype="<i4")
-        return [RolloutState(index=index, prompt_ids=prompt_ids, sample_params=own) for index, own in enumerate(params)]
+        return [
+            RolloutState(index=index, prompt_ids=prompt_ids, sample_params=own)
+            for index, own in enumerate(params)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A run at work: its trainer is open, its workers claim, and its producer draws since `started_s`."""
+    """A run at work: its trainer is open, its workers claim, and its producer draws since
+    `started_s`.
+    """
 
     run: Run
     consumer: RolloutConsumer
@@ -58,7 +65,12 @@ class SimulatedRun:
 
 @contextmanager
 def simulated_run(
-    server: BenchServer, setting: Setting, lengths: Lengths, *, processes: int = 2, name: str = "simulated"
+    server: BenchServer,
+    setting: Setting,
+    lengths: Lengths,
+    *,
+    processes: int = 2,
+    name: str = "simulated",
 ) -> Iterator[SimulatedRun]:
     """Producer (a thread), workers (in `processes`) and an open trainer, as a setting wants them."""
     limits = RunLimits(
@@ -75,7 +87,9 @@ def simulated_run(
     consumer.open()
     stop = threading.Event()
     producer = AgentLoopManager(run, {TASK: LengthSampler(lengths)}, strategies_of(run.limits))
-    thread = threading.Thread(target=producer.produce_loop, args=(stop,), name="producer", daemon=True)
+    thread = threading.Thread(
+        target=producer.produce_loop, args=(stop,), name="producer", daemon=True
+    )
     try:
         with working(_plans(server.store.url, name, setting, processes)) as fleets:
             thread.start()

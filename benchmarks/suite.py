@@ -1,4 +1,6 @@
-"""Which benchmarks there are, and how large each is: the full one takes minutes, the quick one seconds."""
+"""Which benchmarks there are, and how large each is: the full one takes minutes, the quick one
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -133,11 +135,14 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "engine": _engine,
     "weights": _weights,
 }
-IN_MEMORY_ONLY, DURABLE_ONLY = {"scaling"}, {"idle", "engine", "weights"}
+IN_MEMORY_ONLY = {"scaling"}
+DURABLE_ONLY = {"idle", "engine", "weights"}
 
 
 def run_suite(names: list[str], size: Size) -> Iterator[Figure]:
-    """The named benchmarks, on a server that keeps nothing and on a durable one, where both say something."""
+    """The named benchmarks, on a server that keeps nothing and on a durable one, where both say
+    something.
+    """
     for make_server, others in ((memory_server, DURABLE_ONLY), (durable_server, IN_MEMORY_ONLY)):
         if chosen := [name for name in names if name not in others]:
             with make_server() as server:

@@ -20,7 +20,9 @@ DEPTHS = (1, 8, 16, 48, 512)
 
 
 def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
-    """Everything from a group in memory to a group in the pool, against SET of bytes that are encoded already."""
+    """Everything from a group in memory to a group in the pool, against SET of bytes that are
+    encoded already.
+    """
     finished = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
     encoded = [wire.encode(group) for group in finished]
 
@@ -45,7 +47,9 @@ def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     run = BenchRun(server)
     run.make_ready(groups)
     run.check()
-    consumer = RolloutConsumer(run.run, prefetch_bytes=0)  # it would read what is measured before the clock runs
+    consumer = RolloutConsumer(
+        run.run, prefetch_bytes=0
+    )  # it would read what is measured before the clock runs
     consumer.nonce = run.trainer
 
     def raw_get(names: list[str], depth: int) -> Way:
@@ -55,7 +59,9 @@ def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
         return consumer.take_batch(1, {TASK: groups}).groups
 
     ways = {"ours": Way(take_batch, clean=lambda: run.undo_take(1))}
-    names = [key.decode() for key in server.raw.scan_iter(f"{run.keys.prefix}payload:*", count=1000)]
+    names = [
+        key.decode() for key in server.raw.scan_iter(f"{run.keys.prefix}payload:*", count=1000)
+    ]
     full = [name for name in names if not name.endswith(":init")]
     ways |= {f"MGET x {depth}": raw_get(full, depth) for depth in DEPTHS if depth <= groups}
     ways |= naive.readers(server, [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)])
@@ -63,11 +69,16 @@ def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     server.clear()
 
 
-def _figures(section: str, taken: Mapping[str, list[float]], groups: int, plain: str) -> Iterator[Figure]:
+def _figures(
+    section: str, taken: Mapping[str, list[float]], groups: int, plain: str
+) -> Iterator[Figure]:
     for name in taken:
         rate = per_second(taken, name, groups)
         yield Figure(section, name, rate, "groups/s")
-    best = max((name for name in taken if name.startswith(plain)), key=lambda name: per_second(taken, name, groups))
+    best = max(
+        (name for name in taken if name.startswith(plain)),
+        key=lambda name: per_second(taken, name, groups),
+    )
     yield Figure(section, f"ours / {best}", ratio(taken, "ours", best), "x", TARGET)
 
 

@@ -1,10 +1,11 @@
-"""Does the transfer of weights work here? Between two processes, bit by bit, and again after one was killed in it.
+"""Does the transfer of weights work here? Between two processes, bit by bit, and again after one
+was killed in it.
 
     python -m benchmarks.transfer_check check --backend nccl     on a machine with two GPUs; never run so far
     python -m benchmarks.transfer_check check                    gloo, anywhere
 
-The trainer is this process, on the first GPU; each engine's process is another one, on the second. Exit code 0: all
-came, and the killed one held up nobody.
+The trainer is this process, on the first GPU; each engine's process is another one, on the second.
+Exit code 0: all came, and the killed one held up nobody.
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ def check(
     """Whole, killed at a random moment, whole again."""
     server = TensorServer("127.0.0.1", backend)
     with closing(server):
-        snapshot = MemorySnapshot.take("check:1", lambda folder: _save(folder, megabytes), "rolloutmq-check-")
-        facts, shapes = snapshot.facts(), snapshot.shapes()
+        snapshot = MemorySnapshot.take(
+            "check:1", lambda folder: _save(folder, megabytes), "rolloutmq-check-"
+        )
+        facts = snapshot.facts()
+        shapes = snapshot.shapes()
         met = ("check:1", backend, "127.0.0.1", server.port, server.token, "", snapshot.checksum)
         server.offer(snapshot)
         announced = Announcement(*met, facts, shapes)
-        for what, kill in (("whole", False), ("killed in the middle", True), ("whole again", False)):
+        for what, kill in (
+            ("whole", False),
+            ("killed in the middle", True),
+            ("whole again", False),
+        ):
             typer.echo(f"{what}: {_transfer(announced, kill=kill)}")
 
 
@@ -57,12 +65,16 @@ def receive() -> None:
     receiver = TensorReceiver(announced, limit_s=LIMIT_S)
     while not receiver.is_done():
         time.sleep(0.001)
-    typer.echo(f"{1000 * (time.perf_counter() - began):.0f} ms for {sum(f.bytes for f in announced.files.values())} B")
+    typer.echo(
+        f"{1000 * (time.perf_counter() - began):.0f} ms for {sum(f.bytes for f in announced.files.values())} B"
+    )
 
 
 def _transfer(announced: Announcement, *, kill: bool) -> str:
     command = [sys.executable, "-m", "benchmarks.transfer_check", "receive"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin
         assert process.stdout
         process.stdin.write(announced.to_json().decode() + "\n")
@@ -80,7 +92,10 @@ def _transfer(announced: Announcement, *, kill: bool) -> str:
 
 def _save(folder: Path, megabytes: int) -> None:
     chance = np.random.default_rng(0)
-    save_file({f"w{n}": chance.random(250_000, np.float32) for n in range(megabytes)}, folder / "w.safetensors")
+    save_file(
+        {f"w{n}": chance.random(250_000, np.float32) for n in range(megabytes)},
+        folder / "w.safetensors",
+    )
 
 
 if __name__ == "__main__":

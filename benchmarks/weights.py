@@ -1,8 +1,10 @@
-"""What a version of weights costs, from the learner's files to a real vLLM engine that samples with it, by each way.
+"""What a version of weights costs, from the learner's files to a real vLLM engine that samples with
+it, by each way.
 
-The trainer's part is `write` (in memory for gloo; its copy for the folder goes on beside what follows), the worker's is
-all that lies between hearing of the version and having it: fetched or received, checked, loaded. The publication
-itself, one call of a script, is the same for all and left out. In turns, in one process and one engine per model.
+The trainer's part is `write` (in memory for gloo; its copy for the folder goes on beside what
+follows), the worker's is all that lies between hearing of the version and having it: fetched or
+received, checked, loaded. The publication itself, one call of a script, is the same for all and
+left out. In turns, in one process and one engine per model.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from producer_workers.worker.engine_control import SteeredEngine, WeightPull
 FIRST = PolicyVersion(INITIAL, 0)
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),
-    "200 MB": TinyModelConfig(hidden=512, layers=14, heads=8, kv_heads=8, head_dim=64, intermediate=1536),
+    "200 MB": TinyModelConfig(
+        hidden=512, layers=14, heads=8, kv_heads=8, head_dim=64, intermediate=1536
+    ),
 }
 
 
@@ -54,17 +58,26 @@ def weights(server: BenchServer, rounds: int) -> Iterator[Figure]:
 async def _compare(
     server: BenchServer, config: TinyModelConfig, folder: Path, rounds: int
 ) -> tuple[dict[str, list[tuple[float, float]]], int]:
-    """(seconds of the trainer, seconds of the worker) of each way in each round; and bytes of a version."""
+    """(seconds of the trainer, seconds of the worker) of each way in each round; and bytes of a
+    version.
+    """
     model = folder / "model"
     build_tiny_model(model, config, 0)
-    save, size = _learner(model), sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    run = Run.create(server.store, "weights", new_nonce(), RunLimits(tasks={"math": TaskLimits()}), FIRST, "")
+    save = _learner(model)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    run = Run.create(
+        server.store, "weights", new_nonce(), RunLimits(tasks={"math": TaskLimits()}), FIRST, ""
+    )
     ways: dict[str, WeightsSender] = {
         "folder": FolderSender(folder / "shared", keep=1),
         "Redis": RedisSender(run.store, run.keys, keep=1),
-        "gloo": TransferSender(run.store, run.keys, FolderSender(folder / "behind", keep=1), "gloo", keep=1),
+        "gloo": TransferSender(
+            run.store, run.keys, FolderSender(folder / "behind", keep=1), "gloo", keep=1
+        ),
     }
-    engine = build_engine(VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST)
+    engine = build_engine(
+        VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST
+    )
     await engine.start()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
@@ -115,4 +128,6 @@ def _figures(section: str, taken: dict[str, list[tuple[float, float]]]) -> Itera
         yield Figure(section, f"{name}: worker", 1000 * median(took for _, took in rounds), "ms")
     sums = {name: [sum(both) for both in rounds] for name, rounds in taken.items()}
     for name in ("folder", "Redis"):
-        yield Figure(section, f"gloo / {name}, both together: time", 1 / ratio(sums, "gloo", name), "")
+        yield Figure(
+            section, f"gloo / {name}, both together: time", 1 / ratio(sums, "gloo", name), ""
+        )

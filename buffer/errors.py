@@ -78,7 +78,9 @@ class StoreUnavailable(StoreError):
 
 
 class StoreFull(StoreUnavailable):
-    """The server is at its maxmemory. What frees memory or ends work goes on; what starts work is refused (I12)."""
+    """The server is at its maxmemory. What frees memory or ends work goes on; what starts work is
+    refused (I12).
+    """
 
 
 class StoreUnsafe(StoreError):
@@ -120,7 +122,9 @@ class RoleHeld(RunError):
 
 
 class ProducerGone(RunError):
-    """A trainer waits for a batch, and the producer that should start its groups is dead, without a standby."""
+    """A trainer waits for a batch, and the producer that should start its groups is dead, without a
+    standby.
+    """
 
 
 class Fenced(RolloutMQError):
@@ -138,16 +142,21 @@ class LedgerError(RolloutMQError):
 
 
 class CheckpointNow(LedgerError):
-    """Memory is full of batches that were taken and that only a checkpoint and its commit free (I12)."""
+    """Memory is full of batches that were taken and that only a checkpoint and its commit free
+    (I12).
+    """
 
 
 class ExpiredBatch(LedgerError):
-    """Nothing is ready for a step, and the newest weights are too old to make it: publish those of the step before,
-    then take it again."""
+    """Nothing is ready for a step, and the newest weights are too old to make it: publish those of
+    the step before, then take it again.
+    """
 
 
 class NoBatch(LedgerError):
-    """Nothing is ready for a step, nobody works on it, and newer weights that could change that are not there."""
+    """Nothing is ready for a step, nobody works on it, and newer weights that could change that are
+    not there.
+    """
 
 
 class PauseTimeout(RolloutMQError):
@@ -163,7 +172,9 @@ class SchemaVersionError(WireError):
 
 
 class MemoryFull(RolloutMQError):
-    """The run holds as many payload bytes as it may; what is taken, trained and committed makes room (I12)."""
+    """The run holds as many payload bytes as it may; what is taken, trained and committed makes
+    room (I12).
+    """
 
 
 class PayloadMissing(RolloutMQError):
@@ -175,7 +186,9 @@ class MediaError(RolloutMQError):
 
 
 class SnapshotError(RolloutMQError):
-    """A folder that is no whole snapshot, or a run that did not stand still while its index was copied."""
+    """A folder that is no whole snapshot, or a run that did not stand still while its index was
+    copied.
+    """
 
 
 class TaskStopped(RolloutMQError):

@@ -67,7 +67,9 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
 
 
 def can_wait_for_disk(store: Store) -> bool:
-    """Whether answers that must be durable have to be waited for, and can be (WAITAOF: Redis 7.2, Valkey)."""
+    """Whether answers that must be durable have to be waited for, and can be (WAITAOF: Redis 7.2,
+    Valkey).
+    """
     settings: list[dict[Any, Any]] = []
     for _, client in store.servers.masters():
         try:
@@ -79,7 +81,9 @@ def can_wait_for_disk(store: Store) -> bool:
 
 
 def run_nonce(folder: Path) -> str:
-    """The nonce of the run in this folder, made on first use: it tells this run from others of its name."""
+    """The nonce of the run in this folder, made on first use: it tells this run from others of its
+    name.
+    """
     file = folder / "run.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +95,8 @@ def run_nonce(folder: Path) -> str:
 
 
 def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
-    """Make the run of this config, or open it again. RunExists when the name belongs to another folder's run.
+    """Make the run of this config, or open it again. RunExists when the name belongs to another
+    folder's run.
 
     ConfigError where the server's maxmemory is too small for it.
     """
@@ -100,7 +105,9 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
         raise ConfigError(problem)
     initial = PolicyVersion(INITIAL, 0)
     nonce = run_nonce(config.run.folder)
-    return Run.create(store, config.run.name, nonce, config.limits(maxmemory), initial, str(model_dir.resolve()))
+    return Run.create(
+        store, config.run.name, nonce, config.limits(maxmemory), initial, str(model_dir.resolve())
+    )
 
 
 def maxmemory_bytes(store: Store) -> int:

@@ -1,9 +1,10 @@
-"""A run on a server: the one handle through which workers, producers, trainers and the command see it.
+"""A run on a server: the one handle through which workers, producers, trainers and the command see
+it.
 
 store = Store(url)
 run = Run.open(store, "demo")
-run.jobs · run.halts · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.account · run.payloads
-run.groups · run.janitor · run.media · run.events
+run.jobs · run.halts · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet ·
+run.account · run.payloads run.groups · run.janitor · run.media · run.events
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ class Run:
         self.store = store = store.at(Keys(name).meta, limits.wait_replicas)
         self.keys = Keys(name, spread=store.in_cluster)
         # one object for all parts, and nobody else's: `refresh_limits` changes it in place
-        self.name, self.nonce, self.limits = name, nonce, (limits := limits.model_copy(deep=True))
-        # a server that lost something counts from an older number again: the change's nonce tells the two apart
+        self.name = name
+        self.nonce = nonce
+        self.limits = (limits := limits.model_copy(deep=True))
+        # a server that lost something counts from an older number again: the change's nonce tells
+        # the two apart
         self._limits_stamp = _stamp(None, None)
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
@@ -69,12 +73,24 @@ class Run:
         self.account = Account(store, self.keys, limits)
         self.memory = memory.Memory(store, self.keys, limits)
         ledgers = (self.ledger, self.evaluations)
-        self.janitor = Janitor(store, self.keys, nonce, limits, self.jobs, ledgers, self.payloads, self.media)
+        self.janitor = Janitor(
+            store, self.keys, nonce, limits, self.jobs, ledgers, self.payloads, self.media
+        )
         self.groups = GroupScan(store, self.keys, limits, ledgers)
 
     @classmethod
-    def create(cls, store: Store, name: str, nonce: str, limits: RunLimits, weights: PolicyVersion, path: str) -> Run:
-        """Make the run, or open it where this very one (by nonce) exists. RunExists for another one of the name."""
+    def create(
+        cls,
+        store: Store,
+        name: str,
+        nonce: str,
+        limits: RunLimits,
+        weights: PolicyVersion,
+        path: str,
+    ) -> Run:
+        """Make the run, or open it where this very one (by nonce) exists. RunExists for another one
+        of the name.
+        """
         keys = Keys(name)
         store = store.at(keys.meta, limits.wait_replicas)
         reply = store.call(
@@ -103,7 +119,8 @@ class Run:
         meta = {k.decode(): v.decode() for k, v in raw.items()}
         if not meta:
             raise RunNotFound(
-                f"there is no run {name!r} on this server", hint="`rolloutmq status` without a name lists the runs"
+                f"there is no run {name!r} on this server",
+                hint="`rolloutmq status` without a name lists the runs",
             )
         if meta.get("schema") == LOADING:
             raise RunNotFound(
@@ -116,16 +133,20 @@ class Run:
                 hint=f"`rolloutmq runs --delete {name} --yes` goes on",
             )
         if meta.get("schema") != SCHEMA:
-            raise SchemaVersionError(f"run {name!r} has schema {meta.get('schema')}; this version knows {SCHEMA}")
+            raise SchemaVersionError(
+                f"run {name!r} has schema {meta.get('schema')}; this version knows {SCHEMA}"
+            )
         run = cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
         run._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
 
-    def save(self, folder: Path, *, attempts: int = 5, advance: Advance = no_advance) -> SnapshotFacts:
+    def save(
+        self, folder: Path, *, attempts: int = 5, advance: Advance = no_advance
+    ) -> SnapshotFacts:
         """Write all of the run into a new folder, as of one instant; see `buffer.snapshot.saver`.
 
-        The run may go on meanwhile, but its index must stand still for one of `attempts` copies of it: SnapshotError
-        otherwise, and no folder.
+        The run may go on meanwhile, but its index must stand still for one of `attempts` copies of
+        it: SnapshotError otherwise, and no folder.
         """
         saver = SnapshotSaver(self.store, self.keys, self.limits, self.payloads, self.media)
         return saver.save(folder, attempts, advance)
@@ -140,7 +161,8 @@ class Run:
         media: Path | None = None,
         advance: Advance = no_advance,
     ) -> Run:
-        """The run that `save` wrote, on a server that has none of that `name` (default: the one it had).
+        """The run that `save` wrote, on a server that has none of that `name` (default: the one it
+        had).
 
         `media`: a new folder for its files, where it has one; default: where it was.
         Raises SnapshotError, SchemaVersionError or RunExists; the server is then as it was before.
@@ -158,8 +180,10 @@ class Run:
         where: object = TRUE,
         advance: Advance = no_advance,
     ) -> Exported:
-        """Write living groups to a new .jsonl or .parquet file, one line per rollout: those of that status (without a
-        question: completed ones) that `where` asks for (buffer/query/language.py)."""
+        """Write living groups to a new .jsonl or .parquet file, one line per rollout: those of that
+        status (without a question: completed ones) that `where` asks for
+        (buffer/query/language.py).
+        """
         node = parse(where)
         if status or node == TRUE:
             node = AllOf((node, parse({"status": status or "completed"})))
@@ -167,8 +191,10 @@ class Run:
         return self._exporter().write(path, tasks, node, advance)
 
     def export_archived(self, path: Path, *, advance: Advance = no_advance) -> Exported:
-        """Write the archived batches that nobody has exported yet to a new file, and say so once it is on disk: under
-        `retain_until_exported` that frees them. A crash in between means that the next file holds them again."""
+        """Write the archived batches that nobody has exported yet to a new file, and say so once it
+        is on disk: under `retain_until_exported` that frees them. A crash in between means that the
+        next file holds them again.
+        """
         done = self._exporter().write_archived(path, advance)
         if done.steps:
             self.ledger.archive.forget(exported=done.steps[-1])
@@ -178,11 +204,19 @@ class Run:
         return GroupExport(self.store, self.keys, self.buffer, self.ledger)
 
     def import_groups(
-        self, path: Path, *, task: str | None = None, from_line: int = 1, advance: Advance = no_advance
+        self,
+        path: Path,
+        *,
+        task: str | None = None,
+        from_line: int = 1,
+        advance: Advance = no_advance,
     ) -> Imported:
-        """Put the groups of a .jsonl or .parquet file into the pools. DatasetError, and nothing imported, if a line
-        is wrong; see `buffer.curation.group_import`."""
-        reader = GroupImport(self.store, self.keys, self.limits, self.payloads, self.buffer.order_function)
+        """Put the groups of a .jsonl or .parquet file into the pools. DatasetError, and nothing
+        imported, if a line is wrong; see `buffer.curation.group_import`.
+        """
+        reader = GroupImport(
+            self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
+        )
         return reader.read(path, task, from_line=from_line, advance=advance)
 
     @staticmethod
@@ -190,7 +224,11 @@ class Run:
         """The runs on a server. Walks the key space in slices: for people, never for a hot path."""
 
         def scan() -> list[bytes]:
-            return [key for _, client in store.servers.masters() for key in client.scan_iter(EVERY_META, count=1000)]
+            return [
+                key
+                for _, client in store.servers.masters()
+                for key in client.scan_iter(EVERY_META, count=1000)
+            ]
 
         return sorted(run_of_meta(key.decode()) for key in store.retrying("runs", scan))
 
@@ -201,7 +239,9 @@ class Run:
     def look(self) -> tuple[bool, memory.MemoryUse]:
         """`refresh_limits`, and how many payload bytes the run holds, in one round trip."""
         limits = ("HMGET", self.keys.meta, "limits_version", "limits_op")
-        stamp, held = self.store.each("limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control")
+        stamp, held = self.store.each(
+            "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control"
+        )
         changed = _stamp(*stamp) != self._limits_stamp
         if changed:
             self._adopt_limits()
@@ -214,8 +254,9 @@ class Run:
         self._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
 
     def set(self, settings: LiveSettings, *, producer: str = "") -> dict[str, tuple[Any, Any]]:
-        """Change limits while the run goes on; what changed, by name: (before, after). Raises ConfigError; Fenced where
-        `producer`, who says so, is not the producer any more."""
+        """Change limits while the run goes on; what changed, by name: (before, after). Raises
+        ConfigError; Fenced where `producer`, who says so, is not the producer any more.
+        """
         operation = new_nonce()
         while True:
             self.refresh_limits()
@@ -238,7 +279,9 @@ class Run:
         )
 
     def read_progress(self, tasks: Iterable[str] | None = None) -> ProduceProgress:
-        """How far these tasks are, by default those of training; KeyError for one that the run has not."""
+        """How far these tasks are, by default those of training; KeyError for one that the run has
+        not.
+        """
         names = self.limits.training_tasks if tasks is None else list(tasks)
         for name in names:
             self.limits.tasks[name]
@@ -246,15 +289,21 @@ class Run:
 
     def progress(self, task: str) -> dict[str, str]:
         """The account and counters of a task, as in redis-cli."""
-        raw: Any = self.store.retrying("progress", lambda: self.store.control.hgetall(self.keys.progress(task)))
+        raw: Any = self.store.retrying(
+            "progress", lambda: self.store.control.hgetall(self.keys.progress(task))
+        )
         return {k.decode(): v.decode() for k, v in raw.items()}
 
     def record(self, gid: str) -> dict[str, str]:
         """The record of a group; empty where it has ended or never was."""
-        raw: Any = self.store.retrying("record", lambda: self.store.control.hgetall(self.keys.group(gid)))
+        raw: Any = self.store.retrying(
+            "record", lambda: self.store.control.hgetall(self.keys.group(gid))
+        )
         return {k.decode(): v.decode() for k, v in raw.items()}
 
 
 def _stamp(version: bytes | str | None, operation: bytes | str | None) -> tuple[int, str]:
     """Which limits these are: how many changes there were, and the last one's nonce."""
-    return int(version or 0), operation.decode() if isinstance(operation, bytes) else operation or ""
+    return int(version or 0), operation.decode() if isinstance(
+        operation, bytes
+    ) else operation or ""

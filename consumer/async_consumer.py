@@ -4,11 +4,13 @@
         await consumer.open(position=position)
         batch = await consumer.take_batch(step, {"math": 16}, deadline_s=600)
 
-One implementation: every method is that of `RolloutConsumer`, in a thread of its own, so that the event loop goes on
-whatever the server does. Several may be under way at a time (a commit while a batch is awaited).
+One implementation: every method is that of `RolloutConsumer`, in a thread of its own, so that the
+event loop goes on whatever the server does. Several may be under way at a time (a commit while a
+batch is awaited).
 
-A cancelled call loses nothing: the wait ends within a second; a batch that was taken meanwhile is recorded under its
-step, and taking that step again returns it (I5). All other calls are harmless when repeated (I13).
+A cancelled call loses nothing: the wait ends within a second; a batch that was taken meanwhile is
+recorded under its step, and taking that step again returns it (I5). All other calls are harmless
+when repeated (I13).
 """
 
 from __future__ import annotations

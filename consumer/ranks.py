@@ -1,4 +1,5 @@
-"""The ranks of a data-parallel trainer, as its arithmetic sees them: sums, a largest, what each says; or one, alone.
+"""The ranks of a data-parallel trainer, as its arithmetic sees them: sums, a largest, what each
+says; or one, alone.
 
 Who of several gets which part of a batch: shares of about the same weight.
 """
@@ -17,10 +18,12 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def join() -> None:
-    """Make the process group of a program that torchrun started, also where `--max-restarts` began it anew.
+    """Make the process group of a program that torchrun started, also where `--max-restarts` began
+    it anew.
 
-    All attempts share torchrun's store, and a rank may find there where one listened that is dead (torch 2.13: "Gloo
-    connectFullMesh failed", at every attempt after the first): so each attempt has keys of its own.
+    All attempts share torchrun's store, and a rank may find there where one listened that is dead
+    (torch 2.13: "Gloo connectFullMesh failed", at every attempt after the first): so each attempt
+    has keys of its own.
     """
     store, rank, size = next(rendezvous("env://"))
     own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -29,7 +32,9 @@ def join() -> None:
 
 
 class Ranks:
-    """All ranks call the same methods in the same order. `group` is one of gloo: what is said are a few numbers."""
+    """All ranks call the same methods in the same order. `group` is one of gloo: what is said are a
+    few numbers.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -58,7 +63,9 @@ class Ranks:
         padded[: len(data)] = data
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
-        return [orjson.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
+        return [
+            orjson.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)
+        ]
 
 
 ALONE = Ranks()
@@ -67,8 +74,8 @@ ALONE = Ranks()
 def balanced_shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
     """The places of `weights` that each rank gets, ascending; every place once.
 
-    Longest first, each to the rank with the least so far (Graham 1969: at most 4/3 of the best there is). The same on
-    every machine: ties go to the earlier place and the lower rank.
+    Longest first, each to the rank with the least so far (Graham 1969: at most 4/3 of the best
+    there is). The same on every machine: ties go to the earlier place and the lower rank.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

@@ -13,10 +13,12 @@
             consumer.publish_weights(step, path, checksum)
     consumer.close()
 
-Between any two of these lines the process may die. `open` with the position of a checkpoint delivers the steps after
-it again, byte for byte (I5, I6), and tells a server that lost data what was trained (`open(step)` cannot).
+Between any two of these lines the process may die. `open` with the position of a checkpoint
+delivers the steps after it again, byte for byte (I5, I6), and tells a server that lost data what
+was trained (`open(step)` cannot).
 
-Waits until every live worker has carried out the newest control state (I10); who stays silent is fenced.
+Waits until every live worker has carried out the newest control state (I10); who stays silent is
+fenced.
 """
 
 from __future__ import annotations
@@ -51,13 +53,17 @@ from consumer.batches.wait import BatchWait, Checkpoint, Waiting
 
 log = logging.getLogger("rolloutmq.consumer")
 
-RECEIPT_S, LOOK_S = 20e-6, 0.01
-"""What the server needs for a receipt, and between two looks at most. Receipts come in crowds: one look for each would
-keep the server from taking the others."""
+RECEIPT_S = 20e-6
+LOOK_S = 0.01
+"""What the server needs for a receipt, and between two looks at most. Receipts come in crowds: one
+look for each would keep the server from taking the others.
+"""
 
 
 def await_receipts(run: Run, check: Callable[[], None]) -> None:
-    """Of the newest epoch, whichever that is: an operator may change the mode meanwhile. `check` may raise."""
+    """Of the newest epoch, whichever that is: an operator may change the mode meanwhile. `check`
+    may raise.
+    """
     clock = OutageClock()
     while silent := run.control.silent_workers():
         check()
@@ -68,13 +74,15 @@ def await_receipts(run: Run, check: Callable[[], None]) -> None:
         run.store.wait_bell(run.keys.bell("receipts"), 0.1)
         time.sleep(min(LOOK_S, RECEIPT_S * len(silent)))
 
+
 PauseMode = Literal["abort", "drain", "keep"]
 
 __all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 
 
 class RolloutConsumer:
-    """One trainer of a run. One thread opens and closes it; the others of its process may call the rest.
+    """One trainer of a run. One thread opens and closes it; the others of its process may call the
+    rest.
 
     `prefetch_bytes`: of payloads that are read ahead while a batch is trained; 0 switches that off.
     """
@@ -87,8 +95,11 @@ class RolloutConsumer:
         self.nonce = new_nonce()
         self._reader = BatchReader(run, self.nonce)
         self.lineage = secrets.token_hex(4)
-        self.pauses, self.waits, self._takes = PauseTimes(), WaitClock(), TakeTimes()
-        self._stop, self._closed = threading.Event(), threading.Event()
+        self.pauses = PauseTimes()
+        self.waits = WaitClock()
+        self._takes = TakeTimes()
+        self._stop = threading.Event()
+        self._closed = threading.Event()
         self._prefetcher = Prefetcher(run, prefetch_bytes, self._closed)
         self._lost: RolloutMQError | None = None
         self._heart: threading.Thread | None = None
@@ -102,12 +113,14 @@ class RolloutConsumer:
         position: Position | None = None,
         regenerate: bool = False,
     ) -> Opening:
-        """Become the trainer, going on from a checkpoint of `step` (0: from the start); a new lineage begins.
+        """Become the trainer, going on from a checkpoint of `step` (0: from the start); a new
+        lineage begins.
 
-        A `position` says all that: a server that lost data is told what was trained. `regenerate`: also one that lost
-        everything, or has freed what comes after the checkpoint; that is then generated again. Raises RoleHeld when
-        another trainer beats (unless `take_over`, which fences it), LostRun when the server does not hold the run, or
-        as a new one, LedgerError when `step` is not between what is freed and what was taken.
+        A `position` says all that: a server that lost data is told what was trained. `regenerate`:
+        also one that lost everything, or has freed what comes after the checkpoint; that is then
+        generated again. Raises RoleHeld when another trainer beats (unless `take_over`, which
+        fences it), LostRun when the server does not hold the run, or as a new one, LedgerError when
+        `step` is not between what is freed and what was taken.
         """
         opening = self._run.trainers.open(
             self.nonce,
@@ -138,7 +151,9 @@ class RolloutConsumer:
                 log.warning("the role could not be given up, it will run out: %s", error)
 
     def check_role(self) -> None:
-        """Raises Fenced if another trainer was opened: call it before you write what that one would read."""
+        """Raises Fenced if another trainer was opened: call it before you write what that one would
+        read.
+        """
         self._run.control.beat("trainer", self.nonce, waited_s=self.waits.seconds)
 
     def stop(self) -> None:
@@ -161,14 +176,15 @@ class RolloutConsumer:
     ) -> Batch:
         """The groups of train step `step`, `counts` of each task; blocks until they are ready.
 
-        A step that was taken before comes back as it was. `waiting` hears why (a `WaitReason`), about once a second.
-        `checkpoint` is called when memory is full of batches that only a checkpoint frees: it shall write one and
-        commit, or, where there is one of the step before, keep no older one; without it, CheckpointNow is raised.
-        Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was
-        opened; ExpiredBatch, NoBatch, ProducerGone where waiting is useless (`consumer.batches.outlook` draws when);
-        TaskStopped when nothing more is made of a task that is short; where its `should_continue_fn` said that
-        it is enough, the batch has what there is. A group that cannot be read is quarantined, and another one awaited
-        in its place (I11).
+        A step that was taken before comes back as it was. `waiting` hears why (a `WaitReason`),
+        about once a second. `checkpoint` is called when memory is full of batches that only a
+        checkpoint frees: it shall write one and commit, or, where there is one of the step before,
+        keep no older one; without it, CheckpointNow is raised. Raises TimeoutError, with the
+        reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was opened;
+        ExpiredBatch, NoBatch, ProducerGone where waiting is useless (`consumer.batches.outlook`
+        draws when); TaskStopped when nothing more is made of a task that is short; where its
+        `should_continue_fn` said that it is enough, the batch has what there is. A group that
+        cannot be read is quarantined, and another one awaited in its place (I11).
         """
         self._prefetcher.end()
         started = time.monotonic()
@@ -177,7 +193,9 @@ class RolloutConsumer:
             manifest = self._take(wait, step, counts, strict)
         waited_s = time.monotonic() - started
         known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
-        manifest, groups = self._reader.read_whole(self._run.ledger, manifest, known, wait, strict=strict)
+        manifest, groups = self._reader.read_whole(
+            self._run.ledger, manifest, known, wait, strict=strict
+        )
         batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
         self._takes.add(batch)
         self._prefetcher.begin(counts)
@@ -200,15 +218,19 @@ class RolloutConsumer:
         wait = self._wait(deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
         return self._take(wait, step, counts, strict)
 
-    def _take(self, wait: BatchWait, step: int, counts: Mapping[str, int], strict: bool) -> Manifest:
+    def _take(
+        self, wait: BatchWait, step: int, counts: Mapping[str, int], strict: bool
+    ) -> Manifest:
         take = partial(self._run.ledger.take, self.nonce, step, strict=strict)
         with self._run.control.telling_loss("trainer"):
             return wait.until_taken(step, counts, take)
 
     def put_aside(self, step: int, reasons: Mapping[str, str]) -> Manifest:
-        """Quarantine groups of a taken step that cannot be used, each with why, and wait for others in their places;
-        the new manifest (I11)."""
-        ledger, reader = self._run.ledger, self._reader
+        """Quarantine groups of a taken step that cannot be used, each with why, and wait for others
+        in their places; the new manifest (I11).
+        """
+        ledger = self._run.ledger
+        reader = self._reader
         manifest = reader.put_aside(ledger, step, reasons)
         return reader.refill(ledger, manifest, self._wait()) if manifest.open_places else manifest
 
@@ -220,14 +242,17 @@ class RolloutConsumer:
             raise Stopped
 
     def commit(self, step: int, *, keep: int) -> None:
-        """The checkpoint of `step` is durable and `keep` is the oldest one kept: batches up to `keep` are freed."""
+        """The checkpoint of `step` is durable and `keep` is the oldest one kept: batches up to
+        `keep` are freed.
+        """
         self._run.ledger.commit(self.nonce, step, keep)
 
     # -- control -------------------------------------------------------------
 
     @contextmanager
     def paused(self, mode: PauseMode) -> Iterator[float]:
-        """Pause, wait for every live worker's receipt, and continue at the end. Yields the seconds it took.
+        """Pause, wait for every live worker's receipt, and continue at the end. Yields the seconds
+        it took.
 
         Raises Stopped, and lets the run continue, after `stop` during the wait.
         """
@@ -242,9 +267,11 @@ class RolloutConsumer:
             self.continue_()
 
     def pause(self, mode: PauseMode, *, lanes: str = "") -> float:
-        """Pause the run; returns the seconds until the last receipt. Who is silent for `pause_timeout_s` is fenced.
+        """Pause the run; returns the seconds until the last receipt. Who is silent for
+        `pause_timeout_s` is fenced.
 
-        `lanes` that stay open: "eval" lets evaluations run meanwhile (not in keep mode, which freezes engines).
+        `lanes` that stay open: "eval" lets evaluations run meanwhile (not in keep mode, which
+        freezes engines).
         """
         started = time.monotonic()
         self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
@@ -262,7 +289,9 @@ class RolloutConsumer:
         self._run.control.set_mode("trainer", Mode.FINISH, nonce=self.nonce)
 
     def publish_weights(self, version: int, path: str, checksum: str) -> PolicyVersion:
-        """Name the weights after train step `version` as the newest; workers load them before they claim again."""
+        """Name the weights after train step `version` as the newest; workers load them before they
+        claim again.
+        """
         weights = PolicyVersion(self.lineage, version)
         self._run.control.publish_weights(self.nonce, weights, path, checksum)
         return weights
@@ -279,18 +308,25 @@ class RolloutConsumer:
     ) -> list[RolloutGroup]:
         """`count` groups of an evaluation task, generated by the workers with the newest weights.
 
-        They have a ledger of their own and touch no training counter. What an interrupted evaluation left is used if
-        it is of these weights; else it is put away. `waiting` and `checkpoint` as in `take_batch`.
+        They have a ledger of their own and touch no training counter. What an interrupted
+        evaluation left is used if it is of these weights; else it is put away. `waiting` and
+        `checkpoint` as in `take_batch`.
         """
         wait = self._wait(waiting=waiting, checkpoint=checkpoint, trains=False)
         return self.begin_evaluation(task, count).wait(wait)
 
     def begin_evaluation(self, task: str, count: int) -> EvaluationRound:
-        """The same in the background: `poll` it between your steps, and end it before the next one of that task."""
+        """The same in the background: `poll` it between your steps, and end it before the next one
+        of that task.
+        """
         return EvaluationRound(self._run, self.nonce, self._reader, task, count)
 
     def finish_evaluation(
-        self, pending: EvaluationRound, *, waiting: Waiting | None = None, checkpoint: Checkpoint | None = None
+        self,
+        pending: EvaluationRound,
+        *,
+        waiting: Waiting | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> list[RolloutGroup]:
         """Wait for an evaluation in the background; `waiting` and `checkpoint` as in `take_batch`."""
         return pending.join(self._wait(waiting=waiting, checkpoint=checkpoint, trains=False))
@@ -298,15 +334,25 @@ class RolloutConsumer:
     # -- what happens --------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Of this trainer so far: take/*, prefetch/*, pause/*; README of this package says what each is."""
+        """Of this trainer so far: take/*, prefetch/*, pause/*; README of this package says what
+        each is.
+        """
         ahead = self._prefetcher
-        prefetch = {"used_groups": ahead.used, "read_groups": ahead.read, "held_bytes": ahead.held_bytes}
+        prefetch = {
+            "used_groups": ahead.used,
+            "read_groups": ahead.read,
+            "held_bytes": ahead.held_bytes,
+        }
         named = {f"prefetch/{name}": float(value) for name, value in prefetch.items()}
         quarantined = {"take/quarantined_groups": float(self._reader.quarantined)}
         return self._takes.metrics() | quarantined | named | self.pauses.metrics()
 
-    def events(self, after: str = START, *, limit: int = 500, block_ms: int | None = None) -> list[tuple[str, Event]]:
-        """(id, event) of what happened in the run behind an id, oldest first; waits up to `block_ms` for the next."""
+    def events(
+        self, after: str = START, *, limit: int = 500, block_ms: int | None = None
+    ) -> list[tuple[str, Event]]:
+        """(id, event) of what happened in the run behind an id, oldest first; waits up to
+        `block_ms` for the next.
+        """
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
 
     # -- the heartbeat -------------------------------------------------------
@@ -318,7 +364,9 @@ class RolloutConsumer:
                 self._run.control.beat("trainer", self.nonce, waited_s=self.waits.seconds)
             except StoreUnavailable as error:
                 log.warning("no heartbeat: %s", error)
-            except RolloutMQError as error:  # Fenced, or a server that refuses: told at the next operation
+            except (
+                RolloutMQError
+            ) as error:  # Fenced, or a server that refuses: told at the next operation
                 self._lost = error
                 self._prefetcher.end()
                 break

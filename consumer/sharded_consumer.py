@@ -1,9 +1,11 @@
-"""`RolloutConsumer` for a data-parallel trainer: one batch, of which every rank reads its share only.
+"""`RolloutConsumer` for a data-parallel trainer: one batch, of which every rank reads its share
+only.
 
-Rank 0 is the trainer of the run: it alone takes, commits, pauses. The manifest goes to all ranks as text (never
-pickle); each reads the groups that `balanced_shares` gives it by their tokens. A step is whole or it fails: every rank
-says what it read, and with what checksum of the manifest, before any of them may train. Whoever cannot read, or dies,
-fails the step on all ranks; nothing is committed, and the same step is delivered again, byte for byte (I5).
+Rank 0 is the trainer of the run: it alone takes, commits, pauses. The manifest goes to all ranks as
+text (never pickle); each reads the groups that `balanced_shares` gives it by their tokens. A step
+is whole or it fails: every rank says what it read, and with what checksum of the manifest, before
+any of them may train. Whoever cannot read, or dies, fails the step on all ranks; nothing is
+committed, and the same step is delivered again, byte for byte (I5).
 
     consumer.ranks.join()                                # the process group of torchrun, restarts included
     consumer = ShardedConsumer(run)
@@ -38,10 +40,14 @@ from consumer.rollout_consumer import RolloutConsumer
 
 
 class StepFailed(RolloutMQError):
-    """A rank could not do its part of a step. The step is not committed, and will be delivered again."""
+    """A rank could not do its part of a step. The step is not committed, and will be delivered
+    again.
+    """
 
 
-TOLD: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in (CheckpointNow, Fenced, Stopped, TimeoutError)}
+TOLD: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointNow, Fenced, Stopped, TimeoutError)
+}
 """What rank 0 meets and the others can act upon: raised there as it is."""
 
 PATIENCE = timedelta(hours=12)
@@ -58,14 +64,20 @@ class ShardedConsumer:
         self._run = run
         self.ranks = Ranks(group or dist.new_group(backend="gloo", timeout=PATIENCE))
         self.leader = RolloutConsumer(run, prefetch_bytes=0) if self.ranks.rank == 0 else None
-        """on rank 0: the trainer of the run, for what one rank does (pause, publish_weights, evaluate)"""
+        """on rank 0: the trainer of the run, for what one rank does (pause, publish_weights,
+        evaluate)
+        """
 
-    def open(self, *, position: Position | None = None, take_over: bool = False, regenerate: bool = False) -> None:
+    def open(
+        self, *, position: Position | None = None, take_over: bool = False, regenerate: bool = False
+    ) -> None:
         """Rank 0 becomes the trainer of the run; see `RolloutConsumer.open`."""
 
         def open_it() -> None:
             assert self.leader
-            self.leader.open(position=position or Position(), take_over=take_over, regenerate=regenerate)
+            self.leader.open(
+                position=position or Position(), take_over=take_over, regenerate=regenerate
+            )
 
         self._on_leader(open_it)
 
@@ -74,12 +86,19 @@ class ShardedConsumer:
             self.leader.close()
 
     def take_batch(
-        self, step: int, counts: Mapping[str, int], *, deadline_s: float | None = None, strict: bool = True
+        self,
+        step: int,
+        counts: Mapping[str, int],
+        *,
+        deadline_s: float | None = None,
+        strict: bool = True,
     ) -> Batch:
-        """This rank's share of step `step`; `manifest` is that of the whole batch, the same on all ranks.
+        """This rank's share of step `step`; `manifest` is that of the whole batch, the same on all
+        ranks.
 
-        A group that some rank cannot read is put aside, another one awaited, and the batch shared out anew. Raises
-        StepFailed on all ranks when one of them fails otherwise, or the ranks do not hold the same manifest.
+        A group that some rank cannot read is put aside, another one awaited, and the batch shared
+        out anew. Raises StepFailed on all ranks when one of them fails otherwise, or the ranks do
+        not hold the same manifest.
         """
 
         def take() -> tuple[list[str], list[int], float, str]:
@@ -92,20 +111,26 @@ class ShardedConsumer:
         lines, tokens, waited_s, status = self._on_leader(take)
         while True:
             manifest = Manifest.parse(step, lines)
-            groups, problems = self._read_share(manifest, balanced_shares(tokens, self.ranks.size)[self.ranks.rank])
+            groups, problems = self._read_share(
+                manifest, balanced_shares(tokens, self.ranks.size)[self.ranks.rank]
+            )
             bad = self._agree(manifest, problems)
             if not bad:
                 return Batch(step, groups, manifest, waited_s, ProduceBatchStatus(status))
             lines, tokens = self._on_leader(partial(self._put_aside, step, bad))
 
     def confirm(self, step: int) -> None:
-        """All ranks have written their parts of the checkpoint of `step`: rank 0 may make it visible, then commit.
+        """All ranks have written their parts of the checkpoint of `step`: rank 0 may make it
+        visible, then commit.
 
-        A rank that failed or died fails it on all: StepFailed, or the error of the broken connection.
+        A rank that failed or died fails it on all: StepFailed, or the error of the broken
+        connection.
         """
         said = self.ranks.say({"step": step})
         if any(answer["step"] != step for answer in said):
-            raise StepFailed(f"the ranks are at different steps: {said}", hint="restart from the last checkpoint")
+            raise StepFailed(
+                f"the ranks are at different steps: {said}", hint="restart from the last checkpoint"
+            )
 
     def commit(self, step: int, *, keep: int) -> None:
         """The checkpoint of `step` is whole and visible; see `RolloutConsumer.commit`."""
@@ -121,11 +146,19 @@ class ShardedConsumer:
     def _tokens(self, manifest: Manifest) -> list[int]:
         """Generated tokens of each group, as its record says; its bytes where it has none."""
         records = [self._run.keys.group(entry.gid) for entry in manifest.entries]
-        found: list[Any] = self._run.store.each("tokens", [("HGET", key, "tokens") for key in records], "control")
-        return [int(n or entry.payload.size) for n, entry in zip(found, manifest.entries, strict=True)]
+        found: list[Any] = self._run.store.each(
+            "tokens", [("HGET", key, "tokens") for key in records], "control"
+        )
+        return [
+            int(n or entry.payload.size) for n, entry in zip(found, manifest.entries, strict=True)
+        ]
 
-    def _read_share(self, manifest: Manifest, share: list[int]) -> tuple[list[RolloutGroup], dict[str, str]]:
-        """The groups at these places; or, by gid, why one cannot be read. '' is what no quarantine helps against."""
+    def _read_share(
+        self, manifest: Manifest, share: list[int]
+    ) -> tuple[list[RolloutGroup], dict[str, str]]:
+        """The groups at these places; or, by gid, why one cannot be read. '' is what no quarantine
+        helps against.
+        """
         entries = tuple(manifest.entries[place] for place in share)
         try:
             return self._run.buffer.load(Manifest(manifest.step, manifest.header, entries)), {}
@@ -158,7 +191,9 @@ class ShardedConsumer:
             raise StepFailed(f"step {manifest.step}: the ranks hold different manifests: {said}")
         all_problems = {gid: why for answer in said for gid, why in answer["problems"].items()}
         if why := all_problems.get(""):
-            raise StepFailed(f"step {manifest.step}: {why}", hint="take the step again; it is as it was")
+            raise StepFailed(
+                f"step {manifest.step}: {why}", hint="take the step again; it is as it was"
+            )
         return all_problems
 
     def _on_leader(self, act: Callable[[], Any]) -> Any:
@@ -169,10 +204,13 @@ class ShardedConsumer:
             try:
                 answer = {"value": act()}
             except Exception as raised:
-                error, answer = raised, {"error": type(raised).__name__, "why": str(raised)}
+                error = raised
+                answer = {"error": type(raised).__name__, "why": str(raised)}
         answer = self.ranks.say(answer)[0]
         if error:
             raise error
         if "error" in answer:
-            raise TOLD.get(answer["error"], StepFailed)(f"rank 0: {answer['error']}: {answer['why']}")
+            raise TOLD.get(answer["error"], StepFailed)(
+                f"rank 0: {answer['error']}: {answer['why']}"
+            )
         return answer["value"]

@@ -1,6 +1,8 @@
-"""A hook of MkDocs: the repository's Markdown files are pages at their own paths, so each fact is written once.
+"""A hook of MkDocs: the repository's Markdown files are pages at their own paths, so each fact is
+written once.
 
-Links between them hold on the site as they do in the repository, and `mkdocs build --strict` checks them there.
+Links between them hold on the site as they do in the repository, and `mkdocs build --strict` checks
+them there.
 """
 
 from __future__ import annotations
@@ -10,8 +12,20 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-PAGES = ("*.md", "[a-z]*/README.md", "producer_workers/PROTOCOL.md", "tests/chaos/*.md", "docs/pages/*.md")
-LINKED = ("LICENSE", "docker/redis.conf", "docs/pages/*.svg", "docs/pages/*.css", "benchmarks/**/*.png")
+PAGES = (
+    "*.md",
+    "[a-z]*/README.md",
+    "producer_workers/PROTOCOL.md",
+    "tests/chaos/*.md",
+    "docs/pages/*.md",
+)
+LINKED = (
+    "LICENSE",
+    "docker/redis.conf",
+    "docs/pages/*.svg",
+    "docs/pages/*.css",
+    "benchmarks/**/*.png",
+)
 """What pages show or link to."""
 
 
@@ -20,4 +34,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).resolve().parents[1]
     found = sorted({path for pattern in (*PAGES, *LINKED) for path in root.glob(pattern)})
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    return Files([*theme, *(File(str(p.relative_to(root)), str(root), config.site_dir, False) for p in found)])
+    return Files(
+        [
+            *theme,
+            *(File(str(p.relative_to(root)), str(root), config.site_dir, False) for p in found),
+        ]
+    )

@@ -57,24 +57,32 @@ def model_dir(config: ProducingConfig) -> Path:
 def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
     """A producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(model_dir(config)))
-    samplers, should_continue = {}, {}
+    samplers = {}
+    should_continue = {}
     for name, task in config.tasks.items():
         if name not in run.limits.tasks:
-            raise ConfigError(f"task {name!r} is not in the run", hint="the run was started with another config")
+            raise ConfigError(
+                f"task {name!r} is not in the run", hint="the run was started with another config"
+            )
         should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
         samplers[name] = Sampler(
             name,
-            open_dataset(task.dataset, problems_dir(config, name), task.split, seed=config.run.seed),
+            open_dataset(
+                task.dataset, problems_dir(config, name), task.split, seed=config.run.seed
+            ),
             tokenizer,
             task.sample.to_params(),
             prompt_repeat_k=task.prompt_repeat_k,
             seed=config.run.seed,
             shuffle=task.shuffle,
             max_prompt_tokens=config.producer.max_prompt_tokens,
-            tools=tool_schemas(*(task.agent_loop_options.get(name, ()) for name in ("tools", "mcp"))),
+            tools=tool_schemas(
+                *(task.agent_loop_options.get(name, ()) for name in ("tools", "mcp"))
+            ),
             images=_image_prompts(config, run, name),
         )
-    weights, slice_size = load_weight_function(config.plan.curriculum), config.producer.slice_size
+    weights = load_weight_function(config.plan.curriculum)
+    slice_size = config.producer.slice_size
     curriculum = Curriculum(run, weights) if weights else None
     strategies = strategies_of(run.limits, should_continue)
     return AgentLoopManager(run, samplers, strategies, slice_size=slice_size, curriculum=curriculum)
@@ -85,7 +93,9 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
     if limits is None:
         return None
     if run.media is None:
-        raise ConfigError("the run has no folder for images", hint="it was started without [run] media")
+        raise ConfigError(
+            "the run has no folder for images", hint="it was started without [run] media"
+        )
     return ImagePrompts(str(model_dir(config)), limits, run.media)
 
 
@@ -101,12 +111,16 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
         section = section.model_copy(update={"report_load": True})
     engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
     if isinstance(engine, SeesImages):
-        engine.images.read_with(ImageReader(run.media, _widest([*map(images_of, config.tasks.values())])))
+        engine.images.read_with(
+            ImageReader(run.media, _widest([*map(images_of, config.tasks.values())]))
+        )
     try:
         await asyncio.wait_for(engine.start(), config.worker.start_timeout_s)
     except TimeoutError as error:
         await engine.shutdown()
-        raise ModelError(f"the engine was not up after {config.worker.start_timeout_s:g} s") from error
+        raise ModelError(
+            f"the engine was not up after {config.worker.start_timeout_s:g} s"
+        ) from error
     return engine
 
 
@@ -119,9 +133,11 @@ def make_worker(
     restarts: int = 0,
     tracer: Tracer | None = None,
 ) -> Worker:
-    """A worker with an agent loop per task; `restarts` of its engine came before. `tracer`: who is told of each group.
+    """A worker with an agent loop per task; `restarts` of its engine came before. `tracer`: who is
+    told of each group.
 
-    Raises ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the engine cannot do.
+    Raises ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the
+    engine cannot do.
     """
     if config.worker.concurrency == "auto" and not isinstance(engine, TellsLoad):
         hint = "give [worker] concurrency a number"
@@ -129,7 +145,9 @@ def make_worker(
     names = config.worker.tasks or list(config.tasks)
     if unknown := set(names) - set(config.tasks):
         known = ", ".join(config.tasks)
-        raise ConfigError(f"[worker] tasks: there is no task {', '.join(sorted(unknown))}", hint=f"known: {known}")
+        raise ConfigError(
+            f"[worker] tasks: there is no task {', '.join(sorted(unknown))}", hint=f"known: {known}"
+        )
     check_images(config, names, engine)
     _check_structures(config, names, engine)
     tokenizer = load_tokenizer(str(model_dir(config)))
@@ -139,14 +157,21 @@ def make_worker(
     return Worker(
         run,
         engine,
-        {name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer) for name in names},
+        {
+            name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer)
+            for name in names
+        },
         worker_id=worker_id,
         concurrency=config.worker.concurrency,
         drain_timeout_s=config.worker.drain_timeout_s,
         sleeps=config.worker.sleep_when_paused,
         judge_times=times,
         lanes=config.worker.lanes,
-        facts={"host": socket.gethostname(), "pid": str(os.getpid()), "engine_restarts": str(restarts)},
+        facts={
+            "host": socket.gethostname(),
+            "pid": str(os.getpid()),
+            "engine_restarts": str(restarts),
+        },
     )
 
 
@@ -155,23 +180,30 @@ def _check_structures(config: ProducingConfig, names: Sequence[str], engine: Eng
     wanted = [name for name in names if config.tasks[name].sample.structured]
     if wanted and not structures(engine):
         what = f"the engine {engine.name} cannot keep to sample.structured of task {wanted[0]!r}"
-        raise ConfigError(what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`")
+        raise ConfigError(
+            what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`"
+        )
 
 
 def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
     """What any of them lets in."""
     given = [section for section in sections if section] or [ImagesSection()]
     return ImagesSection(
-        max_bytes=max(section.max_bytes for section in given), max_pixels=max(section.max_pixels for section in given)
+        max_bytes=max(section.max_bytes for section in given),
+        max_pixels=max(section.max_pixels for section in given),
     )
 
 
 def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
-    """Whoever sees no image must not answer: its tokens would be of another prompt than the trainer's."""
+    """Whoever sees no image must not answer: its tokens would be of another prompt than the
+    trainer's.
+    """
     for name in names:
         if images_of(config.tasks[name]) and not isinstance(engine, SeesImages):
             hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
-            raise ConfigError(f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint)
+            raise ConfigError(
+                f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint
+            )
 
 
 def _make_runner(
@@ -183,7 +215,8 @@ def _make_runner(
     times: JudgeTimes,
     tracer: Tracer | None,
 ) -> TaskRunner:
-    task, strategy = config.tasks[name], config.strategy_of(name)
+    task = config.tasks[name]
+    strategy = config.strategy_of(name)
     is_partial = strategy.enable_partial_rollout
     loop = load_agent_loop(
         task.agent_loop or config.worker.agent_loop,
@@ -195,7 +228,12 @@ def _make_runner(
     )
     # an evaluation counts every problem, the useless ones too
     is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
-    return TaskRunner(TracedLoop(loop, tracer) if tracer else loop, is_partial, is_valid, strategy.group_time_limit_s)
+    return TaskRunner(
+        TracedLoop(loop, tracer) if tracer else loop,
+        is_partial,
+        is_valid,
+        strategy.group_time_limit_s,
+    )
 
 
 def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None:
@@ -212,7 +250,9 @@ def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None
     store = Store(url, name="rolloutmq-judge", deadline_s=config.redis.deadline_s)
 
     def ask(judge: str) -> AnyJudge:
-        here = load_judge(judge, task.judging)  # a mistake is told at the start; a service is asked from here
+        here = load_judge(
+            judge, task.judging
+        )  # a mistake is told at the start; a service is asked from here
         if isinstance(here, HttpJudge):
             return here
         kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge

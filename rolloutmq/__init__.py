@@ -2,7 +2,8 @@
 
     from rolloutmq import RolloutConsumer, Run, Store
 
-Each name is loaded when it is first used, so `import rolloutmq` loads no torch, vllm, transformers or rq.
+Each name is loaded when it is first used, so `import rolloutmq` loads no torch, vllm, transformers
+or rq.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
     from buffer.model.group import RolloutGroup
     from buffer.model.limits import RunLimits, TaskLimits
     from buffer.model.manifest import Manifest, NotReady
-    from buffer.model.rollout import MediaRef, PolicyVersion, RolloutState, SampleParams, Status, ToolCall, VersionSpan
+    from buffer.model.rollout import (
+        MediaRef,
+        PolicyVersion,
+        RolloutState,
+        SampleParams,
+        Status,
+        ToolCall,
+        VersionSpan,
+    )
     from buffer.replay_buffer import ReplayBuffer
     from buffer.run import Run
     from buffer.server.embedded import EmbeddedServer

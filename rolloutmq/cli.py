@@ -1,7 +1,8 @@
 """The `rolloutmq` command: finds its sub-commands, turns errors into one clear message.
 
-Exit codes are those of `buffer.errors`. An error that we know is told without a traceback; ROLLOUTMQ_DEBUG=1
-shows it. `--help` loads no torch, vllm or transformers: a sub-command imports them when it runs.
+Exit codes are those of `buffer.errors`. An error that we know is told without a traceback;
+ROLLOUTMQ_DEBUG=1 shows it. `--help` loads no torch, vllm or transformers: a sub-command imports
+them when it runs.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     pass
@@ -110,8 +112,13 @@ for module in (*_LAUNCHING, *_LOOKING, *_STEERING, server, fsck, doctor, scripts
     module.register(app)
 
 
-WrongUse = cast(type[Any], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
-"""Of every flag, argument or command that cannot be understood. typer has it within itself, under no public name."""
+WrongUse = cast(
+    type[Any],
+    next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"),
+)
+"""Of every flag, argument or command that cannot be understood. typer has it within itself, under
+no public name.
+"""
 
 
 def main() -> None:
@@ -138,13 +145,18 @@ def _leave(error: RolloutMQError, *, as_json: bool) -> NoReturn:
 
 
 def _told(error: RolloutMQError, *, as_json: bool) -> str:
-    message, hint = mask_url(error.message), mask_url(error.hint)
+    message = mask_url(error.message)
+    hint = mask_url(error.hint)
     if as_json:
-        told = {"error": message, "hint": hint, "kind": type(error).__name__, "exit_code": error.exit_code}
+        told = {
+            "error": message,
+            "hint": hint,
+            "kind": type(error).__name__,
+            "exit_code": error.exit_code,
+        }
         return json.dumps(told, ensure_ascii=False)
     return plain(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
 
 
 if __name__ == "__main__":
     main()
-

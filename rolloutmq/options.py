@@ -1,7 +1,8 @@
 """Which server and which run a command means, decided here and nowhere else.
 
-The server: `--redis-url`, else the embedded server of `--run-dir`, else REDIS_URL, else the embedded server of the
-folder under ./runs that was started last (running ones first). The run: `--run`, else the only one on the server.
+The server: `--redis-url`, else the embedded server of `--run-dir`, else REDIS_URL, else the
+embedded server of the folder under ./runs that was started last (running ones first). The run:
+`--run`, else the only one on the server.
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ RedisUrl = Annotated[
 ]
 RunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", metavar="FOLDER", help="Folder of the run. Default: the newest one under ./runs."),
+    typer.Option(
+        "--run-dir",
+        metavar="FOLDER",
+        help="Folder of the run. Default: the newest one under ./runs.",
+    ),
 ]
 RunName = Annotated[
     str | None,
-    typer.Option("--run", metavar="NAME", help="Name of the run. Default: the only one on the server."),
+    typer.Option(
+        "--run", metavar="NAME", help="Name of the run. Default: the only one on the server."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -78,7 +85,9 @@ class Target:
 
 
 def _belongs(folder: Path, run: Run) -> bool:
-    """Whether a folder is this run's, and not another's of the same name: it remembers the run's nonce."""
+    """Whether a folder is this run's, and not another's of the same name: it remembers the run's
+    nonce.
+    """
     note = folder / "run.json"
     return note.is_file() and orjson.loads(note.read_bytes()).get("nonce") == run.nonce
 
@@ -90,7 +99,9 @@ def _folder_of(run: Run, named: Path | None) -> Path | None:
 
 
 def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
-    """The server that the options, the environment or the folder name. StoreUnavailable says what to do."""
+    """The server that the options, the environment or the folder name. StoreUnavailable says what
+    to do.
+    """
     if redis_url:
         return Address(redis_url, run_dir)
     from_environment = os.environ.get("REDIS_URL")
@@ -99,17 +110,23 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
             return _running(server, run_dir)
         if from_environment:
             return Address(from_environment, run_dir)
-        raise StoreUnavailable(f"{run_dir} holds no embedded server, and no URL was given", hint=_HOW)
+        raise StoreUnavailable(
+            f"{run_dir} holds no embedded server, and no URL was given", hint=_HOW
+        )
     if from_environment:
         return Address(from_environment)
     newest = newest_server()
     if newest is None:
-        raise StoreUnavailable("no server: no --redis-url, no REDIS_URL, and no run with a server in ./runs", hint=_HOW)
+        raise StoreUnavailable(
+            "no server: no --redis-url, no REDIS_URL, and no run with a server in ./runs", hint=_HOW
+        )
     return _running(*newest)
 
 
 def embedded_server(run_dir: Path) -> EmbeddedServer | None:
-    """The server whose data lies in a run's folder, or in a folder directly below it; it need not run."""
+    """The server whose data lies in a run's folder, or in a folder directly below it; it need not
+    run.
+    """
     below = sorted(path for path in run_dir.iterdir() if path.is_dir()) if run_dir.is_dir() else []
     for folder in (run_dir, *below):
         if (folder / "valkey.lock").exists():
@@ -119,7 +136,11 @@ def embedded_server(run_dir: Path) -> EmbeddedServer | None:
 
 def _port(folder: Path) -> int | None:
     settings = folder / "valkey.conf"
-    found = re.search(r"^port (\d+)", settings.read_text(encoding="utf-8"), re.MULTILINE) if settings.exists() else None
+    found = (
+        re.search(r"^port (\d+)", settings.read_text(encoding="utf-8"), re.MULTILINE)
+        if settings.exists()
+        else None
+    )
     return int(found[1]) or None if found else None
 
 
@@ -128,7 +149,9 @@ def _folders() -> list[Path]:
 
 
 def newest_server() -> tuple[EmbeddedServer, Path] | None:
-    """The embedded server under ./runs that was started last, running ones first; and the run's folder."""
+    """The embedded server under ./runs that was started last, running ones first; and the run's
+    folder.
+    """
     servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
     return max(servers, key=lambda pair: (pair[0].is_running, _started(pair[0])), default=None)
 
@@ -150,7 +173,9 @@ def _running(server: EmbeddedServer, run_dir: Path) -> Address:
 
 @contextmanager
 def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[Store, Address]]:
-    """A connection to the server, tried once before anything else is asked of it. Raises StoreError, ConfigError."""
+    """A connection to the server, tried once before anything else is asked of it. Raises
+    StoreError, ConfigError.
+    """
     address = find_server(redis_url, run_dir)
     try:
         with closing(Servers(address.url, "rolloutmq-cli", timeout_s=_DEADLINE_S)) as servers:
@@ -182,9 +207,14 @@ def choose_run(store: Store, run: str | None) -> str:
     if run in names or (run is None and len(names) == 1):
         return run or names[0]
     if not names:
-        raise RunNotFound(f"there is no run on {mask_url(store.url)}", hint="`rolloutmq run CONFIG` starts one")
+        raise RunNotFound(
+            f"there is no run on {mask_url(store.url)}", hint="`rolloutmq run CONFIG` starts one"
+        )
     if run is None:
         raise ConfigError(
-            f"there are {len(names)} runs on this server: {', '.join(names)}", hint="choose with --run NAME"
+            f"there are {len(names)} runs on this server: {', '.join(names)}",
+            hint="choose with --run NAME",
         )
-    raise RunNotFound(f"there is no run {run!r} on this server", hint=f"it holds {', '.join(names)}")
+    raise RunNotFound(
+        f"there is no run {run!r} on this server", hint=f"it holds {', '.join(names)}"
+    )

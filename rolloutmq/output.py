@@ -1,7 +1,7 @@
 """What every command prints with: tables of 80 columns for people, orjson for programs.
 
-Text that a model wrote never reaches the terminal as it is: control characters in it are made visible, and it is
-never read as markup.
+Text that a model wrote never reaches the terminal as it is: control characters in it are made
+visible, and it is never read as markup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from buffer.monitoring.console import plain
 
 BARS = "▁▂▃▄▅▆▇█"
 
-_CALM, _NEAR, _BAD = "green", "yellow", "red"
+_CALM = "green"
+_NEAR = "yellow"
+_BAD = "red"
 _STATE_STYLES: dict[str, str] = {
     "run": _CALM,
     WorkerState.IDLE: _CALM,
@@ -50,7 +52,9 @@ _VERSION_STYLES = (
 
 def emit(document: Any) -> None:
     """One JSON document on stdout."""
-    typer.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
+    typer.echo(
+        orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
+    )
 
 
 def emit_line(document: Any) -> None:
@@ -59,11 +63,17 @@ def emit_line(document: Any) -> None:
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table without lines; the columns in `right` hold numbers. A gid is never cut: people copy it."""
+    """An empty table without lines; the columns in `right` hold numbers. A gid is never cut: people
+    copy it.
+    """
     numbers = set(right)
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
-        grid.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers or name == "gid")
+        grid.add_column(
+            name,
+            justify="right" if name in numbers else "left",
+            no_wrap=name in numbers or name == "gid",
+        )
     return grid
 
 
@@ -121,13 +131,16 @@ def plural(number: int, noun: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values as bars from the lowest to the highest of them; longer histories are averaged into `width`."""
+    """The last values as bars from the lowest to the highest of them; longer histories are averaged
+    into `width`.
+    """
     if not values or width < 1:
         return ""
     cells = min(width, len(values))
     edges = [len(values) * i // cells for i in range(cells + 1)]
     points = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(points), max(points)
+    low = min(points)
+    high = max(points)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((point - low) * scale)] for point in points)
 

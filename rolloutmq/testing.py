@@ -1,9 +1,11 @@
-"""An agent loop and a judge of yours in a whole run, in one process: no server, no model, no GPU. For your tests.
+"""An agent loop and a judge of yours in a whole run, in one process: no server, no model, no GPU.
+For your tests.
 
     groups = rehearse([{"question": "2 + 2 = ?", "answer": "4"}], judge=my_judge, agent_loop=MyLoop, samples=8)
 
-The real producer, worker, scripts and wire format; only the server is in memory (`rolloutmq[testing]`) and the engine
-makes random tokens. So a rehearsal shows that loop and judge fit into a run, not that a model learns from them.
+The real producer, worker, scripts and wire format; only the server is in memory
+(`rolloutmq[testing]`) and the engine makes random tokens. So a rehearsal shows that loop and judge
+fit into a run, not that a model learns from them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from producer_workers.worker.worker import Worker
 TASK = "rehearsal"
 FIRST = PolicyVersion(INITIAL, 0)
 DRAIN_S = 1.0
-"""How long groups beside one that failed may take to their ends; they take no time where the engine takes none."""
+"""How long groups beside one that failed may take to their ends; they take no time where the engine
+takes none.
+"""
 
 
 class RehearsalError(RolloutMQError):
@@ -51,10 +55,16 @@ END = 0
 
 
 class Characters:
-    """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on; a space ends a turn."""
+    """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on; a
+    space ends a turn.
+    """
 
     def apply_chat_template(self, conversation: Any, /, **_: Any) -> list[int]:
-        return [token for message in conversation for token in [*self.encode(str(message["content"])), END]]
+        return [
+            token
+            for message in conversation
+            for token in [*self.encode(str(message["content"])), END]
+        ]
 
     def decode(self, token_ids: Any, /, **_: Any) -> str:
         return "".join(chr(32 + token) for token in token_ids)
@@ -74,21 +84,29 @@ def rehearse(
     engine: Engine | None = None,
     timeout_s: float = 60.0,
 ) -> list[RolloutGroup]:
-    """One batch with one group of `samples` rollouts for each problem, in their order, as a trainer gets it.
+    """One batch with one group of `samples` rollouts for each problem, in their order, as a trainer
+    gets it.
 
-    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are what a config may name, or the objects
-    themselves; `agent_loop_options`: what the loop is made with beside that, an environment or tools, say. Without a
-    `tokenizer` of yours a token is a character; an `engine` of yours decides what is answered.
-    Not to be called from a running event loop. Raises RehearsalError, DatasetError, ConfigError.
+    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are what a config may
+    name, or the objects themselves; `agent_loop_options`: what the loop is made with beside that,
+    an environment or tools, say. Without a `tokenizer` of yours a token is a character; an `engine`
+    of yours decides what is answered. Not to be called from a running event loop. Raises
+    RehearsalError, DatasetError, ConfigError.
     """
     tokenizer = tokenizer or Characters()
     engine = engine or _random_characters()
-    limits = RunLimits(max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")})
+    limits = RunLimits(
+        max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")}
+    )
     with closing(Store("memory://rehearsal", name=TASK)) as store:
         run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
         # by number: a data set of torch's kind may not know where iterating over it ends
-        dataset = RecordsDataset([problems[row] for row in range(len(problems))], "problems", problem_of)
-        sampler = Sampler(TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False)
+        dataset = RecordsDataset(
+            [problems[row] for row in range(len(problems))], "problems", problem_of
+        )
+        sampler = Sampler(
+            TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False
+        )
         producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer, agent_loop_options))
         worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
@@ -102,7 +120,11 @@ def rehearse(
 def _random_characters() -> SimulatedEngine:
     quick = Fixed(value=0.0)
     config = SimulatedConfig(
-        response_tokens=Fixed(value=32), first_token_s=quick, token_s=quick, vocab_size=95, eos_token_id=END
+        response_tokens=Fixed(value=32),
+        first_token_s=quick,
+        token_s=quick,
+        vocab_size=95,
+        eos_token_id=END,
     )
     return SimulatedEngine(config, FIRST)
 
@@ -113,12 +135,23 @@ def _make_loop(
     tokenizer: Tokenizer,
     options: Mapping[str, Any] | None,
 ) -> AgentLoop:
-    scores = load_judge(judge) if isinstance(judge, str) else judge_of(getattr(judge, "__name__", "judge"), judge)
-    return load_agent_loop(agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options)
+    scores = (
+        load_judge(judge)
+        if isinstance(judge, str)
+        else judge_of(getattr(judge, "__name__", "judge"), judge)
+    )
+    return load_agent_loop(
+        agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options
+    )
 
 
 async def _play(
-    run: Run, producer: AgentLoopManager, worker: Worker, engine: Engine, count: int, timeout_s: float
+    run: Run,
+    producer: AgentLoopManager,
+    worker: Worker,
+    engine: Engine,
+    count: int,
+    timeout_s: float,
 ) -> list[RolloutGroup]:
     await engine.start()
     working = asyncio.create_task(worker.run())
@@ -144,7 +177,9 @@ async def _first_batch(
     while not isinstance(batch := run.ledger.take(trainer, 1, {TASK: count}), Manifest):
         producer.round(run.control.state())
         for letter in run.dead_letters.newest():
-            raise RehearsalError(f"{letter.gid}: {letter.reason}", hint="the loop or the judge failed this group")
+            raise RehearsalError(
+                f"{letter.gid}: {letter.reason}", hint="the loop or the judge failed this group"
+            )
         if working.done():
             working.result()
         await asyncio.sleep(0.01)

@@ -1,7 +1,9 @@
-"""The kinds of bad payload, once for all entrances: what is handed in where a good document was expected.
+"""The kinds of bad payload, once for all entrances: what is handed in where a good document was
+expected.
 
-Each entrance has a form of its own (msgpack, a line of JSON, a reward, a control message); KINDS names what is done to
-each. What is no fault in some form is none of the values there: a reward may be a bare number.
+Each entrance has a form of its own (msgpack, a line of JSON, a reward, a control message); KINDS
+names what is done to each. What is no fault in some form is none of the values there: a reward may
+be a bare number.
 """
 
 from __future__ import annotations
@@ -33,7 +35,15 @@ BYTES: Mapping[str, Spoil] = {
 """The same in every form."""
 
 SHAPES = (
-    *("deep", "giant length", "another schema", "missing field", "unknown field", "wrong type", "wrong lengths"),
+    *(
+        "deep",
+        "giant length",
+        "another schema",
+        "missing field",
+        "unknown field",
+        "wrong type",
+        "wrong lengths",
+    ),
     *("nan", "infinite", "negative id", "another group", "same key twice", "odd keys"),
 )
 """What is wrong with the document; each form has its own."""
@@ -52,11 +62,15 @@ def spoil_msgpack(change: Callable[[dict[str, Any]], object]) -> Spoil:
 
 def column(name: str, values: Any) -> Callable[[dict[str, Any]], object]:
     data = np.asarray(values)
-    return lambda document: document["columns"].update({name: {"dtype": data.dtype.str, "data": data.tobytes()}})
+    return lambda document: document["columns"].update(
+        {name: {"dtype": data.dtype.str, "data": data.tobytes()}}
+    )
 
 
 def doubled_key(good: bytes) -> bytes:
-    return bytes([good[0] + 1]) + good[1:] + bytes(msgpack.packb("schema")) + bytes(msgpack.packb(99))
+    return (
+        bytes([good[0] + 1]) + good[1:] + bytes(msgpack.packb("schema")) + bytes(msgpack.packb(99))
+    )
 
 
 GROUP: Mapping[str, Spoil] = {
@@ -87,7 +101,9 @@ LINE: Mapping[str, Spoil] = {
     "deep": lambda good: b"[" * DEPTH,
     "giant length": spoil_json(samples=2**70),
     "another schema": spoil_json(schema=99),
-    "missing field": lambda good: json.dumps({k: v for k, v in json.loads(good).items() if k != "reward"}).encode(),
+    "missing field": lambda good: json.dumps(
+        {k: v for k, v in json.loads(good).items() if k != "reward"}
+    ).encode(),
     "unknown field": spoil_json(surprise=1),
     "wrong type": spoil_json(response_ids={"0": 1}),
     "wrong lengths": spoil_json(logprobs=[-1.0] * 70),

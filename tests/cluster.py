@@ -26,7 +26,8 @@ PATIENCE_MS = 10_000
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on; all of them different.
 
-    Below those that the system gives to outgoing connections: one of them would be taken again before it is used.
+    Below those that the system gives to outgoing connections: one of them would be taken again
+    before it is used.
     """
     held: list[socket.socket] = []
     while len(held) < count:
@@ -56,9 +57,20 @@ class Node:
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--logfile", "log"]
+        fixed = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.folder),
+            "--logfile",
+            "log",
+        ]
         fixed += ["--repl-diskless-sync-delay", "0"]
-        self.process = subprocess.Popen([self.binary, *fixed, *self.options], start_new_session=True)
+        self.process = subprocess.Popen(
+            [self.binary, *fixed, *self.options], start_new_session=True
+        )
         until(self.answers, f"an answer of {self.folder}")
 
     def answers(self) -> bool:
@@ -89,8 +101,13 @@ class Cluster:
     After `timeout_ms` of silence a replica takes the place of its master.
     """
 
-    def __init__(self, binary: str, folder: Path, *options: str, timeout_ms: int = PATIENCE_MS) -> None:
-        self._binary, self._folder, self._options, self._timeout_ms = binary, folder, options, timeout_ms
+    def __init__(
+        self, binary: str, folder: Path, *options: str, timeout_ms: int = PATIENCE_MS
+    ) -> None:
+        self._binary = binary
+        self._folder = folder
+        self._options = options
+        self._timeout_ms = timeout_ms
         self.nodes: list[Node] = []
 
     @property
@@ -109,8 +126,15 @@ class Cluster:
     def _add(self) -> Node:
         port, bus = free_ports(2)
         options = ["--cluster-enabled", "yes", "--cluster-port", str(bus)]
-        options += ["--cluster-node-timeout", str(self._timeout_ms), "--cluster-replica-validity-factor", "0"]
-        node = Node(self._binary, self._folder / str(len(self.nodes)), port, (*options, *self._options))
+        options += [
+            "--cluster-node-timeout",
+            str(self._timeout_ms),
+            "--cluster-replica-validity-factor",
+            "0",
+        ]
+        node = Node(
+            self._binary, self._folder / str(len(self.nodes)), port, (*options, *self._options)
+        )
         self.nodes.append(node)
         node.start()
         return node
@@ -123,14 +147,19 @@ class Cluster:
 
     def _is_whole(self) -> bool:
         facts = [node.ask("CLUSTER INFO") for node in self.nodes]
-        return all(f["cluster_state"] == "ok" and int(f["cluster_known_nodes"]) == len(self.nodes) for f in facts)
+        return all(
+            f["cluster_state"] == "ok" and int(f["cluster_known_nodes"]) == len(self.nodes)
+            for f in facts
+        )
 
     def add_replica(self, master: Node) -> Node:
         """One more node, which holds what `master` holds."""
         node = self._add()
         self._meet()
         node.ask("CLUSTER REPLICATE", self.id_of(master))
-        until(lambda: node.ask("INFO", "replication").get("master_link_status") == "up", "the replica")
+        until(
+            lambda: node.ask("INFO", "replication").get("master_link_status") == "up", "the replica"
+        )
         return node
 
     def id_of(self, node: Node) -> str:
@@ -167,7 +196,9 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 
 @contextmanager
-def start_cluster(binary: str, folder: Path, *options: str, timeout_ms: int = PATIENCE_MS) -> Iterator[Cluster]:
+def start_cluster(
+    binary: str, folder: Path, *options: str, timeout_ms: int = PATIENCE_MS
+) -> Iterator[Cluster]:
     """A cluster of three masters; killed at the end."""
     cluster = Cluster(binary, folder, *options, timeout_ms=timeout_ms)
     try:

@@ -20,38 +20,56 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-# Every test says which server it means; the one of whoever runs the tests is none of their business.
+# Every test says which server it means; the one of whoever runs the tests is none of their
+# business.
 os.environ.pop("REDIS_URL", None)
 
-# Servers wait for their disk at each write, and a disk answers some hundred times per second: memory answers at once.
-# No test takes the power away.
-MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 4 << 30
-if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ENOUGH_BYTES and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+# Servers wait for their disk at each write, and a disk answers some hundred times per second:
+# memory answers at once. No test takes the power away.
+MEMORY = Path("/dev/shm")
+ENOUGH_BYTES = 4 << 30
+if (
+    MEMORY.is_dir()
+    and shutil.disk_usage(MEMORY).free > ENOUGH_BYTES
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# Tests start some hundred processes: each would compile this project again, which takes a third of its start.
+# Tests start some hundred processes: each would compile this project again, which takes a third of
+# its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# No test says how long something may take, and the machine is shared: what is slow once is no finding.
+# No test says how long something may take, and the machine is shared: what is slow once is no
+# finding.
 settings.register_profile("rolloutmq", settings(), deadline=None)
 settings.load_profile("rolloutmq")
 
 TESTS = Path(__file__).parent
-SHORT = ("buffer/model", "buffer/config", "buffer/weights", "producer_workers/datasets", "producer_workers/judges")
+SHORT = (
+    "buffer/model",
+    "buffer/config",
+    "buffer/weights",
+    "producer_workers/datasets",
+    "producer_workers/judges",
+)
 """Rooms of tests that start no server and no engine."""
 
 __all__ = ["redis_client", "run_name", "server", "server_of"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of short tests come last: at the end, one of two processes waits for the last file of the other."""
+    """Files of short tests come last: at the end, one of two processes waits for the last file of
+    the other.
+    """
     items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix().startswith(SHORT))
 
 
 @pytest.fixture(autouse=True)
 def forget_user_modules() -> Iterator[None]:
-    """What a test writes as a user's own file (`my_….py`, in its own folder) is not found by the next one."""
+    """What a test writes as a user's own file (`my_….py`, in its own folder) is not found by the
+    next one.
+    """
     path = [*sys.path]
     yield
     sys.path[:] = path

@@ -1,4 +1,6 @@
-"""Random queries and the plainest reading of them, straight from the dict: what `buffer.query` must agree with."""
+"""Random queries and the plainest reading of them, straight from the dict: what `buffer.query` must
+agree with.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,30 @@ from hypothesis import strategies as st
 from buffer.model.rollout import Status
 from buffer.query.record import STAGES
 
-NUMBERS = ("staleness", "version", "draw", "tries", "aborts", "samples", "tokens", "size", "reward", "arrival", "time")
+NUMBERS = (
+    "staleness",
+    "version",
+    "draw",
+    "tries",
+    "aborts",
+    "samples",
+    "tokens",
+    "size",
+    "reward",
+    "arrival",
+    "time",
+)
 MISSING = ("staleness", "version", "reward", "arrival", "time", "owner")
 
 SMALL = st.integers(-3, 8) | st.sampled_from([0.5, 2.0, -1.5, 1e300, 2**60, -(2**60)])
 TEXTS = {
     "task": st.sampled_from(["math", "code", "quiz", "none"]),
     "owner": st.sampled_from(["w0", "w1", "x"]),
-    "gid": st.builds(lambda task, draw: f"{task}-{draw:010d}", st.sampled_from(["math", "code"]), st.integers(0, 12)),
+    "gid": st.builds(
+        lambda task, draw: f"{task}-{draw:010d}",
+        st.sampled_from(["math", "code"]),
+        st.integers(0, 12),
+    ),
     "status": st.sampled_from(list(Status)) | st.sampled_from([str(status) for status in Status]),
     "stage": st.sampled_from(STAGES),
 }
@@ -45,7 +63,12 @@ def _compare(value: Any, each: str, operand: Any) -> bool:
         return False
     if each == "$between":
         return bool(operand[0] <= value) and bool(value <= operand[1])
-    signs = {"$gt": value > operand, "$gte": value >= operand, "$lt": value < operand, "$lte": value <= operand}
+    signs = {
+        "$gt": value > operand,
+        "$gte": value >= operand,
+        "$lt": value < operand,
+        "$lte": value <= operand,
+    }
     return bool(signs[each])
 
 
@@ -65,7 +88,10 @@ def conditions(draw: st.DrawFn, name: str) -> Any:
         operands["$between"] = st.tuples(plain, plain).map(sorted)
     if draw(st.booleans()):
         return draw(any_value)
-    return {each: draw(operands[each]) for each in draw(st.lists(st.sampled_from(sorted(operands)), max_size=2))}
+    return {
+        each: draw(operands[each])
+        for each in draw(st.lists(st.sampled_from(sorted(operands)), max_size=2))
+    }
 
 
 LEAVES = st.lists(st.sampled_from([*NUMBERS, *TEXTS]), max_size=2, unique=True).flatmap(

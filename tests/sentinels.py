@@ -1,4 +1,6 @@
-"""A primary, its replicas, and a Sentinel that names another primary within seconds when the first one dies."""
+"""A primary, its replicas, and a Sentinel that names another primary within seconds when the first
+one dies.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ class Watched:
 
     def __init__(self, binary: str, folder: Path, *options: str) -> None:
         *ports, self._sentinel_port = free_ports(4)
-        self.primary, *self.replicas = (Node(binary, folder / str(port), port, options) for port in ports)
-        self._binary, self._folder = binary, folder
+        self.primary, *self.replicas = (
+            Node(binary, folder / str(port), port, options) for port in ports
+        )
+        self._binary = binary
+        self._folder = folder
         self._sentinel: subprocess.Popen[bytes] | None = None
 
     @property
@@ -45,9 +50,14 @@ class Watched:
             f"sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 5000\n",
             encoding="utf-8",
         )
-        self._sentinel = subprocess.Popen([self._binary, str(config), "--sentinel"], start_new_session=True)
+        self._sentinel = subprocess.Popen(
+            [self._binary, str(config), "--sentinel"], start_new_session=True
+        )
         eyes = Node(self._binary, self._folder, self._sentinel_port, ())
-        until(lambda: eyes.answers() and len(eyes.ask("SENTINEL REPLICAS", SERVICE)) == 2, "the Sentinel")
+        until(
+            lambda: eyes.answers() and len(eyes.ask("SENTINEL REPLICAS", SERVICE)) == 2,
+            "the Sentinel",
+        )
 
     def close(self) -> None:
         if self._sentinel is not None:

@@ -1,4 +1,5 @@
-"""Servers for tests: the embedded Valkey, a cluster of three such, Redis where it is installed, and one in memory.
+"""Servers for tests: the embedded Valkey, a cluster of three such, Redis where it is installed, and
+one in memory.
 
 In CI (`CI` is set) both are demanded: a missing server fails there instead of being skipped.
 """
@@ -27,7 +28,16 @@ from tests.cluster import start_cluster
 
 KINDS = ("valkey", "redis")
 STORES = (*KINDS, "cluster", "memory")
-SAFE = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction", "--save", "")
+SAFE = (
+    "--appendonly",
+    "yes",
+    "--appendfsync",
+    "always",
+    "--maxmemory-policy",
+    "noeviction",
+    "--save",
+    "",
+)
 _numbers = count(1)
 
 
@@ -48,11 +58,24 @@ class Server:
 
 @contextmanager
 def start_redis(folder: Path, *options: str) -> Iterator[str]:
-    """A Redis of its own in `folder`, with further options; the URL of its socket. Stopped at the end."""
+    """A Redis of its own in `folder`, with further options; the URL of its socket. Stopped at the
+    end.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "redis.sock"
-    fixed = ("--port", "0", "--unixsocket", str(path), "--dir", str(folder), "--logfile", "redis.log")
-    process = subprocess.Popen([_find_redis(), *fixed, *options], cwd=folder, start_new_session=True)
+    fixed = (
+        "--port",
+        "0",
+        "--unixsocket",
+        str(path),
+        "--dir",
+        str(folder),
+        "--logfile",
+        "redis.log",
+    )
+    process = subprocess.Popen(
+        [_find_redis(), *fixed, *options], cwd=folder, start_new_session=True
+    )
     try:
         _wait_for(path, process, folder / "redis.log")
         yield f"unix://{path}"
@@ -105,13 +128,16 @@ def start_server(kind: str, folder: Path) -> Iterator[Server]:
 def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
     """One server of each kind for the whole session, started when it is first asked for."""
     with ExitStack() as stack:
-        yield cache(lambda kind: stack.enter_context(start_server(kind, tmp_path_factory.mktemp(kind))))
+        yield cache(
+            lambda kind: stack.enter_context(start_server(kind, tmp_path_factory.mktemp(kind)))
+        )
 
 
 def _server(request: pytest.FixtureRequest, server_of: Callable[[str], Server]) -> Server:
     """The session's server of this kind, empty; tests keep apart by `run_name`.
 
-    Not started here: pytest forgets a parameter's fixture at the next parameter, and comes back to it in each file.
+    Not started here: pytest forgets a parameter's fixture at the next parameter, and comes back to
+    it in each file.
     """
     chosen = server_of(request.param)
     with chosen.connect() as client:

@@ -26,7 +26,9 @@ def heavy_modules_after(code: str) -> set[str]:
 
 def test_import_contracts_hold() -> None:
     lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
-    done = subprocess.run([str(lint), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(lint), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -50,7 +52,9 @@ with contextlib.suppress(SystemExit):
 @pytest.mark.parametrize("package", ["buffer", "producer_workers", "consumer", "rolloutmq"])
 def test_packages_come_from_this_repository(package: str) -> None:
     code = f"import {package}; print({package}.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert Path(done.stdout.strip()).is_relative_to(ROOT)
 
 
@@ -70,7 +74,12 @@ def test_no_file_has_the_name_of_a_stdlib_module() -> None:
 def test_nothing_is_unpickled_or_evaluated() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib"}
     calls = {"eval", "exec", "compile", "__import__"}
-    options = {"shell": True, "allow_pickle": True, "weights_only": False, "trust_remote_code": True}
+    options = {
+        "shell": True,
+        "allow_pickle": True,
+        "weights_only": False,
+        "trust_remote_code": True,
+    }
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
     found = []
     for path in files:
@@ -81,13 +90,17 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
                 found.append(f"{path}: imports {names}")
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in calls:
                 found.append(f"{path}:{node.lineno} calls {ast.unparse(node.func)}")
-            if isinstance(node, ast.keyword) and getattr(node.value, "value", None) is options.get(node.arg or "", ...):
+            if isinstance(node, ast.keyword) and getattr(node.value, "value", None) is options.get(
+                node.arg or "", ...
+            ):
                 found.append(f"{path}:{node.value.lineno} says {ast.unparse(node)}")
     assert found == []
 
 
 def test_who_loads_code_by_name_is_known() -> None:
-    """Each of these has the name from a config or a command; what a server says is only compared (buffer/model/order_policy.py)."""
+    """Each of these has the name from a config or a command; what a server says is only compared
+    (buffer/model/order_policy.py).
+    """
     known = {
         "buffer/model/order_policy.py",
         "producer_workers/agent_loops/agent_loop.py",

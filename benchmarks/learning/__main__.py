@@ -1,8 +1,10 @@
-"""`python -m benchmarks.learning`: what staleness costs by step and buys by wall time; about 25 minutes of one core.
+"""`python -m benchmarks.learning`: what staleness costs by step and buys by wall time; about 25
+minutes of one core.
 
-Every bound with and without correction and with every seed, at its bound (reward by step); then, overlapping, every
-bound with correction (reward by wall time). A finished trial is one line of `learning.jsonl`, and is not run again:
-stop it when you like. The plot is made of what is there. `--quick`: two bounds, one seed, few steps, elsewhere.
+Every bound with and without correction and with every seed, at its bound (reward by step); then,
+overlapping, every bound with correction (reward by wall time). A finished trial is one line of
+`learning.jsonl`, and is not run again: stop it when you like. The plot is made of what is there.
+`--quick`: two bounds, one seed, few steps, elsewhere.
 """
 
 from __future__ import annotations
@@ -46,11 +48,16 @@ def missing(settings: list[Setting], file: Path) -> list[Setting]:
 
 
 def measure(url: str, model: Path, setting: Setting, folder: Path) -> bytes:
-    """One trial as a line. `load`: processes that wanted a core meanwhile, as the system has it for the last minute."""
+    """One trial as a line. `load`: processes that wanted a core meanwhile, as the system has it for
+    the last minute.
+    """
     cpu = time.process_time()
     points, sample_s = run_trial(url, model, setting, folder)
-    used, load = time.process_time() - cpu, os.getloadavg()[0]
-    typer.echo(f"{setting.name}: {points[0]['reward']:.2f} to {points[-1]['reward']:.2f}, {used:.0f} s of a core")
+    used = time.process_time() - cpu
+    load = os.getloadavg()[0]
+    typer.echo(
+        f"{setting.name}: {points[0]['reward']:.2f} to {points[-1]['reward']:.2f}, {used:.0f} s of a core"
+    )
     columns = {name: [round(point[name], 4) for point in points] for name in points[0]}
     sums = {"cpu_s": round(used, 1), "load": round(load, 1), "sample_s": round(sample_s, 4)}
     return orjson.dumps({"setting": asdict(setting)} | sums | columns)
@@ -60,20 +67,29 @@ def main(
     bounds: Annotated[str, typer.Option(help="staleness bounds, with commas")] = "0,1,2,4,8",
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=1)] = 100,
-    results: Annotated[Path, typer.Option(help="where learning.jsonl and learning.png go")] = RESULTS,
-    quick: Annotated[bool, typer.Option("--quick", help="two bounds, one seed, 12 steps; keeps nothing")] = False,
+    results: Annotated[
+        Path, typer.Option(help="where learning.jsonl and learning.png go")
+    ] = RESULTS,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="two bounds, one seed, 12 steps; keeps nothing")
+    ] = False,
 ) -> None:
     """Train the same small model at every bound."""
     torch.set_num_threads(1)  # an overlapping fleet has the other core
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if quick:
-            bounds, seeds, steps, results = "0,4", 1, 12, folder
+            bounds = "0,4"
+            seeds = 1
+            steps = 12
+            results = folder
         results.mkdir(parents=True, exist_ok=True)
         file = results / "learning.jsonl"
         with EmbeddedServer(folder / "server") as server:
             model = make_model(folder)
-            for setting in missing(grid([int(bound) for bound in bounds.split(",")], seeds, steps), file):
+            for setting in missing(
+                grid([int(bound) for bound in bounds.split(",")], seeds, steps), file
+            ):
                 line = measure(server.url, model, setting, folder)
                 with file.open("ab") as lines:
                     lines.write(line + b"\n")

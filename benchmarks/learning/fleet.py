@@ -1,6 +1,8 @@
-"""Producer and worker of a trial in one loop: it claims, samples and submits through the real scripts.
+"""Producer and worker of a trial in one loop: it claims, samples and submits through the real
+scripts.
 
-As a program: `python -m benchmarks.learning.fleet URL RUN MODEL K BATCH SEED`, until the run is finished.
+As a program: `python -m benchmarks.learning.fleet URL RUN MODEL K BATCH SEED`, until the run is
+finished.
 """
 
 from __future__ import annotations
@@ -35,8 +37,13 @@ class Fleet:
     """One worker, and the producer that keeps it busy as far ahead as staleness allows."""
 
     def __init__(self, run: Run, sampler: Sampler, k: int, batch: int) -> None:
-        self._run, self._sampler, self._k, self._batch = run, sampler, k, batch
-        self._producer, self._nonce, self._loaded = new_nonce(), new_nonce(), PolicyVersion("", -1)
+        self._run = run
+        self._sampler = sampler
+        self._k = k
+        self._batch = batch
+        self._producer = new_nonce()
+        self._nonce = new_nonce()
+        self._loaded = PolicyVersion("", -1)
         self._swept = self.busy_s = 0.0
         run.control.open_producer(self._producer, take_over=True)
         run.fleet.register("w0", self._nonce, {"engine": "benchmark"})
@@ -54,16 +61,22 @@ class Fleet:
             self._sampler.load(Path(state.weights_path))
             self._loaded = state.weights
         # what these weights can still serve: steps up to M + threshold
-        self._produce(state, (state.weights.version + self._run.limits.stale_threshold) * self._batch)
+        self._produce(
+            state, (state.weights.version + self._run.limits.stale_threshold) * self._batch
+        )
         jobs = self._run.jobs.claim("w0", self._nonce, new_nonce(), state.weights, AT_ONCE).jobs
         if jobs:
-            groups = self._sampler.answer([self._run.buffer.read(job.payload) for job in jobs], state.weights)
+            groups = self._sampler.answer(
+                [self._run.buffer.read(job.payload) for job in jobs], state.weights
+            )
             for job, group in zip(jobs, groups, strict=True):
                 self._run.buffer.submit("w0", job, group, int(group.lengths.sum()))
         return bool(jobs)
 
     def serve(self) -> None:
-        """Until the run is finished. `busy_s` counts the seconds of a core in which groups were made."""
+        """Until the run is finished. `busy_s` counts the seconds of a core in which groups were
+        made.
+        """
         while self._run.control.state().mode is not Mode.FINISH:
             used = time.thread_time()
             if self.turn():
@@ -77,12 +90,15 @@ class Fleet:
             self._swept = time.monotonic()
 
     def _produce(self, state: ControlState, target: int) -> None:
-        jobs, cursor = self._run.jobs, self._run.jobs.cursor(TASK)
+        jobs = self._run.jobs
+        cursor = self._run.jobs.cursor(TASK)
         context = contexts(self._run.limits, state, self._run.read_progress([TASK]))[TASK]
         room = min(AT_ONCE, context.room(target), self._run.limits.steps * self._batch - cursor)
         if room > 0:
             gids = [group_id(TASK, cursor + place) for place in range(room)]
-            self._run.payloads.write_prompts({gid: wire.encode(self._sampler.prompt(gid)) for gid in gids})
+            self._run.payloads.write_prompts(
+                {gid: wire.encode(self._sampler.prompt(gid)) for gid in gids}
+            )
             jobs.enqueue(self._producer, new_nonce(), TASK, cursor, [self._k] * room, target)
 
 

@@ -1,4 +1,6 @@
-"""Reward by step and by wall time: a line per bound is the mean over seeds, its band the spread from least to most."""
+"""Reward by step and by wall time: a line per bound is the mean over seeds, its band the spread
+from least to most.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,16 @@ WINDOW = 8
 PANELS = {
     "corrected, staleness at its bound": ("train step", True, False),
     "not corrected, staleness at its bound": ("train step", False, False),
-    "corrected, a core for sampling and one for training": ("seconds, from processor times", True, False),
+    "corrected, a core for sampling and one for training": (
+        "seconds, from processor times",
+        True,
+        False,
+    ),
     "corrected, overlapping, as measured": ("seconds", True, True),
 }
-"""Title: unit of the x axis, `corrected` and `overlaps` of the trials. One without trials is left out."""
+"""Title: unit of the x axis, `corrected` and `overlaps` of the trials. One without trials is left
+out.
+"""
 
 
 def plot(lines: Path, file: Path) -> None:
@@ -31,11 +39,18 @@ def plot(lines: Path, file: Path) -> None:
 
     trials = [orjson.loads(line) for line in lines.read_bytes().splitlines()]
     bounds = sorted({trial["setting"]["staleness"] for trial in trials})
-    colors = dict(zip(bounds, plt.get_cmap("viridis_r")(np.linspace(0.1, 1, len(bounds))), strict=True))
+    colors = dict(
+        zip(bounds, plt.get_cmap("viridis_r")(np.linspace(0.1, 1, len(bounds))), strict=True)
+    )
     there = {_kind(trial)[:2] for trial in trials}
     panels = {title: panel for title, panel in PANELS.items() if panel[1:] in there}
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(5.5 * len(panels), 5), sharey=True, layout="constrained", squeeze=False
+        1,
+        len(panels),
+        figsize=(5.5 * len(panels), 5),
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
     )
     for axis, (title, (unit, *kind)) in zip(axes[0], panels.items(), strict=True):
         for bound, color in colors.items():
@@ -73,9 +88,11 @@ def _places(trial: dict[str, Any], unit: str) -> list[float]:
 
 
 def ends(sample_s: float, train_s: Sequence[float], staleness: int) -> list[float]:
-    """When each step is done if sampling and training have a core each, and nothing else costs time.
+    """When each step is done if sampling and training have a core each, and nothing else costs
+    time.
 
-    A batch is sampled from the weights of `staleness + 1` steps before it: it waits for these and the batch before.
+    A batch is sampled from the weights of `staleness + 1` steps before it: it waits for these and
+    the batch before.
     """
     sampled, done = 0.0, [0.0]
     for step, seconds in enumerate(train_s, 1):

@@ -1,4 +1,6 @@
-"""Real sampling from a small model: some groups at a time, the same tokens for the same weights and seed."""
+"""Real sampling from a small model: some groups at a time, the same tokens for the same weights and
+seed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Sampler:
         self._tokenizer = load_tokenizer(model_dir)
         self._model = load_model(model_dir).eval()
         self._end = int(self._tokenizer.eos_token_id)
-        self._k, self._seed = k, seed
+        self._k = k
+        self._seed = seed
 
     def load(self, folder: Path) -> None:
         self._model = load_model(folder).eval()
@@ -32,10 +35,14 @@ class Sampler:
         """The INIT group of a draw."""
         task, draw = split_group_id(gid)
         asked = problem(draw, self._seed)
-        ids = self._tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, return_dict=True)
+        ids = self._tokenizer.apply_chat_template(
+            asked.messages, add_generation_prompt=True, return_dict=True
+        )
         prompt = np.array(ids["input_ids"], "<i4").reshape(-1)
         states = [
-            RolloutState(index=i, prompt_ids=prompt, messages=asked.messages, ground_truth=asked.answer)
+            RolloutState(
+                index=i, prompt_ids=prompt, messages=asked.messages, ground_truth=asked.answer
+            )
             for i in range(self._k)
         ]
         return RolloutGroup(gid, task, states)
@@ -49,26 +56,44 @@ class Sampler:
         return [RolloutGroup(group.gid, group.task, group.states) for group in groups]
 
     @torch.no_grad()
-    def _sample(self, groups: Sequence[RolloutGroup]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and their logprobs, [groups, k, steps], until every response has ended. A group draws its own."""
-        draws = [torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1])) for g in groups]
+    def _sample(
+        self, groups: Sequence[RolloutGroup]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens and their logprobs, [groups, k, steps], until every response has ended. A group
+        draws its own.
+        """
+        draws = [
+            torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1]))
+            for g in groups
+        ]
         prompts = np.stack([group.prompt_ids.astype(np.int64) for group in groups])
         ids, shape = torch.from_numpy(prompts).repeat_interleave(self._k, 0), (len(groups), self._k)
         columns: list[tuple[torch.Tensor, torch.Tensor]] = []
-        cache, ended = None, torch.zeros(shape, dtype=torch.bool)
+        cache = None
+        ended = torch.zeros(shape, dtype=torch.bool)
         while len(columns) < MAX_TOKENS and not ended.all():
             out = self._model(ids, past_key_values=cache, use_cache=True)
-            cache, logprobs = out.past_key_values, torch.log_softmax(out.logits[:, -1].float(), -1).view(*shape, -1)
-            drawn = [torch.multinomial(p.exp(), 1, generator=draw) for p, draw in zip(logprobs, draws, strict=True)]
+            cache = out.past_key_values
+            logprobs = torch.log_softmax(out.logits[:, -1].float(), -1).view(*shape, -1)
+            drawn = [
+                torch.multinomial(p.exp(), 1, generator=draw)
+                for p, draw in zip(logprobs, draws, strict=True)
+            ]
             tokens = torch.stack(drawn)
             columns.append((tokens[..., 0], logprobs.gather(2, tokens)[..., 0]))
             ended |= tokens[..., 0] == self._end
             ids = tokens.view(-1, 1)
-        ids_of, logprobs_of = (torch.stack(column, 2).numpy() for column in zip(*columns, strict=True))
+        ids_of, logprobs_of = (
+            torch.stack(column, 2).numpy() for column in zip(*columns, strict=True)
+        )
         return ids_of, logprobs_of
 
     def _fill(
-        self, state: RolloutState, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], weights: PolicyVersion
+        self,
+        state: RolloutState,
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        weights: PolicyVersion,
     ) -> None:
         """One response, up to its end, and its score: 1 where it is the sum, else 0."""
         ended = np.flatnonzero(tokens == self._end)

@@ -1,4 +1,6 @@
-"""Sums of two digits: problems by their number, and the small model that is right about some of them."""
+"""Sums of two digits: problems by their number, and the small model that is right about some of
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ MAX_TOKENS = 5
 def problem(number: int, seed: int = 0) -> Problem:
     """`3 - 4 =`: the one of that number."""
     draw = random.Random(f"{seed}/{number}")
-    first, second, sign = draw.randrange(10), draw.randrange(10), draw.choice("+-")
+    first = draw.randrange(10)
+    second = draw.randrange(10)
+    sign = draw.choice("+-")
     total = first + second if sign == "+" else first - second
     return Problem([{"role": "user", "content": f"{first} {sign} {second} ="}], str(total))
 
@@ -25,7 +29,14 @@ def make_model(folder: Path, *, stop_accuracy: float = 0.4, seed: int = 1) -> Pa
     """`<folder>/model`: a random one after a supervised phase that stops early, on purpose."""
     path = folder / "model"
     if not path.exists():
-        build_tiny_model(folder / "model.random", TinyModelConfig(phrases=(" + ", " - ", " =")), seed)
+        build_tiny_model(
+            folder / "model.random", TinyModelConfig(phrases=(" + ", " - ", " =")), seed
+        )
         problems = [problem(-1 - number) for number in range(2000)]
-        warm_start(folder / "model.random", path, problems, WarmStartConfig(stop_accuracy=stop_accuracy, seed=seed))
+        warm_start(
+            folder / "model.random",
+            path,
+            problems,
+            WarmStartConfig(stop_accuracy=stop_accuracy, seed=seed),
+        )
     return path

@@ -33,11 +33,13 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`corrected`: the loss is weighted by how likely the present policy finds what an older one sampled.
+    """`corrected`: the loss is weighted by how likely the present policy finds what an older one
+    sampled.
 
-    `overlaps`: sampling, in a process of its own, and training go on at once, and staleness is what comes of their
-    speeds, up to the bound: what wall times are about. Else the trainer waits until the fleet is as far ahead as it
-    may be, so that staleness is the bound, and a trial is the same whatever else the machine does.
+    `overlaps`: sampling, in a process of its own, and training go on at once, and staleness is what
+    comes of their speeds, up to the bound: what wall times are about. Else the trainer waits until
+    the fleet is as far ahead as it may be, so that staleness is the bound, and a trial is the same
+    whatever else the machine does.
     """
 
     staleness: int = 0
@@ -55,7 +57,9 @@ class Setting:
 
 
 Point = dict[str, float]
-"""Of one step: step, wall_s since the first take began, train_s of a core (no waiting), reward, staleness, loss."""
+"""Of one step: step, wall_s since the first take began, train_s of a core (no waiting), reward,
+staleness, loss.
+"""
 
 
 def make_controller(model: Path, setting: Setting) -> TrainController:
@@ -75,7 +79,9 @@ def make_run(store: Store, name: str, model: Path, setting: Setting) -> Run:
     return Run.create(store, name, new_nonce(), limits, PolicyVersion("initial", 0), str(model))
 
 
-def train(run: Run, controller: TrainController, setting: Setting, folder: Path, model: Path) -> list[Point]:
+def train(
+    run: Run, controller: TrainController, setting: Setting, folder: Path, model: Path
+) -> list[Point]:
     """The trainer of a trial; somebody else makes its groups."""
     consumer, weights, points = RolloutConsumer(run), FolderSender(folder / run.name), []
 
@@ -91,12 +97,20 @@ def train(run: Run, controller: TrainController, setting: Setting, folder: Path,
         used = time.thread_time()
         batch = consumer.take_batch(step, {TASK: setting.batch})
         metrics = controller.fit(batch.groups)
-        ages = [step - entry.version - 1 for entry in batch.manifest.entries if entry.version is not None]
+        ages = [
+            step - entry.version - 1
+            for entry in batch.manifest.entries
+            if entry.version is not None
+        ]
         publish(consumer, weights, step, save, pause="keep")
         consumer.commit(step, keep=step)
         scores = [float(score) for group in batch.groups for score in group.scores]
         clocks = {"wall_s": time.monotonic() - started, "train_s": time.thread_time() - used}
-        point = {"step": step, "reward": sum(scores) / len(scores), "staleness": sum(ages) / len(ages)}
+        point = {
+            "step": step,
+            "reward": sum(scores) / len(scores),
+            "staleness": sum(ages) / len(ages),
+        }
         points.append(clocks | point | {"loss": metrics["loss/policy"]})
     consumer.finish()
     consumer.close()
@@ -104,11 +118,16 @@ def train(run: Run, controller: TrainController, setting: Setting, folder: Path,
 
 
 def run_trial(url: str, model: Path, setting: Setting, folder: Path) -> tuple[list[Point], float]:
-    """All steps of a trial on that server, and the seconds of a core in which a batch was sampled (0 where nobody
-    counted); `folder`: where its weights pass."""
+    """All steps of a trial on that server, and the seconds of a core in which a batch was sampled
+    (0 where nobody counted); `folder`: where its weights pass.
+    """
     store = Store(url)
     run = make_run(store, f"{setting.name}-{new_nonce()[:6]}", model, setting)
-    beside = fleet_process(url, run, model, setting) if setting.overlaps else fleet_thread(run, model, setting)
+    beside = (
+        fleet_process(url, run, model, setting)
+        if setting.overlaps
+        else fleet_thread(run, model, setting)
+    )
     try:
         with beside as fleet:
             points = train(run, make_controller(model, setting), setting, folder, model)
@@ -120,7 +139,9 @@ def run_trial(url: str, model: Path, setting: Setting, folder: Path) -> tuple[li
 @contextmanager
 def fleet_process(url: str, run: Run, model: Path, setting: Setting) -> Iterator[None]:
     arguments = [url, run.name, model, setting.k, setting.batch, setting.seed]
-    fleet = subprocess.Popen([sys.executable, "-m", "benchmarks.learning.fleet", *map(str, arguments)])
+    fleet = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.learning.fleet", *map(str, arguments)]
+    )
     try:
         yield
     finally:
@@ -145,20 +166,32 @@ def _wait_for(run: Run, groups: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while run.buffer.count(TASK) < groups:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{run.buffer.count(TASK)} of {groups} groups after {PATIENCE_S:.0f} s")
+            raise TimeoutError(
+                f"{run.buffer.count(TASK)} of {groups} groups after {PATIENCE_S:.0f} s"
+            )
         time.sleep(0.01)
 
 
-def train_in_process(controller: TrainController, setting: Setting, model: Path, folder: Path) -> list[Point]:
-    """The same on-policy loop without a queue, a server or a second process: what staleness 0 must equal."""
+def train_in_process(
+    controller: TrainController, setting: Setting, model: Path, folder: Path
+) -> list[Point]:
+    """The same on-policy loop without a queue, a server or a second process: what staleness 0 must
+    equal.
+    """
     sampler, points = Sampler(model, setting.k, setting.seed), []
     for step in range(1, setting.steps + 1):
-        gids = [group_id(TASK, (step - 1) * setting.batch + place) for place in range(setting.batch)]
-        groups = sampler.answer([sampler.prompt(gid) for gid in gids], PolicyVersion("local", step - 1))
+        gids = [
+            group_id(TASK, (step - 1) * setting.batch + place) for place in range(setting.batch)
+        ]
+        groups = sampler.answer(
+            [sampler.prompt(gid) for gid in gids], PolicyVersion("local", step - 1)
+        )
         metrics = controller.fit(groups)
         (folder / str(step)).mkdir(parents=True)
         controller.learner.save_weights(folder / str(step))
         sampler.load(folder / str(step))
         scores = [float(score) for group in groups for score in group.scores]
-        points.append({"step": step, "reward": sum(scores) / len(scores), "loss": metrics["loss/policy"]})
+        points.append(
+            {"step": step, "reward": sum(scores) / len(scores), "loss": metrics["loss/policy"]}
+        )
     return points

@@ -1,8 +1,9 @@
 """The account: every group is in exactly one place, and nothing is trained twice (I1, I6).
 
-Totals come from one script, at one instant, and are kept twice: structures (streams, sorted sets, bitmaps) and
-counters that move in the same scripts; both must agree with `enqueued + put + imported`. Membership is then proved draw
-by draw, each looked at from every side at one instant: paging through two live sets would report false losses.
+Totals come from one script, at one instant, and are kept twice: structures (streams, sorted sets,
+bitmaps) and counters that move in the same scripts; both must agree with `enqueued + put +
+imported`. Membership is then proved draw by draw, each looked at from every side at one instant:
+paging through two live sets would report false losses.
 """
 
 from __future__ import annotations
@@ -106,7 +107,11 @@ class TaskAccount:
         """What does not add up."""
         total = sum(self.places.values())
         if total != self.entered:
-            others = "".join(f" and {n} {how}" for how, n in (("put", self.put), ("imported", self.imported)) if n)
+            others = "".join(
+                f" and {n} {how}"
+                for how, n in (("put", self.put), ("imported", self.imported))
+                if n
+            )
             yield f"{self.task}: {self.enqueued} enqueued{others}, but {total} in all places"
         if self.enqueued != self.cursor + self.ahead:
             ahead = f", {self.ahead} ahead of it" if self.ahead else ""
@@ -137,14 +142,22 @@ class Account:
     """Reads the account of one run; changes nothing."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store, self._keys, self._limits = store, keys, limits
+        self._store = store
+        self._keys = keys
+        self._limits = limits
 
     def totals(self) -> Audit:
         """All places of all tasks at one instant. O(tasks)."""
-        keys, names = self._keys, list(self._limits.tasks)
-        reply = self._store.call("totals", keys.slots(), {}, [keys.slots(task=task) for task in names])
+        keys = self._keys
+        names = list(self._limits.tasks)
+        reply = self._store.call(
+            "totals", keys.slots(), {}, [keys.slots(task=task) for task in names]
+        )
         numbers = [int(n) for n in reply[1:]]
-        tasks = [_task(name, numbers[4 + i * _WIDTH : 4 + (i + 1) * _WIDTH]) for i, name in enumerate(names)]
+        tasks = [
+            _task(name, numbers[4 + i * _WIDTH : 4 + (i + 1) * _WIDTH])
+            for i, name in enumerate(names)
+        ]
         audit = Audit(tasks, leases=numbers[0], bytes=ByteCount(numbers[2], numbers[3]))
         audit.faults = [fault for task in tasks for fault in task.faults()]
         if (running := sum(t.running for t in tasks)) != numbers[0]:
@@ -154,7 +167,9 @@ class Account:
         return audit
 
     def fsck(self) -> Audit:
-        """`totals`, then every draw of every task by itself, every manifest, and the bytes. Works on a live run."""
+        """`totals`, then every draw of every task by itself, every manifest, and the bytes. Works
+        on a live run.
+        """
         audit = self.totals()
         for task in audit.tasks:
             draws = chain(range(task.drawn), range(IMPORTED_FROM, IMPORTED_FROM + task.outside))
@@ -178,7 +193,9 @@ class Account:
         return self.places_of([group_id(task, draw)])[0]
 
     def places_of(self, gids: Sequence[str]) -> list[list[str]]:
-        """`places` of some groups, in one round trip: each is seen at one instant, all of them are not."""
+        """`places` of some groups, in one round trip: each is seen at one instant, all of them are
+        not.
+        """
         replies = self._store.call_many("check", [self._check_call(gid) for gid in gids])
         return [[str(place) for place in reply[2:]] for reply in replies]
 
@@ -198,7 +215,9 @@ class Account:
             for gid, places in zip(gids, self._places_in_slices(gids), strict=True):
                 # a group may be archived between the two looks, but never leaves a batch otherwise
                 if places not in (["taken"], ["archived"]):
-                    audit.doubled.append(f"{gid} (batch {step} of {ledger.name}; {', '.join(places) or 'nowhere'})")
+                    audit.doubled.append(
+                        f"{gid} (batch {step} of {ledger.name}; {', '.join(places) or 'nowhere'})"
+                    )
         audit.doubled += [f"{gid} (in {n} batches)" for gid, n in seen.items() if n > 1]
 
     def _places_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:

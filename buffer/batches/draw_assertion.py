@@ -1,4 +1,6 @@
-"""Draws that ended, told by value to a server that forgot it; and draws that are to be drawn again (I3, I6)."""
+"""Draws that ended, told by value to a server that forgot it; and draws that are to be drawn again
+(I3, I6).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Ending = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """One task as the server knows it: no draw from `drawn` on ever came in, nor an imported one from `outside` on."""
+    """One task as the server knows it: no draw from `drawn` on ever came in, nor an imported one
+    from `outside` on.
+    """
 
     drawn: int
     outside: int
@@ -35,25 +39,36 @@ class _Draws:
 
 
 class DrawAssertion:
-    """Compares the server's bitmaps with what was trained. `changed`, `lost`: draws ended, and to be drawn again."""
+    """Compares the server's bitmaps with what was trained. `changed`, `lost`: draws ended, and to
+    be drawn again.
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, nonce: str) -> None:
-        self._store, self._keys, self._limits, self._nonce = store, keys, limits, nonce
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._nonce = nonce
         self.changed = self.lost = 0
 
     def end(self, position: Position, living: Collection[str]) -> None:
         """Archive what was trained and is not `living` in a batch, wherever it came back to life."""
         for task in self._limits.training_tasks:
-            known, in_batches = self._known(task), numbers_of(task, living)
-            drawn, imported = _of(position.trained.tasks, task), _of(position.trained.imported, task)
+            known = self._known(task)
+            in_batches = numbers_of(task, living)
+            drawn = _of(position.trained.tasks, task)
+            imported = _of(position.trained.imported, task)
             ends = [(draw, "archived") for draw in _missing(drawn.to_bools(), known.archived)]
             ends += _end_imported(imported.to_bools(), known)
             seen = position.cursors.get(task, 0)
             lost = sum(draw not in drawn for draw in range(known.drawn, seen))
-            self._assert(task, [ending for ending in ends if ending[0] not in in_batches], seen, lost)
+            self._assert(
+                task, [ending for ending in ends if ending[0] not in in_batches], seen, lost
+            )
 
     def revive(self, position: Position) -> None:
-        """Let what is archived and was not trained be drawn again; an imported group cannot be, and is dropped."""
+        """Let what is archived and was not trained be drawn again; an imported group cannot be, and
+        is dropped.
+        """
         for task in self._limits.training_tasks:
             self._assert(task, self._untrained(task, position), 0, 0)
 
@@ -63,12 +78,16 @@ class DrawAssertion:
 
     def _untrained(self, task: str, position: Position) -> list[Ending]:
         known = self._known(task)
-        drawn, imported = _of(position.trained.tasks, task), _of(position.trained.imported, task)
+        drawn = _of(position.trained.tasks, task)
+        imported = _of(position.trained.imported, task)
         again = [(draw, "again") for draw in _missing(known.archived, drawn.to_bools())]
-        return again + [(IMPORTED_FROM + n, "dropped") for n in _missing(known.imported, imported.to_bools())]
+        return again + [
+            (IMPORTED_FROM + n, "dropped") for n in _missing(known.imported, imported.to_bools())
+        ]
 
     def _known(self, task: str) -> _Draws:
-        progress, archived = self._keys.progress(task), self._keys.ended(task, "archived")
+        progress = self._keys.progress(task)
+        archived = self._keys.ended(task, "archived")
         counts, drawn, imported = self._store.each(
             "draws",
             [
@@ -87,14 +106,21 @@ class DrawAssertion:
             reply = self._store.call(
                 "reassert",
                 self._keys.slots(),
-                {"nonce": self._nonce, "task": task, "first": IMPORTED_FROM, "seen": seen, "lost": lost},
+                {
+                    "nonce": self._nonce,
+                    "task": task,
+                    "first": IMPORTED_FROM,
+                    "seen": seen,
+                    "lost": lost,
+                },
                 tail_args=[value for ending in part for value in ending],
                 durable=True,
             )
             expect_ok("reassert", reply)
             self.changed += int(reply[1])
             self.lost += lost
-            part, lost = list(islice(rest, SLICE)), 0
+            part = list(islice(rest, SLICE))
+            lost = 0
 
 
 def expect_ok(script: str, reply: list[Any]) -> None:
@@ -112,7 +138,9 @@ def numbers_of(task: str, gids: Iterable[str]) -> set[int]:
 
 
 def _end_imported(trained: Bools, known: _Draws) -> Iterator[Ending]:
-    """Those that the server forgot cannot be had back: their numbers are dropped, if they were not trained."""
+    """Those that the server forgot cannot be had back: their numbers are dropped, if they were not
+    trained.
+    """
     forgotten = range(known.outside, int(trained.nonzero()[0].max(initial=-1)) + 1)
     for number in sorted({*_missing(trained, known.imported), *forgotten}):
         yield IMPORTED_FROM + number, "archived" if trained[number] else "dropped"

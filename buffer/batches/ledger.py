@@ -1,8 +1,10 @@
-"""Batches as records: numbered steps, manifests, and a commit that is tied to a checkpoint (I4 to I8).
+"""Batches as records: numbered steps, manifests, and a commit that is tied to a checkpoint (I4 to
+I8).
 
-The trainer takes step T, trains, writes its checkpoint, then commits. Whatever dies in between, taking T again
-returns the same groups in the same order. The position lives in the trainer's checkpoint, as Kafka keeps
-offsets with the output; Redis only must not free what a kept checkpoint may ask for again.
+The trainer takes step T, trains, writes its checkpoint, then commits. Whatever dies in between,
+taking T again returns the same groups in the same order. The position lives in the trainer's
+checkpoint, as Kafka keeps offsets with the output; Redis only must not free what a kept checkpoint
+may ask for again.
 """
 
 from __future__ import annotations
@@ -23,21 +25,31 @@ from buffer.store.store import Store
 
 BAD_GROUPS = 8
 BAD_WINDOW_MS = 600_000
-"""So many groups that no trainer can use, within that time, and their worker claims nothing more (I11)."""
+"""So many groups that no trainer can use, within that time, and their worker claims nothing more
+(I11).
+"""
 
 
 class BatchLedger:
-    """The steps of one consumer: `train`, or `eval` for evaluations, which count in no training counter."""
+    """The steps of one consumer: `train`, or `eval` for evaluations, which count in no training
+    counter.
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str = "train") -> None:
-        self._store, self._keys, self._limits, self.name = store, keys, limits, name
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self.name = name
         self.archive = Archive(store, keys, limits, name)
 
-    def take(self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True) -> Manifest | NotReady:
+    def take(
+        self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
+    ) -> Manifest | NotReady:
         """The manifest of `step`: the recorded one where it was taken before, else the next groups.
 
-        Best effort (`strict=False`) takes what there is. Nothing stale is ever handed out, whether or not
-        `refresh` has run (I8). Raises Fenced; LedgerError for a step that is not the next one.
+        Best effort (`strict=False`) takes what there is. Nothing stale is ever handed out, whether
+        or not `refresh` has run (I8). Raises Fenced; LedgerError for a step that is not the next
+        one.
         """
         tasks = [task for task, count in counts.items() if count > 0]
         reply = self._in_order(nonce, lambda: self._take(nonce, step, tasks, counts, strict))
@@ -46,8 +58,12 @@ class BatchLedger:
     def _in_order(self, nonce: str, call: Callable[[], list[str]]) -> list[str]:
         return in_order(self._store, self._keys, self._limits, nonce, call)
 
-    def _take(self, nonce: str, step: int, tasks: list[str], counts: Mapping[str, int], strict: bool) -> list[str]:
-        keys, limits, training = self._keys, self._limits, self.name == "train"
+    def _take(
+        self, nonce: str, step: int, tasks: list[str], counts: Mapping[str, int], strict: bool
+    ) -> list[str]:
+        keys = self._keys
+        limits = self._limits
+        training = self.name == "train"
         return self._store.call(
             "take_batch",
             keys.slots(ledger=self.name, step=step),
@@ -57,7 +73,9 @@ class BatchLedger:
                 "strict": int(strict),
                 "threshold": limits.stale_threshold if training else "",
                 "policy": limits.order if training else "staleness",
-                "tokens": limits.token_threshold if training and limits.token_threshold is not None else "",
+                "tokens": limits.token_threshold
+                if training and limits.token_threshold is not None
+                else "",
                 "low": limits.low_bytes,
                 "high": limits.high_bytes,
             },
@@ -66,7 +84,9 @@ class BatchLedger:
             durable=True,
         )
 
-    def _taken(self, reply: list[str], step: int, nothing: Mapping[str, tuple[int, int]]) -> Manifest | NotReady:
+    def _taken(
+        self, reply: list[str], step: int, nothing: Mapping[str, tuple[int, int]]
+    ) -> Manifest | NotReady:
         match reply[0]:
             case "OK":
                 return Manifest.parse(step, reply[1:])
@@ -91,15 +111,25 @@ class BatchLedger:
         raise ScriptError(f"take_batch: {reply}")
 
     def quarantine(
-        self, nonce: str, step: int, entry: ManifestEntry, reason: str, *, is_workers_fault: bool = True
+        self,
+        nonce: str,
+        step: int,
+        entry: ManifestEntry,
+        reason: str,
+        *,
+        is_workers_fault: bool = True,
     ) -> Manifest:
-        """Swap a group that cannot be used for the next ready one of its task; without one its place stays open.
+        """Swap a group that cannot be used for the next ready one of its task; without one its
+        place stays open.
 
-        The batch must be taken and not committed. Returns its new revision, which is what `take` returns from now on;
-        the group is a dead letter with `reason`. If it `is_workers_fault`, it counts against its worker, which is
-        barred after BAD_GROUPS of them within BAD_WINDOW_MS. Raises Fenced, LedgerError.
+        The batch must be taken and not committed. Returns its new revision, which is what `take`
+        returns from now on; the group is a dead letter with `reason`. If it `is_workers_fault`, it
+        counts against its worker, which is barred after BAD_GROUPS of them within BAD_WINDOW_MS.
+        Raises Fenced, LedgerError.
         """
-        reply = self._in_order(nonce, lambda: self._quarantine(nonce, step, entry, reason, is_workers_fault))
+        reply = self._in_order(
+            nonce, lambda: self._quarantine(nonce, step, entry, reason, is_workers_fault)
+        )
         manifest = self._quarantined(reply, step, entry.gid)
         if manifest is None:
             raise LedgerError(f"the manifest of step {step} is gone")
@@ -131,16 +161,22 @@ class BatchLedger:
             case "OK":
                 return self.manifest(step)
             case "RECOVERING":
-                raise LedgerError(f"{what} stays in step {step}: the run recovers from a fork", hint="open it again")
+                raise LedgerError(
+                    f"{what} stays in step {step}: the run recovers from a fork",
+                    hint="open it again",
+                )
             case "COMMITTED":
-                raise LedgerError(f"{what} stays in step {step}, which is trained: step {reply[1]} is committed")
+                raise LedgerError(
+                    f"{what} stays in step {step}, which is trained: step {reply[1]} is committed"
+                )
             case "NOT_TAKEN":
                 raise LedgerError(f"{what} is not in the batch of step {step}")
         unfenced(reply, "trainer")
         raise ScriptError(f"{what} of step {step}: {reply}")
 
     def refill(self, nonce: str, step: int) -> Manifest | NotReady:
-        """Fill the places that quarantine left open in a batch with what is ready; NotReady while some still are.
+        """Fill the places that quarantine left open in a batch with what is ready; NotReady while
+        some still are.
 
         What is filled is the record from now on. Raises Fenced, LedgerError.
         """
@@ -166,9 +202,11 @@ class BatchLedger:
     def commit(self, nonce: str, step: int, keep: int) -> None:
         """The checkpoint of `step` is durable; `keep` is the oldest checkpoint that is kept.
 
-        Batches up to `keep` are archived, and freed once they are not retained; newer ones can be delivered again.
+        Batches up to `keep` are archived, and freed once they are not retained; newer ones can be
+        delivered again.
         """
-        keys, freed = self._keys, keep - 1
+        keys = self._keys
+        freed = keep - 1
         tasks = list(self._limits.tasks)
         while freed < keep:
             reply = self._store.call(
@@ -197,10 +235,16 @@ class BatchLedger:
         return taken, committed, freed
 
     def manifest(self, step: int) -> Manifest | None:
-        """The recorded manifest of a step that was taken and not freed yet; of an archived one while it is retained."""
+        """The recorded manifest of a step that was taken and not freed yet; of an archived one
+        while it is retained.
+        """
         return self.archive.manifest(step)
 
     def set_target(self, nonce: str, task: str, target: int) -> None:
-        """Ask for groups of a task whose target the trainer sets (an evaluation), `target` in all so far."""
-        reply = self._store.call("set_target", self._keys.slots(task=task), {"nonce": nonce, "target": target})
+        """Ask for groups of a task whose target the trainer sets (an evaluation), `target` in all
+        so far.
+        """
+        reply = self._store.call(
+            "set_target", self._keys.slots(task=task), {"nonce": nonce, "target": target}
+        )
         unfenced(reply, "trainer")

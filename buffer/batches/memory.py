@@ -1,9 +1,10 @@
 """Payload bytes of a run against its two marks (I12).
 
-Fresh prompts are started and claimed below the low mark, groups that were begun (aborted, expired, handed back) and
-evaluations below the high one. Nothing is ever refused at submit: what lies above the high mark is room for the results
-of what runs. The bytes are counted by the scripts that move the groups, as two absolute numbers: what came, what went.
-Bytes that are not handed in yet, and those that wait in `garbage` to be freed, are not in them.
+Fresh prompts are started and claimed below the low mark, groups that were begun (aborted, expired,
+handed back) and evaluations below the high one. Nothing is ever refused at submit: what lies above
+the high mark is room for the results of what runs. The bytes are counted by the scripts that move
+the groups, as two absolute numbers: what came, what went. Bytes that are not handed in yet, and
+those that wait in `garbage` to be freed, are not in them.
 """
 
 from __future__ import annotations
@@ -72,31 +73,45 @@ class Memory:
     """The byte account of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store, self._keys, self._limits = store, keys, limits
+        self._store = store
+        self._keys = keys
+        self._limits = limits
 
     def count(self) -> ByteCount:
         bytes_key = self._keys.bytes
-        return ByteCount.parse(self._store.retrying("bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS)))
+        return ByteCount.parse(
+            self._store.retrying("bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS))
+        )
 
     def use(self, count: ByteCount | None = None) -> MemoryUse:
         """Where the run stands now, or stood at that count."""
-        return MemoryUse((count or self.count()).held, self._limits.low_bytes, self._limits.high_bytes)
+        return MemoryUse(
+            (count or self.count()).held, self._limits.low_bytes, self._limits.high_bytes
+        )
 
     def faults(self) -> list[str]:
-        """Whether the count is what the records say. Works on a live run, where it is a range: what was held all the
-        time is seen once, what came or went meanwhile once or never. O(living groups)."""
+        """Whether the count is what the records say. Works on a live run, where it is a range: what
+        was held all the time is seen once, what came or went meanwhile once or never. O(living
+        groups).
+        """
         before = self.count()
         weighed = self.weigh()
         after = self.count()
-        least, most = before.came - after.went, after.came - before.went
+        least = before.came - after.went
+        most = after.came - before.went
         if least <= weighed <= most:
             return []
-        return [f"{before.held} payload bytes are counted, {weighed} are in the records ({least} to {most} may be)"]
+        return [
+            f"{before.held} payload bytes are counted, {weighed} are in the records ({least} to {most} may be)"
+        ]
 
     def weigh(self) -> int:
-        """Bytes of all records, then those of archived batches that are retained: a group that was archived in
-        between is not counted again."""
-        walk, total, seen = RecordWalk(self._store, self._keys), 0, set()
+        """Bytes of all records, then those of archived batches that are retained: a group that was
+        archived in between is not counted again.
+        """
+        walk = RecordWalk(self._store, self._keys)
+        total = 0
+        seen = set()
         for task in self._limits.tasks:
             for gid, record in walk.records(task):
                 total += int(record.get("prompt", 0))

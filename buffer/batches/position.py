@@ -1,7 +1,8 @@
 """Which draws a line of weights was trained on, small enough for every checkpoint (I6).
 
-Draws are numbered per task and trained almost in order: a low-water mark says most of it, and a bitmap the rest, one
-bit for each draw above the mark (compressed in the checkpoint). It is ordered like a bitmap of the server.
+Draws are numbered per task and trained almost in order: a low-water mark says most of it, and a
+bitmap the rest, one bit for each draw above the mark (compressed in the checkpoint). It is ordered
+like a bitmap of the server.
 
 Where the training of a run stands, as a checkpoint remembers it: all that a server may forget (I6).
 """
@@ -30,16 +31,24 @@ def _pack(bits: bytearray) -> str:
 
 def _unpack(value: Any) -> Any:
     try:
-        return bytearray(zlib.decompress(base64.b64decode(value))) if isinstance(value, str) and value else value
+        return (
+            bytearray(zlib.decompress(base64.b64decode(value)))
+            if isinstance(value, str) and value
+            else value
+        )
     except zlib.error as error:
         raise ValueError(f"no bitmap: {error}") from error
 
 
-Bits = Annotated[bytearray, BeforeValidator(lambda value: _unpack(value) or bytearray()), PlainSerializer(_pack)]
+Bits = Annotated[
+    bytearray, BeforeValidator(lambda value: _unpack(value) or bytearray()), PlainSerializer(_pack)
+]
 
 
 class DrawSet(BaseModel):
-    """All draws below `low`, and draw low + n for every bit n that is set; the highest bit of a byte is first."""
+    """All draws below `low`, and draw low + n for every bit n that is set; the highest bit of a
+    byte is first.
+    """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -71,7 +80,9 @@ class DrawSet(BaseModel):
 
 
 class TrainedDraws(BaseModel):
-    """`DrawSet` by task; imported groups have one of their own, since they are numbered far away from the others."""
+    """`DrawSet` by task; imported groups have one of their own, since they are numbered far away
+    from the others.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -79,7 +90,9 @@ class TrainedDraws(BaseModel):
     imported: dict[str, DrawSet] = {}
 
     def add_batch(self, step: int, gids: Iterable[str]) -> None:
-        """Count a batch as trained. AccountError, and nothing changed, if one of its groups was trained before."""
+        """Count a batch as trained. AccountError, and nothing changed, if one of its groups was
+        trained before.
+        """
         batch = list(gids)
         seen = [gid for gid in batch if gid in self]
         if seen or len(set(batch)) != len(batch):
@@ -101,12 +114,17 @@ class TrainedDraws(BaseModel):
 
     def _find(self, gid: str) -> tuple[dict[str, DrawSet], str, int]:
         task, draw = split_group_id(gid)
-        return (self.tasks, task, draw) if draw < IMPORTED_FROM else (self.imported, task, draw - IMPORTED_FROM)
+        return (
+            (self.tasks, task, draw)
+            if draw < IMPORTED_FROM
+            else (self.imported, task, draw - IMPORTED_FROM)
+        )
 
 
 class Position(BaseModel):
-    """Keep it in every checkpoint (it is JSON), and hand it to `RolloutConsumer.open`: a server that lost its last
-    second, or everything, is told again what was trained."""
+    """Keep it in every checkpoint (it is JSON), and hand it to `RolloutConsumer.open`: a server
+    that lost its last second, or everything, is told again what was trained.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -123,7 +141,9 @@ class Position(BaseModel):
     trained: TrainedDraws = TrainedDraws()
 
     def add(self, manifest: Manifest) -> None:
-        """A batch was trained. AccountError, and nothing changed, if one of its groups was trained before."""
+        """A batch was trained. AccountError, and nothing changed, if one of its groups was trained
+        before.
+        """
         self.trained.add_batch(manifest.step, manifest.gids)
         self.batches[manifest.step] = manifest.lines
         self.step = manifest.step

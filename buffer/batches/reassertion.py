@@ -1,8 +1,9 @@
 """After a loss: the server is told by value what the trainer's checkpoint knows (I6).
 
-A server can lose its last second (`appendfsync everysec`), or be put back to an older state, or come back empty. Then a
-checkpoint of step S knows more than it: batches that were taken, and draws that were trained. What the server says is
-compared with that, at every opening; where nothing is lost nothing is written. Otherwise, while take waits:
+A server can lose its last second (`appendfsync everysec`), or be put back to an older state, or
+come back empty. Then a checkpoint of step S knows more than it: batches that were taken, and draws
+that were trained. What the server says is compared with that, at every opening; where nothing is
+lost nothing is written. Otherwise, while take waits:
 
 1. a batch that is not one of S's history is dissolved: its groups are ready again
 2. batches since the oldest checkpoint kept come back as they were, if their bytes are still there; if not, they and
@@ -11,8 +12,9 @@ compared with that, at every opening; where nothing is lost nothing is written. 
    `regenerate` had trained, which the server forgot, too, is drawn again
 4. the ledger goes on after S
 
-Each of these is one script, or slices of one, that changes nothing when repeated. A trainer that dies between two
-leaves `recovering` set, so that nobody is given a batch, and the next one compares again.
+Each of these is one script, or slices of one, that changes nothing when repeated. A trainer that
+dies between two leaves `recovering` set, so that nobody is given a batch, and the next one compares
+again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from buffer.store.store import Store
 
 @dataclass(slots=True)
 class Recovery:
-    """What an opening put right: draws ended or drawn again by value, batches restored and dissolved."""
+    """What an opening put right: draws ended or drawn again by value, batches restored and
+    dissolved.
+    """
 
     changed: int = 0
     lost: int = 0
@@ -45,13 +49,25 @@ class Recovery:
 
 
 class Reassertion:
-    """One comparison of a server with a checkpoint, by the trainer of `nonce`, whose opening set `recovering`."""
+    """One comparison of a server with a checkpoint, by the trainer of `nonce`, whose opening set
+    `recovering`.
+    """
 
     def __init__(
-        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, ledger: BatchLedger, nonce: str
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        payloads: PayloadStore,
+        ledger: BatchLedger,
+        nonce: str,
     ) -> None:
-        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
-        self._ledger, self._nonce = ledger, nonce
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
+        self._ledger = ledger
+        self._nonce = nonce
         self._draws = DrawAssertion(store, keys, limits, nonce)
         self._done = Recovery()
 
@@ -65,19 +81,26 @@ class Reassertion:
             self._go_below()
         else:
             self._catch_up(taken)
-        self._done.changed, self._done.lost = self._draws.changed, self._draws.lost
+        self._done.changed = self._draws.changed
+        self._done.lost = self._draws.lost
         return self._done
 
     def _end_commit(self) -> None:
-        """Archive the rest of a batch of which a slice was archived: it can be nothing else any more."""
-        keep = self._store.retrying("keep", lambda: self._store.control.hget(self._keys.ledger("train"), "keep"))
+        """Archive the rest of a batch of which a slice was archived: it can be nothing else any
+        more.
+        """
+        keep = self._store.retrying(
+            "keep", lambda: self._store.control.hget(self._keys.ledger("train"), "keep")
+        )
         if int(keep or 0) > self._ledger.steps()[2]:
             self._ledger.commit(self._nonce, int(keep), int(keep))
 
     # -- batches ---------------------------------------------------------------------------------
 
     def _dissolve(self, freed: int, taken: int) -> int:
-        """Let go of the batches from the first one on that S's history does not go on with; returns the last left."""
+        """Let go of the batches from the first one on that S's history does not go on with; returns
+        the last left.
+        """
         steps = range(freed + 1, taken + 1)
         below = self._position.step < freed
         first = next((step for step in steps if below or not self._is_history(step)), taken + 1)
@@ -87,19 +110,25 @@ class Reassertion:
 
     def _is_history(self, step: int) -> bool:
         """Whether this batch is what was trained in its step, or, after S, can be trained."""
-        found, known = self._ledger.manifest(step), self._position.manifest(step)
+        found = self._ledger.manifest(step)
+        known = self._position.manifest(step)
         if found is None:
             return False
         if known is not None:
-            return [entry.payload for entry in found.entries] == [entry.payload for entry in known.entries]
+            return [entry.payload for entry in found.entries] == [
+                entry.payload for entry in known.entries
+            ]
         trained = [gid in self._position.trained for gid in found.gids]
         if step > self._position.step:
             return not any(trained)
-        # its manifest is not known any more, since no checkpoint asks for it; what a later step trained was not in it
+        # its manifest is not known any more, since no checkpoint asks for it; what a later step
+        # trained was not in it
         return all(trained) and self._position.kept.isdisjoint(found.gids)
 
     def _restorable(self, taken: int) -> list[Manifest]:
-        """The batches behind the last one that the server knows of which, and of all after them, all is there."""
+        """The batches behind the last one that the server knows of which, and of all after them,
+        all is there.
+        """
         found: list[Manifest] = []
         for step in range(self._position.step, taken, -1):
             manifest = self._position.manifest(step)
@@ -110,7 +139,9 @@ class Reassertion:
 
     def _is_whole(self, manifest: Manifest) -> bool:
         """Whether records and bytes of all its groups are there; the bytes are then pinned."""
-        records = self._store.each("records", [("EXISTS", self._keys.group(gid)) for gid in manifest.gids])
+        records = self._store.each(
+            "records", [("EXISTS", self._keys.group(gid)) for gid in manifest.gids]
+        )
         return all(records) and self._payloads.pin([entry.payload for entry in manifest.entries])
 
     def _restore(self, manifest: Manifest) -> None:
@@ -140,7 +171,11 @@ class Reassertion:
         position = self._position
         restorable = self._restorable(taken)
         first = restorable[0].step if restorable else max(taken, position.step) + 1
-        lives = {gid for step in range(self._ledger.steps()[2] + 1, taken + 1) for gid in self._gids(step)}
+        lives = {
+            gid
+            for step in range(self._ledger.steps()[2] + 1, taken + 1)
+            for gid in self._gids(step)
+        }
         lives |= {gid for manifest in restorable for gid in manifest.gids}
         if first > taken + 1:  # there is a hole: what is before it can be delivered no more
             self._ledger.commit(self._nonce, taken, taken)
@@ -154,7 +189,9 @@ class Reassertion:
             self._restore(manifest)
 
     def _discard(self, steps: range) -> None:
-        """Bytes of batches that are not whole: their groups were archived as they came back, without these."""
+        """Bytes of batches that are not whole: their groups were archived as they came back,
+        without these.
+        """
         for step in steps:
             if manifest := self._position.manifest(step):
                 self._payloads.discard([entry.payload for entry in manifest.entries])
@@ -185,7 +222,8 @@ class Reassertion:
         position = self._position
         later = [gid for manifest in still_to_come for gid in manifest.gids]
         used = {
-            task: position.trained.count(task) - len(numbers_of(task, later)) for task in self._limits.training_tasks
+            task: position.trained.count(task) - len(numbers_of(task, later))
+            for task in self._limits.training_tasks
         }
         reply = self._store.call(
             "reset_ledger",

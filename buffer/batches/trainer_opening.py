@@ -1,4 +1,6 @@
-"""How a trainer becomes the one of a run: it says what its checkpoint knows, and take waits until the server agrees."""
+"""How a trainer becomes the one of a run: it says what its checkpoint knows, and take waits until
+the server agrees.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ log = logging.getLogger("rolloutmq.opening")
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the server says to a trainer that opens: its run, and the steps it knows. `recovery`: what was put right."""
+    """What the server says to a trainer that opens: its run, and the steps it knows. `recovery`:
+    what was put right.
+    """
 
     run_nonce: str
     taken: int
@@ -33,9 +37,17 @@ class TrainerOpening:
     """Opens the `train` ledger of a run."""
 
     def __init__(
-        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, ledger: BatchLedger
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        payloads: PayloadStore,
+        ledger: BatchLedger,
     ) -> None:
-        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
         self._ledger = ledger
 
     def open(
@@ -49,16 +61,19 @@ class TrainerOpening:
         position: Position | None = None,
         regenerate: bool = False,
     ) -> Opening:
-        """Become the trainer, from a checkpoint of `step` (0: none); `lineage` names the weights to come.
+        """Become the trainer, from a checkpoint of `step` (0: none); `lineage` names the weights to
+        come.
 
-        The `position` of a checkpoint says that better, and a server that lost what it knows is told again; it is then
-        of this run and lineage. `regenerate` is for a server that lost everything, or a checkpoint below what is kept:
-        what is gone is drawn again. Raises RoleHeld (another one beats), LostRun (not the run the checkpoint knows),
-        LedgerError (the checkpoint is older than what is kept, or newer than what the server has).
+        The `position` of a checkpoint says that better, and a server that lost what it knows is
+        told again; it is then of this run and lineage. `regenerate` is for a server that lost
+        everything, or a checkpoint below what is kept: what is gone is drawn again. Raises RoleHeld
+        (another one beats), LostRun (not the run the checkpoint knows), LedgerError (the checkpoint
+        is older than what is kept, or newer than what the server has).
         """
         keys = self._keys
         if position is not None:
-            step, run_nonce = position.step, position.run_nonce
+            step = position.step
+            run_nonce = position.run_nonce
         reply = self._store.call(
             "trainer_open",
             keys.slots(ledger=self._ledger.name),
@@ -78,7 +93,9 @@ class TrainerOpening:
         recovery = self._reassert(nonce, position, regenerate) if position else Recovery()
         self.rescore(nonce, step)
         if position is not None:
-            position.run, position.run_nonce, position.lineage = keys.run, run, lineage
+            position.run = keys.run
+            position.run_nonce = run
+            position.lineage = lineage
         return Opening(run, *self._ledger.steps(), recovery)
 
     def _accepted(self, reply: list[str], step: int) -> str:
@@ -106,12 +123,19 @@ class TrainerOpening:
         parts = (self._store, self._keys, self._limits, self._payloads, self._ledger, nonce)
         recovery = Reassertion(*parts).run(position, regenerate=regenerate)
         if recovery:
-            log.warning("the server had lost what the checkpoint of step %s knows: %s", position.step, recovery)
+            log.warning(
+                "the server had lost what the checkpoint of step %s knows: %s",
+                position.step,
+                recovery,
+            )
         return recovery
 
     def rescore(self, nonce: str, step: int) -> None:
-        """Clamp what dead lineages made after the fork, slice by slice; take waits for the end (I8)."""
-        keys, done = self._keys, False
+        """Clamp what dead lineages made after the fork, slice by slice; take waits for the end
+        (I8).
+        """
+        keys = self._keys
+        done = False
         while not done:
             reply = self._store.call(
                 "rescore",

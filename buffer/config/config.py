@@ -1,7 +1,8 @@
 """A whole config file: the sections both sides share, and room for those of one side.
 
-Each side declares its own sections in a subclass (`buffer.config.worker`, `buffer.config.trainer`); what belongs to
-the other side stays opaque to it. `rolloutmq run` and `rolloutmq check` read the file as both, so every key is checked.
+Each side declares its own sections in a subclass (`buffer.config.worker`, `buffer.config.trainer`);
+what belongs to the other side stays opaque to it. `rolloutmq run` and `rolloutmq check` read the
+file as both, so every key is checked.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class PlanSection(Section):
     batch_size: int = Field(16, ge=1, le=1024)
     """groups per train step, over all training tasks"""
     curriculum: str | None = None
-    """your function as package.module:function of what was counted so far, asked for task weights after each train
-    step; default: the weights stay as the tasks say"""
+    """your function as package.module:function of what was counted so far, asked for task weights
+    after each train step; default: the weights stay as the tasks say
+    """
 
     @field_validator("curriculum")
     @classmethod
@@ -49,11 +51,15 @@ class LaunchSection(Section):
     workers: int = Field(2, ge=1)
     """rollout workers, one process each"""
     colocated: bool = False
-    """trainer and workers share the same GPUs (they must fit side by side); otherwise an overlap is an error"""
+    """trainer and workers share the same GPUs (they must fit side by side); otherwise an overlap is
+    an error
+    """
     trainer_gpus: list[int] | None = None
     """GPUs of the trainer; default: the first one where there are any"""
     worker_gpus: list[int] | None = None
-    """GPUs of the workers, dealt out in groups of as many as the engine has shards; default: all others"""
+    """GPUs of the workers, dealt out in groups of as many as the engine has shards; default: all
+    others
+    """
     judge_workers: int = Field(1, ge=1)
     """processes that judge, where a task has judging of kind rq"""
     max_restarts: int = Field(20, ge=0)
@@ -111,7 +117,11 @@ class ConfigFile(Section):
 
     def _memory_need(self) -> MemoryNeed:
         section = self.producer
-        prompt_tokens = section.get("max_prompt_tokens") if isinstance(section, dict) else section.max_prompt_tokens
+        prompt_tokens = (
+            section.get("max_prompt_tokens")
+            if isinstance(section, dict)
+            else section.max_prompt_tokens
+        )
         groups = [
             estimate_group_bytes(task.prompt_repeat_k, task.sample.max_tokens, prompt_tokens)
             for task in self.tasks.values()
@@ -126,15 +136,21 @@ class ConfigFile(Section):
         )
 
     def batches_until_freed(self) -> int:
-        """Batches that were taken and that no checkpoint frees yet, at most. The training side knows."""
+        """Batches that were taken and that no checkpoint frees yet, at most. The training side
+        knows.
+        """
         return 1
 
     def strategy_of(self, task: str) -> StrategySection:
-        """[strategy] with what the task says for itself. An evaluation task has that of the task it belongs to."""
+        """[strategy] with what the task says for itself. An evaluation task has that of the task it
+        belongs to.
+        """
         return self.strategy.overridden(self.tasks[task].strategy)
 
     def limits(self, maxmemory_bytes: int = 0) -> RunLimits:
-        """What goes into the run's meta, for all processes to agree on. `maxmemory_bytes`: of the server, 0 = none."""
+        """What goes into the run's meta, for all processes to agree on. `maxmemory_bytes`: of the
+        server, 0 = none.
+        """
         budget = self.memory.budget(maxmemory_bytes)
         return RunLimits(
             lease_ms=self.lease.lease_ms,
@@ -175,5 +191,7 @@ class ConfigFile(Section):
             tail_batch_max_tries=None if task.strategy is None else own.tail_batch_max_tries,
             over_sample_threshold=None if task.strategy is None else own.over_sample_threshold,
             max_in_flight=own.max_in_flight,
-            max_consecutive_failures=None if task.strategy is None else own.max_consecutive_failures,
+            max_consecutive_failures=None
+            if task.strategy is None
+            else own.max_consecutive_failures,
         )

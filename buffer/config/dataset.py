@@ -13,10 +13,14 @@ from buffer.model.dotted_path import is_dotted_path
 
 
 class ImagesSection(Section):
-    """[tasks.<name>.dataset.images]: rows may name images, which are shown to the model; [run] media keeps them."""
+    """[tasks.<name>.dataset.images]: rows may name images, which are shown to the model; [run]
+    media keeps them.
+    """
 
     root: Path | None = None
-    """folder in which the files of images lie, and which no row may leave; default: that of the data set's file"""
+    """folder in which the files of images lie, and which no row may leave; default: that of the
+    data set's file
+    """
     max_bytes: ByteSize = 20 << 20
     """a larger file is refused"""
     max_pixels: int = Field(1 << 24, ge=1)
@@ -29,8 +33,9 @@ class _Records(Section):
     """A data set whose rows are records of somebody else's making."""
 
     record: str | None = None
-    """your function that makes a problem of one record (a dict), as package.module:function; default: the fields that
-    JSONL files have"""
+    """your function that makes a problem of one record (a dict), as package.module:function;
+    default: the fields that JSONL files have
+    """
     images: ImagesSection | None = None
     """what images rows may name; default: none"""
 
@@ -65,7 +70,9 @@ class ReasoningGymDataset(Section):
     config: dict[str, Any] = Field(default_factory=dict)
     """further options of that task, for example max_digits"""
     warm_start_size: int = Field(0, ge=0)
-    """problems set aside for the supervised warm start; none of them is used for training or evaluation"""
+    """problems set aside for the supervised warm start; none of them is used for training or
+    evaluation
+    """
     held_out_size: int = Field(0, ge=0)
     """problems set aside for evaluation"""
 
@@ -80,7 +87,9 @@ class ReasoningGymDataset(Section):
 
 
 class ParquetDataset(_Records):
-    """[tasks.<name>.dataset] kind = "parquet": one row per problem (`pip install 'rolloutmq[parquet]'`)."""
+    """[tasks.<name>.dataset] kind = "parquet": one row per problem (`pip install
+    'rolloutmq[parquet]'`).
+    """
 
     kind: Literal["parquet"]
     """which kind of data set"""
@@ -103,13 +112,16 @@ class HuggingFaceDataset(_Records):
 
 
 class PythonDataset(_Records):
-    """[tasks.<name>.dataset] kind = "python": an object of yours, for example a torch Dataset or DataLoader."""
+    """[tasks.<name>.dataset] kind = "python": an object of yours, for example a torch Dataset or
+    DataLoader.
+    """
 
     kind: Literal["python"]
     """which kind of data set"""
     factory: str
-    """your function or class that makes it, as package.module:function: something with a length and [row], or
-    something to iterate over"""
+    """your function or class that makes it, as package.module:function: something with a length and
+    [row], or something to iterate over
+    """
     options: dict[str, Any] = Field(default_factory=dict)
     """what the factory is called with"""
     rows: int | None = Field(None, ge=1)

@@ -1,6 +1,7 @@
 """Settings of the engines: one pydantic union, told apart by `kind`.
 
-Invariant: what is `None` here means "the default of this machine", which `vllm_arguments` alone fills in.
+Invariant: what is `None` here means "the default of this machine", which `vllm_arguments` alone
+fills in.
 """
 
 from __future__ import annotations
@@ -25,43 +26,68 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    restarts: int = Field(3, ge=0, description="new engines after dead ones; one that lived 10 minutes is forgiven")
+    restarts: int = Field(
+        3, ge=0, description="new engines after dead ones; one that lived 10 minutes is forgiven"
+    )
 
 
 class VllmConfig(EngineSettings):
     """A vLLM engine. Sizes in tokens unless the name has a unit.
 
-    Defaults for None: on a CPU build float32, eager, 64 sequences and 1 GiB of KV cache; on CUDA the model's
-    dtype, compiled, 256 sequences and vLLM's own share of GPU memory.
+    Defaults for None: on a CPU build float32, eager, 64 sequences and 1 GiB of KV cache; on CUDA
+    the model's dtype, compiled, 256 sequences and vLLM's own share of GPU memory.
     """
 
     kind: Literal["vllm"] = "vllm"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
-    max_model_len: int | None = Field(None, ge=2, description="prompt + response; None: the model's")
-    max_num_seqs: int | None = Field(None, ge=1, description="in one forward pass; more wait in line")
+    max_model_len: int | None = Field(
+        None, ge=2, description="prompt + response; None: the model's"
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="in one forward pass; more wait in line"
+    )
     kv_cache_memory_bytes: int | None = Field(None, ge=1 << 20)
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share each layer")
-    pipeline_parallel_size: int = Field(1, ge=1, description="stages that the layers are dealt out to")
-    data_parallel_size: int = Field(1, ge=1, description="replicas of all that; requests are shared out among them")
-    enforce_eager: bool | None = None
-    enable_sleep_mode: bool = Field(False, description="can give its GPU memory back while paused; CUDA only")
-    omp_threads: int | None = Field(None, ge=1, description="CPU threads; 1 where engines share a machine")
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = Field(
-        None, description="sample with a LoRA adapter of this rank at most: what is published are adapters, no weights"
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="stages that the layers are dealt out to"
     )
-    routed_experts: bool = Field(False, description="hand in which experts a mixture of experts chose for each token")
-    report_load: bool = Field(False, description="look at how full it is; [worker] concurrency = 'auto' sets it")
+    data_parallel_size: int = Field(
+        1, ge=1, description="replicas of all that; requests are shared out among them"
+    )
+    enforce_eager: bool | None = None
+    enable_sleep_mode: bool = Field(
+        False, description="can give its GPU memory back while paused; CUDA only"
+    )
+    omp_threads: int | None = Field(
+        None, ge=1, description="CPU threads; 1 where engines share a machine"
+    )
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = Field(
+        None,
+        description="sample with a LoRA adapter of this rank at most: what is published are adapters, no weights",
+    )
+    routed_experts: bool = Field(
+        False, description="hand in which experts a mixture of experts chose for each token"
+    )
+    report_load: bool = Field(
+        False, description="look at how full it is; [worker] concurrency = 'auto' sets it"
+    )
     control_timeout_s: float = Field(60.0, gt=0, description="pause, resume, abort")
     load_timeout_s: float = Field(600.0, gt=0, description="one weight update")
-    hang_timeout_s: float = Field(300.0, gt=0, description="longer than any forward pass takes; silent so long is dead")
-    extra_args: dict[str, Any] = Field(default_factory=dict, description="more AsyncEngineArgs, as they are")
+    hang_timeout_s: float = Field(
+        300.0, gt=0, description="longer than any forward pass takes; silent so long is dead"
+    )
+    extra_args: dict[str, Any] = Field(
+        default_factory=dict, description="more AsyncEngineArgs, as they are"
+    )
 
     @field_validator("extra_args")
     @classmethod
     def _leaves_owned_arguments_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(OWNED_ARGUMENTS & value.keys()):
-            raise ValueError(f"extra_args may not set {', '.join(taken)}: the worker sets them, sizes from [engine]")
+            raise ValueError(
+                f"extra_args may not set {', '.join(taken)}: the worker sets them, sizes from [engine]"
+            )
         return value
 
     @property
@@ -75,7 +101,9 @@ class HttpConfig(EngineSettings):
 
     kind: Literal["http"] = "http"
     url: str = Field(pattern=r"^https?://", description="without /v1")
-    model: str | None = Field(None, description="as the server names it; None: the first that it serves")
+    model: str | None = Field(
+        None, description="as the server names it; None: the first that it serves"
+    )
     api_key: str | None = Field(None, repr=False)
     weights: Literal["update", "adapters", "static"] = Field(
         "update",
@@ -95,13 +123,19 @@ class HttpConfig(EngineSettings):
 
 
 class TransformersConfig(EngineSettings):
-    """A small model in the worker's own process, by transformers: where vLLM does not run, or to compare with it."""
+    """A small model in the worker's own process, by transformers: where vLLM does not run, or to
+    compare with it.
+    """
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_num_seqs: int = Field(16, ge=1, description="requests that get a token in each round; more wait in line")
-    routed_experts: bool = Field(False, description="hand in which experts a mixture of experts chose for each token")
+    max_num_seqs: int = Field(
+        16, ge=1, description="requests that get a token in each round; more wait in line"
+    )
+    routed_experts: bool = Field(
+        False, description="hand in which experts a mixture of experts chose for each token"
+    )
 
 
 class SimulatedConfig(EngineSettings):
@@ -112,13 +146,21 @@ class SimulatedConfig(EngineSettings):
     response_tokens: Distribution = LogNormal(median=256, sigma=0.6)
     first_token_s: Distribution = Fixed(value=0.05)
     token_s: Distribution = Fixed(value=0.01)
-    trace: Path | None = Field(None, description="JSONL of requests to play again: request_trace.py")
+    trace: Path | None = Field(
+        None, description="JSONL of requests to play again: request_trace.py"
+    )
     load_weights_s: float = Field(0.0, ge=0)
     max_num_seqs: int = Field(256, ge=1)
     vocab_size: int = Field(32_000, ge=2)
     eos_token_id: int = Field(0, ge=0)
-    fail_every: int | None = Field(None, ge=1, description="every n-th request raises GenerationError")
-    die_after: int | None = Field(None, ge=0, description="the engine dies at the request after so many")
+    fail_every: int | None = Field(
+        None, ge=1, description="every n-th request raises GenerationError"
+    )
+    die_after: int | None = Field(
+        None, ge=0, description="the engine dies at the request after so many"
+    )
 
 
-EngineConfig = Annotated[VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig, Field(discriminator="kind")]
+EngineConfig = Annotated[
+    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig, Field(discriminator="kind")
+]

@@ -1,8 +1,9 @@
-"""What is wrong with a config, told in the words of the file: dotted path, what is there, what is expected.
+"""What is wrong with a config, told in the words of the file: dotted path, what is there, what is
+expected.
 
-pydantic locates an error in the model; a location may name union members that nobody wrote, or values that
-were filled in from another section. Both are translated back to the file here. Which keys are known is read
-from the model's JSON schema.
+pydantic locates an error in the model; a location may name union members that nobody wrote, or
+values that were filled in from another section. Both are translated back to the file here. Which
+keys are known is read from the model's JSON schema.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ FIXED = "x-fixed"
 Location = Sequence[str | int]
 
 
-def describe_problems(model: type[BaseModel], tree: Mapping[str, Any], error: ValidationError) -> list[str]:
+def describe_problems(
+    model: type[BaseModel], tree: Mapping[str, Any], error: ValidationError
+) -> list[str]:
     """One line per mistake, in the order of the model. `tree` is the file as it was read."""
     found = [
         _locate(tree, details)
@@ -52,7 +55,9 @@ def _locate(tree: Mapping[str, Any], details: ErrorDetails) -> _Problem:
         if _has(node, part):
             node = node[part]
             path.append(part)
-        elif isinstance(node, dict) and part not in node.values():  # else: the tag of a union's member
+        elif (
+            isinstance(node, dict) and part not in node.values()
+        ):  # else: the tag of a union's member
             return _Problem(details, [*path, part], details["input"], is_written=False)
     if details["type"] == "missing":
         return _Problem(details, [*path, last], None, is_written=True)
@@ -78,7 +83,9 @@ def _tell(model: type[BaseModel], problem: _Problem) -> str:
             return f"{where}: {_suggest(model, problem.details['loc'])}"
         case "union_tag_invalid":
             key = str(context["discriminator"]).strip("'")
-            return f"{where}.{key} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
+            return (
+                f"{where}.{key} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
+            )
         case "union_tag_not_found":
             return f"{where}.{str(context['discriminator']).strip(chr(39))}: missing"
     got = "" if isinstance(problem.got, dict) else f" = {_shorten(problem.got)}"
@@ -106,13 +113,15 @@ def _expectation(message: str) -> str:
     return re.sub(r"^Input should be ", "expected ", message.removeprefix("Value error, "))
 
 
-# which keys would have been known ---------------------------------------------------------------------
+# which keys would have been known
+# ---------------------------------------------------------------------
 
 
 def _suggest(model: type[BaseModel], location: Location) -> str:
     schema = model.model_json_schema()
     *parents, last = location
-    node, key = _descend(schema, parents), str(last)
+    node = _descend(schema, parents)
+    key = str(last)
     if why := node.get(FIXED, {}).get(key):
         return f"cannot change while a run goes on: {why}"
     return f"unknown key{_suggest_known(schema, node, key)}"
@@ -122,7 +131,9 @@ def _suggest_known(schema: Mapping[str, Any], node: Mapping[str, Any], key: str)
     known = list(node.get("properties", {}))
     if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
         return f"; did you mean `{close[0]}`?"
-    if homes := [name for name, section in _sections(schema) if key in section.get("properties", {})]:
+    if homes := [
+        name for name, section in _sections(schema) if key in section.get("properties", {})
+    ]:
         return f"; it belongs in [{homes[0]}]"
     return f"; known here: {', '.join(known)}" if known else ""
 

@@ -150,6 +150,8 @@ class CriticConfig(Section):
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
     max_grad_norm: float = Field(1.0, gt=0)
+
+
 AdvantageEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"
 ]

@@ -1,8 +1,8 @@
 """Config files: TOML into frozen pydantic sections, and every mistake in one readable error.
 
-Defaults < file < `--set section.key=value`. Values are checked strictly (a TOML string is not a number), an
-unknown key is an error with the closest known one, and all mistakes of a file are reported at once: nobody
-should have to start a run five times to find five typos.
+Defaults < file < `--set section.key=value`. Values are checked strictly (a TOML string is not a
+number), an unknown key is an error with the closest known one, and all mistakes of a file are
+reported at once: nobody should have to start a run five times to find five typos.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """Base of every part of a config: frozen, unknown keys refused, defaults checked like given values.
+    """Base of every part of a config: frozen, unknown keys refused, defaults checked like given
+    values.
 
     The string under a field is its description, in `--help`, in the docs and in the JSON schema.
     """
@@ -65,7 +66,9 @@ def _validated(model: type[M], tree: dict[str, Any], where: str) -> M:
 
 
 def parse_settings(model: type[M], assignments: Sequence[str]) -> M:
-    """`model` from assignments like `max_staleness=2` alone. Raises ConfigError with every wrong one."""
+    """`model` from assignments like `max_staleness=2` alone. Raises ConfigError with every wrong
+    one.
+    """
     tree: dict[str, Any] = {}
     for assignment in assignments:
         _apply_override(tree, assignment)
@@ -84,7 +87,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}{_quote_line(text, str(error))}") from error
+        raise ConfigError(
+            f"{path}: not valid TOML: {error}{_quote_line(text, str(error))}"
+        ) from error
 
 
 def _quote_line(text: str, message: str) -> str:

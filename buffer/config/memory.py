@@ -1,4 +1,5 @@
-"""The config section [memory], and whether its budget is enough for what a run must hold at once (I12).
+"""The config section [memory], and whether its budget is enough for what a run must hold at once
+(I12).
 
 The config section [retention], which both sides share.
 """
@@ -16,8 +17,9 @@ from buffer.model.byte_size import ByteSize, format_size
 from buffer.model.compression import Compression, zstandard
 
 SHARE_OF_SERVER = 0.75
-"""Of maxmemory, where no budget is given: the rest is for the index, for bytes on their way in and out, and for what
-the allocator wastes."""
+"""Of maxmemory, where no budget is given: the rest is for the index, for bytes on their way in and
+out, and for what the allocator wastes.
+"""
 
 TOKEN_BYTES = 12
 """A generated token: id (4), logprob (4) and its text (4, as long as English tokens are)."""
@@ -25,8 +27,11 @@ TOKEN_BYTES = 12
 PROMPT_TOKEN_BYTES = 16
 """A token of the prompt: id and text, once as the prompt of the group and once with its result."""
 
-GROUP_BYTES, SAMPLE_BYTES = 1024, 128
-"""What a group and each of its rollouts have besides tokens (measured: 365 bytes with one, 1,170 with eight)."""
+GROUP_BYTES = 1024
+SAMPLE_BYTES = 128
+"""What a group and each of its rollouts have besides tokens (measured: 365 bytes with one, 1,170
+with eight).
+"""
 
 PROMPT_TOKENS = 1024
 """Assumed where [producer] max_prompt_tokens does not say."""
@@ -36,20 +41,28 @@ class MemorySection(Section):
     """[memory]: how many bytes of prompts and results a run may hold on its server."""
 
     budget_bytes: ByteSize | None = None
-    """a number, or text like "8GiB"; default: three quarters of the server's maxmemory, no bound where it has none"""
+    """a number, or text like "8GiB"; default: three quarters of the server's maxmemory, no bound
+    where it has none
+    """
     low_water: float = Field(0.7, gt=0, le=1)
     """share of the budget from which no new prompt is started"""
     high_water: float = Field(0.9, gt=0, le=1)
-    """share from which nothing is started; what is above it is room for the results of groups that run"""
+    """share from which nothing is started; what is above it is room for the results of groups that
+    run
+    """
     compression: Compression = "none"
     """none, or zstd for payloads (pip install 'rolloutmq[zstd]')"""
     group_bytes: ByteSize | None = None
-    """bytes of a finished group, to see whether the budget is enough; default: estimated, for the longest responses"""
+    """bytes of a finished group, to see whether the budget is enough; default: estimated, for the
+    longest responses
+    """
 
     @model_validator(mode="after")
     def _check_order(self) -> MemorySection:
         if self.low_water > self.high_water:
-            raise ValueError(f"low_water = {self.low_water} is above high_water = {self.high_water}")
+            raise ValueError(
+                f"low_water = {self.low_water} is above high_water = {self.high_water}"
+            )
         return self
 
     @field_validator("compression")
@@ -75,7 +88,9 @@ def estimate_group_bytes(samples: int, max_tokens: int, prompt_tokens: int | Non
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a run must be able to hold: batches that no checkpoint frees yet, and what runs ahead of them."""
+    """What a run must be able to hold: batches that no checkpoint frees yet, and what runs ahead of
+    them.
+    """
 
     group_bytes: int
     batches: int
@@ -103,8 +118,9 @@ class RetentionSection(Section):
     """[retention]: what is kept of batches that are trained and committed."""
 
     policy: Literal["none", "last", "export"] = "none"
-    """none: they are freed at once; last: the last `batches` of them stay readable; export: each stays until an
-    exporter has said that it copied it, and the last `batches` of them after that"""
+    """none: they are freed at once; last: the last `batches` of them stay readable; export: each
+    stays until an exporter has said that it copied it, and the last `batches` of them after that
+    """
     batches: int = Field(0, ge=0)
     """archived batches that stay, with their bytes: they count against the server's memory"""
 

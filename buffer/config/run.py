@@ -1,7 +1,7 @@
 """The config sections both sides share: [run] [redis] [lease] [policy] [tasks].
 
-The models of the two sides put these together with sections of their own. Paths are relative to where the
-command is started. Names and defaults are XTuner's where the thing is the same.
+The models of the two sides put these together with sections of their own. Paths are relative to
+where the command is started. Names and defaults are XTuner's where the thing is the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from buffer.weights.registry import TransportName
 def check_name(name: str) -> str:
     """Runs and tasks name Redis keys and folders: no slashes, braces, colons or leading dots."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise ValueError("expected letters, digits, `_ . -`; first a letter or digit; at most 64 characters")
+        raise ValueError(
+            "expected letters, digits, `_ . -`; first a letter or digit; at most 64 characters"
+        )
     return name
 
 
@@ -71,8 +73,9 @@ class RunSection(Section):
     dir: Path | None = None
     """folder of the run's server, checkpoints, weights and logs; default: runs/<name>"""
     media: Path | None = None
-    """folder of this run alone, seen by all processes, for files that payloads refer to as run://GID/NAME: they are
-    saved with the run and deleted with their groups; default: none"""
+    """folder of this run alone, seen by all processes, for files that payloads refer to as
+    run://GID/NAME: they are saved with the run and deleted with their groups; default: none
+    """
     seed: int = Field(0, ge=0, lt=2**32)
     """seed of model, data order and sampling"""
 
@@ -85,12 +88,17 @@ class RedisSection(Section):
     """[redis]: the server. With no URL anywhere, the run starts an embedded Valkey of its own."""
 
     url: str | None = Field(None, repr=False)
-    """redis://, rediss:// or unix:// URL, of any node of a cluster; REDIS_URL beats it, --redis-url both"""
+    """redis://, rediss:// or unix:// URL, of any node of a cluster; REDIS_URL beats it, --redis-url
+    both
+    """
     deadline_s: float = Field(60.0, gt=0)
-    """how long one operation is tried again before it fails; trainer, producer and workers wait on until they are
-    stopped"""
+    """how long one operation is tried again before it fails; trainer, producer and workers wait on
+    until they are stopped
+    """
     wait_replicas: int = Field(0, ge=0)
-    """replicas that must have a submit, take or commit before it counts: what is answered survives a failover"""
+    """replicas that must have a submit, take or commit before it counts: what is answered survives
+    a failover
+    """
     allow_unsafe: bool = False
     """go on although the server's settings could lose data"""
 
@@ -98,7 +106,9 @@ class RedisSection(Section):
     @classmethod
     def _check_scheme(cls, url: str | None) -> str | None:
         if url is not None and urlsplit(url).scheme not in SCHEMES:
-            raise ValueError("expected a URL that starts with redis://, rediss://, unix:// or redis+sentinel://")
+            raise ValueError(
+                "expected a URL that starts with redis://, rediss://, unix:// or redis+sentinel://"
+            )
         return url
 
     def resolve_url(self, flag: str | None = None) -> str | None:
@@ -110,7 +120,9 @@ class RedisSection(Section):
 
 
 class LeaseSection(Section):
-    """[lease]: how long a worker may hold a group without a sign of life, and how often a group is tried."""
+    """[lease]: how long a worker may hold a group without a sign of life, and how often a group is
+    tried.
+    """
 
     lease_ms: int = Field(10_000, ge=300)
     """a group whose worker was silent for so long goes back to the queue"""
@@ -119,8 +131,12 @@ class LeaseSection(Section):
     max_tries: int = Field(3, ge=1)
     """after so many failed or lost tries a group is a dead letter"""
     pause_timeout_s: float = Field(300.0, gt=0)
-    """a worker that does not confirm a pause in this time is fenced, and its groups are queued again"""
-    worker_timeout_ms: int = Field(default_factory=lambda data: 3 * int(data.get("lease_ms", 10_000)), ge=300)
+    """a worker that does not confirm a pause in this time is fenced, and its groups are queued
+    again
+    """
+    worker_timeout_ms: int = Field(
+        default_factory=lambda data: 3 * int(data.get("lease_ms", 10_000)), ge=300
+    )
     """a worker that was silent for so long counts as gone; default: 3 * lease_ms"""
 
     @model_validator(mode="after")
@@ -141,23 +157,31 @@ class PolicySection(Section):
     weights_dir: Path | None = None
     """folder in which each run has one to share its weights through; default: <run folder>/weights"""
     weights_transport: TransportName = "folder"
-    """how weights reach workers: through that folder; in chunks through Redis (small models; memory on top of
-    [memory]); or from the trainer's memory to the engines' processes over gloo or nccl, with the folder behind it"""
+    """how weights reach workers: through that folder; in chunks through Redis (small models; memory
+    on top of [memory]); or from the trainer's memory to the engines' processes over gloo or nccl,
+    with the folder behind it
+    """
     weights_host: str | None = None
-    """gloo, nccl: the trainer's address for workers, which connect to any port of it; default: the one from which it
-    reaches the Redis server"""
+    """gloo, nccl: the trainer's address for workers, which connect to any port of it; default: the
+    one from which it reaches the Redis server
+    """
     sync_weights_interval: int = Field(1, ge=1)
     """train steps between two publications of weights"""
     max_staleness: int = Field(0, ge=0)
     """how many publications old the weights of a rollout may be; 0 is on-policy"""
     max_token_staleness: int | None = Field(None, ge=0)
-    """the same for single tokens, at most as many: older ones are not trained, and a rollout with no other ones expires
-    its group; unset: all tokens of a group are trained"""
+    """the same for single tokens, at most as many: older ones are not trained, and a rollout with
+    no other ones expires its group; unset: all tokens of a group are trained
+    """
     order: str = "staleness"
-    """which ready groups are taken first: staleness (oldest weights), fifo (arrival), freshest (newest weights),
-    length_fair (short and long responses take turns), or your own function as package.module:function"""
+    """which ready groups are taken first: staleness (oldest weights), fifo (arrival), freshest
+    (newest weights), length_fair (short and long responses take turns), or your own function as
+    package.module:function
+    """
     pause_mode: Literal["abort", "drain", "keep"] = "keep"
-    """what a weight update does to running rollouts: hand back what they have, finish, or freeze and go on"""
+    """what a weight update does to running rollouts: hand back what they have, finish, or freeze
+    and go on
+    """
 
     @field_validator("order")
     @classmethod
@@ -171,7 +195,9 @@ class PolicySection(Section):
     def _check_tokens(cls, tokens: int | None, info: ValidationInfo) -> int | None:
         groups = info.data.get("max_staleness", 0)
         if tokens is not None and tokens > groups:
-            raise ValueError(f"expected at most max_staleness = {groups}: a group expires with its oldest token")
+            raise ValueError(
+                f"expected at most max_staleness = {groups}: a group expires with its oldest token"
+            )
         return tokens
 
     @property
@@ -203,23 +229,30 @@ class SampleParamsSection(Section):
     max_tokens: int = Field(2048, ge=1)
     """longest response, in tokens"""
     min_tokens: int = Field(0, ge=0)
-    """no end of text before so many tokens. As with top_p, top_k and structured: logprobs are those of the tokens that
-    were allowed, and a trainer's of all, so that the mismatch grows"""
+    """no end of text before so many tokens. As with top_p, top_k and structured: logprobs are those
+    of the tokens that were allowed, and a trainer's of all, so that the mismatch grows
+    """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
     stop_token_ids: list[int] = Field(default_factory=list)
     """tokens that end a response"""
     seed: int | None = None
-    """unset: the engine draws as it likes; set: every rollout gets a seed of its own, derived from this one, the run's,
-    the group and its place, so that the same weights sample the same response again"""
+    """unset: the engine draws as it likes; set: every rollout gets a seed of its own, derived from
+    this one, the run's, the group and its place, so that the same weights sample the same response
+    again
+    """
 
     structured: StructuredOutput | None = None
-    """what a response must look like: {choice = [...]}, {regex = "..."} or {json_schema = {...}}; engines vllm, http"""
+    """what a response must look like: {choice = [...]}, {regex = "..."} or {json_schema = {...}};
+    engines vllm, http
+    """
 
     @model_validator(mode="after")
     def _check_lengths(self) -> SampleParamsSection:
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens = {self.min_tokens} is over max_tokens = {self.max_tokens}")
+            raise ValueError(
+                f"min_tokens = {self.min_tokens} is over max_tokens = {self.max_tokens}"
+            )
         return self
 
     def to_params(self) -> SampleParams:
@@ -227,11 +260,14 @@ class SampleParamsSection(Section):
 
 
 class JudgingSection(Section):
-    """[tasks.<name>.judging]: where the judge runs. The limits are those of rq jobs, timeout_s and retries of judges at
-    a URL, too; any other inline judge has none."""
+    """[tasks.<name>.judging]: where the judge runs. The limits are those of rq jobs, timeout_s and
+    retries of judges at a URL, too; any other inline judge has none.
+    """
 
     kind: Literal["inline", "rq"] = "inline"
-    """inline: in the rollout worker; rq: in a forked process of `rolloutmq judge`, for slow or unsafe judges"""
+    """inline: in the rollout worker; rq: in a forked process of `rolloutmq judge`, for slow or
+    unsafe judges
+    """
     timeout_s: float = Field(60.0, gt=0)
     """a judge that takes longer is killed"""
     memory_mb: int = Field(4096, ge=256)
@@ -244,7 +280,11 @@ def judge_names(spec: JudgeSpec) -> list[str]:
     """Every judge that a task names."""
     if isinstance(spec, str):
         return [spec]
-    return [name for judges in spec.values() for name in ([judges] if isinstance(judges, str) else judges)]
+    return [
+        name
+        for judges in spec.values()
+        for name in ([judges] if isinstance(judges, str) else judges)
+    ]
 
 
 class TaskSection(Section):
@@ -259,8 +299,10 @@ class TaskSection(Section):
     dataset: DatasetSection
     """where prompts come from"""
     judge: JudgeSpec
-    """what scores a response: reasoning_gym, exact_match, gsm8k, math_verify, python_tests, your own function as
-    package.module:function, a URL; or judges by data source, each one or several with weights"""
+    """what scores a response: reasoning_gym, exact_match, gsm8k, math_verify, python_tests, your
+    own function as package.module:function, a URL; or judges by data source, each one or several
+    with weights
+    """
     judging: JudgingSection = JudgingSection()
     """where it runs, and what it may take"""
     eval_of: str | None = None
@@ -278,15 +320,24 @@ class TaskSection(Section):
     @classmethod
     def _check_judge(cls, judge: JudgeSpec) -> JudgeSpec:
         for name in judge_names(judge):
-            if name not in JUDGES and not is_dotted_path(name) and not is_url(name) and judge != NO_JUDGE:
+            if (
+                name not in JUDGES
+                and not is_dotted_path(name)
+                and not is_url(name)
+                and judge != NO_JUDGE
+            ):
                 known = ", ".join((*JUDGES, NO_JUDGE))
-                raise ValueError(f"expected {known}, package.module:function or a URL, not {name!r}")
+                raise ValueError(
+                    f"expected {known}, package.module:function or a URL, not {name!r}"
+                )
         return judge
 
     @model_validator(mode="after")
     def _check_judging(self) -> TaskSection:
         if self.judging.kind == "inline" and (unsafe := UNSAFE_JUDGES & set(self.judges)):
-            raise ValueError(f'judge {", ".join(unsafe)} needs a process of its own: judging = {{ kind = "rq" }}')
+            raise ValueError(
+                f'judge {", ".join(unsafe)} needs a process of its own: judging = {{ kind = "rq" }}'
+            )
         return self
 
     @property
@@ -317,7 +368,9 @@ def _inherit(name: str, task: Any, tasks: Mapping[str, Any]) -> Any:
     base = tasks.get(eval_of)
     if not isinstance(base, Mapping) or base.get("eval_of") is not None:
         training = [other for other, section in tasks.items() if "eval_of" not in section]
-        raise ValueError(f'eval_of = "{eval_of}" of task {name} is not a training task; known: {", ".join(training)}')
+        raise ValueError(
+            f'eval_of = "{eval_of}" of task {name} is not a training task; known: {", ".join(training)}'
+        )
     sample = {**base.get("sample", {}), "temperature": 0.0, **task.get("sample", {})}
     return {**base, "weight": 0.0, "prompt_repeat_k": 1, "shuffle": False, **task, "sample": sample}
 

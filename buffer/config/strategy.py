@@ -1,4 +1,5 @@
-"""[strategy], and [tasks.<name>.strategy] where a task wants its own: what is started, kept, retried and thrown away.
+"""[strategy], and [tasks.<name>.strategy] where a task wants its own: what is started, kept,
+retried and thrown away.
 
 Names and defaults are XTuner's where the thing is the same.
 """
@@ -17,11 +18,14 @@ FILTERS = ("not_all_equal",)
 
 
 class StrategySection(Section):
-    """[strategy]: how far the producer runs ahead, and what becomes of interrupted, old and useless groups."""
+    """[strategy]: how far the producer runs ahead, and what becomes of interrupted, old and useless
+    groups.
+    """
 
     kind: Literal["async", "sync"] = "async"
-    """async runs ahead of the trainer as far as [policy] max_staleness allows; sync makes exactly the batches that the
-    newest weights are to serve, and refills what was filtered"""
+    """async runs ahead of the trainer as far as [policy] max_staleness allows; sync makes exactly
+    the batches that the newest weights are to serve, and refills what was filtered
+    """
     over_sample_threshold: float = Field(0.0, ge=0)
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
     enable_partial_rollout: bool = False
@@ -29,23 +33,29 @@ class StrategySection(Section):
     tail_batch_trigger_size: int = Field(-1, ge=-1)
     """expired groups: -1 drops them, 0 retries them at once, N retries them first once there are N"""
     tail_batch_max_tries: int | None = Field(None, ge=1)
-    """a group that was interrupted so often waits with the expired ones for the tail batch (if it has no tokens), and
-    is finished once it runs again: a pause of kind abort waits for it, half of [lease] pause_timeout_s at most;
-    default: never, it starts again for as long as it is interrupted"""
+    """a group that was interrupted so often waits with the expired ones for the tail batch (if it
+    has no tokens), and is finished once it runs again: a pause of kind abort waits for it, half of
+    [lease] pause_timeout_s at most; default: never, it starts again for as long as it is
+    interrupted
+    """
     is_valid_sample_fn: str | None = None
-    """which completed groups are worth training on, the others are filtered and made up for: not_all_equal (rewards
-    that differ, as DAPO wants), or your function of a group's rollouts as package.module:function; default: all"""
+    """which completed groups are worth training on, the others are filtered and made up for:
+    not_all_equal (rewards that differ, as DAPO wants), or your function of a group's rollouts as
+    package.module:function; default: all
+    """
     should_continue_fn: str | None = None
-    """your function as package.module:function of (completed, wanted, progress=…), asked in every round: once it says
-    no, the next batch is what there is; default: until the target is reached"""
+    """your function as package.module:function of (completed, wanted, progress=…), asked in every
+    round: once it says no, the next batch is what there is; default: until the target is reached
+    """
     group_time_limit_s: float | None = Field(None, gt=0)
     """a group that takes a worker longer has failed a try; default: no limit"""
 
     max_in_flight: int | None = Field(None, ge=1)
     """groups that wait or run at most; default: as many as the strategy asks for"""
     max_consecutive_failures: int | None = Field(None, ge=1)
-    """a task of which so many tries fail or are filtered one after the other is stopped, with its reason, until
-    `rolloutmq continue --task`; default: never"""
+    """a task of which so many tries fail or are filtered one after the other is stopped, with its
+    reason, until `rolloutmq continue --task`; default: never
+    """
 
     @field_validator("is_valid_sample_fn")
     @classmethod
@@ -63,7 +73,9 @@ class StrategySection(Section):
 
     @model_validator(mode="after")
     def _check_sync(self) -> StrategySection:
-        if self.kind == "sync" and (self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1):
+        if self.kind == "sync" and (
+            self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1
+        ):
             raise ValueError(
                 "sync starts exactly the batch; over_sample_threshold, tail_batch_trigger_size are for async"
             )

@@ -108,7 +108,9 @@ class TrainingConfig(ConfigFile):
     @model_validator(mode="after")
     def _pause_frees_the_device(self) -> TrainingConfig:
         if self.trainer.flow == "colocated" and self.policy.pause_mode == "keep":
-            raise ValueError("[trainer] flow = colocated needs [policy] pause_mode abort or drain: keep frees nothing")
+            raise ValueError(
+                "[trainer] flow = colocated needs [policy] pause_mode abort or drain: keep frees nothing"
+            )
         return self
 
     @model_validator(mode="after")
@@ -117,15 +119,21 @@ class TrainingConfig(ConfigFile):
 
         The engine's section belongs to the workers; a trainer of your own may publish either.
         """
-        engine, lora = self.engine if isinstance(self.engine, dict) else {}, self.learner.lora
-        kind, most = engine.get("kind", "vllm"), engine.get("max_lora_rank")
+        engine = self.engine if isinstance(self.engine, dict) else {}
+        lora = self.learner.lora
+        kind = engine.get("kind", "vllm")
+        most = engine.get("max_lora_rank")
         is_wanted = engine.get("weights") == "adapters" if kind == "http" else bool(most)
         if lora and kind == "vllm" and not (isinstance(most, int) and most >= lora.rank):
-            raise ValueError(f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank, of that or more")
+            raise ValueError(
+                f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank, of that or more"
+            )
         if lora and kind == "http" and not is_wanted:
             raise ValueError("[learner.lora] needs [engine] weights = 'adapters'")
         if is_wanted and lora is None and self.trainer.loop is None:
-            raise ValueError("[engine] wants adapters, and there is no [learner.lora]: nobody would publish any")
+            raise ValueError(
+                "[engine] wants adapters, and there is no [learner.lora]: nobody would publish any"
+            )
         return self
 
     @model_validator(mode="after")
@@ -140,18 +148,29 @@ class TrainingConfig(ConfigFile):
 
     @model_validator(mode="after")
     def _prompts_are_texts(self) -> TrainingConfig:
-        shown = [n for n, task in self.tasks.items() if not task.eval_of and getattr(task.dataset, "images", None)]
+        shown = [
+            n
+            for n, task in self.tasks.items()
+            if not task.eval_of and getattr(task.dataset, "images", None)
+        ]
         if shown and self.trainer.loop is None:
-            raise ValueError(f"task {shown[0]} shows images, which only a [trainer] loop of yours can train on")
+            raise ValueError(
+                f"task {shown[0]} shows images, which only a [trainer] loop of yours can train on"
+            )
         return self
 
     @model_validator(mode="after")
     def _evaluation_fits(self) -> TrainingConfig:
-        section, interval = self.evaluation, self.policy.sync_weights_interval
+        section = self.evaluation
+        interval = self.policy.sync_weights_interval
         if section.every_steps is not None and section.every_steps % interval:
-            raise ValueError(f"[evaluation] every_steps: not a multiple of [policy] sync_weights_interval = {interval}")
+            raise ValueError(
+                f"[evaluation] every_steps: not a multiple of [policy] sync_weights_interval = {interval}"
+            )
         if section.flow == "exclusive" and self.policy.pause_mode == "keep":
-            raise ValueError("[evaluation] flow = exclusive needs [policy] pause_mode abort or drain: keep freezes all")
+            raise ValueError(
+                "[evaluation] flow = exclusive needs [policy] pause_mode abort or drain: keep freezes all"
+            )
         return self
 
     def evaluation_size(self, task: str) -> int:
@@ -168,7 +187,9 @@ class TrainingConfig(ConfigFile):
             case JsonlDataset():
                 return _count_problems(dataset.path)
         hint = "set [evaluation] groups to the number of its problems"
-        raise ConfigError(f"task {task}: problems of kind {dataset.kind} are not counted here", hint=hint)
+        raise ConfigError(
+            f"task {task}: problems of kind {dataset.kind} are not counted here", hint=hint
+        )
 
 
 def _count_problems(file: Path) -> int:
@@ -176,4 +197,6 @@ def _count_problems(file: Path) -> int:
         with file.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be opened: {error.strerror}", hint="see the task's dataset.path") from error
+        raise ConfigError(
+            f"{file}: cannot be opened: {error.strerror}", hint="see the task's dataset.path"
+        ) from error

@@ -1,9 +1,9 @@
 """Pause, continue, weights, and who is the trainer and the producer (I7, I10).
 
-Truth is the `control` hash and its epoch. The message on the channel of the same name is only a hint that
-makes it quick: a worker that hears none learns of the change at its next claim or heartbeat. The trainer's
-pauses (around weight updates) and the operator's are held apart, so that the trainer's `continue_` does not undo a
-person's pause.
+Truth is the `control` hash and its epoch. The message on the channel of the same name is only a
+hint that makes it quick: a worker that hears none learns of the change at its next claim or
+heartbeat. The trainer's pauses (around weight updates) and the operator's are held apart, so that
+the trainer's `continue_` does not undo a person's pause.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class ControlState:
 
     @classmethod
     def parse_hint(cls, message: bytes) -> ControlState:
-        """What the control channel carries: the same fields, a NUL between two. ScriptError if it is something else."""
+        """What the control channel carries: the same fields, a NUL between two. ScriptError if it
+        is something else.
+        """
         try:
             fields = message.decode().split("\0")
         except UnicodeDecodeError:
@@ -65,7 +67,9 @@ class ControlState:
 
     @classmethod
     def parse(cls, fields: Sequence[str]) -> ControlState:
-        """Of the fields that begin a reply. ScriptError where somebody wrote nonsense into `control`."""
+        """Of the fields that begin a reply. ScriptError where somebody wrote nonsense into
+        `control`.
+        """
         try:
             epoch, mode, lanes, label, path, checksum = fields[:6]
             weights = PolicyVersion.parse(label)
@@ -78,14 +82,18 @@ class ControlState:
 
 
 def silence_ms(now_ms: int, seen_ms: int) -> int:
-    """Since a holder of a role was seen. If that lies ahead of now, it is as long ago: the clock was stepped back, and
-    whoever lives has beaten since. `silence_ms` in lua/include/role_silence.lua decides the same."""
+    """Since a holder of a role was seen. If that lies ahead of now, it is as long ago: the clock
+    was stepped back, and whoever lives has beaten since. `silence_ms` in
+    lua/include/role_silence.lua decides the same.
+    """
     return abs(now_ms - seen_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleHolder:
-    """Who holds a role; times in milliseconds of the server's clock. `nonce` is empty where it was given up."""
+    """Who holds a role; times in milliseconds of the server's clock. `nonce` is empty where it was
+    given up.
+    """
 
     role: Role
     nonce: str
@@ -109,7 +117,9 @@ class RoleHolder:
             return f"no {self.role} was ever opened"
         if not self.nonce:
             return f"the last {self.role} left in order {self.silent_ms / 1000:.0f} s ago"
-        word = "is alive" if self.is_alive else f"was last heard of {self.silent_ms / 1000:.0f} s ago"
+        word = (
+            "is alive" if self.is_alive else f"was last heard of {self.silent_ms / 1000:.0f} s ago"
+        )
         where = f" ({self.name})" if self.name else ""
         return f"the {self.role} {self.nonce[:8]}…{where} {word}"
 
@@ -125,7 +135,9 @@ class RunControl:
     """Reads and changes the control state of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store, self._keys, self._limits = store, keys, limits
+        self._store = store
+        self._keys = keys
+        self._limits = limits
 
     def state(self) -> ControlState:
         names = ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
@@ -134,12 +146,17 @@ class RunControl:
         )
         if fields[0] is None:
             raise self._no_run()
-        return ControlState.parse([field.decode(errors="replace") if field else "" for field in fields])
+        return ControlState.parse(
+            [field.decode(errors="replace") if field else "" for field in fields]
+        )
 
-    def set_mode(self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "", orphan: bool = False) -> ControlState:
+    def set_mode(
+        self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "", orphan: bool = False
+    ) -> ControlState:
         """Change the mode for one holder. `lanes` that stay open: none by default, all in run mode.
 
-        `orphan`: the operator's RUN also ends the pause of a trainer that has left or fallen silent.
+        `orphan`: the operator's RUN also ends the pause of a trainer that has left or fallen
+        silent.
         """
         reply = self._store.call(
             "control",
@@ -157,7 +174,9 @@ class RunControl:
             raise self._no_run()
         return ControlState.parse(unfenced(reply, "trainer")[1:])
 
-    def publish_weights(self, nonce: str, weights: PolicyVersion, path: str, checksum: str) -> ControlState:
+    def publish_weights(
+        self, nonce: str, weights: PolicyVersion, path: str, checksum: str
+    ) -> ControlState:
         """Name the newest weights; workers that do not have them may not claim."""
         reply = self._store.call(
             "publish_weights",
@@ -183,15 +202,23 @@ class RunControl:
         return time.monotonic() - start
 
     def silent_workers(self, epoch: int | None = None) -> list[str]:
-        """Live workers that have not acknowledged `epoch`; the newest by default. 10,000 workers at most."""
+        """Live workers that have not acknowledged `epoch`; the newest by default. 10,000 workers at
+        most.
+        """
         reply = self._store.call(
             "silent",
             self._keys.slots(),
-            {"epoch": "" if epoch is None else epoch, "lease_ms": self._limits.lease_ms, "limit": 10_000},
+            {
+                "epoch": "" if epoch is None else epoch,
+                "lease_ms": self._limits.lease_ms,
+                "limit": 10_000,
+            },
         )
         return reply[1:]
 
-    def open_producer(self, nonce: str, *, run_nonce: str = "", take_over: bool = False) -> ControlState:
+    def open_producer(
+        self, nonce: str, *, run_nonce: str = "", take_over: bool = False
+    ) -> ControlState:
         """Become the active producer, under the name of this process. Raises RoleHeld or LostRun."""
         keys = self._keys
         reply = self._store.call(
@@ -209,32 +236,50 @@ class RunControl:
         return ControlState.parse(opened(reply, "producer", keys.run)[1:])
 
     def report_curriculum(self, nonce: str, step: int, reason: str) -> None:
-        """The producer says why the curriculum's answer after `step` is not followed; "": it is. Raises Fenced."""
+        """The producer says why the curriculum's answer after `step` is not followed; "": it is.
+        Raises Fenced.
+        """
         text = reason.encode(errors="replace")[:2000].decode(errors="ignore")
-        reply = self._store.call("curriculum", self._keys.slots(), {"nonce": nonce, "step": step, "reason": text})
+        reply = self._store.call(
+            "curriculum", self._keys.slots(), {"nonce": nonce, "step": step, "reason": text}
+        )
         unfenced(reply, "producer")
 
-    def beat(self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0) -> ControlState:
+    def beat(
+        self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0
+    ) -> ControlState:
         """Say that the holder of a role lives, or gives it up, and how long it has waited in all.
-        Raises Fenced; LostRun where the server, which came back empty, has never seen anybody in that role."""
+        Raises Fenced; LostRun where the server, which came back empty, has never seen anybody in
+        that role.
+        """
         reply = self._store.call(
             "beat",
             self._keys.slots(),
-            {"role": role, "nonce": nonce, "closing": int(closing), "waited_ms": int(waited_s * 1000)},
+            {
+                "role": role,
+                "nonce": nonce,
+                "closing": int(closing),
+                "waited_ms": int(waited_s * 1000),
+            },
         )
         with self.telling_loss(role):
             return ControlState.parse(unfenced(reply, role)[1:])
 
     @contextmanager
     def telling_loss(self, role: Role) -> Iterator[None]:
-        """Who is refused by a server that never saw a holder of the role has lost the run, and not the role."""
+        """Who is refused by a server that never saw a holder of the role has lost the run, and not
+        the role.
+        """
         try:
             yield
         except Fenced as error:
-            control, key = self._store.control, self._keys.control
+            control = self._store.control
+            key = self._keys.control
             if self._store.retrying("role", lambda: control.hexists(key, role)):
                 raise
-            what = f"the server does not hold this run {self._keys.run!r} any more: its data was lost"
+            what = (
+                f"the server does not hold this run {self._keys.run!r} any more: its data was lost"
+            )
             hint = "`rolloutmq train CONFIG --regenerate` goes on from the newest checkpoint; start the others again"
             raise LostRun(what, hint=hint) from error
 
@@ -250,9 +295,17 @@ class RunControl:
         (nonce, seen, name), (seconds, micros) = self._store.retrying("role", ask)
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         timeout_ms = self._limits.role_timeout_ms
-        return RoleHolder(role, (nonce or b"").decode(), int(seen or 0), now_ms, timeout_ms, (name or b"").decode())
+        return RoleHolder(
+            role,
+            (nonce or b"").decode(),
+            int(seen or 0),
+            now_ms,
+            timeout_ms,
+            (name or b"").decode(),
+        )
 
     def _no_run(self) -> RunNotFound:
         return RunNotFound(
-            f"there is no run {self._keys.run!r} on this server", hint="its data was lost, or never there"
+            f"there is no run {self._keys.run!r} on this server",
+            hint="its data was lost, or never there",
         )

@@ -1,8 +1,9 @@
-"""A worker's line to the control state: hints come in, receipts go out, on one connection and without a wait (I10).
+"""A worker's line to the control state: hints come in, receipts go out, on one connection and
+without a wait (I10).
 
-In RESP3 what the channel says and what the server answers come side by side. Nothing blocks but the opening, so that an
-event loop may hold the line itself: from a hint to the receipt no thread is waited for. Nor is it needed: who has none
-hears and says the same with its heartbeats.
+In RESP3 what the channel says and what the server answers come side by side. Nothing blocks but the
+opening, so that an event loop may hold the line itself: from a hint to the receipt no thread is
+waited for. Nor is it needed: who has none hears and says the same with its heartbeats.
 """
 
 from __future__ import annotations
@@ -52,13 +53,18 @@ def _read_hint(message: bytes) -> ControlState | None:
 
 
 class ControlLine:
-    """Opened for one registration of a worker; blocks meanwhile. Every method raises redis.RedisError where the line is
-    broken; it is of no use any more then."""
+    """Opened for one registration of a worker; blocks meanwhile. Every method raises
+    redis.RedisError where the line is broken; it is of no use any more then.
+    """
 
     def __init__(self, store: Store, keys: Keys, worker: str, nonce: str) -> None:
-        # a client of its own, which nobody else closes; in a cluster, another node may hold the run by now
-        client = open_client(store.servers.url_of(keys.control), name=f"{store.name}-line", timeout_s=CONNECT_S)
-        self._client, self._script = client, store.scripts["receipt"]
+        # a client of its own, which nobody else closes; in a cluster, another node may hold the run
+        # by now
+        client = open_client(
+            store.servers.url_of(keys.control), name=f"{store.name}-line", timeout_s=CONNECT_S
+        )
+        self._client = client
+        self._script = store.scripts["receipt"]
         self._whose = (keys, worker, nonce)
         try:
             self._connection: Any = client.connection_pool.get_connection()
@@ -80,17 +86,22 @@ class ControlLine:
         self._client.close()
 
     def say(self, ack: int, heard: int) -> None:
-        """Hand in the receipt for epoch `ack`. `heard`: the epoch that is known; it comes back with the answer."""
+        """Hand in the receipt for epoch `ack`. `heard`: the epoch that is known; it comes back with
+        the answer.
+        """
         keys, args = self._script.arrange(*receipt(*self._whose, ack))
         self._send((self._verb, self._script.text(self._verb), len(keys), *keys, *args))
         self._verb = "EVALSHA"
         self._asked.append((ack, heard))
 
     def hear(
-        self, hint: Callable[[ControlState], object], answer: Callable[[ControlState | None, int, int], object]
+        self,
+        hint: Callable[[ControlState], object],
+        answer: Callable[[ControlState | None, int, int], object],
     ) -> None:
-        """Take in what has come: `hint` of the channel, `answer` to a receipt (state, ack, heard); its state is None
-        where the server does not know this registration (any more)."""
+        """Take in what has come: `hint` of the channel, `answer` to a receipt (state, ack, heard);
+        its state is None where the server does not know this registration (any more).
+        """
         self._receive()
         while (item := self._next()) is not _NOT_YET:
             if isinstance(item, hiredis.ReplyError):

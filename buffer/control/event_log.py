@@ -1,4 +1,6 @@
-"""What happened in a run: one short entry per transition, in a capped stream that the scripts write."""
+"""What happened in a run: one short entry per transition, in a capped stream that the scripts
+write.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,22 @@ class EventLog:
     """Reads the events of one run. An event's id says where it stands; more can be read from there."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._store, self._keys = store, keys
+        self._store = store
+        self._keys = keys
 
     def newest(self) -> str:
         """The id of the newest event; START where there is none."""
-        found: Any = self._store.retrying("events", lambda: self._store.control.xrevrange(self._keys.events, count=1))
+        found: Any = self._store.retrying(
+            "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
+        )
         return found[0][0].decode() if found else START
 
-    def read(self, after: str = START, *, limit: int = 500, block_ms: int | None = None) -> list[tuple[str, Event]]:
-        """(id, event) of the events behind an id, oldest first; waits up to `block_ms` where there is none."""
+    def read(
+        self, after: str = START, *, limit: int = 500, block_ms: int | None = None
+    ) -> list[tuple[str, Event]]:
+        """(id, event) of the events behind an id, oldest first; waits up to `block_ms` where there
+        is none.
+        """
         key = self._keys.events
         reply: Any = self._store.retrying(
             "events", lambda: self._store.control.xread({key: after}, count=limit, block=block_ms)

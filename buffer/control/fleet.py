@@ -2,7 +2,8 @@
 
 What a worker reports with a heartbeat, and the record of it that the server keeps.
 
-A worker may write anything into its record: a number that is none counts as not written, any text is kept as it is.
+A worker may write anything into its record: a number that is none counts as not written, any text
+is kept as it is.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class WorkerNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Pulse(WorkerNumbers):
-    """What a worker reports with a heartbeat. `ack`: the control epoch carried out. `heard`: the newest control epoch
-    known when the pulse was taken; it is not sent."""
+    """What a worker reports with a heartbeat. `ack`: the control epoch carried out. `heard`: the
+    newest control epoch known when the pulse was taken; it is not sent.
+    """
 
     ack: int
     weights: PolicyVersion
@@ -82,10 +84,11 @@ class Pulse(WorkerNumbers):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord(WorkerNumbers):
-    """One worker as the server knows it. Numbers that were not written are 0 (None for `requests`), texts are empty.
+    """One worker as the server knows it. Numbers that were not written are 0 (None for `requests`),
+    texts are empty.
 
-    `silent_ms`: since its last heartbeat. `holds`: groups that it has leases for. `bad_groups` and `barred_for_ms` are
-    None unless the worker is barred for what it handed in.
+    `silent_ms`: since its last heartbeat. `holds`: groups that it has leases for. `bad_groups` and
+    `barred_for_ms` are None unless the worker is barred for what it handed in.
     """
 
     id: str
@@ -116,7 +119,9 @@ class WorkerRecord(WorkerNumbers):
 
 
 OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "facts")
-"""Fields that do not come from the hash in Redis: what a worker writes there under these names is ignored."""
+"""Fields that do not come from the hash in Redis: what a worker writes there under these names is
+ignored.
+"""
 
 _PRIVATE = ("nonce", "claim", "claimed")
 
@@ -124,11 +129,20 @@ _PRIVATE = ("nonce", "claim", "claimed")
 def read_record(
     worker: str, written: Mapping[bytes, bytes], holds: int, suspicion: bytes | None, now_ms: int
 ) -> WorkerRecord:
-    """Return the record of `worker` from its hash, the size of its set of leases and its entry in `suspects`."""
-    texts = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in written.items()}
+    """Return the record of `worker` from its hash, the size of its set of leases and its entry in
+    `suspects`.
+    """
+    texts = {
+        name.decode(errors="replace"): value.decode(errors="replace")
+        for name, value in written.items()
+    }
     parsed = {name: parse(texts[name]) for name, parse in _PARSERS.items() if name in texts}
     known: dict[str, Any] = {name: value for name, value in parsed.items() if value is not None}
-    facts = {name: text for name, text in texts.items() if name not in (*_PARSERS, *OF_THE_READER, *_PRIVATE)}
+    facts = {
+        name: text
+        for name, text in texts.items()
+        if name not in (*_PARSERS, *OF_THE_READER, *_PRIVATE)
+    }
     _, bad_groups, barred_ms = (int(part) for part in (suspicion or b"0 0 0").split())
     return WorkerRecord(
         id=worker,
@@ -146,7 +160,11 @@ def _whole(text: str) -> int | None:
 
 
 def _rate(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"\d{1,15}(\.\d{1,20})?(e[+-]?\d{1,2})?", text, re.ASCII) else None
+    return (
+        float(text)
+        if re.fullmatch(r"\d{1,15}(\.\d{1,20})?(e[+-]?\d{1,2})?", text, re.ASCII)
+        else None
+    )
 
 
 _PARSER_OF: dict[object, Callable[[str], int | float | str | None]] = {
@@ -155,12 +173,18 @@ _PARSER_OF: dict[object, Callable[[str], int | float | str | None]] = {
     "float": _rate,
     "str": str,
 }
-_PARSERS = {each.name: _PARSER_OF[each.type] for each in fields(WorkerRecord) if each.name not in OF_THE_READER}
+_PARSERS = {
+    each.name: _PARSER_OF[each.type]
+    for each in fields(WorkerRecord)
+    if each.name not in OF_THE_READER
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The answer: the control state, and the jobs whose leases are lost. `known` is False after an amnesia."""
+    """The answer: the control state, and the jobs whose leases are lost. `known` is False after an
+    amnesia.
+    """
 
     known: bool
     control: ControlState | None
@@ -171,11 +195,18 @@ class Fleet:
     """Registers, hears and lists workers."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store, self._keys, self._limits = store, keys, limits
+        self._store = store
+        self._keys = keys
+        self._limits = limits
 
-    def register(self, worker: str, nonce: str, facts: Mapping[str, str]) -> tuple[str, ControlState]:
-        """Join, or join again. Returns the run's nonce and the control state; RunNotFound when there is none."""
-        keys, worker = self._keys, valid_name("worker", worker)
+    def register(
+        self, worker: str, nonce: str, facts: Mapping[str, str]
+    ) -> tuple[str, ControlState]:
+        """Join, or join again. Returns the run's nonce and the control state; RunNotFound when
+        there is none.
+        """
+        keys = self._keys
+        worker = valid_name("worker", worker)
         reply = self._store.call(
             "register",
             keys.slots(worker=worker),
@@ -183,11 +214,16 @@ class Fleet:
             tail_args=[part for pair in facts.items() for part in pair],
         )
         if reply[0] == "NO_RUN":
-            raise RunNotFound(f"there is no run {keys.run!r} on this server", hint="`rolloutmq run CONFIG` makes it")
+            raise RunNotFound(
+                f"there is no run {keys.run!r} on this server",
+                hint="`rolloutmq run CONFIG` makes it",
+            )
         return reply[1], ControlState.parse(reply[2:])
 
     def heartbeat(self, worker: str, nonce: str, pulse: Pulse, held: Sequence[Job]) -> Beat:
-        """Renew the leases of `held`, hand in a receipt, hear the control state. Fenced by a newer one of its id."""
+        """Renew the leases of `held`, hand in a receipt, hear the control state. Fenced by a newer
+        one of its id.
+        """
         reply = self._store.call(
             "heartbeat",
             self._keys.slots(worker=worker),
@@ -206,7 +242,11 @@ class Fleet:
             )
         if reply[0] == "UNKNOWN":
             return Beat(False, None, tuple(held))
-        return Beat(True, ControlState.parse(reply[1:7]), tuple(held[int(number) - 1] for number in reply[7:]))
+        return Beat(
+            True,
+            ControlState.parse(reply[1:7]),
+            tuple(held[int(number) - 1] for number in reply[7:]),
+        )
 
     def open_line(self, worker: str, nonce: str) -> ControlLine:
         """For hints and receipts of a registered worker; see there. Raises redis.RedisError."""
@@ -214,7 +254,9 @@ class Fleet:
 
     def deregister(self, worker: str, nonce: str) -> bool:
         """Leave. False when leases are still held; they will run out."""
-        reply = self._store.call("deregister", self._keys.slots(worker=worker), {"worker": worker, "nonce": nonce})
+        reply = self._store.call(
+            "deregister", self._keys.slots(worker=worker), {"worker": worker, "nonce": nonce}
+        )
         return bool(reply[0] != "HOLDS")
 
     def fence(self, worker: str) -> int:
@@ -234,8 +276,12 @@ class Fleet:
         )
 
     def admit(self, worker: str) -> int:
-        """Let a worker claim again that was barred; how many bad groups it had handed in (0: it was not)."""
-        reply = self._store.call("admit", self._keys.slots(), {"worker": valid_name("worker", worker)})
+        """Let a worker claim again that was barred; how many bad groups it had handed in (0: it was
+        not).
+        """
+        reply = self._store.call(
+            "admit", self._keys.slots(), {"worker": valid_name("worker", worker)}
+        )
         return int(reply[1])
 
     def workers(self) -> list[WorkerRecord]:
@@ -243,7 +289,8 @@ class Fleet:
         return self._store.retrying("workers", self._workers)
 
     def _workers(self) -> list[WorkerRecord]:
-        client, keys = self._store.control, self._keys
+        client = self._store.control
+        keys = self._keys
         seconds, micros = client.time()
         ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]
         if not ids:
@@ -256,4 +303,7 @@ class Fleet:
         *replies, suspicions = pipe.execute()
         now_ms = seconds * 1000 + micros // 1000
         rows = zip(ids, replies[::2], replies[1::2], suspicions, strict=True)
-        return [read_record(worker, written, holds, suspicion, now_ms) for worker, written, holds, suspicion in rows]
+        return [
+            read_record(worker, written, holds, suspicion, now_ms)
+            for worker, written, holds, suspicion in rows
+        ]

@@ -1,7 +1,8 @@
 """What may be changed while a run goes on: `rolloutmq set max_staleness=2 tasks.math.weight=3`.
 
-A change is checked like a config file, stored under a new version of the run's limits by one script, and taken over by
-every process at its next heartbeat, round or batch. It lasts until the run is started again from its file.
+A change is checked like a config file, stored under a new version of the run's limits by one
+script, and taken over by every process at its next heartbeat, round or batch. It lasts until the
+run is started again from its file.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class LiveSettings(Section):
     pause_timeout_s: float | None = Field(None, gt=0)
     """a worker that does not confirm a pause in this time is fenced"""
     concurrency: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = None
-    """groups in work at once in each worker, whatever its config says; auto: as many as keep its engine full"""
+    """groups in work at once in each worker, whatever its config says; auto: as many as keep its
+    engine full
+    """
     low_bytes: ByteSize | None = None
     """payload bytes from which no new prompt is started: a number, or text like 8GiB"""
     high_bytes: ByteSize | None = None
@@ -76,7 +79,9 @@ class LiveSettings(Section):
     tasks: dict[str, LiveTaskSettings] = Field(default_factory=dict)
 
     def applied(self, limits: RunLimits, taken: int) -> RunLimits:
-        """`limits` with these changes. `taken`: the newest train step. ConfigError for a task that the run has not."""
+        """`limits` with these changes. `taken`: the newest train step. ConfigError for a task that
+        the run has not.
+        """
         changed = limits.model_copy(deep=True)
         own = (
             "over_sample_threshold",
@@ -93,14 +98,18 @@ class LiveSettings(Section):
             if (value := getattr(self, name)) is not None:
                 setattr(changed, name, value)
         if self.max_staleness is not None:
-            changed.stale_threshold = stale_threshold(self.max_staleness, limits.sync_weights_interval)
+            changed.stale_threshold = stale_threshold(
+                self.max_staleness, limits.sync_weights_interval
+            )
             if changed.lag != limits.lag:
                 raise ConfigError(
                     "max_staleness cannot change in a run that has a max_token_staleness",
                     hint="its pools are scored by the difference of the two: start another run",
                 )
         if 0 < changed.high_bytes < changed.low_bytes:
-            raise ConfigError(f"low_bytes would be {changed.low_bytes}, above high_bytes = {changed.high_bytes}")
+            raise ConfigError(
+                f"low_bytes would be {changed.low_bytes}, above high_bytes = {changed.high_bytes}"
+            )
         for name, task in self.tasks.items():
             self._apply_to_task(changed, name, task)
         self._reweigh(changed, taken + 1 + max(limits.stale_threshold, changed.stale_threshold))
@@ -109,13 +118,18 @@ class LiveSettings(Section):
     @staticmethod
     def _apply_to_task(limits: RunLimits, name: str, task: LiveTaskSettings) -> None:
         if name not in limits.training_tasks:
-            raise ConfigError(f"there is no training task {name!r}", hint=f"one of {', '.join(limits.training_tasks)}")
+            raise ConfigError(
+                f"there is no training task {name!r}",
+                hint=f"one of {', '.join(limits.training_tasks)}",
+            )
         for field in set(LiveTaskSettings.model_fields) - {"weight"}:
             if (value := getattr(task, field)) is not None:
                 setattr(limits.tasks[name], field, value)
 
     def _reweigh(self, limits: RunLimits, from_step: int) -> None:
-        weights = {name: task.weight for name, task in self.tasks.items() if task.weight is not None}
+        weights = {
+            name: task.weight for name, task in self.tasks.items() if task.weight is not None
+        }
         if not weights:
             return
         now = {**limits.newest_weights(), **weights}
@@ -128,5 +142,6 @@ class LiveSettings(Section):
 
 def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:
     """What changed, by name: (before, after)."""
-    old, new = before.model_dump(), after.model_dump()
+    old = before.model_dump()
+    new = after.model_dump()
     return {name: (old[name], new[name]) for name in new if old[name] != new[name]}

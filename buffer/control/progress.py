@@ -1,7 +1,8 @@
 """How far a run is: what the scripts counted, as one reading (XTuner's `ProduceProgress`).
 
-Every number is absolute and cumulative, and moves in the same script as the groups it counts. What happened in a
-while is the difference of two readings: nothing is reset, so that two who look do not take each other's share.
+Every number is absolute and cumulative, and moves in the same script as the groups it counts. What
+happened in a while is the difference of two readings: nothing is reset, so that two who look do not
+take each other's share.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class TaskProgress:
     """Counts of one task since the run began. Groups, where nothing else is said."""
 
     target: int = 0
-    """that may have been started or used, in all, by the newest order of the producer or of an evaluation"""
+    """that may have been started or used, in all, by the newest order of the producer or of an
+    evaluation
+    """
     enqueued: int = 0
     consumed: int = 0
     raw_rewards_sum: float = 0.0
@@ -50,12 +53,16 @@ class TaskProgress:
     @classmethod
     def parse(cls, counters: Mapping[str, str]) -> TaskProgress:
         """From the fields of `progress:<task>`; what is not there yet is 0."""
-        counts: dict[str, Any] = {f.name: int(float(counters.get(f.name) or 0)) for f in fields(cls)}
+        counts: dict[str, Any] = {
+            f.name: int(float(counters.get(f.name) or 0)) for f in fields(cls)
+        }
         return cls(**{**counts, "raw_rewards_sum": float(counters.get("raw_rewards_sum") or 0)})
 
     def since(self, earlier: TaskProgress) -> TaskProgress:
         """What was added. What is no sum stays as it is: the target, and all that is of a moment."""
-        added: dict[str, Any] = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        added: dict[str, Any] = {
+            f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)
+        }
         return TaskProgress(**{**added, **{name: getattr(self, name) for name in NO_SUMS}})
 
 
@@ -71,7 +78,8 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class ProduceProgress:
-    """One reading of a run. `tasks` and `leftovers` have every task that was asked for, and no default for others.
+    """One reading of a run. `tasks` and `leftovers` have every task that was asked for, and no
+    default for others.
 
     `next_consumer_step`: the train step that is taken next.
     """
@@ -95,19 +103,25 @@ def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress
         for lane in LANES:
             pipe.xlen(keys.jobs(task, lane))
     pipe.hmget(keys.cursors, tasks)
-    # last: of a batch that is taken meanwhile the step is seen, rather than what it used: nobody starts too much
+    # last: of a batch that is taken meanwhile the step is seen, rather than what it used: nobody
+    # starts too much
     pipe.hget(keys.ledger("train"), "taken")
     *rows, cursors, taken = store.retrying("progress", pipe.execute)
-    width, pooled = 1 + len(POOLS) + len(LANES), 1 + len(POOLS)
+    width = 1 + len(POOLS) + len(LANES)
+    pooled = 1 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
-    counters = {task: {k.decode(): v.decode() for k, v in part[0].items()} for task, part in parts.items()}
+    counters = {
+        task: {k.decode(): v.decode() for k, v in part[0].items()} for task, part in parts.items()
+    }
     for task, cursor in zip(tasks, cursors, strict=True):
         counters[task]["cursor"] = (cursor or b"0").decode()
     return ProduceProgress(
         next_consumer_step=int(taken or 0) + 1,
         tasks={task: TaskProgress.parse(counters[task]) for task in tasks},
         leftovers={
-            task: Leftovers(**dict(zip(POOLS, part[1:pooled], strict=True)), waiting=sum(part[pooled:]))
+            task: Leftovers(
+                **dict(zip(POOLS, part[1:pooled], strict=True)), waiting=sum(part[pooled:])
+            )
             for task, part in parts.items()
         },
     )

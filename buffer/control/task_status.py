@@ -1,14 +1,16 @@
-"""Tasks of which the producer starts nothing more, and why: what a trainer that waits for them must know (I11).
+"""Tasks of which the producer starts nothing more, and why: what a trainer that waits for them must
+know (I11).
 
     enough   the user's `should_continue_fn` said so: the batch is what there is, up to a train step
     broken   prompts cannot be drawn any more: the task is stopped until `rolloutmq continue --task`
 
 Too many failures in a row are counted by the scripts themselves (`JobQueue.failures`).
 
-How the production of a batch stands (XTuner's `ProduceBatchStatus`), as producer and trainer both see it.
+How the production of a batch stands (XTuner's `ProduceBatchStatus`), as producer and trainer both
+see it.
 
-Nobody stores or sends it: it follows from the control state, the train step that is asked about, and the limits, so the
-two sides cannot disagree about what they both can read.
+Nobody stores or sends it: it follows from the control state, the train step that is asked about,
+and the limits, so the two sides cannot disagree about what they both can read.
 """
 
 from __future__ import annotations
@@ -45,12 +47,22 @@ class Halts:
     """The halts of one run."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._store, self._keys = store, keys
+        self._store = store
+        self._keys = keys
 
     def of(self, task: str) -> Halt:
         (fields,) = self._store.each(
             "halt",
-            [("HMGET", self._keys.progress(task), "halt", "halt_step", "halt_reason", "failures_in_row")],
+            [
+                (
+                    "HMGET",
+                    self._keys.progress(task),
+                    "halt",
+                    "halt_step",
+                    "halt_reason",
+                    "failures_in_row",
+                )
+            ],
             "control",
         )
         kind, step, reason, failures = (field.decode() if field else "" for field in fields)
@@ -68,7 +80,9 @@ class Halts:
 
 
 class ProduceBatchStatus(StrEnum):
-    """Values of a round of production, and of a batch that is awaited; the first that holds, in this order."""
+    """Values of a round of production, and of a batch that is awaited; the first that holds, in
+    this order.
+    """
 
     FINISH = "finish"
     """the run is over: nothing more is produced"""
@@ -80,8 +94,9 @@ class ProduceBatchStatus(StrEnum):
 
 
 def batch_status(state: ControlState, step: int, limits: RunLimits) -> ProduceBatchStatus:
-    """How production for train step `step` stands under a control state. The producer asks about the step that it would
-    produce next, the trainer about the one that it is to take."""
+    """How production for train step `step` stands under a control state. The producer asks about
+    the step that it would produce next, the trainer about the one that it is to take.
+    """
     if state.mode is Mode.FINISH:
         return ProduceBatchStatus.FINISH
     if "fresh" not in state.lanes:

@@ -1,7 +1,9 @@
-"""Groups to a file for data curators, one line per rollout: those that live, in order of their draws, or whole batches.
+"""Groups to a file for data curators, one line per rollout: those that live, in order of their
+draws, or whole batches.
 
-On a live run the groups are of different instants; each is whole. One whose bytes are gone or damaged (a dead group may
-be dead for that) is left out and named: it never stands in the way of the others.
+On a live run the groups are of different instants; each is whole. One whose bytes are gone or
+damaged (a dead group may be dead for that) is left out and named: it never stands in the way of the
+others.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _ENDED_MEANWHILE = 3
 
 @dataclass(slots=True)
 class Exported:
-    """What is in the file, and why a gid is not. `steps` are the batches of an export of archived ones."""
+    """What is in the file, and why a gid is not. `steps` are the batches of an export of archived
+    ones.
+    """
 
     groups: int = 0
     rollouts: int = 0
@@ -52,18 +56,27 @@ class GroupExport:
     """Writes groups of one run."""
 
     def __init__(self, store: Store, keys: Keys, buffer: ReplayBuffer, ledger: BatchLedger) -> None:
-        self._store, self._keys, self._buffer, self._ledger = store, keys, buffer, ledger
+        self._store = store
+        self._keys = keys
+        self._buffer = buffer
+        self._ledger = ledger
 
-    def write(self, path: Path, tasks: Sequence[str], query: Node, advance: Advance = no_advance) -> Exported:
+    def write(
+        self, path: Path, tasks: Sequence[str], query: Node, advance: Advance = no_advance
+    ) -> Exported:
         """All living groups of `tasks` that fit the question to a new .jsonl or .parquet file."""
         return self._write(path, self._living(tasks, query), Exported(), advance)
 
     def write_archived(self, path: Path, advance: Advance = no_advance) -> Exported:
-        """All archived batches that are retained and were not exported yet, in order. No file where there is none."""
+        """All archived batches that are retained and were not exported yet, in order. No file where
+        there is none.
+        """
         done = Exported(steps=self._unexported())
         return self._write(path, self._archived(done.steps), done, advance) if done.steps else done
 
-    def _write(self, path: Path, groups: Iterator[_Found], done: Exported, advance: Advance) -> Exported:
+    def _write(
+        self, path: Path, groups: Iterator[_Found], done: Exported, advance: Advance
+    ) -> Exported:
         with new_file(path) as file:
             for gid, lines, fault in groups:
                 if fault:
@@ -83,7 +96,9 @@ class GroupExport:
                     yield found
 
     def _find(self, gid: str, record: Record, query: Node, moment: Moment) -> _Found | None:
-        """The group, where it is wanted; a record that moved while its bytes were fetched is read again."""
+        """The group, where it is wanted; a record that moved while its bytes were fetched is read
+        again.
+        """
         for _ in range(_ENDED_MEANWHILE):
             seen = GroupRecord.of(gid, record, moment)
             if seen is None or not matches(query, seen):
@@ -98,14 +113,18 @@ class GroupExport:
         for step in steps:
             manifest = self._ledger.manifest(step)
             if manifest is None:
-                raise LedgerError(f"the batch of step {step} was freed while it was exported", hint="export again")
+                raise LedgerError(
+                    f"the batch of step {step} was freed while it was exported", hint="export again"
+                )
             for entry in manifest.entries:
                 age = None if entry.version is None else staleness(step, entry.version)
                 yield self._read(entry.payload, "archived", age)
 
     def _unexported(self) -> range:
         ledger = self._keys.ledger(self._ledger.name)
-        exported = self._store.retrying("exported", lambda: self._store.control.hget(ledger, "exported"))
+        exported = self._store.retrying(
+            "exported", lambda: self._store.control.hget(ledger, "exported")
+        )
         archived = self._ledger.archive.steps()
         return range(max(archived.start, int(exported or 0) + 1), archived.stop)
 
@@ -116,10 +135,14 @@ class GroupExport:
             return _Found(ref.gid, [], error.message)
 
     def _record(self, gid: str) -> Record:
-        raw = self._store.retrying("record", lambda: self._store.control.hgetall(self._keys.group(gid)))
+        raw = self._store.retrying(
+            "record", lambda: self._store.control.hgetall(self._keys.group(gid))
+        )
         return {name.decode(): value.decode() for name, value in raw.items()}
 
 
 def _ref(gid: str, record: Record) -> PayloadRef:
     crc = "" if record["payload"] == "init" else record.get("crc", "")
-    return PayloadRef(gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc)
+    return PayloadRef(
+        gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc
+    )

@@ -1,4 +1,5 @@
-"""Groups from a file into the pools of a run: all lines are checked first, then each group goes in (`buffer.groups.intake`).
+"""Groups from a file into the pools of a run: all lines are checked first, then each group goes in
+(`buffer.groups.intake`).
 
 They are completed groups with the versions of the file; one without spans never ages.
 """
@@ -25,8 +26,10 @@ from buffer.store.store import Store
 
 @dataclass(slots=True)
 class Imported:
-    """What is in the run by now: groups, rollouts, and the last line of the file that is. `too_old`: groups among them
-    that the next train step may not use, so that they start again from their prompt, or were dropped."""
+    """What is in the run by now: groups, rollouts, and the last line of the file that is.
+    `too_old`: groups among them that the next train step may not use, so that they start again from
+    their prompt, or were dropped.
+    """
 
     groups: int = 0
     rollouts: int = 0
@@ -51,27 +54,48 @@ class GroupImport:
     """Reads groups into one run."""
 
     def __init__(
-        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, function: OrderFunction | None = None
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        payloads: PayloadStore,
+        function: OrderFunction | None = None,
     ) -> None:
-        """`function`: the run's order policy where it is a user's (`buffer.model.order_policy.load_order`)."""
-        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+        """`function`: the run's order policy where it is a user's
+        (`buffer.model.order_policy.load_order`).
+        """
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
         self._function = function
 
     def read(
-        self, path: Path, task: str | None = None, *, from_line: int = 1, advance: Advance = no_advance
+        self,
+        path: Path,
+        task: str | None = None,
+        *,
+        from_line: int = 1,
+        advance: Advance = no_advance,
     ) -> Imported:
-        """Import the groups of a file from line `from_line` on, into `task` or the task that each line names.
+        """Import the groups of a file from line `from_line` on, into `task` or the task that each
+        line names.
 
-        Raises DatasetError with file and line before anything is imported; any error later says what was.
+        Raises DatasetError with file and line before anything is imported; any error later says
+        what was.
         """
-        intake = Intake(self._store, self._keys, self._limits, self._payloads, "imported", self._function)
+        intake = Intake(
+            self._store, self._keys, self._limits, self._payloads, "imported", self._function
+        )
         for number, part in enumerate(self._parts(path, task, from_line), start=1):
             self._check(path, part, intake)
             advance("checked", number)
         done = Imported()
         for part in self._parts(path, task, from_line):
             try:
-                _, place = intake.put(part.task, part.group, retryable=self._limits.retries_expired(part.task))
+                _, place = intake.put(
+                    part.task, part.group, retryable=self._limits.retries_expired(part.task)
+                )
             except RolloutMQError as error:
                 _tell(error, done, part)
                 raise
@@ -104,12 +128,15 @@ class GroupImport:
         if lines:
             yield self._part(path, task, first, last, lines)
 
-    def _part(self, path: Path, task: str | None, first: int, last: int, lines: list[RolloutLine]) -> _Part:
+    def _part(
+        self, path: Path, task: str | None, first: int, last: int, lines: list[RolloutLine]
+    ) -> _Part:
         name = task or lines[0].task
         known = self._limits.training_tasks
         if name not in known:
             raise DatasetError(
-                f"{path}, line {first}: " + (f"there is no training task {name!r}" if name else "it names no task"),
+                f"{path}, line {first}: "
+                + (f"there is no training task {name!r}" if name else "it names no task"),
                 hint=f"choose one with --task: {', '.join(known)}",
             )
         return _Part(name, first, last, lines)
@@ -118,7 +145,9 @@ class GroupImport:
         try:
             group = part.group(group_id(part.task, IMPORTED_FROM))
         except ValueError as error:
-            raise DatasetError(f"{path}, lines {part.first} to {part.last}: {error}", hint=MEND) from error
+            raise DatasetError(
+                f"{path}, lines {part.first} to {part.last}: {error}", hint=MEND
+            ) from error
         intake.check(group)
 
 

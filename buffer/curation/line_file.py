@@ -1,7 +1,8 @@
-"""Files of rollout lines: JSONL, or Parquet where pyarrow is installed. Both are read and written in bounded memory.
+"""Files of rollout lines: JSONL, or Parquet where pyarrow is installed. Both are read and written
+in bounded memory.
 
-In Parquet, token columns are lists of int32 and float32, spans a list of structs; what may nest as it likes (messages,
-reward, sample_params, ground_truth, extra) is JSON text.
+In Parquet, token columns are lists of int32 and float32, spans a list of structs; what may nest as
+it likes (messages, reward, sample_params, ground_truth, extra) is JSON text.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ class LineWriter(Protocol):
 
 
 def kind_of(path: Path) -> str:
-    """jsonl or parquet, by the name of the file; ConfigError for any other, or where pyarrow is missing."""
+    """jsonl or parquet, by the name of the file; ConfigError for any other, or where pyarrow is
+    missing.
+    """
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{path.name} is neither .jsonl nor .parquet", hint="the ending of the name says the format")
+        raise ConfigError(
+            f"{path.name} is neither .jsonl nor .parquet",
+            hint="the ending of the name says the format",
+        )
     if path.suffix == ".parquet":
         _pyarrow()
     return path.suffix[1:]
@@ -45,7 +51,9 @@ def kind_of(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[LineWriter]:
-    """A writer for a file that appears as a whole, or not at all, and is then on disk. ConfigError where it exists."""
+    """A writer for a file that appears as a whole, or not at all, and is then on disk. ConfigError
+    where it exists.
+    """
     kind = kind_of(path)
     if path.exists():
         raise ConfigError(f"{path} exists", hint="name a new file")
@@ -75,7 +83,9 @@ def sync(path: Path) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, fields) of every line or row, counted from 1. DatasetError names the file and the line."""
+    """(number, fields) of every line or row, counted from 1. DatasetError names the file and the
+    line.
+    """
     kind = kind_of(path)
     try:
         yield from _read_jsonl(path) if kind == "jsonl" else _read_parquet(path)
@@ -88,7 +98,9 @@ class JsonlWriter:
         self._stream = path.open("wb")
 
     def add(self, line: dict[str, Any]) -> None:
-        self._stream.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+        self._stream.write(
+            orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        )
 
     def close(self) -> None:
         self._stream.close()
@@ -100,13 +112,17 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         while line := stream.readline(LINE_BYTES + 1):
             number += 1
             if len(line) > LINE_BYTES:
-                raise DatasetError(f"{path}, line {number}: longer than {LINE_BYTES} bytes", hint=MEND)
+                raise DatasetError(
+                    f"{path}, line {number}: longer than {LINE_BYTES} bytes", hint=MEND
+                )
             if not line.strip():
                 continue
             try:
                 yield number, orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                raise DatasetError(f"{path}, line {number}: not JSON: {error}", hint=MEND) from error
+                raise DatasetError(
+                    f"{path}, line {number}: not JSON: {error}", hint=MEND
+                ) from error
 
 
 class ParquetWriter:
@@ -154,14 +170,17 @@ def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
             try:
                 fields[name] = orjson.loads(fields[name])
             except orjson.JSONDecodeError as error:
-                raise DatasetError(f"{path}, row {number}: {name} is not JSON: {error}", hint=MEND) from error
+                raise DatasetError(
+                    f"{path}, row {number}: {name} is not JSON: {error}", hint=MEND
+                ) from error
     if isinstance(fields.get("spans"), list):
         fields["spans"] = [list(s.values()) if isinstance(s, dict) else s for s in fields["spans"]]
     return fields
 
 
 def _schema(arrow: Any) -> Any:
-    ids, texts = arrow.list_(arrow.int32()), arrow.string()
+    ids = arrow.list_(arrow.int32())
+    texts = arrow.string()
     span = arrow.struct([*((name, arrow.int64()) for name in _SPAN[:3]), ("lineage", texts)])
     special = {
         **dict.fromkeys(("index", "samples"), arrow.int32()),
@@ -181,6 +200,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            "Parquet files need the package pyarrow", hint="pip install 'rolloutmq[parquet]', or use a .jsonl file"
+            "Parquet files need the package pyarrow",
+            hint="pip install 'rolloutmq[parquet]', or use a .jsonl file",
         ) from error
     return pyarrow, pyarrow.parquet

@@ -1,8 +1,9 @@
 """One rollout as data curators see it: a line of a JSONL file, or a row of a Parquet file.
 
-The lines of one group stand together, share what belongs to the prompt, and each say how many they are (`samples`), so
-that a file that was cut off or filtered in the middle of a group is noticed. What an export tells only for people
-(`stage`, `status` of waiting groups, `staleness`) is not read again.
+The lines of one group stand together, share what belongs to the prompt, and each say how many they
+are (`samples`), so that a file that was cut off or filtered in the middle of a group is noticed.
+What an export tells only for people (`stage`, `status` of waiting groups, `staleness`) is not read
+again.
 """
 
 from __future__ import annotations
@@ -25,8 +26,28 @@ SHARED = ("messages", "prompt_ids", "data_source", "ground_truth", "extra")
 """What all lines of a group say alike: it is stored once."""
 
 FIELDS = (
-    *("gid", "task", "index", "samples", "stage", "status", "staleness", "messages", "prompt_ids", "response"),
-    *("response_ids", "logprobs", "response_mask", "spans", "reward", "finish_reason", "error", "sample_params"),
+    *(
+        "gid",
+        "task",
+        "index",
+        "samples",
+        "stage",
+        "status",
+        "staleness",
+        "messages",
+        "prompt_ids",
+        "response",
+    ),
+    *(
+        "response_ids",
+        "logprobs",
+        "response_mask",
+        "spans",
+        "reward",
+        "finish_reason",
+        "error",
+        "sample_params",
+    ),
     *("data_source", "ground_truth", "extra"),
 )
 """Every field of a line, in order."""
@@ -81,16 +102,22 @@ class RolloutLine(BaseModel):
 
     def state(self, place: int) -> RolloutState:
         """The rollout, `place` in its group. Raises ValidationError where columns do not agree."""
-        fields = self.model_dump(exclude={"gid", "task", "index", "samples", "stage", "staleness", "sample_params"})
+        fields = self.model_dump(
+            exclude={"gid", "task", "index", "samples", "stage", "staleness", "sample_params"}
+        )
         spans = [VersionSpan(*span) for span in fields.pop("spans")]
         return RolloutState(**fields, index=place, sample_params=self.sample_params, spans=spans)
 
 
 def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
-    """The group of these lines under another gid, whole and encodable. ValueError says what is wrong with it."""
+    """The group of these lines under another gid, whole and encodable. ValueError says what is
+    wrong with it.
+    """
     first = lines[0]
     if any(line.samples not in (None, len(lines)) for line in lines):
-        raise ValueError(f"group {first.gid} has {len(lines)} lines of {first.samples}: they must stand together")
+        raise ValueError(
+            f"group {first.gid} has {len(lines)} lines of {first.samples}: they must stand together"
+        )
     if len({line.task for line in lines}) > 1:
         raise ValueError(f"group {first.gid} is of several tasks")
     for name in SHARED:
@@ -111,11 +138,19 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
 def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator[dict[str, Any]]:
     """The lines of a group, with numpy columns."""
     for state in group.states:
-        fields = {name: getattr(state, name) for name in FIELDS if name in RolloutState.model_fields}
+        fields = {
+            name: getattr(state, name) for name in FIELDS if name in RolloutState.model_fields
+        }
         fields["prompt_ids"] = group.prompt_ids
         fields["status"] = state.status.value
         fields["spans"] = [list(span) for span in state.spans]
         fields["sample_params"] = state.sample_params.model_dump(exclude_defaults=True)
         fields["logprobs"] = np.asarray(state.logprobs, np.float32)
-        mine = {"gid": group.gid, "task": group.task, "samples": len(group), "stage": stage, "staleness": staleness}
+        mine = {
+            "gid": group.gid,
+            "task": group.task,
+            "samples": len(group),
+            "stage": stage,
+            "staleness": staleness,
+        }
         yield {name: (mine | fields)[name] for name in FIELDS}

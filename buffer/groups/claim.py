@@ -36,8 +36,8 @@ class Claim:
 class Enqueued:
     """`count` jobs were started; the cursor is where the next draw begins.
 
-    `refusal`: why there could be none: CLOSED (the lane is shut), FULL (so many payload bytes are held, I12), STOPPED
-    (so many tries of the task failed one after the other, I11).
+    `refusal`: why there could be none: CLOSED (the lane is shut), FULL (so many payload bytes are
+    held, I12), STOPPED (so many tries of the task failed one after the other, I11).
     """
 
     count: int
@@ -47,7 +47,9 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """What became of leases that ran out. `grace_ms`: how long all are still spared after an outage (I11)."""
+    """What became of leases that ran out. `grace_ms`: how long all are still spared after an outage
+    (I11).
+    """
 
     waiting: int = 0
     buried: int = 0

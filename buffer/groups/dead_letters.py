@@ -1,12 +1,15 @@
-"""Dead letters: groups whose tries are used up, or that a trainer could not use, with the reason (I11).
+"""Dead letters: groups whose tries are used up, or that a trainer could not use, with the reason
+(I11).
 
-They are kept until somebody requeues or drops them (`buffer.groups.job_queue`), so that the run goes on and nothing is forgotten.
+They are kept until somebody requeues or drops them (`buffer.groups.job_queue`), so that the run
+goes on and nothing is forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -20,7 +23,9 @@ _SLICE = 500
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """One dead group. `age_ms` by the server's clock; `step`: of the batch it was quarantined from, else None."""
+    """One dead group. `age_ms` by the server's clock; `step`: of the batch it was quarantined from,
+    else None.
+    """
 
     gid: str
     reason: str
@@ -38,25 +43,35 @@ class DeadLetters:
     """The dead letters of one run. Reads only."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._store, self._keys = store, keys
+        self._store = store
+        self._keys = keys
 
     def __len__(self) -> int:
-        return int(self._store.retrying("dead letters", lambda: self._store.control.zcard(self._keys.dead)))
+        return int(
+            self._store.retrying("dead letters", lambda: self._store.control.zcard(self._keys.dead))
+        )
 
     def reason(self, gid: str) -> Any:
-        """What the letter of a group says: a JSON object with reason and worker; None if it is not dead."""
-        letter = self._store.retrying("dead letter", lambda: self._store.control.get(self._keys.dead_letter(gid)))
+        """What the letter of a group says: a JSON object with reason and worker; None if it is not
+        dead.
+        """
+        letter = self._store.retrying(
+            "dead letter", lambda: self._store.control.get(self._keys.dead_letter(gid))
+        )
         return orjson.loads(letter) if letter else None
 
     def newest(self) -> Iterator[DeadLetter]:
-        """All letters, the newest first. Of different instants: one that is requeued meanwhile may be missed."""
+        """All letters, the newest first. Of different instants: one that is requeued meanwhile may
+        be missed.
+        """
         start = 0
-        while letters := self._store.retrying("dead letters", lambda start=start: self._slice(start)):  # type: ignore[misc]
+        while letters := self._store.retrying("dead letters", partial(self._slice, start)):
             yield from (letter for letter in letters if letter)
             start += _SLICE
 
     def _slice(self, start: int) -> list[DeadLetter | None]:
-        client, keys = self._store.control, self._keys
+        client = self._store.control
+        keys = self._keys
         seconds, micros = client.time()
         found = client.zrevrange(keys.dead, start, start + _SLICE - 1, withscores=True)
         pipe = client.pipeline(transaction=False)
@@ -75,4 +90,6 @@ def _letter(gid: str, letter: bytes | None, tries: bytes | None, age_ms: int) ->
     if letter is None:
         return None
     said = orjson.loads(letter)
-    return DeadLetter(gid, said["reason"], said.get("worker", ""), int(tries or 0), age_ms, said.get("step"))
+    return DeadLetter(
+        gid, said["reason"], said.get("worker", ""), int(tries or 0), age_ms, said.get("step")
+    )

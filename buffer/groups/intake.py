@@ -1,9 +1,10 @@
 """Groups that come in without a lease: from a loop of your own, or from a file (`put.lua`).
 
-They are numbered apart from those of the data set (`keys.IMPORTED_FROM`) and counted apart: `enqueued + put +
-imported = sum of all places` (I1). From then on they are groups like any other: taken in the order of the run's
-policy, the producer starts that many fewer, and one that expires starts again from its prompt. A lineage of weights
-that this run never had counts as old as its oldest fork (I8).
+They are numbered apart from those of the data set (`keys.IMPORTED_FROM`) and counted apart:
+`enqueued + put + imported = sum of all places` (I1). From then on they are groups like any other:
+taken in the order of the run's policy, the producer starts that many fewer, and one that expires
+starts again from its prompt. A lineage of weights that this run never had counts as old as its
+oldest fork (I8).
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ _HINTS = {
 }
 
 
-def stamped(states: Sequence[RolloutState], weights: PolicyVersion | None, ageless: bool) -> list[RolloutState]:
+def stamped(
+    states: Sequence[RolloutState], weights: PolicyVersion | None, ageless: bool
+) -> list[RolloutState]:
     """Copies of the rollouts, whose tokens behind the last span were made by `weights`.
 
-    Without `weights`, a rollout with tokens and no span at all raises WireError: a guess would be a lie about its age
-    (I9). `ageless` says that no policy of this run made them.
+    Without `weights`, a rollout with tokens and no span at all raises WireError: a guess would be a
+    lie about its age (I9). `ageless` says that no policy of this run made them.
     """
     copies = [state.model_copy() for state in states]
     for state in copies:
@@ -58,7 +61,9 @@ def described(
     group: RolloutGroup, ref: PayloadRef, limits: RunLimits, function: OrderFunction | None
 ) -> dict[str, int | str]:
     """What the scripts `put` and `update` are told of a group and its bytes."""
-    scores = group.scores[np.isfinite(group.scores)] if group.status is Status.COMPLETED else np.zeros(0)
+    scores = (
+        group.scores[np.isfinite(group.scores)] if group.status is Status.COMPLETED else np.zeros(0)
+    )
     return {
         "status": group.status.value,
         "samples": len(group),
@@ -79,7 +84,9 @@ def _turn(group: RolloutGroup, limits: RunLimits, function: OrderFunction | None
 
 
 class Intake:
-    """One call that puts groups, one after the other. Close it, so that nothing of it stays in Redis."""
+    """One call that puts groups, one after the other. Close it, so that nothing of it stays in
+    Redis.
+    """
 
     def __init__(
         self,
@@ -90,29 +97,44 @@ class Intake:
         counter: Literal["put", "imported"],
         function: OrderFunction | None = None,
     ) -> None:
-        """`function`: the run's order policy where it is a user's (`buffer.model.order_policy.load_order`)."""
-        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
-        self._counter, self._function = counter, function
-        self._operation, self._places = new_nonce(), dict.fromkeys(limits.training_tasks, 0)
+        """`function`: the run's order policy where it is a user's
+        (`buffer.model.order_policy.load_order`).
+        """
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
+        self._counter = counter
+        self._function = function
+        self._operation = new_nonce()
+        self._places = dict.fromkeys(limits.training_tasks, 0)
 
     def close(self) -> None:
         """Forget the operation: nothing of it will be repeated any more."""
         used = [task for task, place in self._places.items() if place]
-        self._store.each("put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used])
+        self._store.each(
+            "put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used]
+        )
 
     def check(self, group: RolloutGroup) -> None:
         """Raise what `put` would raise, before anything is stored: WireError or ConfigError."""
         if group.task not in self._places:
-            raise ConfigError(f"there is no training task {group.task!r}", hint=f"known: {', '.join(self._places)}")
+            raise ConfigError(
+                f"there is no training task {group.task!r}",
+                hint=f"known: {', '.join(self._places)}",
+            )
         if group.status in _HINTS:
             raise WireError(f"a group of {group.task} is {group.status}", hint=_HINTS[group.status])
         _turn(group, self._limits, self._function)
 
-    def put(self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool) -> tuple[str, str]:
-        """Put the group that `make` gives for a gid; returns its gid, and where it is: completed, aborted, expired or
-        dropped.
+    def put(
+        self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
+    ) -> tuple[str, str]:
+        """Put the group that `make` gives for a gid; returns its gid, and where it is: completed,
+        aborted, expired or dropped.
 
-        One that is too old for the next train step starts again from its prompt, if `retryable`; else it is dropped.
+        One that is too old for the next train step starts again from its prompt, if `retryable`;
+        else it is dropped.
         """
         draw = self._next_draw(task)
         for _ in range(_RACES):
@@ -125,7 +147,9 @@ class Intake:
                 case "DRAW":
                     draw = int(reply[1])
                 case "NO_DRAWS":
-                    raise ConfigError(f"{task} has drawn {reply[1]} groups: no numbers are left for others")
+                    raise ConfigError(
+                        f"{task} has drawn {reply[1]} groups: no numbers are left for others"
+                    )
                 case "FULL":
                     held, mark = (format_size(int(n)) for n in reply[1:3])
                     raise MemoryFull(
@@ -133,18 +157,27 @@ class Intake:
                         hint="let the trainer commit what it took, then try again",
                     )
                 case "MISSING":
-                    raise PayloadMissing(f"group {gid}: {reply[1]} bytes arrived", hint="put it again")
+                    raise PayloadMissing(
+                        f"group {gid}: {reply[1]} bytes arrived", hint="put it again"
+                    )
                 case _:
                     raise ScriptError(f"put: {reply}")
-        raise ConfigError(f"{task}: somebody else takes every draw", hint="let one import finish first")
+        raise ConfigError(
+            f"{task}: somebody else takes every draw", hint="let one import finish first"
+        )
 
     def _next_draw(self, task: str) -> int:
         progress = self._keys.progress(task)
-        counts = self._store.retrying("put", lambda: self._store.control.hmget(progress, "put", "imported"))
+        counts = self._store.retrying(
+            "put", lambda: self._store.control.hmget(progress, "put", "imported")
+        )
         return IMPORTED_FROM + sum(int(count or 0) for count in counts)
 
     def _call(self, group: RolloutGroup, draw: int, retryable: bool) -> list[str]:
-        keys, gid, task, token = self._keys, group.gid, group.task, new_nonce()
+        keys = self._keys
+        gid = group.gid
+        task = group.task
+        token = new_nonce()
         prompt = wire.encode(prompt_of(group))
         self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
         ref = self._payloads.write(gid, token, wire.encode(group))

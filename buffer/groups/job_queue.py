@@ -1,7 +1,8 @@
 """The waiting line: prompts become jobs, jobs become leases, leases run out.
 
-The stream *is* the line: `claim` reads its head in order of lane, deletes the entry and grants the lease in one script,
-so `XLEN` is the backlog, and no second record of ownership exists that could drift.
+The stream *is* the line: `claim` reads its head in order of lane, deletes the entry and grants the
+lease in one script, so `XLEN` is the backlog, and no second record of ownership exists that could
+drift.
 
 In which order a claim looks at the waiting lines, and which of them it leaves to other workers.
 """
@@ -45,10 +46,12 @@ def serving_order(
 ) -> list[tuple[str, str]]:
     """(task, lane), first to last: evaluations, then groups that were begun, then new ones.
 
-    Among tasks, the one of which the worker has `held` least for its weight is first, so that a slow one does not fill
-    the worker; where they are even, they are drawn by weight, anew for every claim.
+    Among tasks, the one of which the worker has `held` least for its weight is first, so that a
+    slow one does not fill the worker; where they are even, they are drawn by weight, anew for every
+    claim.
     """
-    weights, has = limits.newest_weights(), held or {}
+    weights = limits.newest_weights()
+    has = held or {}
 
     def turn(task: str) -> tuple[float, float]:
         if not (weight := weights[task]):
@@ -57,8 +60,11 @@ def serving_order(
         return has.get(task, 0) / weight, -(CHANCE.random() ** (1.0 / weight))
 
     evals = [(task, "eval") for task in limits.eval_tasks]
-    lines = evals + [(task, lane) for lane in ("resume", "fresh") for task in sorted(weights, key=turn)]
+    lines = evals + [
+        (task, lane) for lane in ("resume", "fresh") for task in sorted(weights, key=turn)
+    ]
     return [line for line in lines if serves is None or line in serves]
+
 
 CLAIM_MOST = 128
 """Jobs in one claim: the server is busy for some milliseconds, and others shall get some, too."""
@@ -68,17 +74,23 @@ class JobQueue:
     """Jobs of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store, self._keys, self._limits = store, keys, limits
+        self._store = store
+        self._keys = keys
+        self._limits = limits
 
     # -- the producer's side -------------------------------------------------
 
     def cursor(self, task: str) -> int:
         """The next draw of a task (I3)."""
-        cursor = self._store.retrying("cursor", lambda: self._store.control.hget(self._keys.cursors, task))
+        cursor = self._store.retrying(
+            "cursor", lambda: self._store.control.hget(self._keys.cursors, task)
+        )
         return int(cursor or 0)
 
     def next_draw(self, nonce: str, task: str) -> int:
-        """The cursor, once it has passed over what came in before it did (after a loss). Raises Fenced."""
+        """The cursor, once it has passed over what came in before it did (after a loss). Raises
+        Fenced.
+        """
         while True:
             reply = self._store.call(
                 "pass_over",
@@ -89,14 +101,23 @@ class JobQueue:
                 return int(reply[1])
 
     def enqueue(
-        self, nonce: str, operation: str, task: str, cursor: int, samples: Sequence[int], target: int | None
+        self,
+        nonce: str,
+        operation: str,
+        task: str,
+        cursor: int,
+        samples: Sequence[int],
+        target: int | None,
     ) -> Enqueued:
-        """Start the draws cursor, cursor+1, …, as many as there is room for, and move the cursor with them.
+        """Start the draws cursor, cursor+1, …, as many as there is room for, and move the cursor
+        with them.
 
-        `samples`: rollouts of each draw, 0 for one that cannot be used. Their INIT payloads must be stored.
-        `operation` is the same for a repeated call. Raises Fenced when another producer was opened.
+        `samples`: rollouts of each draw, 0 for one that cannot be used. Their INIT payloads must be
+        stored. `operation` is the same for a repeated call. Raises Fenced when another producer was
+        opened.
         """
-        keys, limits = self._keys, self._limits
+        keys = self._keys
+        limits = self._limits
         lane = limits.tasks[task].lane
         payloads = [keys.payload(group_id(task, cursor + i), "init") for i in range(len(samples))]
         # in a cluster no script can see them
@@ -130,14 +151,24 @@ class JobQueue:
             case "CLOSED" | "FULL" | "STOPPED":
                 return Enqueued(0, cursor, refusal=reply[0])
             case "NO_PAYLOAD":
-                raise PayloadMissing(f"the prompt of {reply[1]} is not stored", hint="write it, then enqueue again")
+                raise PayloadMissing(
+                    f"the prompt of {reply[1]} is not stored", hint="write it, then enqueue again"
+                )
         raise ScriptError(f"enqueue: {reply}")
 
     def reissue(
-        self, nonce: str, task: str, status: str, target: int | None, *, at_least: int = 1, limit: int = 256
+        self,
+        nonce: str,
+        task: str,
+        status: str,
+        target: int | None,
+        *,
+        at_least: int = 1,
+        limit: int = 256,
     ) -> int:
-        """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many: none
-        above the high mark (I12)."""
+        """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many:
+        none above the high mark (I12).
+        """
         reply = self._store.call(
             "reissue",
             self._keys.slots(task=task, status=status),
@@ -155,13 +186,16 @@ class JobQueue:
         return int(reply[1]) if unfenced(reply, "producer")[0] == "OK" else 0
 
     def _bounds(self, task: str) -> dict[str, int | str]:
-        most, patience = self._limits.tasks[task].max_in_flight, self._limits.patience(task)
+        most = self._limits.tasks[task].max_in_flight
+        patience = self._limits.patience(task)
         return {"most": most or "", "patience": patience or ""}
 
     def failures(self, task: str) -> tuple[int, bool]:
         """(tries that failed or were filtered one after the other, whether that stopped the task)."""
         key = self._keys.progress(task)
-        raw = self._store.retrying("failures", lambda: self._store.control.hget(key, "failures_in_row"))
+        raw = self._store.retrying(
+            "failures", lambda: self._store.control.hget(key, "failures_in_row")
+        )
         return int(raw or 0), self._limits.is_too_many_failures(task, int(raw or 0))
 
     def forgive(self, task: str) -> None:
@@ -180,9 +214,11 @@ class JobQueue:
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
-        """Up to `limit` jobs (CLAIM_MOST at most) for a worker that has `held` already, in `serving_order`. The same
-        `token` repeats a claim whose reply was lost."""
-        keys, limits = self._keys, self._limits
+        """Up to `limit` jobs (CLAIM_MOST at most) for a worker that has `held` already, in
+        `serving_order`. The same `token` repeats a claim whose reply was lost.
+        """
+        keys = self._keys
+        limits = self._limits
         lanes = serving_order(limits, serves, Counter(job.task for job in held))
         reply = self._store.call(
             "claim",
@@ -203,7 +239,9 @@ class JobQueue:
         return Claim.parse(reply, token)
 
     def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
-        """Give a group back without a result. Returns its place; Fenced when the lease was lost meanwhile."""
+        """Give a group back without a result. Returns its place; Fenced when the lease was lost
+        meanwhile.
+        """
         task = job.task
         text = reason[:2000].encode(errors="replace").decode()
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
@@ -227,10 +265,11 @@ class JobQueue:
     # -- by hand -------------------------------------------------------------
 
     def requeue(self, gid: str, *, operation: str = "") -> str:
-        """Let a dead or pooled group wait again with all its tries; where it was before ("waiting": nothing was to do).
+        """Let a dead or pooled group wait again with all its tries; where it was before ("waiting":
+        nothing was to do).
 
-        It starts from its prompt; only an aborted group keeps its tokens. `operation` is the same for a repeated
-        call. Raises GroupHeld when it runs, is in a batch, has ended, or never was.
+        It starts from its prompt; only an aborted group keeps its tokens. `operation` is the same
+        for a repeated call. Raises GroupHeld when it runs, is in a batch, has ended, or never was.
         """
         task, draw = split_group_id(gid)
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
@@ -243,10 +282,12 @@ class JobQueue:
         return self._moved(reply, gid)
 
     def drop(self, gid: str, *, revoke: str = "") -> str:
-        """End a group that waits, is in a pool, or is dead; where it was before ("dropped": nothing was to do).
+        """End a group that waits, is in a pool, or is dead; where it was before ("dropped": nothing
+        was to do).
 
-        One that runs is only dropped if `revoke` names the worker that holds it: the lease ends in the same step.
-        Raises GroupHeld otherwise, and when it is in a batch, has ended as something else, or never was.
+        One that runs is only dropped if `revoke` names the worker that holds it: the lease ends in
+        the same step. Raises GroupHeld otherwise, and when it is in a batch, has ended as something
+        else, or never was.
         """
         task, draw = split_group_id(gid)
         reply = self._store.call(
@@ -262,9 +303,15 @@ class JobQueue:
             case "OK":
                 return reply[1]
             case "RUNNING":
-                raise GroupHeld(f"{gid} runs on {reply[1]}", hint="name that worker to revoke its lease, or fence it")
+                raise GroupHeld(
+                    f"{gid} runs on {reply[1]}",
+                    hint="name that worker to revoke its lease, or fence it",
+                )
             case "TAKEN":
-                raise GroupHeld(f"{gid} is in batch {reply[1]}", hint="only the trainer can take it out of there")
+                raise GroupHeld(
+                    f"{gid} is in batch {reply[1]}",
+                    hint="only the trainer can take it out of there",
+                )
             case "ENDED":
                 raise GroupHeld(f"{gid} has ended: it is {reply[1]}")
             case "UNKNOWN":
@@ -274,7 +321,9 @@ class JobQueue:
     # -- anybody's -----------------------------------------------------------
 
     def reap(self, limit: int = 100) -> Reaped:
-        """Take back up to `limit` groups that silent workers held, and forget workers that are long gone."""
+        """Take back up to `limit` groups that silent workers held, and forget workers that are long
+        gone.
+        """
         limits = self._limits
         reply = self._store.call(
             "reap",

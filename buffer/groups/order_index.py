@@ -1,7 +1,9 @@
-"""Keeps what `take_batch` reads in order: clears what is too stale out of the way, and fills what is missing.
+"""Keeps what `take_batch` reads in order: clears what is too stale out of the way, and fills what
+is missing.
 
-Scripts never search without a bound. Where too many stale groups stand before the fresh ones, or the index does not
-hold every ready group (the policy was changed, or a worker of before still submits), they say so and change nothing.
+Scripts never search without a bound. Where too many stale groups stand before the fresh ones, or
+the index does not hold every ready group (the policy was changed, or a worker of before still
+submits), they say so and change nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ _SLICE = 250
 _PASSES = 20
 
 
-def in_order(store: Store, keys: Keys, limits: RunLimits, nonce: str, call: Callable[[], list[str]]) -> list[str]:
-    """The reply of `call`, a script that takes in order, once nothing stands in its way. Raises Fenced."""
+def in_order(
+    store: Store, keys: Keys, limits: RunLimits, nonce: str, call: Callable[[], list[str]]
+) -> list[str]:
+    """The reply of `call`, a script that takes in order, once nothing stands in its way. Raises
+    Fenced.
+    """
     for _ in range(_PASSES):
         reply = call()
         if reply[0] == "BLOCKED":
@@ -30,7 +36,9 @@ def in_order(store: Store, keys: Keys, limits: RunLimits, nonce: str, call: Call
     raise ScriptError(f"the order of {reply[1]} is never settled: {reply[0]}")
 
 
-def expire_all(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int = _SLICE) -> int:
+def expire_all(
+    store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int = _SLICE
+) -> int:
     """`expire`, slice by slice, until nothing is left to move; how many groups there were."""
     moved = 0
     while (some := expire(store, keys, limits, task, status, limit)) == limit:
@@ -39,7 +47,9 @@ def expire_all(store: Store, keys: Keys, limits: RunLimits, task: str, status: s
 
 
 def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
-    """Move up to `limit` groups out of a pool that the next train step may not use any more; how many there were."""
+    """Move up to `limit` groups out of a pool that the next train step may not use any more; how
+    many there were.
+    """
     reply = store.call(
         "refresh",
         keys.slots(task=task, status=status),
@@ -54,7 +64,8 @@ def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, 
 
 def _fill(store: Store, keys: Keys, limits: RunLimits, nonce: str, task: str) -> None:
     """Add to the index what is ready and not in it, slice by slice."""
-    start, scanned = 0, _SLICE
+    start = 0
+    scanned = _SLICE
     while scanned == _SLICE:
         reply = store.call(
             "reorder",

@@ -1,8 +1,8 @@
 """What is ready, interrupted and expired, by task: read, never changed.
 
-A pool is a sorted set scored by the oldest policy version in the group, its members ordered by arrival. Being too old
-is a range of scores, never a scan, and no answer relies on expiry having run (I8): what the next train step may not
-use is neither counted nor returned as ready.
+A pool is a sorted set scored by the oldest policy version in the group, its members ordered by
+arrival. Being too old is a range of scores, never a scan, and no answer relies on expiry having run
+(I8): what the next train step may not use is neither counted nor returned as ready.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ MAX_READ = 1024
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """Groups of one task. `completed` and `aborted` may still be used by the next train step; `stale` are in one of
-    these pools, but too old: `refresh_staleness` moves them."""
+    """Groups of one task. `completed` and `aborted` may still be used by the next train step;
+    `stale` are in one of these pools, but too old: `refresh_staleness` moves them.
+    """
 
     completed: int
     aborted: int
@@ -44,17 +45,24 @@ class Pools:
     """The pools of one run, to look at."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
-        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
 
     def count(self, task: str, status: PoolStatus = "completed") -> int:
-        """How many groups of a task are ready (aborted, expired). O(log N). ConfigError for another task or status."""
+        """How many groups of a task are ready (aborted, expired). O(log N). ConfigError for another
+        task or status.
+        """
         if status not in POOLS:
             raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {', '.join(POOLS)}")
         count: int = getattr(self.count_statuses(task)[task], status)
         return count
 
     def count_statuses(self, *tasks: str) -> dict[str, PoolSizes]:
-        """How many groups of each status these tasks (default: all) have, at one instant. O(tasks * log N)."""
+        """How many groups of each status these tasks (default: all) have, at one instant. O(tasks *
+        log N).
+        """
         names = [self._known(task) for task in (tasks or self._limits.tasks)]
         reply = self._store.call(
             "counts",
@@ -67,7 +75,8 @@ class Pools:
         return {task: PoolSizes(*numbers[4 * i : 4 * i + 4]) for i, task in enumerate(names)}
 
     def is_ready(self, counts: Mapping[str, int]) -> bool:
-        """Whether each task has so many ready groups; counts of 0 or less ask for nothing. O(tasks * log N).
+        """Whether each task has so many ready groups; counts of 0 or less ask for nothing. O(tasks
+        * log N).
 
         For a glance only: `take_batch` decides by itself, in the step that takes.
         """
@@ -78,16 +87,19 @@ class Pools:
         return all(sizes[task].completed >= count for task, count in wanted.items())
 
     def get(self, count: int, task: str, status: PoolStatus = "completed") -> list[RolloutGroup]:
-        """The first `count` groups of a pool (1,024 at most), in the order in which they will be used. They stay there.
+        """The first `count` groups of a pool (1,024 at most), in the order in which they will be
+        used. They stay there.
 
-        Completed groups come in the order of the run's policy (by age, until the trainer has settled a policy that was
-        changed); others as `reissue` finds them, the oldest first. Whatever leaves the pool while its bytes are read
-        is left out.
+        Completed groups come in the order of the run's policy (by age, until the trainer has
+        settled a policy that was changed); others as `reissue` finds them, the oldest first.
+        Whatever leaves the pool while its bytes are read is left out.
         """
         if count <= 0:
             return []
         if count > MAX_READ:
-            raise ConfigError(f"{count} groups in one call", hint=f"at most {MAX_READ}: use groups.find for more")
+            raise ConfigError(
+                f"{count} groups in one call", hint=f"at most {MAX_READ}: use groups.find for more"
+            )
         refs = [entry.payload for entry in self.peek(count, task, status)]
         try:
             return self.read_many(refs)
@@ -110,7 +122,9 @@ class Pools:
                 case _:
                     return [ManifestEntry.parse(line) for line in reply[1:]]
 
-    def _call_peek(self, count: int, task: str, status: str, policy: str, threshold: int | str) -> list[str]:
+    def _call_peek(
+        self, count: int, task: str, status: str, policy: str, threshold: int | str
+    ) -> list[str]:
         return self._store.call(
             "peek",
             self._keys.slots(task=task, status=status),
@@ -137,7 +151,9 @@ class Pools:
 
     def _known(self, task: str) -> str:
         if task not in self._limits.tasks:
-            raise ConfigError(f"there is no task {task!r}", hint=f"known: {', '.join(self._limits.tasks)}")
+            raise ConfigError(
+                f"there is no task {task!r}", hint=f"known: {', '.join(self._limits.tasks)}"
+            )
         return task
 
 

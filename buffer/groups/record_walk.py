@@ -1,7 +1,8 @@
-"""All groups of a run that still live, in order of their draws, page by page: no key scan, no set that could move.
+"""All groups of a run that still live, in order of their draws, page by page: no key scan, no set
+that could move.
 
-Draws that have ended are bits, so what is left is found in O(live groups) and one bit per draw. On a live run the
-records are of different instants; a group that ends meanwhile is left out.
+Draws that have ended are bits, so what is left is found in O(live groups) and one bit per draw. On
+a live run the records are of different instants; a group that ends meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class RecordWalk:
     """Reads the records of one run."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._store, self._keys = store, keys
+        self._store = store
+        self._keys = keys
 
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
         """(gid, record) of every living group of a task: drawn ones first, then those from outside."""
@@ -58,7 +60,9 @@ class RecordWalk:
     def bits(self, key: str, offset: int) -> bytes:
         """One page of a bitmap, from `offset` bytes on."""
         last = offset + PAGE_DRAWS // 8 - 1
-        page: bytes = self._store.retrying("bits", lambda: self._store.bulk.getrange(key, offset, last))
+        page: bytes = self._store.retrying(
+            "bits", lambda: self._store.bulk.getrange(key, offset, last)
+        )
         return page
 
     def _hashes(self, gids: list[str]) -> list[dict[bytes, bytes]]:

@@ -1,8 +1,8 @@
 """What workers hand in: finished groups on their way into the pools (`submit.lua`).
 
-Several groups travel together, each with its bytes and a script call of its own: one that was fenced (I2) does not
-hold up the others. All are checked here, before the upload: later checks only protect the trainer from bytes that were
-damaged on their way.
+Several groups travel together, each with its bytes and a script call of its own: one that was
+fenced (I2) does not hold up the others. All are checked here, before the upload: later checks only
+protect the trainer from bytes that were damaged on their way.
 """
 
 from __future__ import annotations
@@ -31,20 +31,36 @@ class HandIn:
     """See `ReplayBuffer.submit_many`."""
 
     def __init__(
-        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, function: OrderFunction | None
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        payloads: PayloadStore,
+        function: OrderFunction | None,
     ) -> None:
         """`function`: the run's order policy where it is a user's."""
-        self._store, self._keys, self._limits, self._payloads = store, keys, limits, payloads
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
         self._function = function
 
     def submit(self, worker: str, results: Sequence[Result]) -> None:
-        """Raises Fenced or PayloadMissing for the first group that was refused, once all were handed in."""
+        """Raises Fenced or PayloadMissing for the first group that was refused, once all were
+        handed in.
+        """
         refused: list[RolloutMQError] = []
         for start in range(0, len(results), _AT_ONCE):
             some = results[start : start + _AT_ONCE]
-            replies = self._store.upload_and_call("submit", self._keys.leases, partial(self._uploads, worker, some))
+            replies = self._store.upload_and_call(
+                "submit", self._keys.leases, partial(self._uploads, worker, some)
+            )
             pin_listed(self._store, self._keys)
-            refused += [_refusal(r.job, reply) for r, reply in zip(some, replies, strict=True) if reply[0] != "OK"]
+            refused += [
+                _refusal(r.job, reply)
+                for r, reply in zip(some, replies, strict=True)
+                if reply[0] != "OK"
+            ]
         if refused:
             raise refused[0]
 
@@ -57,7 +73,9 @@ class HandIn:
 
     def call(self, worker: str, result: Result, ref: PayloadRef) -> ScriptCall:
         """What `submit.lua` is told of a result whose bytes are behind `ref`."""
-        keys, group, task = self._keys, result.group, result.group.task
+        keys = self._keys
+        group = result.group
+        task = result.group.task
         return ScriptCall(
             keys.slots(task=task, worker=worker),
             self._arguments(result, ref),
@@ -66,7 +84,8 @@ class HandIn:
         )
 
     def _arguments(self, result: Result, ref: PayloadRef) -> dict[str, str | int]:
-        group, status = result.group, result.group.status
+        group = result.group
+        status = result.group.status
         if status is Status.COMPLETED and result.filtered:
             status = Status.FILTERED
         scores = group.scores
@@ -94,13 +113,20 @@ class HandIn:
 
 def _check(group: RolloutGroup) -> None:
     if group.status not in (Status.COMPLETED, Status.ABORTED):
-        raise WireError(f"group {group.gid} is {group.status}", hint="only completed or aborted groups are submitted")
+        raise WireError(
+            f"group {group.gid} is {group.status}",
+            hint="only completed or aborted groups are submitted",
+        )
 
 
 def _refusal(job: Job, reply: Sequence[str]) -> RolloutMQError:
     match reply[0]:
         case "FENCED":
-            return Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone; its result is not wanted")
+            return Fenced(
+                f"group {job.gid}: the lease of token {job.token[:8]}… is gone; its result is not wanted"
+            )
         case "MISSING":
-            return PayloadMissing(f"group {job.gid}: only {reply[1]} bytes arrived", hint="submit it again")
+            return PayloadMissing(
+                f"group {job.gid}: only {reply[1]} bytes arrived", hint="submit it again"
+            )
     return ScriptError(f"submit: {reply}")

@@ -1,8 +1,9 @@
 """The janitor: what must be done from time to time, by anybody, and by nobody in particular.
 
-Leases of silent workers run out, groups grow too old, archived batches fall out of what is retained, and bytes that
-nobody needs are freed. Every step finds nothing when it is repeated (I13), so any number of processes may sweep at
-once, without a leader or a lock, and each may die at any point.
+Leases of silent workers run out, groups grow too old, archived batches fall out of what is
+retained, and bytes that nobody needs are freed. Every step finds nothing when it is repeated (I13),
+so any number of processes may sweep at once, without a leader or a lock, and each may die at any
+point.
 """
 
 from __future__ import annotations
@@ -74,16 +75,21 @@ class Janitor:
         payloads: PayloadStore,
         media: MediaFolder | None,
     ) -> None:
-        self._store, self._keys, self._nonce, self._limits = store, keys, nonce, limits
-        self._jobs, self._ledgers, self._payloads = jobs, ledgers, payloads
+        self._store = store
+        self._keys = keys
+        self._nonce = nonce
+        self._limits = limits
+        self._jobs = jobs
+        self._ledgers = ledgers
+        self._payloads = payloads
         self._media = MediaSweep(store, keys, media, ledgers) if media else None
 
     def sweep(self, *, files: bool = True, archive: bool = True) -> Swept:
         """Do what there is to do, up to a bound for each kind; see `Swept.has_more`.
 
-        Without `files`, no disk is touched; without `archive`, no batch, which a worker may not (buffer/server/acl.py).
-        Raises LostRun where another run has the name: it must not
-        be swept by the limits of this one.
+        Without `files`, no disk is touched; without `archive`, no batch, which a worker may not
+        (buffer/server/acl.py). Raises LostRun where another run has the name: it must not be swept
+        by the limits of this one.
         """
         if not self._is_there():
             return Swept()
@@ -113,8 +119,9 @@ class Janitor:
         )
 
     def sweep_in_turn(self) -> Swept:
-        """As one of many: leases and bytes only, and nothing where anybody has swept a moment ago. 1,000 workers would
-        else sweep 200 times a second, for a tenth of what they cost the server."""
+        """As one of many: leases and bytes only, and nothing where anybody has swept a moment ago.
+        1,000 workers would else sweep 200 times a second, for a tenth of what they cost the server.
+        """
         fields = self._store.retrying(
             "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
         )
@@ -125,10 +132,17 @@ class Janitor:
         return self.sweep(files=False, archive=False)
 
     def _is_there(self) -> bool:
-        """Whether the server holds the run; one that came back empty is given it again by the trainer."""
-        found = self._store.retrying("janitor", lambda: self._store.control.hget(self._keys.meta, "nonce"))
+        """Whether the server holds the run; one that came back empty is given it again by the
+        trainer.
+        """
+        found = self._store.retrying(
+            "janitor", lambda: self._store.control.hget(self._keys.meta, "nonce")
+        )
         if found is not None and found.decode() != self._nonce:
-            raise LostRun(f"the server holds another run named {self._keys.run!r} now", hint="start this process again")
+            raise LostRun(
+                f"the server holds another run named {self._keys.run!r} now",
+                hint="start this process again",
+            )
         return found is not None
 
     def _free(self) -> int:

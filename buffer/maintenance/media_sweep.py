@@ -1,7 +1,8 @@
 """Frees the files of groups that have ended, found by comparing folders with draws.
 
-A crash at any point leaves a folder that a later sweep finds. A folder of a draw that is not known yet is left alone:
-its files are written before the group is. So is that of an archived group whose batch is retained.
+A crash at any point leaves a folder that a later sweep finds. A folder of a draw that is not known
+yet is left alone: its files are written before the group is. So is that of an archived group whose
+batch is retained.
 """
 
 from __future__ import annotations
@@ -30,14 +31,21 @@ PASS_S = 10.0
 class MediaSweep:
     """Compares the folder of a run with its groups, a part at a time."""
 
-    def __init__(self, store: Store, keys: Keys, media: MediaFolder, ledgers: Sequence[BatchLedger]) -> None:
-        self._store, self._keys, self._media, self._ledgers = store, keys, media, ledgers
+    def __init__(
+        self, store: Store, keys: Keys, media: MediaFolder, ledgers: Sequence[BatchLedger]
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._media = media
+        self._ledgers = ledgers
         self._retained: dict[tuple[str, int], frozenset[str]] = {}
         self._pass: Iterator[str] | None = None
         self._begun_s = float("-inf")
 
     def sweep(self) -> tuple[int, bool]:
-        """Free what there is to free among the next folders: (groups freed, whether this pass goes on)."""
+        """Free what there is to free among the next folders: (groups freed, whether this pass goes
+        on).
+        """
         try:
             return self._sweep()
         except OSError as error:
@@ -49,7 +57,8 @@ class MediaSweep:
         if self._pass is None:
             if time.monotonic() - self._begun_s < PASS_S or not self._media.is_ours():
                 return 0, False
-            self._pass, self._begun_s = self._media.gids(), time.monotonic()
+            self._pass = self._media.gids()
+            self._begun_s = time.monotonic()
         gids = list(islice(self._pass, LOOK))
         if len(gids) < LOOK:
             self._pass = None
@@ -74,24 +83,32 @@ class MediaSweep:
         keys, commands = self._keys, []
         for gid in gids:
             task, draw = split_group_id(gid)
-            commands += [("EXISTS", keys.group(gid)), *(("GETBIT", keys.ended(task, end), draw) for end in ENDS)]
+            commands += [
+                ("EXISTS", keys.group(gid)),
+                *(("GETBIT", keys.ended(task, end), draw) for end in ENDS),
+            ]
         replies = iter(self._store.each("media", commands, "control"))
         found = {}
         for gid in gids:
-            lives, bits = next(replies), [next(replies) for _ in ENDS]
+            lives = next(replies)
+            bits = [next(replies) for _ in ENDS]
             if not lives and any(bits):
                 found[gid] = ENDS[bits.index(1)]
         return found
 
     def _retained_gids(self) -> frozenset[str]:
-        """Archived groups whose batches can be read. Asked after the ends: a batch archived since is in it, too."""
+        """Archived groups whose batches can be read. Asked after the ends: a batch archived since
+        is in it, too.
+        """
         kept: dict[tuple[str, int], frozenset[str]] = {}
         halves = []
         for ledger in self._ledgers:
             archived = ledger.archive.steps()
             for step in archived:
                 # an archived batch changes no more
-                kept[ledger.name, step] = self._retained.get((ledger.name, step)) or self._gids(ledger, step)
+                kept[ledger.name, step] = self._retained.get((ledger.name, step)) or self._gids(
+                    ledger, step
+                )
             halves.append(self._gids(ledger, archived.stop))
         self._retained = kept
         return frozenset().union(*kept.values(), *halves)

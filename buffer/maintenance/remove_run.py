@@ -1,9 +1,11 @@
-"""The end of a run on its server: every key of it is removed, in an order that may be interrupted anywhere.
+"""The end of a run on its server: every key of it is removed, in an order that may be interrupted
+anywhere.
 
     meta says REMOVING, then control goes, then everything else, then meta
 
-From then on nobody opens the run, and no script lets anybody claim, take or begin. As long as `meta` is there the run
-is still listed, so that a removal that was interrupted is seen, and repeated.
+From then on nobody opens the run, and no script lets anybody claim, take or begin. As long as
+`meta` is there the run is still listed, so that a removal that was interrupted is seen, and
+repeated.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def parse_size(value: Any) -> Any:
-    """Bytes of a text like "8GiB"; anything else is left for the caller to check. ValueError for other text."""
+    """Bytes of a text like "8GiB"; anything else is left for the caller to check. ValueError for
+    other text.
+    """
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value)

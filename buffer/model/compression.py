@@ -1,8 +1,9 @@
 """Payloads compressed with zstd, where a run says so (`[memory] compression`).
 
-They describe themselves: a zstd frame begins with 28 B5 2F FD, and no msgpack map does. So a reader looks at the bytes
-and not at the run, and a run may change its mind. Nothing of a frame is trusted: it must say how large its content is,
-and that is checked before memory is set aside for it. Needs `zstandard` (extra `zstd`) only where such bytes are met.
+They describe themselves: a zstd frame begins with 28 B5 2F FD, and no msgpack map does. So a reader
+looks at the bytes and not at the run, and a run may change its mind. Nothing of a frame is trusted:
+it must say how large its content is, and that is checked before memory is set aside for it. Needs
+`zstandard` (extra `zstd`) only where such bytes are met.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ Compression = Literal["none", "zstd"]
 MAGIC = bytes.fromhex("28b52ffd")
 
 LEVEL = 1
-"""Higher ones cost several times as much for a few percent: token ids and logprobs have little to find."""
+"""Higher ones cost several times as much for a few percent: token ids and logprobs have little to
+find.
+"""
 
 
 def compress(data: bytes, method: Compression) -> bytes:
@@ -40,7 +43,10 @@ def expand(data: bytes | memoryview) -> bytes | memoryview:
     try:
         size = module.get_frame_parameters(data).content_size
         if size in (module.CONTENTSIZE_UNKNOWN, module.CONTENTSIZE_ERROR):
-            raise WireError("a zstd frame that does not say how large its content is", hint="write the content size")
+            raise WireError(
+                "a zstd frame that does not say how large its content is",
+                hint="write the content size",
+            )
         if size > MAX_BYTES:
             raise WireError(f"a zstd frame of {size} bytes", hint=f"at most {MAX_BYTES}")
         document: bytes = module.ZstdDecompressor().decompress(data, allow_extra_data=False)
@@ -59,6 +65,7 @@ def zstandard() -> Any:
             hint="pip install 'rolloutmq[zstd]'",
         ) from error
     return module
+
 
 MAX_BYTES = 256 * 2**20
 """A larger document is refused unread."""

@@ -37,7 +37,9 @@ class LogNormal(BaseModel):
 
 
 class Bimodal(BaseModel):
-    """`long` with probability `long_share`, else `short`: the few stragglers that a group waits for."""
+    """`long` with probability `long_share`, else `short`: the few stragglers that a group waits
+    for.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -25,15 +25,22 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         known = ", ".join(sorted(built_in))
-        raise ConfigError(f"there is no {kind} {spec!r}", hint=f'known: {known}; or give "module:name"')
+        raise ConfigError(
+            f"there is no {kind} {spec!r}", hint=f'known: {known}; or give "module:name"'
+        )
     search_in(Path.cwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         message = f"{kind} {spec!r}: module {module_name!r} cannot be imported: {error}"
-        raise ConfigError(message, hint="put its folder on PYTHONPATH, or the file beside the config") from error
+        raise ConfigError(
+            message, hint="put its folder on PYTHONPATH, or the file beside the config"
+        ) from error
     if not hasattr(module, name):
-        raise ConfigError(f"{kind} {spec!r}: module {module_name!r} has no {name!r}", hint=f"it is {module.__file__}")
+        raise ConfigError(
+            f"{kind} {spec!r}: module {module_name!r} has no {name!r}",
+            hint=f"it is {module.__file__}",
+        )
     return getattr(module, name)
 
 

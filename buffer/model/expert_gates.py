@@ -1,7 +1,9 @@
-"""The gates of a mixture of experts, as transformers builds it: which module chooses for which layer.
+"""The gates of a mixture of experts, as transformers builds it: which module chooses for which
+layer.
 
-Workers record what they choose and a trainer has them choose the same again, so both must count alike: the layers of
-`routed_experts` are those of the model from the first one, and one without experts has zeros, as in vLLM.
+Workers record what they choose and a trainer has them choose the same again, so both must count
+alike: the layers of `routed_experts` are those of the model from the first one, and one without
+experts has zeros, as in vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 def expert_gates(model: Any) -> dict[int, Any]:
     """The gates of a transformers model by layer; none of a model without experts.
 
-    A gate's forward pass gives (logits, weights, chosen experts) of every token: each int64[tokens, top_k] at the end.
+    A gate's forward pass gives (logits, weights, chosen experts) of every token: each int64[tokens,
+    top_k] at the end.
     """
     kinds = tuple({kind for module in model.modules() if (kind := _kind_of_gate(module))})
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))

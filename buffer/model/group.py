@@ -1,8 +1,9 @@
 """A group: the rollouts of one prompt, the unit of every queue.
 
-A group that came over the wire keeps its token columns as views of the received bytes: `response_ids`,
-`logprobs` and `mask` of all members lie one behind the other, `lengths` says where each ends. A trainer packs
-from these without one Python object per token or per rollout; `states` makes the objects when somebody asks.
+A group that came over the wire keeps its token columns as views of the received bytes:
+`response_ids`, `logprobs` and `mask` of all members lie one behind the other, `lengths` says where
+each ends. A trainer packs from these without one Python object per token or per rollout; `states`
+makes the objects when somebody asks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def prompt_of(group: RolloutGroup) -> RolloutGroup:
         state.reset_response()
     return RolloutGroup(group.gid, group.task, states)
 
+
 Member = dict[str, Any]
 
 GROUP_TIME = "group_time_s"
@@ -41,16 +43,19 @@ GROUP_TIME = "group_time_s"
 
 
 class RolloutGroup:
-    """`states` (k rollouts) of the group `gid` of `task`. Columns: prompt_ids int32[P], lengths int32[k],
-    response_ids int32[sum R], logprobs float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout
-    has them: ref_logprobs and values float32[sum R] (nan for a rollout without), routed_experts int16[rows, layers,
-    top_k] (P + R - 1 rows for each rollout whose member says `routed_experts: True`)."""
+    """`states` (k rollouts) of the group `gid` of `task`. Columns: prompt_ids int32[P], lengths
+    int32[k], response_ids int32[sum R], logprobs float32[sum R], mask uint8[sum R], scores
+    float32[k]. None where no rollout has them: ref_logprobs and values float32[sum R] (nan for a
+    rollout without), routed_experts int16[rows, layers, top_k] (P + R - 1 rows for each rollout
+    whose member says `routed_experts: True`).
+    """
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
         if not states:
             raise WireError(f"group {gid} has no rollouts")
         first = states[0]
-        self.gid, self.task = gid, task
+        self.gid = gid
+        self.task = task
         self.shared = _shared(first)
         self.prompt_ids = first.prompt_ids if first.prompt_ids is not None else np.empty(0, "<i4")
         self.lengths = np.array([len(s.response_ids) for s in states], "<i4")
@@ -74,11 +79,17 @@ class RolloutGroup:
     ) -> RolloutGroup:
         """A group as it came over the wire; `buffer.model.wire` has checked that the columns agree."""
         group = cls.__new__(cls)
-        group.gid, group.task, group.shared, group.members = gid, task, shared, members
-        group.prompt_ids, group.lengths = columns["prompt_ids"], columns["lengths"]
-        group.response_ids, group.logprobs = columns["response_ids"], columns["logprobs"]
+        group.gid = gid
+        group.task = task
+        group.shared = shared
+        group.members = members
+        group.prompt_ids = columns["prompt_ids"]
+        group.lengths = columns["lengths"]
+        group.response_ids = columns["response_ids"]
+        group.logprobs = columns["logprobs"]
         group.mask = columns["mask"]
-        group.ref_logprobs, group.values = columns.get("ref_logprobs"), columns.get("values")
+        group.ref_logprobs = columns.get("ref_logprobs")
+        group.values = columns.get("values")
         group.routed_experts = columns.get("routed_experts")
         group._states = None
         return group
@@ -101,14 +112,20 @@ class RolloutGroup:
 
     @property
     def multimodal(self) -> list[MediaRef]:
-        """The images of the prompt, in the order in which it has their tokens; read with `run.media.read(uri, …)`."""
+        """The images of the prompt, in the order in which it has their tokens; read with
+        `run.media.read(uri, …)`.
+        """
         return [MediaRef(**media) for media in self.shared.get("multimodal") or ()]
 
     @property
     def sessions(self) -> list[str]:
-        """What each member belongs to: segments of one session share it, any other rollout is one of its own."""
+        """What each member belongs to: segments of one session share it, any other rollout is one
+        of its own.
+        """
         ids = (m.get("session_id") for m in self.members)
-        return [f"{self.members[n]['index']}/{name}" if name else f"#{n}" for n, name in enumerate(ids)]
+        return [
+            f"{self.members[n]['index']}/{name}" if name else f"#{n}" for n, name in enumerate(ids)
+        ]
 
     @property
     def status(self) -> Status:
@@ -120,32 +137,41 @@ class RolloutGroup:
         return min((s for s in spans if s.length), key=lambda s: s.version, default=None)
 
     def oldest_by_lineage(self) -> dict[str, int]:
-        """The oldest policy version of each lineage of weights in the group: only the server knows which still live."""
+        """The oldest policy version of each lineage of weights in the group: only the server knows
+        which still live.
+        """
         oldest: dict[str, int] = {}
-        for _, length, version, lineage in (span for member in self.members for span in member.get("spans", ())):
+        for _, length, version, lineage in (
+            span for member in self.members for span in member.get("spans", ())
+        ):
             if length:
                 oldest[lineage] = min(version, oldest.get(lineage, version))
         return oldest
 
     def made_by(self, by_token: bool) -> list[str | int]:
-        """What scripts are told of the weights behind a group: triples (oldest, lineage, version); `by_token`: and of
-        `last_by_lineage` (last, lineage, version)."""
+        """What scripts are told of the weights behind a group: triples (oldest, lineage, version);
+        `by_token`: and of `last_by_lineage` (last, lineage, version).
+        """
         told = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
         told += [("last", *pair) for pair in self.last_by_lineage().items()] if by_token else []
         return [part for triple in told for part in triple]
 
     def last_by_lineage(self) -> dict[str, int]:
-        """By lineage of weights, the version after which the first rollout has no trained token that is fresh.
+        """By lineage of weights, the version after which the first rollout has no trained token
+        that is fresh.
 
-        Of each rollout whose trained tokens all have a version, the lineage of the last one and its newest version
-        count; of several rollouts, the oldest. Others never run out.
+        Of each rollout whose trained tokens all have a version, the lineage of the last one and its
+        newest version count; of several rollouts, the oldest. Others never run out.
         """
         found: dict[str, int] = {}
         for member, part in self._parts():
             mask = self.mask[part]
             spans = [VersionSpan(*s) for s in member.get("spans", ())]
             trained = [s for s in spans if mask[s.start : s.start + s.length].any()]
-            if not trained or sum(int(mask[s.start : s.start + s.length].sum()) for s in trained) < mask.sum():
+            if (
+                not trained
+                or sum(int(mask[s.start : s.start + s.length].sum()) for s in trained) < mask.sum()
+            ):
                 continue
             lineage = max(trained).lineage
             newest = max(s.version for s in trained if s.lineage == lineage)
@@ -155,7 +181,8 @@ class RolloutGroup:
     def fresh_mask(
         self, step: int, token_threshold: int | None, forks: Sequence[tuple[str, int]] = ()
     ) -> NDArray[np.uint8]:
-        """uint8[sum R]: the mask without tokens that are too old for step T by themselves (`token_mask`).
+        """uint8[sum R]: the mask without tokens that are too old for step T by themselves
+        (`token_mask`).
 
         `forks`: of the lineages of the run, as versions count (`living_version`).
         """
@@ -163,7 +190,9 @@ class RolloutGroup:
         for member, part in self._parts():
             spans = [VersionSpan(*s) for s in member.get("spans", ())]
             spans = [s._replace(version=living_version(forks, s.lineage, s.version)) for s in spans]
-            fresh = token_mask(self.mask[part], part.stop - part.start, spans, step, token_threshold)
+            fresh = token_mask(
+                self.mask[part], part.stop - part.start, spans, step, token_threshold
+            )
             masks.append(self.mask[part] if fresh is None else fresh)
         return np.concatenate(masks)
 
@@ -176,7 +205,8 @@ class RolloutGroup:
             recorded = member.get("routed_experts")
             if recorded is True and self.routed_experts is not None:
                 rows = expert_rows(len(self.prompt_ids), part.stop - part.start)
-                recorded, row = self.routed_experts[row : row + rows], row + rows
+                recorded = self.routed_experts[row : row + rows]
+                row = row + rows
             found.append(recorded)
         return found
 
@@ -189,7 +219,8 @@ class RolloutGroup:
 
     def _make_states(self) -> Iterator[RolloutState]:
         for (member, part), experts in zip(self._parts(), self.experts(), strict=True):
-            mask, fields = self.mask[part], _state_fields(member) | {"routed_experts": experts}
+            mask = self.mask[part]
+            fields = _state_fields(member) | {"routed_experts": experts}
             yield RolloutState(
                 **self.shared,
                 prompt_ids=self.prompt_ids,
@@ -203,7 +234,9 @@ class RolloutGroup:
 
 
 def _shared(state: RolloutState) -> dict[str, Any]:
-    """What a prompt has once for all its rollouts; what few prompts have is left out where it is not there."""
+    """What a prompt has once for all its rollouts; what few prompts have is left out where it is
+    not there.
+    """
     shared: dict[str, Any] = {
         "messages": state.messages,
         "data_source": state.data_source,
@@ -213,16 +246,21 @@ def _shared(state: RolloutState) -> dict[str, Any]:
     optional = {
         "tools": state.tools,
         "tool_choice": state.tool_choice,
-        "multimodal": [media.model_dump(exclude_defaults=True) for media in state.multimodal] or None,
+        "multimodal": [media.model_dump(exclude_defaults=True) for media in state.multimodal]
+        or None,
     }
     return shared | {name: value for name, value in optional.items() if value is not None}
 
 
-def _optional(columns: list[NDArray[np.float32] | None], lengths: NDArray[np.int32]) -> NDArray[np.float32] | None:
+def _optional(
+    columns: list[NDArray[np.float32] | None], lengths: NDArray[np.int32]
+) -> NDArray[np.float32] | None:
     if not any(column is not None and len(column) for column in columns):
         return None
     filled = zip(columns, lengths.tolist(), strict=True)
-    return np.concatenate([np.full(n, np.nan, "<f4") if column is None else column for column, n in filled])
+    return np.concatenate(
+        [np.full(n, np.nan, "<f4") if column is None else column for column, n in filled]
+    )
 
 
 def _own(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.float32] | None:
@@ -235,12 +273,18 @@ def _own(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.float32]
 def _experts(gid: str, states: Sequence[RolloutState]) -> NDArray[np.int16] | None:
     inline = [s.routed_experts for s in states if isinstance(s.routed_experts, np.ndarray)]
     if len({experts.shape[1:] for experts in inline}) > 1:
-        raise WireError(f"group {gid}: routed_experts of different shapes: {[list(e.shape) for e in inline]}")
+        raise WireError(
+            f"group {gid}: routed_experts of different shapes: {[list(e.shape) for e in inline]}"
+        )
     return np.concatenate(inline) if inline else None
 
 
 def _mask(state: RolloutState) -> NDArray[np.uint8]:
-    return np.ones(len(state.response_ids), "u1") if state.response_mask is None else state.response_mask
+    return (
+        np.ones(len(state.response_ids), "u1")
+        if state.response_mask is None
+        else state.response_mask
+    )
 
 
 def _member(state: RolloutState) -> Member:
@@ -257,7 +301,9 @@ def _member(state: RolloutState) -> Member:
         "spans": [list(s) for s in state.spans] or None,
         "session_id": state.session_id,
         "tool_calls": [call.model_dump(exclude_defaults=True) for call in state.tool_calls] or None,
-        "routed_experts": True if isinstance(state.routed_experts, np.ndarray) else state.routed_experts,
+        "routed_experts": True
+        if isinstance(state.routed_experts, np.ndarray)
+        else state.routed_experts,
     }
     return member | {name: value for name, value in optional.items() if value is not None}
 

@@ -12,6 +12,7 @@ def new_nonce() -> str:
     """128 random bits: what fences, since a server that rolled back hands out counters twice."""
     return secrets.token_hex(16)
 
+
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 GID = re.compile(r"(?P<task>[A-Za-z0-9_.-]+)-(?P<draw>\d{10})")
 
@@ -25,8 +26,9 @@ ENDS = ("archived", "filtered", "dropped")
 """Places without a record: a bit in a bitmap is all that is left of a group."""
 
 IMPORTED_FROM = 2**25
-"""Draws from here on number groups from outside (put, imported), so that those of the data set are neither skipped nor
-doubled (I3). A bitmap of ended draws that reaches so far takes 4 MiB."""
+"""Draws from here on number groups from outside (put, imported), so that those of the data set are
+neither skipped nor doubled (I3). A bitmap of ended draws that reaches so far takes 4 MiB.
+"""
 
 
 def valid_name(kind: str, name: str) -> str:

@@ -14,7 +14,9 @@ ReleaseKind = Literal["handback", "aborted", "failed", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The right to generate one group, until its lease runs out. `aborts`: how often it was interrupted."""
+    """The right to generate one group, until its lease runs out. `aborts`: how often it was
+    interrupted.
+    """
 
     gid: str
     token: str

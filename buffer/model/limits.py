@@ -1,5 +1,6 @@
-"""What all processes of a run must agree on: kept in the run's `meta`, so that the server, not a config
-file that may have been edited since, is what a worker, a janitor or the command goes by."""
+"""What all processes of a run must agree on: kept in the run's `meta`, so that the server, not a
+config file that may have been edited since, is what a worker, a janitor or the command goes by.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class TaskLimits(BaseModel):
 class RunLimits(BaseModel):
     """Times in milliseconds, ages in train steps.
 
-    One object for all parts of a `Run`: `adopt` changes it in place when the server has newer ones, so that no part
-    can go on with old ones.
+    One object for all parts of a `Run`: `adopt` changes it in place when the server has newer ones,
+    so that no part can go on with old ones.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,7 +67,9 @@ class RunLimits(BaseModel):
     pause_timeout_s: float = 300.0
     stale_threshold: int = 1
     token_threshold: int | None = None
-    """staleness from which a single token is not trained, at most `stale_threshold`; None: all tokens of a group are"""
+    """staleness from which a single token is not trained, at most `stale_threshold`; None: all
+    tokens of a group are
+    """
     sync_weights_interval: int = 1
     steps: int = 100
     """train steps in all"""
@@ -75,9 +78,13 @@ class RunLimits(BaseModel):
     over_sample_threshold: float = 0.0
     tail_batch_trigger_size: int = -1
     tail_batch_max_tries: int | None = None
-    """interruptions after which a group counts as expired, and is finished once it runs again; None: never"""
+    """interruptions after which a group counts as expired, and is finished once it runs again;
+    None: never
+    """
     max_consecutive_failures: int | None = None
-    """tries that fail or are filtered one after the other before nothing more of a task is started; None: no bound"""
+    """tries that fail or are filtered one after the other before nothing more of a task is started;
+    None: no bound
+    """
     concurrency: Concurrency | None = None
     """groups in work at once in each worker; None: as its config says"""
     reweighted: list[Reweighting] = []
@@ -89,7 +96,9 @@ class RunLimits(BaseModel):
     retain_until_exported: bool = False
     """and none is freed before somebody said that it was exported"""
     media: str = ""
-    """folder of files that payloads refer to as run://…, an absolute path; "" = none (buffer/store/media_folder.py)"""
+    """folder of files that payloads refer to as run://…, an absolute path; "" = none
+    (buffer/store/media_folder.py)
+    """
     wait_replicas: int = 0
     """replicas that must have a submit, take or commit before it is answered"""
     low_bytes: int = 0
@@ -108,7 +117,9 @@ class RunLimits(BaseModel):
         """How batches are shared among the training tasks."""
         if self.reweighted and self.reweighted[0].before:
             return TaskMix(self.batch_size, self.reweighted)
-        first = Reweighting(from_step=1, weights={name: self.tasks[name].weight for name in self.training_tasks})
+        first = Reweighting(
+            from_step=1, weights={name: self.tasks[name].weight for name in self.training_tasks}
+        )
         return TaskMix(self.batch_size, [first, *self.reweighted])
 
     def newest_weights(self) -> dict[str, float]:
@@ -126,9 +137,15 @@ class RunLimits(BaseModel):
         return self.tail_batch_trigger_size if own is None else own
 
     def tail_tries(self, task: str) -> int | None:
-        """Interruptions after which a pause waits for a group of a task; evaluations are asked again as a whole."""
+        """Interruptions after which a pause waits for a group of a task; evaluations are asked
+        again as a whole.
+        """
         own = self.tasks[task]
-        return None if own.eval_of is not None else own.tail_batch_max_tries or self.tail_batch_max_tries
+        return (
+            None
+            if own.eval_of is not None
+            else own.tail_batch_max_tries or self.tail_batch_max_tries
+        )
 
     def patience(self, task: str) -> int | None:
         """Tries of a task that may fail, or be filtered, one after the other."""
@@ -145,13 +162,16 @@ class RunLimits(BaseModel):
             setattr(self, name, getattr(newer, name))
 
     def threshold(self, task: str) -> int | str:
-        """The first staleness at which groups of a task are too old; "" for an evaluation, whose groups do not age."""
+        """The first staleness at which groups of a task are too old; "" for an evaluation, whose
+        groups do not age.
+        """
         return self.stale_threshold if self.tasks[task].eval_of is None else ""
 
     @property
     def horizon(self) -> int:
-        """How many train steps one version of the weights may serve: a group of one version is used up when its
-        tokens are."""
+        """How many train steps one version of the weights may serve: a group of one version is used
+        up when its tokens are.
+        """
         return self.token_threshold or self.stale_threshold
 
     @property

@@ -26,7 +26,8 @@ class ManifestEntry:
     @property
     def line(self) -> str:
         """As the server keeps it."""
-        ref, version = self.payload, "-" if self.version is None else self.version
+        ref = self.payload
+        version = "-" if self.version is None else self.version
         return f"{ref.gid} {ref.token} {ref.chunks} {ref.size} {ref.crc or '-'} {self.samples} {version}"
 
     @classmethod
@@ -55,7 +56,9 @@ class Manifest:
         """Places of each task that a quarantined group left, and that nobody has filled."""
         found = re.search(r" quarantined=(\S+)", self.header)
         notes = found[1].split(",") if found else []
-        return Counter(split_group_id(note.partition(":")[0])[0] for note in notes if note.endswith(":-"))
+        return Counter(
+            split_group_id(note.partition(":")[0])[0] for note in notes if note.endswith(":-")
+        )
 
     @property
     def token_threshold(self) -> int | None:
@@ -65,7 +68,9 @@ class Manifest:
 
     @property
     def forks(self) -> list[tuple[str, int]]:
-        """The newest lineages of weights when the batch was taken, and their first steps; known where tokens expire."""
+        """The newest lineages of weights when the batch was taken, and their first steps; known
+        where tokens expire.
+        """
         found = re.search(r" forks=(\S+)", self.header)
         pairs = [fork.rpartition(":") for fork in found[1].split(",")] if found else []
         return [(lineage, int(step)) for lineage, _, step in pairs]
@@ -94,7 +99,8 @@ class Manifest:
 class NotReady:
     """Why a batch cannot be taken yet: (ready, wanted) groups of each task; empty while recovering.
 
-    `checkpoint_now`: no group is started, for want of memory that batches hold which only a checkpoint frees (I12).
+    `checkpoint_now`: no group is started, for want of memory that batches hold which only a
+    checkpoint frees (I12).
     """
 
     missing: Mapping[str, tuple[int, int]]
@@ -104,6 +110,14 @@ class NotReady:
     def __str__(self) -> str:
         if self.recovering:
             return "recovering after a trainer was opened"
-        short = [f"{task} {ready} of {wanted}" for task, (ready, wanted) in self.missing.items() if ready < wanted]
+        short = [
+            f"{task} {ready} of {wanted}"
+            for task, (ready, wanted) in self.missing.items()
+            if ready < wanted
+        ]
         waiting = "waiting for groups: " + ", ".join(short)
-        return f"{waiting}; memory is held by batches that are not committed" if self.checkpoint_now else waiting
+        return (
+            f"{waiting}; memory is held by batches that are not committed"
+            if self.checkpoint_now
+            else waiting
+        )

@@ -1,4 +1,5 @@
-"""The order in which ready groups are taken: a policy of the run, the same for all processes (in the run's meta).
+"""The order in which ready groups are taken: a policy of the run, the same for all processes (in
+the run's meta).
 
     staleness     the oldest weights first, then by arrival (the pool's own order; the default)
     freshest      the newest weights first, the newest arrival first (the pool, read backwards)
@@ -6,9 +7,9 @@
     length_fair   lengths take turns: see `bucket`
     module:name   a function of yours: the lower its score, the earlier; equal ones by arrival
 
-The first two need nothing but the pool. The others have an index beside it, `order:<task>:completed`; its score is
-settled at submit or import, on the client's side, and never changes. No policy hands out what is too stale (I8), and
-no Lua knows one that is not listed here.
+The first two need nothing but the pool. The others have an index beside it,
+`order:<task>:completed`; its score is settled at submit or import, on the client's side, and never
+changes. No policy hands out what is too stale (I8), and no Lua knows one that is not listed here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ BUILT_IN = ("staleness", "fifo", "freshest", "length_fair")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a policy may look at. `tokens`: all response tokens; `longest`: of one rollout; `reward`: mean score, None
-    without any; `version`: of the oldest weights as the worker knows them, None where nothing was sampled."""
+    """What a policy may look at. `tokens`: all response tokens; `longest`: of one rollout;
+    `reward`: mean score, None without any; `version`: of the oldest weights as the worker knows
+    them, None where nothing was sampled.
+    """
 
     gid: str
     task: str
@@ -43,7 +46,8 @@ class Finished:
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Finished:
-        scores, oldest = group.scores[np.isfinite(group.scores)], group.oldest()
+        scores = group.scores[np.isfinite(group.scores)]
+        oldest = group.oldest()
         return cls(
             gid=group.gid,
             task=group.task,
@@ -66,9 +70,11 @@ def is_custom(order: str) -> bool:
 
 
 def load_order(order: str, named: str) -> OrderFunction | None:
-    """The function of a user's order policy; None for those that are listed above. Raises ConfigError.
+    """The function of a user's order policy; None for those that are listed above. Raises
+    ConfigError.
 
-    `order` is what the run says, and so the server: it is imported only if the user's own config or command `named` it.
+    `order` is what the run says, and so the server: it is imported only if the user's own config or
+    command `named` it.
     """
     if not is_custom(order):
         return None
@@ -84,16 +90,19 @@ def load_order(order: str, named: str) -> OrderFunction | None:
 def bucket(group: RolloutGroup) -> int:
     """The length class of a group: the power of two below its longest response (0 for none).
 
-    In `length_fair` the buckets take turns, by self-clocked fair queueing: the n-th waiting group of a bucket gets
-    round n after the one last taken. Long responses finish late, made by old weights, and are few; behind a crowd of
-    short ones they would expire, and the model would learn from short ones only. Here each waits for one turn of its
-    bucket at most. It costs one counter per bucket, and no search.
+    In `length_fair` the buckets take turns, by self-clocked fair queueing: the n-th waiting group
+    of a bucket gets round n after the one last taken. Long responses finish late, made by old
+    weights, and are few; behind a crowd of short ones they would expire, and the model would learn
+    from short ones only. Here each waits for one turn of its bucket at most. It costs one counter
+    per bucket, and no search.
     """
     return int(group.lengths.max()).bit_length()
 
 
 def submit_argument(order: str, group: RolloutGroup, function: OrderFunction | None) -> str:
-    """What scripts are told of a completed group's place: "" (no index), "arrival", "bucket:<n>", or a score."""
+    """What scripts are told of a completed group's place: "" (no index), "arrival", "bucket:<n>",
+    or a score.
+    """
     match order:
         case "staleness" | "freshest":
             return ""
@@ -102,8 +111,14 @@ def submit_argument(order: str, group: RolloutGroup, function: OrderFunction | N
         case "length_fair":
             return f"bucket:{bucket(group)}"
     if function is None:
-        raise ConfigError(f"the run's order policy {order!r} is not loaded", hint="set ReplayBuffer.order_function")
+        raise ConfigError(
+            f"the run's order policy {order!r} is not loaded",
+            hint="set ReplayBuffer.order_function",
+        )
     score = float(function(Finished.of(group)))
     if not math.isfinite(score):
-        raise ConfigError(f"the order policy {order!r} gave {score} for {group.gid}", hint="return a finite number")
+        raise ConfigError(
+            f"the order policy {order!r} gave {score} for {group.gid}",
+            hint="return a finite number",
+        )
     return repr(score)

@@ -1,7 +1,7 @@
 """One rollout: what a worker makes of one prompt once, and what a trainer needs of it.
 
-Token columns are numpy arrays, never lists: a group of 8 x 2,048 tokens packs in microseconds that way.
-Field names are XTuner's where the thing is the same; `docs/pages/moving.md` maps the others.
+Token columns are numpy arrays, never lists: a group of 8 x 2,048 tokens packs in microseconds that
+way. Field names are XTuner's where the thing is the same; `docs/pages/moving.md` maps the others.
 
 What a response must look like, where the engine can keep the sampling to it.
 """
@@ -20,15 +20,18 @@ from buffer.errors import WireError
 
 
 class StructuredOutput(BaseModel):
-    """One of: a JSON schema, a regular expression of the whole response, some texts of which it is one.
+    """One of: a JSON schema, a regular expression of the whole response, some texts of which it is
+    one.
 
-    Logprobs are those of the tokens that were allowed. A rollout that is interrupted starts again: no engine can go on
-    in the middle of a structure.
+    Logprobs are those of the tokens that were allowed. A rollout that is interrupted starts again:
+    no engine can go on in the middle of a structure.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    json_schema: dict[str, Any] | None = Field(None, description="the response is JSON of this schema")
+    json_schema: dict[str, Any] | None = Field(
+        None, description="the response is JSON of this schema"
+    )
     regex: str | None = Field(None, min_length=1, description="of the whole response")
     choice: list[str] | None = Field(None, min_length=1, description="the response is one of these")
 
@@ -68,7 +71,9 @@ class PolicyVersion(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """Tokens [start, start + length) of a response were made by the weights (lineage, version) (I9)."""
+    """Tokens [start, start + length) of a response were made by the weights (lineage, version)
+    (I9).
+    """
 
     start: int
     length: int
@@ -77,8 +82,9 @@ class VersionSpan(NamedTuple):
 
 
 def as_column(value: Any, dtype: str) -> NDArray[Any]:
-    """The value as a column of that type. ValueError where it is whole numbers that the type cannot hold: numpy would
-    keep their last 32 bits."""
+    """The value as a column of that type. ValueError where it is whole numbers that the type cannot
+    hold: numpy would keep their last 32 bits.
+    """
     raw = np.asarray(value)
     if raw.dtype == dtype or np.dtype(dtype).kind == "f":
         return np.ascontiguousarray(raw, dtype)
@@ -88,7 +94,9 @@ def as_column(value: Any, dtype: str) -> NDArray[Any]:
     except OverflowError as error:
         raise ValueError(str(error)) from error
     if not np.array_equal(column, raw):
-        raise ValueError(f"a value that {np.dtype(dtype).name} cannot hold: {raw[column != raw].flat[0]}")
+        raise ValueError(
+            f"a value that {np.dtype(dtype).name} cannot hold: {raw[column != raw].flat[0]}"
+        )
     return column
 
 
@@ -131,7 +139,9 @@ class SampleParams(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a function that the model asked for. `arguments` is None where its text is no JSON object."""
+    """A call of a function that the model asked for. `arguments` is None where its text is no JSON
+    object.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -142,10 +152,12 @@ class ToolCall(BaseModel):
 
 
 class MediaRef(BaseModel):
-    """An image, video or sound of the prompt, by reference: `uri` says where its features are, never what.
+    """An image, video or sound of the prompt, by reference: `uri` says where its features are,
+    never what.
 
-    `tokens`: how many of the prompt it takes; `grid_thw`: patches in time, height and width, from which a
-    trainer computes 3-D positions. The buffer never opens it; run://… is a file of its group (buffer/store/media_folder.py).
+    `tokens`: how many of the prompt it takes; `grid_thw`: patches in time, height and width, from
+    which a trainer computes 3-D positions. The buffer never opens it; run://… is a file of its
+    group (buffer/store/media_folder.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -153,20 +165,24 @@ class MediaRef(BaseModel):
     kind: Literal["image", "video", "audio"]
     uri: str = Field(min_length=1)
     tokens: int = Field(0, ge=0)
-    grid_thw: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None = None
+    grid_thw: (
+        Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None
+    ) = None
 
 
 class RolloutState(BaseModel):
     """One of the `prompt_repeat_k` rollouts of a prompt.
 
-    Columns over response tokens have one length R: `response_ids`, `logprobs` (of the sampled tokens, at
-    the sampling temperature), `response_mask` (1 = trained; None = all ones), and where somebody computed them
-    `ref_logprobs` (of the reference model) and `values` (of a critic). `spans` say which weights made which
-    tokens; tokens without a span were not sampled (a tool's, say).
+    Columns over response tokens have one length R: `response_ids`, `logprobs` (of the sampled
+    tokens, at the sampling temperature), `response_mask` (1 = trained; None = all ones), and where
+    somebody computed them `ref_logprobs` (of the reference model) and `values` (of a critic).
+    `spans` say which weights made which tokens; tokens without a span were not sampled (a tool's,
+    say).
 
-    `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for every token but the
-    last, or a text that says where they are. `messages`, `tools`, `tool_choice`, `multimodal`, `prompt_ids`,
-    `data_source`, `ground_truth` and `extra` belong to the prompt and are the same in a whole group.
+    `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for every
+    token but the last, or a text that says where they are. `messages`, `tools`, `tool_choice`,
+    `multimodal`, `prompt_ids`, `data_source`, `ground_truth` and `extra` belong to the prompt and
+    are the same in a whole group.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -174,7 +190,9 @@ class RolloutState(BaseModel):
     index: int = Field(0, ge=0, description="place in its group")
     session_id: str | None = Field(None, description="turns of one session go to one engine")
     messages: list[dict[str, Any]] = []
-    tools: list[dict[str, Any]] | None = Field(None, description="what the model may call, as JSON schemas")
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="what the model may call, as JSON schemas"
+    )
     tool_choice: str | dict[str, Any] | None = None
     multimodal: list[MediaRef] = []
     prompt_ids: Int32 | None = None
@@ -210,9 +228,13 @@ class RolloutState(BaseModel):
         return self
 
     def _check_experts(self, experts: NDArray[np.int16]) -> None:
-        rows = expert_rows(0 if self.prompt_ids is None else len(self.prompt_ids), len(self.response_ids))
+        rows = expert_rows(
+            0 if self.prompt_ids is None else len(self.prompt_ids), len(self.response_ids)
+        )
         if experts.ndim != 3 or len(experts) != rows:
-            raise ValueError(f"routed_experts is {list(experts.shape)}, expected [{rows}, layers, top_k]")
+            raise ValueError(
+                f"routed_experts is {list(experts.shape)}, expected [{rows}, layers, top_k]"
+            )
 
     def oldest_version(self) -> int | None:
         """The oldest policy version M among the tokens; None where no token was sampled."""
@@ -228,12 +250,13 @@ class RolloutState(BaseModel):
     ) -> None:
         """Add newly sampled tokens behind the ones that are there (partial rollout).
 
-        `routed_experts` is of the whole, old tokens included; rows that are there stay, being of the pass that sampled
-        these tokens. Columns that do not cover the new tokens are forgotten.
+        `routed_experts` is of the whole, old tokens included; rows that are there stay, being of
+        the pass that sampled these tokens. Columns that do not cover the new tokens are forgotten.
         """
         done = len(self.response_ids)
         if len(token_ids):
-            self.ref_logprobs, self.values = None, None
+            self.ref_logprobs = None
+            self.values = None
             self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
@@ -242,16 +265,23 @@ class RolloutState(BaseModel):
         self.spans = [*self.spans, *(s._replace(start=s.start + done) for s in spans if s.length)]
 
     def read(self, token_ids: NDArray[np.int32]) -> None:
-        """Add tokens that the model reads and did not sample (a tool's, say): mask 0, logprob 0, no span."""
-        mask = np.ones(len(self.response_ids), "u1") if self.response_mask is None else self.response_mask
+        """Add tokens that the model reads and did not sample (a tool's, say): mask 0, logprob 0, no
+        span.
+        """
+        mask = (
+            np.ones(len(self.response_ids), "u1")
+            if self.response_mask is None
+            else self.response_mask
+        )
         self.append(token_ids, np.zeros(len(token_ids), "<f4"), ())
         self.response_mask = np.concatenate([mask, np.zeros(len(token_ids), "u1")])
 
     def stamp(self, weights: PolicyVersion) -> int:
-        """Say that the tokens behind the last span were made by `weights`; returns how many these are.
+        """Say that the tokens behind the last span were made by `weights`; returns how many these
+        are.
 
-        For engines that do not stamp their tokens. What has a span keeps it (I9), so a resumed rollout gets
-        several, and the oldest one counts.
+        For engines that do not stamp their tokens. What has a span keeps it (I9), so a resumed
+        rollout gets several, and the oldest one counts.
         """
         start = max((span.start + span.length for span in self.spans), default=0)
         new = len(self.response_ids) - start
@@ -260,11 +290,23 @@ class RolloutState(BaseModel):
         return max(new, 0)
 
     def reset_response(self) -> None:
-        """Forget what was generated, and start anew: the prompt, its ids, the answer key and the session stay."""
-        self.response, self.response_ids, self.logprobs, self.tool_calls = "", no_tokens(), no_logprobs(), []
-        self.response_mask, self.ref_logprobs, self.values, self.routed_experts = None, None, None, None
+        """Forget what was generated, and start anew: the prompt, its ids, the answer key and the
+        session stay.
+        """
+        self.response, self.response_ids, self.logprobs, self.tool_calls = (
+            "",
+            no_tokens(),
+            no_logprobs(),
+            [],
+        )
+        self.response_mask = None
+        self.ref_logprobs = None
+        self.values = None
+        self.routed_experts = None
         self.spans, self.reward = [], None
-        self.finish_reason, self.error, self.status = None, None, Status.INIT
+        self.finish_reason = None
+        self.error = None
+        self.status = Status.INIT
 
 
 def with_known_rows(
@@ -278,7 +320,9 @@ def with_known_rows(
 
 
 def expert_rows(prompt: int, response: int) -> int:
-    """Tokens that were routed to sample a response: all but the last one, which nobody has read yet."""
+    """Tokens that were routed to sample a response: all but the last one, which nobody has read
+    yet.
+    """
     return max(prompt + response - 1, 0)
 
 
@@ -286,11 +330,13 @@ PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, St
 
 
 def group_status(statuses: Iterable[Status | str]) -> Status:
-    """The status of a group from those of its members: the first of `PRECEDENCE` that one has, else COMPLETED.
+    """The status of a group from those of its members: the first of `PRECEDENCE` that one has, else
+    COMPLETED.
 
-    On purpose unlike the reference, where a group of INIT members, or of none, counts as COMPLETED because nothing
-    else fits: here it is INIT as long as one member still is (it waits or is being made, and is never submitted),
-    and a group without members is an error. Neither can ever be trained.
+    On purpose unlike the reference, where a group of INIT members, or of none, counts as COMPLETED
+    because nothing else fits: here it is INIT as long as one member still is (it waits or is being
+    made, and is never submitted), and a group without members is an error. Neither can ever be
+    trained.
     """
     held = {Status(status) for status in set(statuses)}
     if not held:

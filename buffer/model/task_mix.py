@@ -1,7 +1,8 @@
 """How a batch is shared among the training tasks, at each train step.
 
-Producer and trainer compute the same shares from the run's limits, so that neither has to ask the other. Weights that
-are changed while a run goes on hold from a later step on, one for which nothing was started yet.
+Producer and trainer compute the same shares from the run's limits, so that neither has to ask the
+other. Weights that are changed while a run goes on hold from a later step on, one for which nothing
+was started yet.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_PARTS = 64
-"""Changes that are remembered one by one: more than steps can be taken again from a checkpoint that is kept."""
+"""Changes that are remembered one by one: more than steps can be taken again from a checkpoint that
+is kept.
+"""
 
 
 class Reweighting(BaseModel):
-    """Weights by training task that hold from a train step on. `before`: groups of each task in all batches before it,
-    where what came earlier is forgotten."""
+    """Weights by training task that hold from a train step on. `before`: groups of each task in all
+    batches before it, where what came earlier is forgotten.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,8 +30,9 @@ class Reweighting(BaseModel):
 
 
 class TaskMix:
-    """Shares of a batch of `batch_size` groups; `history` in the order of its steps. What was before the first of them
-    is known in sum only."""
+    """Shares of a batch of `batch_size` groups; `history` in the order of its steps. What was
+    before the first of them is known in sum only.
+    """
 
     def __init__(self, batch_size: int, history: Sequence[Reweighting]) -> None:
         self._history = history
@@ -35,7 +40,9 @@ class TaskMix:
 
     def shares(self, step: int) -> dict[str, int]:
         """Groups of each task in the batch of train step `step`."""
-        place = max((n for n, part in enumerate(self._history) if part.from_step <= step), default=0)
+        place = max(
+            (n for n, part in enumerate(self._history) if part.from_step <= step), default=0
+        )
         return self._shares[place]
 
     def groups_until(self, task: str, step: int) -> int:
@@ -47,9 +54,13 @@ class TaskMix:
         return total
 
 
-def newest_parts(history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS) -> list[Reweighting]:
-    """The last `most` parts, the first of which knows the sum of what was before: a curriculum may change weights at
-    every step, and all processes read the list. `mix` is that of the whole history."""
+def newest_parts(
+    history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS
+) -> list[Reweighting]:
+    """The last `most` parts, the first of which knows the sum of what was before: a curriculum may
+    change weights at every step, and all processes read the list. `mix` is that of the whole
+    history.
+    """
     first, *others = history[-most:]
     if len(history) > most:
         before = {task: mix.groups_until(task, first.from_step - 1) for task in first.weights}
@@ -58,7 +69,9 @@ def newest_parts(history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_
 
 
 def allocate(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Groups of each task in a batch: by weight, largest remainder first, ties by order (2:1:0 of 7 is 5, 2, 0)."""
+    """Groups of each task in a batch: by weight, largest remainder first, ties by order (2:1:0 of 7
+    is 5, 2, 0).
+    """
     total = sum(weights.values())
     if batch_size < 0 or total <= 0 or min(weights.values()) < 0:
         raise ValueError(f"cannot share {batch_size} groups by weights {dict(weights)}")

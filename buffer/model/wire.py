@@ -1,8 +1,8 @@
 """From bytes to a plain document: nothing is believed yet but that it is msgpack of bounded size.
 
-What `wire.encode` writes is read without copying its columns, which are the last entry and nearly all of the bytes.
-Whatever looks otherwise is read as a whole by the library. The answer is the same, and so are the errors: only the
-second reader raises any.
+What `wire.encode` writes is read without copying its columns, which are the last entry and nearly
+all of the bytes. Whatever looks otherwise is read as a whole by the library. The answer is the
+same, and so are the errors: only the second reader raises any.
 
 The wire format: one msgpack document per group, readable by any msgpack library in any language.
 
@@ -18,12 +18,13 @@ The wire format: one msgpack document per group, readable by any msgpack library
                  "mask": … (only where some token is not trained), "ref_logprobs": …?, "values": …? (NaN for all
                  tokens of a member without), "routed_experts": {…, "shape": [rows, layers, top_k]}?}}
 
-The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no dictionary): any writer
-may do so, every reader must look; checksum and size of a payload are those of the stored bytes.
+The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
+dictionary): any writer may do so, every reader must look; checksum and size of a payload are those
+of the stored bytes.
 
 Columns are raw little-endian arrays, never lists of numbers. The prompt is stored once per group.
-`decode` trusts nothing: size, nesting, types, lengths against each other, NaN and schema are checked, and the
-error says what is wrong and where. Scripts never see these bytes (I14).
+`decode` trusts nothing: size, nesting, types, lengths against each other, NaN and schema are
+checked, and the error says what is wrong and where. Scripts never see these bytes (I14).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ _FIRST_BYTES = 32 * 2**10
 
 
 def read_document(data: bytes | memoryview) -> dict[str, Any]:
-    """The document as the library gives it, its columns perhaps as views of `data`. Raises WireError."""
+    """The document as the library gives it, its columns perhaps as views of `data`. Raises
+    WireError.
+    """
     if len(data) > MAX_BYTES:
         raise WireError(f"document of {len(data)} bytes", hint=f"at most {MAX_BYTES}")
     document = _read_own(memoryview(data)) or _read_any(data)
@@ -71,7 +74,9 @@ def read_document(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def check_nesting(value: Any) -> None:
-    """Raise WireError where maps and arrays lie too deep in each other. For what no schema describes."""
+    """Raise WireError where maps and arrays lie too deep in each other. For what no schema
+    describes.
+    """
     level: list[Any] = [[value]]
     for _ in range(MAX_NESTING):
         level = [
@@ -91,7 +96,9 @@ def _read_any(data: bytes | memoryview) -> Any:
     except WireError:
         raise
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise WireError(f"not a msgpack document: {error} (it starts with {bytes(data[:16])!r})") from error
+        raise WireError(
+            f"not a msgpack document: {error} (it starts with {bytes(data[:16])!r})"
+        ) from error
 
 
 def _read_own(data: memoryview) -> dict[str, Any] | None:
@@ -102,7 +109,14 @@ def _read_own(data: memoryview) -> dict[str, Any] | None:
         except msgpack.OutOfData:
             document, place = _read_head(data[:MAX_CONTAINERS])
         document["columns"] = read_own_columns(data, place)
-    except (ValueError, TypeError, IndexError, msgpack.exceptions.UnpackException, RecursionError, WireError):
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        msgpack.exceptions.UnpackException,
+        RecursionError,
+        WireError,
+    ):
         return None
     return document if tuple(document) == _OWN_ENTRIES and document["columns"] is not None else None
 
@@ -110,7 +124,8 @@ def _read_own(data: memoryview) -> dict[str, Any] | None:
 def _read_head(data: memoryview) -> tuple[dict[str, Any], int]:
     """All entries but the last one, the name of that, and where its value begins.
 
-    Containers need no count: there cannot be more of them than bytes, and it is given no more than MAX_CONTAINERS.
+    Containers need no count: there cannot be more of them than bytes, and it is given no more than
+    MAX_CONTAINERS.
     """
     unpacker = msgpack.Unpacker(read_size=len(data), **_LIMITS)
     unpacker.feed(data)
@@ -127,7 +142,9 @@ def _counting() -> dict[str, Any]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise WireError("too many maps and arrays in one document", hint=f"at most {MAX_CONTAINERS}")
+            raise WireError(
+                "too many maps and arrays in one document", hint=f"at most {MAX_CONTAINERS}"
+            )
         return container
 
     return {"object_hook": count, "list_hook": count}
@@ -151,7 +168,13 @@ SCHEMA = 1
 
 def encode(group: RolloutGroup) -> bytes:
     """The bytes of a group. O(bytes): columns are copied once, tokens are never looked at."""
-    entries = {"schema": SCHEMA, "gid": group.gid, "task": group.task, "shared": group.shared, "members": group.members}
+    entries = {
+        "schema": SCHEMA,
+        "gid": group.gid,
+        "task": group.task,
+        "shared": group.shared,
+        "members": group.members,
+    }
     try:
         # its last byte is the None, in whose place the columns come
         head = memoryview(msgpack.packb(entries | {"columns": None}))[:-1]
@@ -164,7 +187,9 @@ def encode(group: RolloutGroup) -> bytes:
 
 
 def encode_checked(group: RolloutGroup) -> bytes:
-    """`encode`, for bytes that others must be able to read: raises what `decode` would raise for them."""
+    """`encode`, for bytes that others must be able to read: raises what `decode` would raise for
+    them.
+    """
     data = encode(group)
     decode(data)  # only the bytes can tell: a tuple, say, has become a list
     return data
@@ -179,26 +204,37 @@ def decode(data: bytes | memoryview) -> RolloutGroup:
     """
     document = read_document(expand(data))
     _check_types(document)
-    columns, members = unpack_columns(document["columns"]), document["members"]
+    columns = unpack_columns(document["columns"])
+    members = document["members"]
     _check_members(members, columns)
-    shared = {"messages": [], "data_source": None, "ground_truth": None, "extra": {}} | document["shared"]
+    shared = {"messages": [], "data_source": None, "ground_truth": None, "extra": {}} | document[
+        "shared"
+    ]
     return RolloutGroup.from_columns(document["gid"], document["task"], shared, members, columns)
 
 
 def _check_types(document: dict[str, Any]) -> None:
     if document.get("schema") != SCHEMA:
-        raise SchemaVersionError(f"schema {reprlib.repr(document.get('schema'))}; this version reads {SCHEMA}")
+        raise SchemaVersionError(
+            f"schema {reprlib.repr(document.get('schema'))}; this version reads {SCHEMA}"
+        )
     check_schema(document)
     check_nesting(document["shared"])
 
 
 def _check_members(members: list[Member], columns: Columns) -> None:
-    """What no schema says: columns and members against each other; adds a mask to columns without one."""
+    """What no schema says: columns and members against each other; adds a mask to columns without
+    one.
+    """
     check_columns(columns, [member.get("routed_experts") is True for member in members])
-    for place, (member, tokens) in enumerate(zip(members, columns["lengths"].tolist(), strict=True)):
+    for place, (member, tokens) in enumerate(
+        zip(members, columns["lengths"].tolist(), strict=True)
+    ):
         for span in member.get("spans", ()):
             if span[0] + span[1] > tokens:
-                raise WireError(f"at members.{place}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens")
+                raise WireError(
+                    f"at members.{place}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens"
+                )
         check_nesting(member["sample"].get("structured"))
         if calls := member.get("tool_calls"):
             check_nesting([call.get("arguments") for call in calls])

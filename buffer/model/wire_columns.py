@@ -1,4 +1,5 @@
-"""The token columns of the wire format: raw little-endian arrays, checked against each other before anybody uses them.
+"""The token columns of the wire format: raw little-endian arrays, checked against each other before
+anybody uses them.
 
 Which there are, and what each holds, stands in `buffer.model.wire`; an error names the column.
 """
@@ -65,10 +66,13 @@ class Column(TypedDict):
 
 
 def read_own_columns(data: memoryview, place: int) -> dict[str, Column] | None:
-    """The columns that `wire.encode` wrote from `place` to the end, as views; None where anything looks otherwise."""
+    """The columns that `wire.encode` wrote from `place` to the end, as views; None where anything
+    looks otherwise.
+    """
     columns: dict[str, Column] = {}
     data = data.toreadonly()
-    count, place = data[place] - _MAP, place + 1
+    count = data[place] - _MAP
+    place = place + 1
     if not 0 <= count < 16:
         return None
     for _ in range(count):
@@ -107,7 +111,8 @@ def unpack_columns(packed: Mapping[str, Column]) -> Columns:
 
 
 def check_columns(columns: Columns, has_experts: Sequence[bool]) -> None:
-    """Raise WireError where columns do not agree with each other or the members; adds a mask where there is none.
+    """Raise WireError where columns do not agree with each other or the members; adds a mask where
+    there is none.
 
     `has_experts`: of each member, whether its experts are inline.
     """
@@ -121,7 +126,9 @@ def check_columns(columns: Columns, has_experts: Sequence[bool]) -> None:
 
 def _pack(name: str, column: NDArray[Any]) -> list[bytes | memoryview]:
     data = np.ascontiguousarray(column, DTYPES[name])
-    kind, width = next((pair for pair in _BIN_WIDTHS.items() if data.nbytes < 256 ** pair[1]), (0xC6, 4))
+    kind, width = next(
+        (pair for pair in _BIN_WIDTHS.items() if data.nbytes < 256 ** pair[1]), (0xC6, 4)
+    )
     length = bytes([kind]) + data.nbytes.to_bytes(width)
     if column.ndim == 1:
         return [_HEADS[name], length, data.data]
@@ -130,7 +137,8 @@ def _pack(name: str, column: NDArray[Any]) -> list[bytes | memoryview]:
 
 
 def _unpack(name: str, column: Column) -> NDArray[Any]:
-    dtype, data = DTYPES[name], column["data"]
+    dtype = DTYPES[name]
+    data = column["data"]
     if column["dtype"] != dtype:
         raise WireError(f"at columns.{name}: dtype {column['dtype'][:16]!r}, expected {dtype!r}")
     if len(data) % _SIZES[name]:
@@ -157,7 +165,9 @@ def _check_lengths(columns: Columns, members: int) -> None:
     tokens = sum(lengths)
     for name in PER_TOKEN:
         if name in columns and len(columns[name]) != tokens:
-            raise WireError(f"at columns.{name}: {len(columns[name])} values for {tokens} response tokens")
+            raise WireError(
+                f"at columns.{name}: {len(columns[name])} values for {tokens} response tokens"
+            )
     if "mask" not in columns:
         columns["mask"] = np.ones(tokens, "u1")
 
@@ -188,8 +198,13 @@ def _check_optional(name: str, column: NDArray[Any], lengths: NDArray[Any]) -> N
 def _check_experts(columns: Columns, has_experts: Sequence[bool]) -> None:
     if "routed_experts" not in columns and not any(has_experts):
         return
-    prompt, lengths = len(columns["prompt_ids"]), columns["lengths"].tolist()
-    inline = [expert_rows(prompt, n) for n, is_inline in zip(lengths, has_experts, strict=True) if is_inline]
+    prompt = len(columns["prompt_ids"])
+    lengths = columns["lengths"].tolist()
+    inline = [
+        expert_rows(prompt, n)
+        for n, is_inline in zip(lengths, has_experts, strict=True)
+        if is_inline
+    ]
     experts = columns.get("routed_experts")
     found = 0 if experts is None else len(experts)
     if found != sum(inline) or (experts is None) != (not inline):

@@ -1,7 +1,7 @@
 """What a document of the wire format must look like, as types that `msgspec` holds it against.
 
-Only a check: a trainer keeps the maps that it was given. pydantic would say the same in five times the time (measured:
-36 us instead of 6 for eight rollouts), and decoding is what a batch costs.
+Only a check: a trainer keeps the maps that it was given. pydantic would say the same in five times
+the time (measured: 36 us instead of 6 for eight rollouts), and decoding is what a batch costs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Version = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 class _Map(Struct, forbid_unknown_fields=True, gc=False):
-    """A map that holds nothing else; made, looked at and thrown away, so the garbage collector need not know it."""
+    """A map that holds nothing else; made, looked at and thrown away, so the garbage collector need
+    not know it.
+    """
 
 
 class Structure(_Map):
@@ -69,7 +71,9 @@ class Media(_Map):
     kind: Literal["image", "video", "audio"]
     uri: Annotated[str, Meta(min_length=1)]
     tokens: Count = 0
-    grid_thw: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)] | None = None
+    grid_thw: (
+        Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)] | None
+    ) = None
 
 
 class Shared(_Map):
@@ -133,7 +137,9 @@ class Document(_Map):
 
 
 def check_schema(document: dict[str, Any]) -> None:
-    """Raise WireError where something is missing, unknown or of another type, for the first such thing."""
+    """Raise WireError where something is missing, unknown or of another type, for the first such
+    thing.
+    """
     try:
         msgspec.convert(document, Document, builtin_types=(bytes, memoryview))
     except msgspec.ValidationError as error:
@@ -148,7 +154,7 @@ def _told(error: msgspec.ValidationError) -> str:
     return f"at {dotted[:200]}: {what[:200]}"
 
 
-# msgspec works these types out at their first use, and two threads that do so at once crash it (0.22): while a module
-# is imported, there is only one
+# msgspec works these types out at their first use, and two threads that do so at once crash it
+# (0.22): while a module is imported, there is only one
 with contextlib.suppress(WireError):
     check_schema({})

@@ -1,4 +1,6 @@
-"""A console on which no text steers the terminal: control characters are made visible, markup is not read."""
+"""A console on which no text steers the terminal: control characters are made visible, markup is
+not read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from rich.segment import Segment
 class PlainConsole(Console):
     """A console on which no text steers the terminal, wherever it comes from: see `plain`."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 

@@ -1,9 +1,11 @@
-"""The trainer's own record of what it trained: `steps.jsonl` in the run's folder, one JSON line per train step.
+"""The trainer's own record of what it trained: `steps.jsonl` in the run's folder, one JSON line per
+train step.
 
-A line is {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics": {"rewards/mean": 0.4, …}}.
-A trainer that restarts from a checkpoint trains later steps again, on the same groups, in a new lineage of
-weights: its line for a step replaces every earlier line of that step and of all later ones. What is left is the
-history of the weights that exist, and in it no group may occur twice (I6).
+A line is {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics": {"rewards/mean":
+0.4, …}}. A trainer that restarts from a checkpoint trains later steps again, on the same groups, in
+a new lineage of weights: its line for a step replaces every earlier line of that step and of all
+later ones. What is left is the history of the weights that exist, and in it no group may occur
+twice (I6).
 
 What the live view remembers between two looks at a run: rates, rewards, and who waited for whom.
 """
@@ -32,8 +34,14 @@ class TrainedStep:
 
     @classmethod
     def parse(cls, line: dict[str, Any]) -> TrainedStep:
-        metrics = {k: float(v) for k, v in (line.get("metrics") or {}).items() if isinstance(v, int | float)}
-        return cls(int(line["step"]), str(line.get("lineage", "")), tuple(line.get("gids") or ()), metrics)
+        metrics = {
+            k: float(v)
+            for k, v in (line.get("metrics") or {}).items()
+            if isinstance(v, int | float)
+        }
+        return cls(
+            int(line["step"]), str(line.get("lineage", "")), tuple(line.get("gids") or ()), metrics
+        )
 
 
 class StepLog:
@@ -47,7 +55,9 @@ class StepLog:
         self._offset = 0
 
     def read_new(self) -> list[TrainedStep]:
-        """The lines added since the last call. A line that is still being written waits for the next call."""
+        """The lines added since the last call. A line that is still being written waits for the
+        next call.
+        """
         if not self.path.is_file():
             return []
         if self.path.stat().st_size < self._offset:  # another run began in this folder
@@ -67,7 +77,8 @@ class StepLog:
         try:
             return TrainedStep.parse(orjson.loads(line))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-            # a trainer killed in the middle of a line leaves half of it; the restart writes that step again
+            # a trainer killed in the middle of a line leaves half of it; the restart writes that
+            # step again
             self.torn += 1
             return None
 
@@ -78,12 +89,15 @@ class StepLog:
         self.steps.append(step)
 
     def trained_twice(self) -> dict[str, list[int]]:
-        """gid -> the steps that trained it, for every group with more than one in the surviving history."""
+        """gid -> the steps that trained it, for every group with more than one in the surviving
+        history.
+        """
         trained: defaultdict[str, list[int]] = defaultdict(list)
         for step in self.steps:
             for gid in step.gids:
                 trained[gid].append(step.step)
         return {gid: steps for gid, steps in trained.items() if len(steps) > 1}
+
 
 TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"
@@ -134,10 +148,13 @@ class History:
 
 def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
     """Every wait with how much of it there is now: 0 to 1 (for workers: the idle part of them)."""
-    running, live = snap.mode == "run", snap.live_workers
+    running = snap.mode == "run"
+    live = snap.live_workers
     idle = [worker for worker in live if worker.state == WorkerState.IDLE and not worker.holds]
     has_jobs = snap.places.get("waiting", 0) > 0
-    at_limit = bool(snap.training) and all(t.account.target and t.started >= t.may_start for t in snap.training)
+    at_limit = bool(snap.training) and all(
+        t.account.target and t.started >= t.may_start for t in snap.training
+    )
     return {
         TRAINER: float(running and _trainer_waits(snap, trained)),
         WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,

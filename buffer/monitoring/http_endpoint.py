@@ -1,6 +1,8 @@
-"""The HTTP side of the metrics: `/metrics` for Prometheus, and pages of JSON for whoever reads that.
+"""The HTTP side of the metrics: `/metrics` for Prometheus, and pages of JSON for whoever reads
+that.
 
-It listens on loopback unless told otherwise, and wants a token when it is not: what a run does is nobody's business.
+It listens on loopback unless told otherwise, and wants a token when it is not: what a run does is
+nobody's business.
 
 Who may ask what listens on HTTP: this machine, and elsewhere only who has the token.
 """
@@ -40,7 +42,9 @@ def host_of(header: str) -> str:
 
 
 def carries(token: str, authorization: str) -> bool:
-    """Whether a header `Authorization: Bearer TOKEN` holds the token; takes as long for a wrong one."""
+    """Whether a header `Authorization: Bearer TOKEN` holds the token; takes as long for a wrong
+    one.
+    """
     return secrets.compare_digest(authorization.removeprefix("Bearer ").encode(), token.encode())
 
 
@@ -51,8 +55,11 @@ def read_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token in {path} cannot be read: {error}") from error
     if not token:
-        raise ConfigError(f"{path} holds no token", hint="for example: openssl rand -hex 16 > token")
+        raise ConfigError(
+            f"{path} holds no token", hint="for example: openssl rand -hex 16 > token"
+        )
     return token
+
 
 Answer = Callable[[str, list[tuple[str, str]]], Any]
 
@@ -67,7 +74,9 @@ class _Quiet(WSGIRequestHandler):
 
 
 class MetricsEndpoint:
-    """Serves until `close`. `port` 0 takes a free one; `url` says which. `pages`: by path, what they answer."""
+    """Serves until `close`. `port` 0 takes a free one; `url` says which. `pages`: by path, what
+    they answer.
+    """
 
     def __init__(
         self,
@@ -83,13 +92,19 @@ class MetricsEndpoint:
                 f"metrics on {host} could be read by everybody who reaches it",
                 hint="give it a token (--help says how), or listen on 127.0.0.1",
             )
-        self._token, self._pages, self._metrics = token, pages or {}, make_wsgi_app(registry)
+        self._token = token
+        self._pages = pages or {}
+        self._metrics = make_wsgi_app(registry)
         try:
             self._server = make_server(host, port, self._answer, _Server, _Quiet)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", hint="another port") from error
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}", hint="another port"
+            ) from error
         self.url = f"http://{host}:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -100,7 +115,9 @@ class MetricsEndpoint:
 
     def _answer(self, request: dict[str, Any], start: Answer) -> Iterable[bytes]:
         if self._token and not carries(self._token, request.get("HTTP_AUTHORIZATION", "")):
-            return _say(start, "401 Unauthorized", b"a token is wanted: Authorization: Bearer TOKEN\n")
+            return _say(
+                start, "401 Unauthorized", b"a token is wanted: Authorization: Bearer TOKEN\n"
+            )
         # without a token, a page elsewhere whose name suddenly means 127.0.0.1 must not read this
         host = host_of(request.get("HTTP_HOST", ""))
         if host and not self._token and not is_loopback(host):
@@ -114,6 +131,8 @@ class MetricsEndpoint:
         return _say(start, "404 Not Found", f"there is {known}\n".encode())
 
 
-def _say(start: Answer, status: str, body: bytes, kind: str = "text/plain; charset=utf-8") -> list[bytes]:
+def _say(
+    start: Answer, status: str, body: bytes, kind: str = "text/plain; charset=utf-8"
+) -> list[bytes]:
     start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
     return [body]

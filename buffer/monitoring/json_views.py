@@ -39,7 +39,11 @@ def describe(snap: Snapshot) -> dict[str, Any]:
         "overdue_leases": snap.overdue,
         "dead_letters": snap.dead,
         "garbage": snap.garbage,
-        "memory": {"held_bytes": snap.memory.held, "low_bytes": snap.memory.low, "high_bytes": snap.memory.high},
+        "memory": {
+            "held_bytes": snap.memory.held,
+            "low_bytes": snap.memory.low,
+            "high_bytes": snap.memory.high,
+        },
         "adds_up": not snap.faults,
         "faults": list(snap.faults),
     }
@@ -76,7 +80,17 @@ def _role_json(role: RoleView) -> dict[str, Any]:
 
 
 def _worker_json(worker: WorkerRecord) -> dict[str, Any]:
-    names = ("id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s", "done")
+    names = (
+        "id",
+        "engine",
+        "state",
+        "weights",
+        "silent_ms",
+        "holds",
+        "judging",
+        "tokens_per_s",
+        "done",
+    )
     return {name: getattr(worker, name) for name in names}
 
 
@@ -103,6 +117,11 @@ def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
         "sample_params": rollout.sample_params.model_dump(),
     }
     if tokens:
-        facts_ |= {"response_ids": rollout.response_ids.tolist(), "logprobs": rollout.logprobs.tolist()}
-        facts_["response_mask"] = None if rollout.response_mask is None else rollout.response_mask.tolist()
+        facts_ |= {
+            "response_ids": rollout.response_ids.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+        }
+        facts_["response_mask"] = (
+            None if rollout.response_mask is None else rollout.response_mask.tolist()
+        )
     return facts_

@@ -1,6 +1,8 @@
-"""What one process tells Prometheus of itself: calls to the server by name and time, memory, processor time.
+"""What one process tells Prometheus of itself: calls to the server by name and time, memory,
+processor time.
 
-`rolloutmq worker|producer|train --metrics HOST:PORT` serves it; what is of the whole run is `rolloutmq metrics`.
+`rolloutmq worker|producer|train --metrics HOST:PORT` serves it; what is of the whole run is
+`rolloutmq metrics`.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ def serve_process(process: str, store: Store, address: str) -> MetricsEndpoint:
     host, port = parse_address(address)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    Info("rolloutmq_process", "Which process this is.", registry=registry).info({"process": process})
+    Info("rolloutmq_process", "Which process this is.", registry=registry).info(
+        {"process": process}
+    )
     _watch_calls(store, registry)
     return MetricsEndpoint(registry, host=host, port=port, token=os.environ.get(TOKEN, ""))
 
 
 def _watch_calls(store: Store, registry: CollectorRegistry) -> None:
     said = "Calls to the server as this process saw them, with what it waited while the server was away."
-    seconds = Histogram("rolloutmq_store_call_seconds", said, ["call"], buckets=_BUCKETS, registry=registry)
+    seconds = Histogram(
+        "rolloutmq_store_call_seconds", said, ["call"], buckets=_BUCKETS, registry=registry
+    )
     said = "Times a call was repeated, since the server was away."
     retries = Counter("rolloutmq_store_retries", said, ["call"], registry=registry)
 
@@ -50,5 +56,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of `HOST:PORT`, `[::1]:PORT` or `PORT`, which means loopback."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--metrics {address!r} is no address", hint="for example 9466, or 10.0.0.7:9466")
+        raise ConfigError(
+            f"--metrics {address!r} is no address", hint="for example 9466, or 10.0.0.7:9466"
+        )
     return host.strip("[]") or "127.0.0.1", int(port)

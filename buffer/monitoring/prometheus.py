@@ -1,7 +1,9 @@
-"""What Prometheus is told of a run. This file is the list of all metrics; dashboards and alerts are tested against it.
+"""What Prometheus is told of a run. This file is the list of all metrics; dashboards and alerts are
+tested against it.
 
-One look at a run is a handful of calls without payloads (`take_snapshot`), made when somebody asks. Names and units are
-by Prometheus' conventions: seconds, bytes, ratios, `_total` for what only grows. Everything has the label `run`.
+One look at a run is a handful of calls without payloads (`take_snapshot`), made when somebody asks.
+Names and units are by Prometheus' conventions: seconds, bytes, ratios, `_total` for what only
+grows. Everything has the label `run`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ _TASK_COUNTERS = {
     "groups_enqueued": ("enqueued", "Groups that were drawn from the data set and started."),
     "groups_consumed": ("consumed", "Groups that were handed out in batches."),
     "samples_produced": ("produced_samples", "Rollouts in groups that were handed in."),
-    "tokens_produced": ("produced_tokens", "Tokens that were generated, resumed ones counted once."),
+    "tokens_produced": (
+        "produced_tokens",
+        "Tokens that were generated, resumed ones counted once.",
+    ),
     "tries_failed": ("failed", "Tries that ended in an error or a lost lease."),
     "leases_lost": ("leases_lost", "Leases that ran out or were revoked."),
     "groups_expired": ("expirations", "Times a group became too old."),
@@ -46,7 +51,10 @@ WorkerNumber = Callable[[WorkerRecord], float | None]
 _WORKER_GAUGES: dict[str, tuple[str, WorkerNumber]] = {
     "worker_tokens_per_second": ("As the worker measures it.", lambda w: w.tokens_per_s),
     "worker_groups_held": ("Leases that a worker holds.", lambda w: w.holds),
-    "worker_groups_judging": ("Of these, groups that only wait for their judge.", lambda w: w.judging),
+    "worker_groups_judging": (
+        "Of these, groups that only wait for their judge.",
+        lambda w: w.judging,
+    ),
     "worker_engine_requests": ("Running and waiting in its engine.", lambda w: w.requests),
     "worker_judge_p50_seconds": ("p50 of its newest answers.", lambda w: w.judge_p50_ms / 1000),
     "worker_judge_p99_seconds": ("p99 of its newest answers.", lambda w: w.judge_p99_ms / 1000),
@@ -60,10 +68,13 @@ _WORKER_COUNTERS: dict[str, tuple[str, WorkerNumber]] = {
 
 
 class RunCollector(Collector):
-    """All runs of a server, or the one that is named. A server that is away is told as `rolloutmq_up 0`."""
+    """All runs of a server, or the one that is named. A server that is away is told as
+    `rolloutmq_up 0`.
+    """
 
     def __init__(self, store: Store, name: str | None = None) -> None:
-        self._store, self._name = store, name
+        self._store = store
+        self._name = name
         self._wanted: dict[str, WorkersWanted] = {}
         self._lock = threading.Lock()
 
@@ -82,8 +93,15 @@ class RunCollector(Collector):
         up.add_metric([], 1)
         yield up
         yield from _families(snaps)
-        wanted: dict[str, Cells] = {run: iter([((), number)]) for run, number in self.workers_wanted().items()}
-        yield _metric("workers_wanted", "Workers that would keep the trainer busy; 0 when the run is over.", [], wanted)
+        wanted: dict[str, Cells] = {
+            run: iter([((), number)]) for run, number in self.workers_wanted().items()
+        }
+        yield _metric(
+            "workers_wanted",
+            "Workers that would keep the trainer busy; 0 when the run is over.",
+            [],
+            wanted,
+        )
 
     def registry(self) -> CollectorRegistry:
         """A registry of its own, with this in it."""
@@ -92,7 +110,9 @@ class RunCollector(Collector):
         return registry
 
     def look(self) -> dict[str, Snapshot]:
-        """One look at each run, by name; what is wanted of its fleet is worked out from this one and those before."""
+        """One look at each run, by name; what is wanted of its fleet is worked out from this one
+        and those before.
+        """
         names = [name for name in Run.names(self._store) if self._name in (None, name)]
         snaps = {name: take_snapshot(Run.open(self._store, name)) for name in names}
         with self._lock:
@@ -112,7 +132,9 @@ class RunCollector(Collector):
         return {run: wanted.value for run, wanted in self._wanted.items()}
 
 
-def _metric(name: str, text: str, labels: list[str], cells: dict[str, Cells], *, counter: bool = False) -> Metric:
+def _metric(
+    name: str, text: str, labels: list[str], cells: dict[str, Cells], *, counter: bool = False
+) -> Metric:
     family: Any = (CounterMetricFamily if counter else GaugeMetricFamily)(
         f"rolloutmq_{name}", text, labels=["run", *labels]
     )
@@ -127,39 +149,97 @@ def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
         return _metric(name, text, labels, {run: read(snap) for run, snap in snaps.items()})
 
     def counter(name: str, text: str, labels: list[str], read: Any) -> Metric:
-        return _metric(name, text, labels, {run: read(snap) for run, snap in snaps.items()}, counter=True)
+        return _metric(
+            name, text, labels, {run: read(snap) for run, snap in snaps.items()}, counter=True
+        )
 
-    yield gauge("groups", "Groups by the place they are in; each is in exactly one.", ["task", "place"], _places)
+    yield gauge(
+        "groups",
+        "Groups by the place they are in; each is in exactly one.",
+        ["task", "place"],
+        _places,
+    )
     yield gauge("jobs_waiting", "Groups that wait for a worker.", ["task", "lane"], _backlog)
-    yield gauge("groups_ready", "Groups that a batch may have.", ["task"], _of_tasks(lambda t: t.ready))
-    yield gauge("groups_too_old", "Groups that are about to expire.", ["task"], _of_tasks(lambda t: t.too_old))
-    yield gauge("groups_ahead", "Groups between the data set and the trainer.", ["task"], _of_tasks(_started))
-    yield gauge("groups_ahead_limit", "How many of them there may be.", ["task"], _of_tasks(lambda t: t.may_start))
-    yield gauge("batch_groups", "Groups of a task in a batch.", ["task"], _of_tasks(lambda t: t.asked))
-    yield gauge("staleness_groups", "Ready groups by staleness in train steps.", ["task", "staleness"], _staleness)
-    yield gauge("reward_mean", "Mean score since the run began, before any filter.", ["task"], _rewards)
+    yield gauge(
+        "groups_ready", "Groups that a batch may have.", ["task"], _of_tasks(lambda t: t.ready)
+    )
+    yield gauge(
+        "groups_too_old",
+        "Groups that are about to expire.",
+        ["task"],
+        _of_tasks(lambda t: t.too_old),
+    )
+    yield gauge(
+        "groups_ahead",
+        "Groups between the data set and the trainer.",
+        ["task"],
+        _of_tasks(_started),
+    )
+    yield gauge(
+        "groups_ahead_limit",
+        "How many of them there may be.",
+        ["task"],
+        _of_tasks(lambda t: t.may_start),
+    )
+    yield gauge(
+        "batch_groups", "Groups of a task in a batch.", ["task"], _of_tasks(lambda t: t.asked)
+    )
+    yield gauge(
+        "staleness_groups",
+        "Ready groups by staleness in train steps.",
+        ["task", "staleness"],
+        _staleness,
+    )
+    yield gauge(
+        "reward_mean", "Mean score since the run began, before any filter.", ["task"], _rewards
+    )
     yield gauge("task_stopped", "1 where too many tries in a row have failed.", ["task"], _stopped)
     for name, (field, text) in _TASK_COUNTERS.items():
         make = gauge if name in _NOT_CUMULATIVE else counter
         yield make(name, text, ["task"], _of_tasks(lambda t, f=field: t.number(f)))
     yield counter("train_steps", "Train steps: taken, committed, freed.", ["stage"], _steps)
-    yield gauge("policy_version", "Train step of the newest weights.", [], _one(lambda s: s.weights.version))
+    yield gauge(
+        "policy_version", "Train step of the newest weights.", [], _one(lambda s: s.weights.version)
+    )
     yield gauge("mode", "1 for the mode of the run.", ["mode"], _mode)
-    yield gauge("mode_age_seconds", "Since when the mode is what it is.", [], _one(lambda s: s.paused_ms / 1000))
+    yield gauge(
+        "mode_age_seconds",
+        "Since when the mode is what it is.",
+        [],
+        _one(lambda s: s.paused_ms / 1000),
+    )
     yield gauge("role_alive", "1 while the trainer or the producer beats.", ["role"], _roles)
     yield gauge("role_silent_seconds", "Since its last heartbeat.", ["role"], _silences)
-    yield counter("trainer_wait_seconds", "What this trainer stood still for groups.", [], _one(_waited))
-    yield gauge("workers", "Workers by state; silent ones have missed a lease.", ["state"], _workers)
+    yield counter(
+        "trainer_wait_seconds", "What this trainer stood still for groups.", [], _one(_waited)
+    )
+    yield gauge(
+        "workers", "Workers by state; silent ones have missed a lease.", ["state"], _workers
+    )
     for name, (text, read) in _WORKER_GAUGES.items():
         yield gauge(name, text, ["worker"], _per_worker(read))
     for name, (text, read) in _WORKER_COUNTERS.items():
         yield counter(name, text, ["worker"], _per_worker(read))
     yield gauge("leases", "Groups that run.", [], _one(lambda s: s.leases))
-    yield gauge("leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue))
-    yield gauge("dead_letters", "Groups that failed for good and wait for an operator.", [], _one(lambda s: s.dead))
-    yield gauge("garbage_payloads", "Payloads that nobody needs and nobody has freed.", [], _one(lambda s: s.garbage))
+    yield gauge(
+        "leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue)
+    )
+    yield gauge(
+        "dead_letters",
+        "Groups that failed for good and wait for an operator.",
+        [],
+        _one(lambda s: s.dead),
+    )
+    yield gauge(
+        "garbage_payloads",
+        "Payloads that nobody needs and nobody has freed.",
+        [],
+        _one(lambda s: s.garbage),
+    )
     yield gauge("payload_bytes", "Bytes of all payloads.", [], _one(lambda s: s.memory.held))
-    yield gauge("payload_bytes_limit", "Marks at which new prompts wait; 0: none.", ["mark"], _marks)
+    yield gauge(
+        "payload_bytes_limit", "Marks at which new prompts wait; 0: none.", ["mark"], _marks
+    )
     yield gauge("account_faults", "Places where the account of groups does not add up.", [],
                 _one(lambda s: len(s.faults)))  # fmt: skip
 
@@ -177,7 +257,9 @@ def _started(task: TaskView) -> float:
 
 
 def _places(snap: Snapshot) -> Cells:
-    return (((t.account.task, place), n) for t in snap.tasks for place, n in t.account.places.items())
+    return (
+        ((t.account.task, place), n) for t in snap.tasks for place, n in t.account.places.items()
+    )
 
 
 def _backlog(snap: Snapshot) -> Cells:
@@ -197,7 +279,9 @@ def _stopped(snap: Snapshot) -> Cells:
 
 
 def _steps(snap: Snapshot) -> Cells:
-    return iter([(("taken",), snap.taken), (("committed",), snap.committed), (("freed",), snap.freed)])
+    return iter(
+        [(("taken",), snap.taken), (("committed",), snap.committed), (("freed",), snap.freed)]
+    )
 
 
 def _mode(snap: Snapshot) -> Cells:
@@ -205,12 +289,18 @@ def _mode(snap: Snapshot) -> Cells:
 
 
 def _roles(snap: Snapshot) -> Cells:
-    return iter([(("trainer",), float(snap.trainer.alive)), (("producer",), float(snap.producer.alive))])
+    return iter(
+        [(("trainer",), float(snap.trainer.alive)), (("producer",), float(snap.producer.alive))]
+    )
 
 
 def _silences(snap: Snapshot) -> Cells:
     roles = {"trainer": snap.trainer, "producer": snap.producer}
-    return (((name,), role.silent_ms / 1000) for name, role in roles.items() if role.silent_ms is not None)
+    return (
+        ((name,), role.silent_ms / 1000)
+        for name, role in roles.items()
+        if role.silent_ms is not None
+    )
 
 
 def _waited(snap: Snapshot) -> float:

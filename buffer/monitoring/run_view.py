@@ -1,7 +1,8 @@
-"""A run at one glance: what `status`, `doctor` and the live view show, read in a handful of calls without payloads.
+"""A run at one glance: what `status`, `doctor` and the live view show, read in a handful of calls
+without payloads.
 
-The account of the groups comes from one script and is of one instant (I1). Everything else is read right after
-it, so on a live run it may be a few milliseconds younger.
+The account of the groups comes from one script and is of one instant (I1). Everything else is read
+right after it, so on a live run it may be a few milliseconds younger.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class RoleView:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """One task: its account, what is ready and how old that is; `asked`: groups of it in one batch, 0 = unknown."""
+    """One task: its account, what is ready and how old that is; `asked`: groups of it in one batch,
+    0 = unknown.
+    """
 
     account: TaskAccount
     is_eval: bool
@@ -109,12 +112,22 @@ class Snapshot:
     @property
     def paused_by(self) -> str | None:
         """operator, trainer, or None."""
-        return next((who for who in ("operator", "trainer") if self.control.get(f"{who}_mode", "run") != "run"), None)
+        return next(
+            (
+                who
+                for who in ("operator", "trainer")
+                if self.control.get(f"{who}_mode", "run") != "run"
+            ),
+            None,
+        )
 
     @property
     def is_orphaned(self) -> bool:
         """Whether a trainer that has left, or fallen silent, left it paused."""
-        return self.control.get("trainer_mode", "run") not in ("run", "finish") and not self.trainer.alive
+        return (
+            self.control.get("trainer_mode", "run") not in ("run", "finish")
+            and not self.trainer.alive
+        )
 
     @property
     def paused_ms(self) -> int:
@@ -162,10 +175,13 @@ class Snapshot:
 
 
 def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
-    """Everything at a glance. O(tasks + workers + log N), no payload bytes. Raises StoreUnavailable."""
+    """Everything at a glance. O(tasks + workers + log N), no payload bytes. Raises
+    StoreUnavailable.
+    """
     audit = run.account.totals()
     replies = run.store.retrying("snapshot", lambda: _read(run, audit.tasks, events))
-    control, ledger = _text(replies["control"]), [int(v or 0) for v in replies["ledger"]]
+    control = _text(replies["control"])
+    ledger = [int(v or 0) for v in replies["ledger"]]
     seconds, micros = replies["time"]
     now_ms = seconds * 1000 + micros // 1000
     timeout_ms = run.limits.role_timeout_ms
@@ -227,7 +243,9 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
 def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:
     """(label, lowest version, highest version): staleness of a group in train step taken + 1 (I8)."""
     exact = min(threshold, BUCKETS)
-    buckets: list[tuple[str, str | int, str | int]] = [(str(s), taken - s, taken - s) for s in range(exact)]
+    buckets: list[tuple[str, str | int, str | int]] = [
+        (str(s), taken - s, taken - s) for s in range(exact)
+    ]
     if threshold > exact:
         buckets.append((f"{exact}+", taken - threshold + 1, taken - exact))
     # groups without a version, or of a step that is still being recorded
@@ -259,7 +277,9 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
 
 
 def _asked(header: bytes | None, task: str) -> int:
-    """How many groups of a task the newest batch asked for; 0 where its manifest is freed or was never made."""
+    """How many groups of a task the newest batch asked for; 0 where its manifest is freed or was
+    never made.
+    """
     words = dict(word.split("=", 1) for word in (header or b"").decode().split() if "=" in word)
     asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)
     return int(asked.get(task, 0))

@@ -1,4 +1,6 @@
-"""The parts of a run with each call told to a tracer: they stand in for the plain ones, which know of no traces."""
+"""The parts of a run with each call told to a tracer: they stand in for the plain ones, which know
+of no traces.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,21 @@ class TracedJobs(JobQueue):
         self._tracer = tracer
 
     def enqueue(
-        self, nonce: str, operation: str, task: str, cursor: int, samples: Sequence[int], target: int | None
+        self,
+        nonce: str,
+        operation: str,
+        task: str,
+        cursor: int,
+        samples: Sequence[int],
+        target: int | None,
     ) -> Enqueued:
         began = now_ns()
         done = super().enqueue(nonce, operation, task, cursor, samples, target)
         started = (draw for draw in range(cursor, done.cursor) if samples[draw - cursor])
         for draw in started if done.count else ():
-            self._tracer.root("enqueue", group_id(task, draw), began, samples=samples[draw - cursor])
+            self._tracer.root(
+                "enqueue", group_id(task, draw), began, samples=samples[draw - cursor]
+            )
         return done
 
     def claim(
@@ -59,21 +69,32 @@ class TracedJobs(JobQueue):
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
-        since, began = self._waiting(limit, serves, held), now_ns()
+        since = self._waiting(limit, serves, held)
+        began = now_ns()
         claim = super().claim(worker, nonce, token, weights, limit, serves, held)
         for job in claim.jobs:
             if job.gid in since:  # else it came in between
                 self._tracer.past("wait", job.gid, min(since[job.gid], began), began, lane=job.lane)
-            self._tracer.past("claim", job.gid, began, worker=worker, tries=job.tries, weights=str(weights))
+            self._tracer.past(
+                "claim", job.gid, began, worker=worker, tries=job.tries, weights=str(weights)
+            )
         return claim
 
     def _waiting(self, limit: int, serves: Serves | None, held: Sequence[Job]) -> dict[str, int]:
-        """Since when (ns) the first groups of each line wait: an entry's id begins with its milliseconds."""
+        """Since when (ns) the first groups of each line wait: an entry's id begins with its
+        milliseconds.
+        """
         lines = serving_order(self._limits, serves, Counter(job.task for job in held))
-        heads = [("XRANGE", self._keys.jobs(task, lane), "-", "+", "COUNT", limit) for task, lane in lines]
+        heads = [
+            ("XRANGE", self._keys.jobs(task, lane), "-", "+", "COUNT", limit)
+            for task, lane in lines
+        ]
         found = self._store.each("heads", heads, "control")
         entries = [entry for head in found for entry in head]
-        return {fields[b"gid"].decode(): int(entry.partition(b"-")[0]) * 1_000_000 for entry, fields in entries}
+        return {
+            fields[b"gid"].decode(): int(entry.partition(b"-")[0]) * 1_000_000
+            for entry, fields in entries
+        }
 
     def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
         with self._tracer.during("release", job.gid, worker=worker, kind=kind, reason=reason[:200]):
@@ -89,8 +110,14 @@ class TracedBuffer(ReplayBuffer):
         super().__init__(store, keys, limits, payloads)
         self._tracer = tracer
 
-    def submit(self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False) -> None:
-        told: dict[str, str | int] = {"worker": worker, "tokens": new_tokens, "status": str(group.status)}
+    def submit(
+        self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False
+    ) -> None:
+        told: dict[str, str | int] = {
+            "worker": worker,
+            "tokens": new_tokens,
+            "status": str(group.status),
+        }
         with self._tracer.during("submit", job.gid, **told):
             super().submit(worker, job, group, new_tokens, filtered=filtered)
 
@@ -103,7 +130,9 @@ class TracedLedger(BatchLedger):
         self._tracer = tracer
         self._at_trainer: dict[int, tuple[int, list[str]]] = {}
 
-    def take(self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True) -> Manifest | NotReady:
+    def take(
+        self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
+    ) -> Manifest | NotReady:
         began = now_ns()
         answer = super().take(nonce, step, counts, strict=strict)
         if isinstance(answer, Manifest):

@@ -3,9 +3,9 @@
     enqueue ─ wait ─ claim ─ generate ┬ judge, for each rollout ─ submit or release ─ take ─ train ─ commit
     producer         worker           └                                               trainer
 
-OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr); the other variables of
-OpenTelemetry hold as everywhere. Where it is not set, nothing of this file is made or asked: a run's parts are replaced
-by ones that trace (`traced_run.py`), or are not.
+OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr); the other
+variables of OpenTelemetry hold as everywhere. Where it is not set, nothing of this file is made or
+asked: a run's parts are replaced by ones that trace (`traced_run.py`), or are not.
 
 The trace of a group, by name: every process computes it, so nothing has to travel with the group.
 """
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 
-TRACE_BYTES, SPAN_BYTES = 16, 8
+TRACE_BYTES = 16
+SPAN_BYTES = 8
 """What OpenTelemetry and W3C trace context want."""
 
 
@@ -40,7 +41,10 @@ def trace_id(run_nonce: str, gid: str) -> str:
 
 def root_span_id(run_nonce: str, gid: str) -> str:
     """Of the span that the group's other spans belong to: `enqueue`."""
-    return blake2b(f"{run_nonce}/{gid}".encode(), digest_size=SPAN_BYTES, person=b"root").hexdigest()
+    return blake2b(
+        f"{run_nonce}/{gid}".encode(), digest_size=SPAN_BYTES, person=b"root"
+    ).hexdigest()
+
 
 log = logging.getLogger("rolloutmq.tracing")
 
@@ -49,11 +53,17 @@ Value = str | int
 
 
 class Tracer:
-    """What one process tells of groups. `root` is for who starts a group; all other spans belong to that one."""
+    """What one process tells of groups. `root` is for who starts a group; all other spans belong to
+    that one.
+    """
 
-    def __init__(self, provider: TracerProvider, run_nonce: str, root: ContextVar[SpanContext | None]) -> None:
-        self._provider, self._tracer = provider, provider.get_tracer("rolloutmq")
-        self._nonce, self._root = run_nonce, root
+    def __init__(
+        self, provider: TracerProvider, run_nonce: str, root: ContextVar[SpanContext | None]
+    ) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("rolloutmq")
+        self._nonce = run_nonce
+        self._root = root
 
     def root(self, name: str, gid: str, start_ns: int, **attributes: Value) -> None:
         """The first span of a group, which ends now."""
@@ -61,20 +71,30 @@ class Tracer:
 
         forced = self._root.set(self._of(gid))
         try:
-            self._tracer.start_span(name, Context(), attributes={"gid": gid, **attributes}, start_time=start_ns).end()
+            self._tracer.start_span(
+                name, Context(), attributes={"gid": gid, **attributes}, start_time=start_ns
+            ).end()
         finally:
             self._root.reset(forced)
 
-    def past(self, name: str, gid: str, start_ns: int, end_ns: int | None = None, **attributes: Value) -> None:
+    def past(
+        self, name: str, gid: str, start_ns: int, end_ns: int | None = None, **attributes: Value
+    ) -> None:
         """A span that has ended: now, if not at `end_ns` (both in ns since 1970)."""
         context = self._context(gid)
-        self._tracer.start_span(name, context, attributes={"gid": gid, **attributes}, start_time=start_ns).end(end_ns)
+        self._tracer.start_span(
+            name, context, attributes={"gid": gid, **attributes}, start_time=start_ns
+        ).end(end_ns)
 
     @contextmanager
     def during(self, name: str, gid: str, **attributes: Value) -> Iterator[None]:
-        """A span of the block; `child` makes parts of it. An error in the block is noted, and goes on."""
+        """A span of the block; `child` makes parts of it. An error in the block is noted, and goes
+        on.
+        """
         context = self._context(gid)
-        with self._tracer.start_as_current_span(name, context, attributes={"gid": gid, **attributes}):
+        with self._tracer.start_as_current_span(
+            name, context, attributes={"gid": gid, **attributes}
+        ):
             yield
 
     @contextmanager
@@ -90,7 +110,8 @@ class Tracer:
     def _of(self, gid: str) -> SpanContext:
         from opentelemetry.trace import SpanContext, TraceFlags
 
-        trace, span = int(trace_id(self._nonce, gid), 16), int(root_span_id(self._nonce, gid), 16)
+        trace = int(trace_id(self._nonce, gid), 16)
+        span = int(root_span_id(self._nonce, gid), 16)
         return SpanContext(trace, span, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
     def _context(self, gid: str) -> Context:
@@ -106,18 +127,26 @@ def now_ns() -> int:
 
 
 def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
-    """The tracer of this process, where SWITCH asks for one. What cannot be had is said and left out: no run shall
-    end for its traces."""
+    """The tracer of this process, where SWITCH asks for one. What cannot be had is said and left
+    out: no run shall end for its traces.
+    """
     wanted = os.environ.get(SWITCH, "none")
     if wanted in ("", "none"):
         return None
     try:
         exporter = _exporter(wanted)
     except ImportError as error:
-        log.warning("%s is %s, but there are no traces: %s (pip install 'rolloutmq[otel]')", SWITCH, wanted, error)
+        log.warning(
+            "%s is %s, but there are no traces: %s (pip install 'rolloutmq[otel]')",
+            SWITCH,
+            wanted,
+            error,
+        )
         return None
     if exporter is None:
-        log.warning("%s is %r, but there are no traces: it is otlp, console or none", SWITCH, wanted)
+        log.warning(
+            "%s is %r, but there are no traces: it is otlp, console or none", SWITCH, wanted
+        )
         return None
     return tracer_of(exporter, run, run_nonce, process)
 
@@ -130,7 +159,9 @@ def _exporter(wanted: str) -> SpanExporter | None:
     if wanted == "console":
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
-        return ConsoleSpanExporter(out=sys.stderr, formatter=lambda span: span.to_json(indent=None) + "\n")
+        return ConsoleSpanExporter(
+            out=sys.stderr, formatter=lambda span: span.to_json(indent=None) + "\n"
+        )
     return None
 
 

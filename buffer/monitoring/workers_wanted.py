@@ -1,8 +1,9 @@
 """How many workers would keep the trainer busy: the number that autoscalers act on.
 
-A trainer that waits for a share w of its time would use 1 / (1 - w) times what it gets. Workers that are busy for a
-share b of theirs make it. So `workers * b / (1 - w)` workers, always busy, are wanted, and that does not depend on
-how many there are now: a fleet scaled by it stops growing and shrinking by itself.
+A trainer that waits for a share w of its time would use 1 / (1 - w) times what it gets. Workers
+that are busy for a share b of theirs make it. So `workers * b / (1 - w)` workers, always busy, are
+wanted, and that does not depend on how many there are now: a fleet scaled by it stops growing and
+shrinking by itself.
 
     demand of a train step: G busy worker-seconds; the trainer's own work: S seconds; n workers
     too few   (G / n > S)   b = 1,       w = 1 - S n / G   ->  n / (S n / G) = G / S
@@ -20,7 +21,9 @@ WINDOW_S = 300.0
 """Older looks count for less: half after so long."""
 
 DEADBAND = 0.1
-"""What differs by less from the number that is out is noise of train steps, not a reason to move GPUs."""
+"""What differs by less from the number that is out is noise of train steps, not a reason to move
+GPUs.
+"""
 
 MOST_AT_ONCE = 4.0
 """A fleet is never asked to become more than so many times as large by one look."""
@@ -28,7 +31,9 @@ MOST_AT_ONCE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """`waited_s`: what the trainer has waited in all; `busy`: workers' worth of work that is done at this moment."""
+    """`waited_s`: what the trainer has waited in all; `busy`: workers' worth of work that is done
+    at this moment.
+    """
 
     at_s: float
     trainer: str
@@ -47,10 +52,14 @@ class WorkersWanted:
         self.value = 0
 
     def observe(self, look: Look | None) -> int:
-        """Count the time since the last look, as that look was. None: nothing is to be learned (the run is paused)."""
-        last, self._last = self._last, look
+        """Count the time since the last look, as that look was. None: nothing is to be learned (the
+        run is paused).
+        """
+        last = self._last
+        self._last = look
         if look is not None and not (self.value and look.live):
-            # until more is known, the fleet that is there is right; and where nobody is, somebody is wanted
+            # until more is known, the fleet that is there is right; and where nobody is, somebody
+            # is wanted
             self.value = max(1, self.value, look.live)
         elif last and look and last.trainer == look.trainer and last.live and look.at_s > last.at_s:
             self._count(last, look)
@@ -59,14 +68,17 @@ class WorkersWanted:
 
     def end(self) -> int:
         """The run is over: nobody is wanted."""
-        self._last, self.value = None, 0
+        self._last = None
+        self.value = 0
         return 0
 
     def _count(self, last: Look, look: Look) -> None:
         seconds = look.at_s - last.at_s
         kept = 0.5 ** (seconds / self._window_s)
         self._seconds = self._seconds * kept + seconds
-        self._waited_s = self._waited_s * kept + min(max(look.waited_s - last.waited_s, 0.0), seconds)
+        self._waited_s = self._waited_s * kept + min(
+            max(look.waited_s - last.waited_s, 0.0), seconds
+        )
         self._busy_s = self._busy_s * kept + last.busy * seconds
 
     def _settle(self, live: int) -> None:

@@ -1,12 +1,14 @@
-"""Questions about groups: a dict in, a small typed tree out, yes or no for a record (XTuner's query language).
+"""Questions about groups: a dict in, a small typed tree out, yes or no for a record (XTuner's query
+language).
 
     {"status": "completed", "staleness": {"$gte": 2}}              entries are ANDed; a plain value means $eq
     {"$or": [{"task": "math"}, {"tokens": {"$between": [1, 99]}}]}  $and and $or hold lists, and nest
     {}                                                             every group
 
-An empty $and is true, an empty $or false, and {"tries": {}} asks nothing. What a group has not (a version before
-its first token, say) is None: it equals only None, and is neither above nor below anything. Whatever is wrong
-with a question is found when it is parsed, never by what the data happens to hold.
+An empty $and is true, an empty $or false, and {"tries": {}} asks nothing. What a group has not (a
+version before its first token, say) is None: it equals only None, and is neither above nor below
+anything. Whatever is wrong with a question is found when it is parsed, never by what the data
+happens to hold.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ OPERATORS = (*EQUALITIES, *ORDERINGS)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One field against a scalar, a frozenset ($in, $not_in) or both ends ($between). Made by `parse`."""
+    """One field against a scalar, a frozenset ($in, $not_in) or both ends ($between). Made by
+    `parse`.
+    """
 
     field: str
     operator: str
@@ -104,11 +108,14 @@ class AnyOf:
 
 
 Node = Condition | AllOf | AnyOf
-TRUE, FALSE = AllOf(()), AnyOf(())
+TRUE = AllOf(())
+FALSE = AnyOf(())
 
 
 def parse(query: object) -> Node:
-    """The tree of a query (a dict, or a tree that was parsed before). QueryError says what is allowed instead."""
+    """The tree of a query (a dict, or a tree that was parsed before). QueryError says what is
+    allowed instead.
+    """
     return _expression(query, 0)
 
 
@@ -127,20 +134,27 @@ def field_of(name: object) -> Field:
     """What may be asked of the field of that name. QueryError names those there are."""
     field = FIELDS.get(name) if isinstance(name, str) else None
     if field is None:
-        raise QueryError(f"there is no field {_show(name)} to ask for", hint=f"fields: {', '.join(FIELDS)}")
+        raise QueryError(
+            f"there is no field {_show(name)} to ask for", hint=f"fields: {', '.join(FIELDS)}"
+        )
     return field
 
 
-# parsing --------------------------------------------------------------------------------------------------------
+# parsing
+# --------------------------------------------------------------------------------------------------------
 
 
 def _expression(query: object, depth: int) -> Node:
     if isinstance(query, Condition | AllOf | AnyOf):
         return query
     if depth > MAX_DEPTH:
-        raise QueryError("a query is nested too deeply", hint=f"at most {MAX_DEPTH} levels of $and and $or")
+        raise QueryError(
+            "a query is nested too deeply", hint=f"at most {MAX_DEPTH} levels of $and and $or"
+        )
     if not isinstance(query, dict):
-        raise QueryError(f"a query is a map of fields, not {_show(query)}", hint='as in {"status": "completed"}')
+        raise QueryError(
+            f"a query is a map of fields, not {_show(query)}", hint='as in {"status": "completed"}'
+        )
     return _all_of([_entry(name, value, depth) for name, value in query.items()])
 
 
@@ -151,24 +165,37 @@ def _all_of(parts: list[Node]) -> Node:
 def _entry(name: object, value: object, depth: int) -> Node:
     if name in ("$and", "$or"):
         if not isinstance(value, list):
-            raise QueryError(f"{name} needs a list of queries, not {_show(value)}", hint='{"$or": [{…}, {…}]}')
+            raise QueryError(
+                f"{name} needs a list of queries, not {_show(value)}", hint='{"$or": [{…}, {…}]}'
+            )
         parts = tuple(_expression(part, depth + 1) for part in value)
         return AllOf(parts) if name == "$and" else AnyOf(parts)
     if isinstance(name, str) and name.startswith("$"):
-        raise QueryError(f"{_show(name)} cannot stand here", hint="a field, $and or $or: operators go below a field")
+        raise QueryError(
+            f"{_show(name)} cannot stand here",
+            hint="a field, $and or $or: operators go below a field",
+        )
     field = field_of(name)
     conditions = value if isinstance(value, dict) else {"$eq": value}
-    return _all_of([_condition(str(name), field, each, operand) for each, operand in conditions.items()])
+    return _all_of(
+        [_condition(str(name), field, each, operand) for each, operand in conditions.items()]
+    )
 
 
 def _condition(name: str, field: Field, op: object, operand: object) -> Condition:
     if not isinstance(op, str) or op not in OPERATORS:
-        raise QueryError(f"{name}: there is no operator {_show(op)}", hint=f"operators: {', '.join(OPERATORS)}")
+        raise QueryError(
+            f"{name}: there is no operator {_show(op)}", hint=f"operators: {', '.join(OPERATORS)}"
+        )
     if op in ORDERINGS and field.choices:
-        raise QueryError(f"{name}: {op} asks for an order, and {name} has none", hint=", ".join(EQUALITIES))
+        raise QueryError(
+            f"{name}: {op} asks for an order, and {name} has none", hint=", ".join(EQUALITIES)
+        )
     where = f"{name}: {op}"
     if op in ("$in", "$not_in"):
-        return Condition(name, op, frozenset(_scalar(where, field, each) for each in _list(where, operand)))
+        return Condition(
+            name, op, frozenset(_scalar(where, field, each) for each in _list(where, operand))
+        )
     if op == "$between":
         return Condition(name, op, _ends(where, field, operand))
     return Condition(name, op, _scalar(where, field, operand, is_ordered=op in ORDERINGS))
@@ -176,14 +203,18 @@ def _condition(name: str, field: Field, op: object, operand: object) -> Conditio
 
 def _list(where: str, value: object) -> list[object]:
     if not isinstance(value, list | tuple):
-        raise QueryError(f"{where} needs a list of values, not {_show(value)}", hint='as in {"$in": [1, 2]}')
+        raise QueryError(
+            f"{where} needs a list of values, not {_show(value)}", hint='as in {"$in": [1, 2]}'
+        )
     return list(value)
 
 
 def _ends(where: str, field: Field, value: object) -> tuple[Any, Any]:
     ends = [_scalar(where, field, end, is_ordered=True) for end in _list(where, value)]
     if len(ends) != 2 or ORDERINGS["$gt"](ends[0], ends[1]):
-        raise QueryError(f"{where} needs [lowest, highest], not {_show(value)}", hint="both ends are included")
+        raise QueryError(
+            f"{where} needs [lowest, highest], not {_show(value)}", hint="both ends are included"
+        )
     return ends[0], ends[1]
 
 
@@ -191,7 +222,9 @@ def _scalar(where: str, field: Field, value: object, *, is_ordered: bool = False
     if value is None and field.may_be_missing and not is_ordered:
         return None
     if field.choices and (not isinstance(value, str) or value not in field.choices):
-        raise QueryError(f"{where} cannot be {_show(value)}", hint=f"one of {', '.join(field.choices)}")
+        raise QueryError(
+            f"{where} cannot be {_show(value)}", hint=f"one of {', '.join(field.choices)}"
+        )
     if field.kind == "text" and isinstance(value, str):
         return str(value)
     if field.kind == "number" and _is_number(value):
@@ -203,7 +236,11 @@ def _scalar(where: str, field: Field, value: object, *, is_ordered: bool = False
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     # True is an int to Python, and NaN lies between nothing
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -math.inf < value < math.inf
+    )
 
 
 def _show(value: object) -> str:

@@ -1,8 +1,9 @@
 """What an index answers of a question before any record is read.
 
-An index knows some fields of all its groups: a pool their task, stage and status. `narrow` puts these into the
-question; what is left is false (skip the index), a range of versions (which is how a pool is sorted), or more.
-Every answer here may be too wide, never too narrow: records are asked the whole question in the end.
+An index knows some fields of all its groups: a pool their task, stage and status. `narrow` puts
+these into the question; what is left is false (skip the index), a range of versions (which is how a
+pool is sorted), or more. Every answer here may be too wide, never too narrow: records are asked the
+whole question in the end.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from typing import Any, NamedTuple
 from buffer.query.language import FALSE, TRUE, AllOf, AnyOf, Condition, Node, Scalar
 
 MAX_VERSION = 2**53
-"""No policy version is as high (`buffer.model.wire`), and a score of a sorted set is exact up to here."""
+"""No policy version is as high (`buffer.model.wire`), and a score of a sorted set is exact up to
+here.
+"""
 
 
 class VersionRange(NamedTuple):
-    """Versions from `low` to `high`, both included; `high` infinite: groups without a version as well."""
+    """Versions from `low` to `high`, both included; `high` infinite: groups without a version as
+    well.
+    """
 
     low: float
     high: float
@@ -79,7 +84,11 @@ def version_range(node: Node, taken: int) -> VersionRange:
             return VersionRange(max(r.low for r in ranges), min(r.high for r in ranges))
         case AnyOf(parts):
             wanted = [r for r in (version_range(part, taken) for part in parts) if not r.is_empty]
-            return VersionRange(min(r.low for r in wanted), max(r.high for r in wanted)) if wanted else NOTHING
+            return (
+                VersionRange(min(r.low for r in wanted), max(r.high for r in wanted))
+                if wanted
+                else NOTHING
+            )
     return EVERY
 
 

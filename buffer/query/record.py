@@ -1,6 +1,8 @@
-"""The short facts of one group, as its record in Redis tells them; payloads are never read for them.
+"""The short facts of one group, as its record in Redis tells them; payloads are never read for
+them.
 
-Whoever lists groups reads these, and only these: `language.py` asks about them, `scan.py` finds them.
+Whoever lists groups reads these, and only these: `language.py` asks about them, `scan.py` finds
+them.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ class Moment(NamedTuple):
 class GroupRecord:
     """None stands for what a group has not (yet).
 
-    `staleness` counts up to the step that took the group, or else to the next step. `owner` holds it, or held it
-    last. `reward` is the mean score of a completed group. `arrival` is the number of its last hand-in. `time_ms`
-    has passed since it began to wait, was claimed, or was handed in, whichever came last. `size` is in bytes: of
-    the result, or of the prompt where there is none (any more).
+    `staleness` counts up to the step that took the group, or else to the next step. `owner` holds
+    it, or held it last. `reward` is the mean score of a completed group. `arrival` is the number of
+    its last hand-in. `time_ms` has passed since it began to wait, was claimed, or was handed in,
+    whichever came last. `size` is in bytes: of the result, or of the prompt where there is none
+    (any more).
     """
 
     gid: str
@@ -56,8 +59,14 @@ class GroupRecord:
 
     @classmethod
     def parse(cls, gid: str, values: Sequence[bytes | None], moment: Moment) -> GroupRecord | None:
-        """The record behind the values of `RECORD_FIELDS`; None where the group has ended meanwhile."""
-        return cls.of(gid, {n: value.decode() for n, value in zip(RECORD_FIELDS, values, strict=True) if value}, moment)
+        """The record behind the values of `RECORD_FIELDS`; None where the group has ended
+        meanwhile.
+        """
+        return cls.of(
+            gid,
+            {n: value.decode() for n, value in zip(RECORD_FIELDS, values, strict=True) if value},
+            moment,
+        )
 
     @classmethod
     def of(cls, gid: str, record: Mapping[str, str], moment: Moment) -> GroupRecord | None:
@@ -103,6 +112,10 @@ def _mean_score(fields: dict[str, str]) -> float | None:
 
 def _age_ms(fields: dict[str, str], moment: Moment) -> int | None:
     # the entry of a stream begins with the ms in which it was added
-    noted = (fields.get("entry", "").partition("-")[0], fields.get("claimed_ms"), fields.get("submitted_ms"))
+    noted = (
+        fields.get("entry", "").partition("-")[0],
+        fields.get("claimed_ms"),
+        fields.get("submitted_ms"),
+    )
     times = [int(time) for time in noted if time]
     return max(0, moment.now_ms - max(times)) if times else None

@@ -1,10 +1,11 @@
-"""Finds and counts the groups of a run that fit a question (`buffer.query.language`). Reads only, and never a payload.
+"""Finds and counts the groups of a run that fit a question (`buffer.query.language`). Reads only,
+and never a payload.
 
-Each group that still lives is in one index: a stream, a pool, the leases, a manifest or the dead letters (I1). So
-the indexes are walked, page by page, and never the key space of the server: indexes that cannot hold an answer
-are left out, pools are read from the oldest version that fits, groups named by gid or draw are looked up. What
-is found is of different instants: on a live run a group that moves meanwhile may be missed, or be met in both of
-its stages. For proof use `fsck`.
+Each group that still lives is in one index: a stream, a pool, the leases, a manifest or the dead
+letters (I1). So the indexes are walked, page by page, and never the key space of the server:
+indexes that cannot hold an answer are left out, pools are read from the oldest version that fits,
+groups named by gid or draw are looked up. What is found is of different instants: on a live run a
+group that moves meanwhile may be missed, or be met in both of its stages. For proof use `fsck`.
 """
 
 from __future__ import annotations
@@ -43,17 +44,25 @@ class Index:
 class GroupScan:
     """The groups of one run, by what is known of them."""
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, ledgers: Sequence[BatchLedger]) -> None:
-        self._store, self._keys, self._limits, self._ledgers = store, keys, limits, ledgers
+    def __init__(
+        self, store: Store, keys: Keys, limits: RunLimits, ledgers: Sequence[BatchLedger]
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._ledgers = ledgers
         # where single tokens expire, the score of a pool may be lower than the version
         self._is_by_version = limits.token_threshold is None
 
-    def find(self, query: object = TRUE, *, limit: int | None = None, order: str = "") -> Iterator[GroupRecord]:
+    def find(
+        self, query: object = TRUE, *, limit: int | None = None, order: str = ""
+    ) -> Iterator[GroupRecord]:
         """The records that fit, one page in memory at a time.
 
-        They come stage by stage, a pool by weights and arrival (whatever the run's order policy), or by a field:
-        `order="tokens"`, or `"-tokens"` for the highest first, in both cases those without a value last; that looks
-        at all that fit, keeps `limit` of them, and so needs a limit. Raises QueryError at once, whatever the data.
+        They come stage by stage, a pool by weights and arrival (whatever the run's order policy),
+        or by a field: `order="tokens"`, or `"-tokens"` for the highest first, in both cases those
+        without a value last; that looks at all that fit, keeps `limit` of them, and so needs a
+        limit. Raises QueryError at once, whatever the data.
         """
         node = parse(query)
         if limit is not None and limit < 0:
@@ -62,11 +71,15 @@ class GroupScan:
             return islice(self._walk(node), limit)
         attribute = field_of(order.removeprefix("-")).attribute
         if limit is None:
-            raise QueryError(f"order {order!r} needs a limit", hint="only so many are kept in memory")
+            raise QueryError(
+                f"order {order!r} needs a limit", hint="only so many are kept in memory"
+            )
         return self._sorted(node, attribute, limit, descending=order.startswith("-"))
 
     def count(self, query: object = TRUE) -> int:
-        """How many groups fit. O(log N) for what task, stage waiting or pool, status, version and staleness say."""
+        """How many groups fit. O(log N) for what task, stage waiting or pool, status, version and
+        staleness say.
+        """
         node = parse(query)
         moment = moment_of(self._store, self._ledgers[0])
         if (named := self._named(node)) is not None:
@@ -83,10 +96,18 @@ class GroupScan:
         for index in self._indexes(node, moment.taken):
             yield from self._of(index, node, moment)
 
-    def _sorted(self, node: Node, attribute: str, limit: int, *, descending: bool) -> Iterator[GroupRecord]:
+    def _sorted(
+        self, node: Node, attribute: str, limit: int, *, descending: bool
+    ) -> Iterator[GroupRecord]:
         def rank(record: GroupRecord) -> tuple[Any, ...]:
             value = getattr(record, attribute)
-            return ((0,) if descending else (1,)) if value is None else (1, value) if descending else (0, value)
+            return (
+                ((0,) if descending else (1,))
+                if value is None
+                else (1, value)
+                if descending
+                else (0, value)
+            )
 
         choose = heapq.nlargest if descending else heapq.nsmallest
         yield from choose(limit, self._walk(node), key=rank)
@@ -100,7 +121,9 @@ class GroupScan:
     def _records(self, gids: Iterator[str], node: Node, moment: Moment) -> Iterator[GroupRecord]:
         likely = (gid for gid in gids if narrow(node, _known(gid)) != FALSE)
         while page := list(islice(likely, PAGE)):
-            values = self._pipelined("records", [("HMGET", self._keys.group(gid), *RECORD_FIELDS) for gid in page])
+            values = self._pipelined(
+                "records", [("HMGET", self._keys.group(gid), *RECORD_FIELDS) for gid in page]
+            )
             for gid, found in zip(page, values, strict=True):
                 record = GroupRecord.parse(gid, found, moment)
                 if record is not None and matches(node, record):
@@ -122,18 +145,27 @@ class GroupScan:
         for stage in STAGES:
             for key, known in self._keys_of(stage):
                 question = narrow(node, {"stage": stage} | known)
-                versions = version_range(question, taken) if stage == "pool" and self._is_by_version else EVERY
+                versions = (
+                    version_range(question, taken)
+                    if stage == "pool" and self._is_by_version
+                    else EVERY
+                )
                 if question != FALSE and not versions.is_empty:
                     yield Index(stage, key, question, versions)
 
     def _keys_of(self, stage: str) -> list[tuple[str, dict[str, Scalar]]]:
         """The indexes of a stage, each with the fields that all its groups share."""
-        tasks, keys = self._limits.tasks, self._keys
+        tasks = self._limits.tasks
+        keys = self._keys
         match stage:
             case "waiting":
                 return [(keys.jobs(task, lane), {"task": task}) for task in tasks for lane in LANES]
             case "pool":
-                return [(keys.pool(task, pool), {"task": task, "status": pool}) for task in tasks for pool in POOLS]
+                return [
+                    (keys.pool(task, pool), {"task": task, "status": pool})
+                    for task in tasks
+                    for pool in POOLS
+                ]
             case "running":
                 return [(keys.leases, {})]
             case "dead":
@@ -152,7 +184,10 @@ class GroupScan:
             case "waiting":
                 return self._waiting(index.key)
             case "pool":
-                return (member.partition(":")[2] for member in self._sorted_set(index.key, index.versions))
+                return (
+                    member.partition(":")[2]
+                    for member in self._sorted_set(index.key, index.versions)
+                )
             case "taken":
                 return self._taken(index.key)
         return self._sorted_set(index.key, EVERY)
@@ -172,7 +207,11 @@ class GroupScan:
 
     def _sorted_set(self, key: str, versions: VersionRange) -> Iterator[str]:
         """Members in order, none skipped although others are taken away before it meanwhile."""
-        start = 0 if versions == EVERY else int(self._ask("ZCOUNT", key, "-inf", f"({_bounds(versions)[0]}"))
+        start = (
+            0
+            if versions == EVERY
+            else int(self._ask("ZCOUNT", key, "-inf", f"({_bounds(versions)[0]}"))
+        )
         last: tuple[float, bytes] | None = None
         while page := self._ask("ZRANGE", key, start, start + PAGE - 1, "WITHSCORES"):
             pairs = [(float(score), member) for member, score in _pairs(page)]
@@ -187,7 +226,9 @@ class GroupScan:
     def _place_after(self, key: str, last: tuple[float, bytes]) -> int:
         """The rank behind a member; where it has gone, that of the first with its score."""
         score, member = last
-        rank, below = self._pipelined("place", [("ZRANK", key, member), ("ZCOUNT", key, "-inf", f"({score:.17g}")])
+        rank, below = self._pipelined(
+            "place", [("ZRANK", key, member), ("ZCOUNT", key, "-inf", f"({score:.17g}")]
+        )
         return int(below) if rank is None else int(rank) + 1
 
     # -- asking ------------------------------------------------------------------------------------------------
@@ -217,4 +258,8 @@ def _bounds(versions: VersionRange) -> tuple[str, str]:
 
 def _pairs(reply: Any) -> Iterator[tuple[bytes, Any]]:
     """Member and score: a list of pairs, or (RESP2, unparsed) one flat list."""
-    return iter(reply) if reply and isinstance(reply[0], list | tuple) else zip(reply[::2], reply[1::2], strict=True)
+    return (
+        iter(reply)
+        if reply and isinstance(reply[0], list | tuple)
+        else zip(reply[::2], reply[1::2], strict=True)
+    )

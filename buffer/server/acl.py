@@ -1,4 +1,5 @@
-"""Who may do what on the server: one user per role of a run, as lines of a Redis or Valkey ACL file.
+"""Who may do what on the server: one user per role of a run, as lines of a Redis or Valkey ACL
+file.
 
     role      writes                                                                     runs
     producer  groups, waiting lines, accounts, cursors, control, limits                  enqueue, reissue, janitor
@@ -8,9 +9,10 @@
     viewer    nothing                                                                    status, top, ls, show, fsck
     operator  everything of the run; reads the server's settings                         all of the command
 
-A script may only do what its caller may do: the server checks each command inside of it. So a user has three parts:
-what may be read; a selector for what may be written; and one that lets scripts be called with any key of the run, which
-by itself permits nothing. Every role but judge sees all of its run; of other runs, none sees more than the names.
+A script may only do what its caller may do: the server checks each command inside of it. So a user
+has three parts: what may be read; a selector for what may be written; and one that lets scripts be
+called with any key of the run, which by itself permits nothing. Every role but judge sees all of
+its run; of other runs, none sees more than the names.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """`writes`: names of keys behind the run's prefix, as patterns. `more`: further rules. `sees` the run or not."""
+    """`writes`: names of keys behind the run's prefix, as patterns. `more`: further rules. `sees`
+    the run or not.
+    """
 
     writes: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
@@ -46,7 +50,9 @@ _RQ = "(~rq:* +@read +@write +@transaction -@dangerous)"
 _RQ_WORKER = ("(~rq:* +eval +evalsha)", "&rq:*", "+@pubsub", "+@transaction", "+client|list")
 
 ROLES = {
-    "producer": Role((*_GROUPS, "control", "cursors", "meta", "ledger:*", "batch:*", "ended:*"), (_SETTINGS,)),
+    "producer": Role(
+        (*_GROUPS, "control", "cursors", "meta", "ledger:*", "batch:*", "ended:*"), (_SETTINGS,)
+    ),
     "worker": Role(_GROUPS, (_SETTINGS, _RQ)),
     # what a model wrote runs there: it sees nothing of the run
     "judge": Role((), (_SETTINGS, _RQ, *_RQ_WORKER), sees=False),
@@ -74,7 +80,11 @@ def _rules_of_keys(keys: Keys, role: Role) -> list[str]:
         return []
     # in a cluster payloads have slots, and so prefixes, of their own
     prefixes = (keys.prefix, keys.spread_prefix)
-    rules = [f"&{keys.control} +subscribe +unsubscribe +script|load", *(f"%R~{prefix}*" for prefix in prefixes), _READ]
+    rules = [
+        f"&{keys.control} +subscribe +unsubscribe +script|load",
+        *(f"%R~{prefix}*" for prefix in prefixes),
+        _READ,
+    ]
     rules.append(f"({' '.join(f'~{prefix}*' for prefix in prefixes)} +eval +evalsha)")
     if role.writes:
         written = [*(f"~{keys.prefix}{name}" for name in role.writes), f"~{prefixes[1]}*"]

@@ -1,8 +1,9 @@
-"""Is this server fit to hold a run? Version, role, and every setting that could lose what was acknowledged.
+"""Is this server fit to hold a run? Version, role, and every setting that could lose what was
+acknowledged.
 
-Two kinds of findings: a server that *cannot* be used (too old, a Sentinel, a replica), and one whose settings
-could *lose data*. Only the second kind can be overruled (`redis.allow_unsafe`). In a cluster every master is looked
-at.
+Two kinds of findings: a server that *cannot* be used (too old, a Sentinel, a replica), and one
+whose settings could *lose data*. Only the second kind can be overruled (`redis.allow_unsafe`). In a
+cluster every master is looked at.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ EMBEDDED_HINT = "or leave the URL out: the run then starts an embedded Valkey"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One checked property: what it is, why it matters, how to put it right ("" where nothing is to do)."""
+    """One checked property: what it is, why it matters, how to put it right ("" where nothing is to
+    do).
+    """
 
     level: Level
     what: str
@@ -47,13 +50,17 @@ def check_all(servers: Servers) -> list[Finding]:
     masters = servers.masters()
     if len(masters) == 1:
         return check_server(masters[0][1])
-    found = [(mask_url(url), finding) for url, client in masters for finding in check_server(client)]
+    found = [
+        (mask_url(url), finding) for url, client in masters for finding in check_server(client)
+    ]
     return [replace(finding, what=f"{node}: {finding.what}") for node, finding in found]
 
 
 def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[Finding]:
     """`require_safe` of every server that holds keys; a warning that all of them cause comes once."""
-    found = [finding for _, client in servers.masters() for finding in require_safe(client, allow_unsafe)]
+    found = [
+        finding for _, client in servers.masters() for finding in require_safe(client, allow_unsafe)
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -78,17 +85,22 @@ def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Findin
     if info.get("loading"):
         raise StoreUnavailable("the server is still loading its data", hint="try again in a moment")
     if info.get("cluster_state", "ok") != "ok":
-        raise StoreUnavailable("the cluster is down: it does not serve all slots", hint="see redis-cli cluster info")
+        raise StoreUnavailable(
+            "the cluster is down: it does not serve all slots", hint="see redis-cli cluster info"
+        )
     refused = [found for found in _check_usable(info) if found.level == "error"]
     findings = list(_check_durable(info, _read_settings(client)))
     if not allow_unsafe:
         refused += [found for found in findings if found.level == "error"]
     if refused:
-        raise StoreUnsafe("this server cannot hold a run:\n" + "\n".join(f"  {found}" for found in refused))
+        raise StoreUnsafe(
+            "this server cannot hold a run:\n" + "\n".join(f"  {found}" for found in refused)
+        )
     return [found for found in findings if found.level != "ok"]
 
 
-# reading ----------------------------------------------------------------------------------------------
+# reading
+# ----------------------------------------------------------------------------------------------
 
 
 def _read_info(client: Any) -> dict[str, Any] | None:
@@ -123,19 +135,33 @@ def _unreadable(command: str) -> Finding:
     )
 
 
-# can it be used at all --------------------------------------------------------------------------------
+# can it be used at all
+# --------------------------------------------------------------------------------
 
 
 def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
     yield _check_version(info)
     if info.get("redis_mode") == "sentinel":
-        yield Finding("error", "this is a Sentinel", "it holds no data", f"Use the server it watches, {EMBEDDED_HINT}")
+        yield Finding(
+            "error",
+            "this is a Sentinel",
+            "it holds no data",
+            f"Use the server it watches, {EMBEDDED_HINT}",
+        )
     if info.get("redis_mode") == "memory":
         yield Finding(
-            "error", "this is the memory of one process", "no other sees it", f"Use a server, {EMBEDDED_HINT}"
+            "error",
+            "this is the memory of one process",
+            "no other sees it",
+            f"Use a server, {EMBEDDED_HINT}",
         )
     if info.get("cluster_state", "ok") != "ok":
-        yield Finding("error", "the cluster is down", "it does not serve all slots", "See redis-cli cluster info")
+        yield Finding(
+            "error",
+            "the cluster is down",
+            "it does not serve all slots",
+            "See redis-cli cluster info",
+        )
     if info.get("role") == "slave":
         yield Finding(
             "error",
@@ -144,7 +170,9 @@ def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
             f"Use its primary, {info.get('master_host')}:{info.get('master_port')}",
         )
     if info.get("loading"):
-        yield Finding("error", "the server is still loading its data", "it serves nobody yet", "Wait a moment")
+        yield Finding(
+            "error", "the server is still loading its data", "it serves nobody yet", "Wait a moment"
+        )
 
 
 def _check_version(info: Mapping[str, Any]) -> Finding:
@@ -162,10 +190,13 @@ def _check_version(info: Mapping[str, Any]) -> Finding:
     )
 
 
-# can it lose data -------------------------------------------------------------------------------------
+# can it lose data
+# -------------------------------------------------------------------------------------
 
 
-def _check_durable(info: Mapping[str, Any], settings: Mapping[str, str] | None) -> Iterator[Finding]:
+def _check_durable(
+    info: Mapping[str, Any], settings: Mapping[str, str] | None
+) -> Iterator[Finding]:
     yield _check_eviction(str(info.get("maxmemory_policy", "unknown")))
     if not info.get("aof_enabled"):
         yield Finding(
@@ -190,7 +221,8 @@ def _check_durable(info: Mapping[str, Any], settings: Mapping[str, str] | None) 
 
 def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
     """Only for whoever asks: a server that is full holds its run as well as before."""
-    used, most = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    used = int(info.get("used_memory", 0))
+    most = int(info.get("maxmemory", 0))
     if most and used >= FULL * most:
         yield Finding(
             "warning",
@@ -223,15 +255,26 @@ def _check_fsync(policy: str) -> Finding:
             "checkpoint, the rest is generated again",
             fix,
         )
-    return Finding("error", f"appendfsync {policy}", "a power failure takes half a minute of acknowledged work", fix)
+    return Finding(
+        "error",
+        f"appendfsync {policy}",
+        "a power failure takes half a minute of acknowledged work",
+        fix,
+    )
 
 
-# why it cannot be reached -----------------------------------------------------------------------------
+# why it cannot be reached
+# -----------------------------------------------------------------------------
 
 _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
     # (words of the client or the server, error, what happened, what to do); the first that fits
     (
-        ("wrongpass", "invalid username-password", "invalid password", "without any password configured"),
+        (
+            "wrongpass",
+            "invalid username-password",
+            "invalid password",
+            "without any password configured",
+        ),
         StoreError,
         "the server refuses the user or password",
         "check user and password in the URL: redis://user:password@host:6379/0",
@@ -261,7 +304,12 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
         "for an authority of your own add ?ssl_ca_certs=/path/ca.pem; the certificate must name the host",
     ),
     (
-        ("name or service not known", "nodename nor servname", "name resolution", "no address associated"),
+        (
+            "name or service not known",
+            "nodename nor servname",
+            "name resolution",
+            "no address associated",
+        ),
         StoreUnavailable,
         "this host name is not known",
         "check the host in the URL",
@@ -296,14 +344,31 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
         "the server closes the connection",
         "a TLS server needs rediss://, others redis://; else see the server's log",
     ),
-    (("db index", "invalid db"), StoreError, "the server has no such database", "end the URL with /0"),
-    (("max number of clients",), StoreUnavailable, "the server has too many clients", "raise its maxclients"),
-    (("loading",), StoreUnavailable, "the server is still loading its data", "try again in a moment"),
+    (
+        ("db index", "invalid db"),
+        StoreError,
+        "the server has no such database",
+        "end the URL with /0",
+    ),
+    (
+        ("max number of clients",),
+        StoreUnavailable,
+        "the server has too many clients",
+        "raise its maxclients",
+    ),
+    (
+        ("loading",),
+        StoreUnavailable,
+        "the server is still loading its data",
+        "try again in a moment",
+    ),
 )
 
 
 def describe_connection_error(url: str, error: Exception) -> StoreError:
-    """An error of the client as one of ours: what happened at which address, and what to do; no passwords."""
+    """An error of the client as one of ours: what happened at which address, and what to do; no
+    passwords.
+    """
     words = f"{type(error).__name__} {error}".lower()
     where = mask_url(url)
     for signs, kind, what, hint in _REASONS:

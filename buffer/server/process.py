@@ -1,9 +1,11 @@
-"""Logs as one JSON line per entry, written by orjson: for files that programs and people read later.
+"""Logs as one JSON line per entry, written by orjson: for files that programs and people read
+later.
 
 A child process does not outlive the process that started it.
 
-`rolloutmq run` may be killed with SIGKILL, which it cannot pass on: its children notice that they were orphaned and end
-themselves as if they had been told to stop. Nothing is lost: that is what leases and checkpoints are for.
+`rolloutmq run` may be killed with SIGKILL, which it cannot pass on: its children notice that they
+were orphaned and end themselves as if they had been told to stop. Nothing is lost: that is what
+leases and checkpoints are for.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, run, role, id, logger, message, then whatever the caller gave as `extra` (gid, step, …)."""
+    """time, level, run, role, id, logger, message, then whatever the caller gave as `extra` (gid,
+    step, …).
+    """
 
     def __init__(self, role: str, run: str, name: str) -> None:
         super().__init__()
@@ -53,11 +57,14 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> None:
-    """Send this process's log to stderr as JSON lines; libraries only from warnings on. `name`: which of its role."""
+    """Send this process's log to stderr as JSON lines; libraries only from warnings on. `name`:
+    which of its role.
+    """
     handler = _Stderr()
     handler.setFormatter(JsonFormatter(role, run, name or role))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("rolloutmq").setLevel(level)
+
 
 OWNER = "ROLLOUTMQ_OWNER_PID"
 """Environment variable that names the process to follow."""
@@ -66,7 +73,9 @@ _POLL_S = 1.0
 
 
 def follow_owner() -> None:
-    """Send this process SIGTERM once the process in `OWNER` is no longer its parent. Does nothing without one."""
+    """Send this process SIGTERM once the process in `OWNER` is no longer its parent. Does nothing
+    without one.
+    """
     owner = os.environ.get(OWNER)
     if owner:
         threading.Thread(target=_watch, args=(int(owner),), name="lifeline", daemon=True).start()

@@ -1,12 +1,13 @@
 """The index of a run as of one instant, page by page, without a lock and without stopping anything.
 
-The index is read while its keys are WATCHed: at the end, the server itself says whether any of them has changed since.
-Every script that changes a group's record, a manifest or a dead letter also changes one of the watched keys (a pool,
-a stream, the counters of its task), so that these need not be watched one by one. Heartbeats, beats of trainer and
-producer, and bells touch none of them.
+The index is read while its keys are WATCHed: at the end, the server itself says whether any of them
+has changed since. Every script that changes a group's record, a manifest or a dead letter also
+changes one of the watched keys (a pool, a stream, the counters of its task), so that these need not
+be watched one by one. Heartbeats, beats of trainer and producer, and bells touch none of them.
 
-The cut is of a run at rest: who is trainer, producer or worker is left out, and running groups wait again, in the lane
-of groups that resume, with their try given back. Events and garbage are left out, too.
+The cut is of a run at rest: who is trainer, producer or worker is left out, and running groups wait
+again, in the lane of groups that resume, with their try given back. Events and garbage are left
+out, too.
 """
 
 from __future__ import annotations
@@ -25,15 +26,23 @@ from buffer.store.store import Store
 
 LEDGERS = ("train", "eval")
 
-_ROLES = {f"{role}{suffix}" for role in ("trainer", "producer") for suffix in ("", "_seen_ms", "_waited_ms", "_closed")}
+_ROLES = {
+    f"{role}{suffix}"
+    for role in ("trainer", "producer")
+    for suffix in ("", "_seen_ms", "_waited_ms", "_closed")
+}
 _RESTING = {"stage": "waiting", "token": "", "owner": ""}
 
 
 class IndexCut:
-    """One pass over the index of a run: `items` once, then `groups` and `was_running` say what there was."""
+    """One pass over the index of a run: `items` once, then `groups` and `was_running` say what
+    there was.
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store, self._keys, self._limits = store, keys, limits
+        self._store = store
+        self._keys = keys
+        self._limits = limits
         self._walk = RecordWalk(store, keys)
         self._entries: dict[str, tuple[int, int]] = {}
         self.meta: dict[str, str] = {}
@@ -41,7 +50,9 @@ class IndexCut:
         self.was_running = 0
 
     def copy(self, write: Callable[[Item], object]) -> bool:
-        """Write all items. False where the index changed meanwhile: what was written is then worth nothing."""
+        """Write all items. False where the index changed meanwhile: what was written is then worth
+        nothing.
+        """
         with self._store.bulk.pipeline() as pipe:
             try:
                 pipe.watch(*self.watched())
@@ -61,12 +72,18 @@ class IndexCut:
         keys = self._keys
         fixed = [keys.meta, keys.lineages, keys.dead, keys.bytes, *map(keys.ledger, LEDGERS)]
         for task in self._limits.tasks:
-            fixed += [keys.progress(task), keys.order(task), *keys.all_jobs(task), *keys.all_pools([task])]
+            fixed += [
+                keys.progress(task),
+                keys.order(task),
+                *keys.all_jobs(task),
+                *keys.all_pools([task]),
+            ]
             fixed += [keys.ended(task, end) for end in ENDS]
         return fixed
 
     def _items(self, control: dict[bytes, bytes]) -> Iterator[Item]:
-        keys, tasks = self._keys, list(self._limits.tasks)
+        keys = self._keys
+        tasks = list(self._limits.tasks)
         meta = self._ask("hgetall", keys.meta)
         self.meta = {k.decode(): v.decode() for k, v in meta.items()} | {"schema": SCHEMA}
         yield Item("hash", "control", _flat(control))

@@ -1,4 +1,5 @@
-"""A snapshot on disk: a folder of msgpack files and a manifest, readable without Python and without pickle.
+"""A snapshot on disk: a folder of msgpack files and a manifest, readable without Python and without
+pickle.
 
     manifest.json         {"manifest": {...}, "blake2b": checksum of the manifest as compact JSON with sorted keys}
     index-00000.msgpack   control, lineages, bytes, ledgers, batches, bitmaps, streams, pools, orders, dead letters,
@@ -6,9 +7,9 @@
     payloads-00000.msgpack
     media-00000.msgpack   files that payloads refer to (buffer/store/media_folder.py)
 
-A file is a row of msgpack arrays [kind, key, data]; keys stand without their prefix, so that a run can be resumed
-under another name. The manifest is written last and the folder renamed into place: it is whole or not there. Whatever
-was cut off or altered since is found before anything is loaded.
+A file is a row of msgpack arrays [kind, key, data]; keys stand without their prefix, so that a run
+can be resumed under another name. The manifest is written last and the folder renamed into place:
+it is whole or not there. Whatever was cut off or altered since is found before anything is loaded.
 
     kind     data
     hash     [field, value, field, value, …]
@@ -19,7 +20,8 @@ was cut off or altered since is found before anything is loaded.
     string   bytes
     file     [offset in bytes, bytes]
 
-The files of a run in its snapshot: read group by group, in parts; restored to a new folder, all of them or none.
+The files of a run in its snapshot: read group by group, in parts; restored to a new folder, all of
+them or none.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class FileFacts(BaseModel):
 
 
 class SnapshotFacts(BaseModel):
-    """The manifest. `meta` holds the run's nonce and limits; `groups` and `payload_bytes` are for people."""
+    """The manifest. `meta` holds the run's nonce and limits; `groups` and `payload_bytes` are for
+    people.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -118,7 +122,9 @@ class Section:
         if self._stream is None:
             self._open_file = f"{self.name}-{len(self.files):05d}.msgpack"
             self._stream = (self._folder / self._open_file).open("wb")
-            self._digest, self._bytes, self._items = hashlib.blake2b(digest_size=32), 0, 0
+            self._digest = hashlib.blake2b(digest_size=32)
+            self._bytes = 0
+            self._items = 0
         self._stream.write(packed)
         self._digest.update(packed)
         self._bytes += len(packed)
@@ -152,7 +158,9 @@ class Section:
 
 @contextmanager
 def new_snapshot(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder`, renamed to it at the end; removed where something goes wrong."""
+    """A hidden folder beside `folder`, renamed to it at the end; removed where something goes
+    wrong.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SnapshotError(f"{folder} exists and is not an empty folder", hint="name a new folder")
     hidden = folder.absolute().with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -163,7 +171,9 @@ def new_snapshot(folder: Path) -> Iterator[Path]:
         hidden.rename(folder)
         _sync(folder.absolute().parent)
     except OSError as error:
-        raise SnapshotError(f"the snapshot could not be written: {error}", hint="nothing was kept of it") from error
+        raise SnapshotError(
+            f"the snapshot could not be written: {error}", hint="nothing was kept of it"
+        ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
@@ -189,7 +199,9 @@ def read_manifest(folder: Path) -> SnapshotFacts:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise SnapshotError(f"{file} is not the manifest of a snapshot")
     if body.get("version") != VERSION:
-        raise SchemaVersionError(f"{file} has version {body.get('version')!r:.40}; this one reads {VERSION}")
+        raise SchemaVersionError(
+            f"{file} has version {body.get('version')!r:.40}; this one reads {VERSION}"
+        )
     if document.get("blake2b") != _checksum(body):
         raise SnapshotError(f"{file} was altered: its checksum is another one")
     try:
@@ -204,12 +216,16 @@ def verify(folder: Path, facts: SnapshotFacts) -> None:
         file = folder / name
         try:
             with file.open("rb") as stream:
-                found = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+                found = hashlib.file_digest(
+                    stream, lambda: hashlib.blake2b(digest_size=32)
+                ).hexdigest()
                 size = stream.tell()
         except OSError as error:
             raise SnapshotError(f"{file} cannot be read: {error}") from error
         if size != expected.bytes:
-            raise SnapshotError(f"{file} has {size} bytes, {expected.bytes} were written: it was cut off or altered")
+            raise SnapshotError(
+                f"{file} has {size} bytes, {expected.bytes} were written: it was cut off or altered"
+            )
         if found != expected.blake2b:
             raise SnapshotError(f"{file} was altered: its checksum is another one")
 
@@ -235,7 +251,9 @@ def _item(file: Path, raw: Any) -> Item:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    return hashlib.blake2b(orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=32).hexdigest()
+    return hashlib.blake2b(
+        orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=32
+    ).hexdigest()
 
 
 def _sync(folder: Path) -> None:
@@ -244,6 +262,7 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
 
 PART_BYTES = 2**20
 """One item holds at most so much of a file."""
@@ -254,7 +273,8 @@ def file_items(media: MediaFolder, gids: Iterable[str]) -> Iterator[Item]:
     for gid in gids:
         for name in media.names(gid):
             with (media.root / gid / name).open("rb") as stream:
-                offset, part = 0, stream.read(PART_BYTES)
+                offset = 0
+                part = stream.read(PART_BYTES)
                 while part or not offset:
                     yield Item("file", f"media:{gid}:{name}", [offset, part])
                     offset += max(len(part), 1)
@@ -272,8 +292,14 @@ def require_empty(media: MediaFolder) -> None:
 
 @contextmanager
 def restored(media: MediaFolder, items: Iterable[Item]) -> Iterator[None]:
-    """The folder with these files in it; it is gone again where the block fails. Raises SnapshotError."""
-    hidden = MediaFolder(media.root.with_name(f".{media.root.name}.{secrets.token_hex(4)}.tmp"), media.run, media.nonce)
+    """The folder with these files in it; it is gone again where the block fails. Raises
+    SnapshotError.
+    """
+    hidden = MediaFolder(
+        media.root.with_name(f".{media.root.name}.{secrets.token_hex(4)}.tmp"),
+        media.run,
+        media.nonce,
+    )
     written = hidden.root
     try:
         try:
@@ -296,7 +322,9 @@ def _append(media: MediaFolder, item: Item) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("ab") as stream:
         if stream.tell() != offset:
-            raise SnapshotError(f"{item.key}: a part begins at {offset}, {stream.tell()} bytes are there")
+            raise SnapshotError(
+                f"{item.key}: a part begins at {offset}, {stream.tell()} bytes are there"
+            )
         stream.write(part)
         stream.flush()
         os.fsync(stream.fileno())

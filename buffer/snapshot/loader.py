@@ -1,9 +1,10 @@
-"""Resuming a run from a snapshot: nobody can open it before all of it is there; what fails leaves nothing.
+"""Resuming a run from a snapshot: nobody can open it before all of it is there; what fails leaves
+nothing.
 
-While it is filled, the run's `meta` says LOADING in place of its schema, with a nonce of the loader: `create_run` and
-`Run.open` refuse it. Every batch of writes is one transaction that checks this nonce and counts the batch, so that a
-repeated one changes nothing (I13), and a loader that was taken for dead writes nothing any more. The real `meta` comes
-last, in one step.
+While it is filled, the run's `meta` says LOADING in place of its schema, with a nonce of the
+loader: `create_run` and `Run.open` refuse it. Every batch of writes is one transaction that checks
+this nonce and counts the batch, so that a repeated one changes nothing (I13), and a loader that was
+taken for dead writes nothing any more. The real `meta` comes last, in one step.
 """
 
 from __future__ import annotations
@@ -45,17 +46,24 @@ BATCH_BYTES = 4 * 2**20
 class SnapshotLoader:
     """Fills one run from a folder."""
 
-    def __init__(self, store: Store, folder: Path, name: str | None = None, media: Path | None = None) -> None:
+    def __init__(
+        self, store: Store, folder: Path, name: str | None = None, media: Path | None = None
+    ) -> None:
         self.facts = read_manifest(folder)
         if (schema := self.facts.meta.get("schema")) != SCHEMA:
-            raise SchemaVersionError(f"{folder} is of a run with schema {schema}; this version knows {SCHEMA}")
-        self._store, self._folder = store.at(Keys(name or self.facts.run).meta), folder
+            raise SchemaVersionError(
+                f"{folder} is of a run with schema {schema}; this version knows {SCHEMA}"
+            )
+        self._store = store.at(Keys(name or self.facts.run).meta)
+        self._folder = folder
         self.keys = Keys(name or self.facts.run, spread=self._store.in_cluster)
         self._media = self._media_folder(media)
         self._nonce = f"{LOADING}-{secrets.token_hex(16)}"
 
     def load(self, advance: Advance) -> None:
-        """Check the folder, then load it. Raises SnapshotError, RunExists; the server is then as it was before."""
+        """Check the folder, then load it. Raises SnapshotError, RunExists; the server is then as it
+        was before.
+        """
         if self._media:
             require_empty(self._media)
         verify(self._folder, self.facts)
@@ -79,19 +87,25 @@ class SnapshotLoader:
         was = RunLimits.from_meta(self.facts.meta).media
         if not was:
             if named:
-                raise SnapshotError(f"run {self.facts.run!r} has no media folder", hint="leave out --media")
+                raise SnapshotError(
+                    f"run {self.facts.run!r} has no media folder", hint="leave out --media"
+                )
             return None
         if not named and self.keys.run != self.facts.run:
             raise SnapshotError(
                 f"{was} is the media folder of run {self.facts.run!r}, and two runs cannot share one",
                 hint="name a new folder with --media FOLDER",
             )
-        return MediaFolder(named.resolve() if named else Path(was), self.keys.run, self.facts.meta["nonce"])
+        return MediaFolder(
+            named.resolve() if named else Path(was), self.keys.run, self.facts.meta["nonce"]
+        )
 
     # -- the name --------------------------------------------------------------
 
     def _refuse_leftovers(self) -> None:
-        """Keys without a `meta` are of a run that lost it: not ours to overwrite, nor to clear away."""
+        """Keys without a `meta` are of a run that lost it: not ours to overwrite, nor to clear
+        away.
+        """
         if self._store.retrying("resume", lambda: self._store.bulk.exists(self.keys.meta)):
             return
         if left := next(self._other_keys(), None):
@@ -116,7 +130,13 @@ class SnapshotLoader:
                     f"another process fills the run {self.keys.run!r}, or did so until a moment ago",
                     hint=f"one that is silent for {SILENT_MS // 1000} s counts as dead: try again then",
                 )
-            claim = {"nonce": self._nonce, "schema": LOADING, "created_ms": now_ms, "seen_ms": now_ms, "loaded": 0}
+            claim = {
+                "nonce": self._nonce,
+                "schema": LOADING,
+                "created_ms": now_ms,
+                "seen_ms": now_ms,
+                "loaded": 0,
+            }
             pipe.multi()
             pipe.hset(self.keys.meta, mapping=claim)
             pipe.execute()
@@ -141,7 +161,9 @@ class SnapshotLoader:
         for names in self._other_keys():
             # keys of other slots last: that the name is ours is seen in the step before
             self._change(partial(_unlink, names=[name for name in names if self._is_in_slot(name)]))
-            self._store.each("resume", [("UNLINK", name) for name in names if not self._is_in_slot(name)])
+            self._store.each(
+                "resume", [("UNLINK", name) for name in names if not self._is_in_slot(name)]
+            )
 
     def _is_in_slot(self, key: str) -> bool:
         """Whether a key can be part of a transaction: in a cluster, payloads cannot."""
@@ -188,7 +210,9 @@ class SnapshotLoader:
             pipe.hset(self.keys.meta, mapping={"loaded": number})
 
         self._change(fill, number)
-        self._store.each("resume", [("SET", key, item.data) for key, item in named if not self._is_in_slot(key)])
+        self._store.each(
+            "resume", [("SET", key, item.data) for key, item in named if not self._is_in_slot(key)]
+        )
 
     def _prove(self) -> None:
         """What was loaded adds up (I1)."""
@@ -212,8 +236,9 @@ class SnapshotLoader:
     # -- one step --------------------------------------------------------------------
 
     def _change(self, change: Callable[[Any], object], number: int = 0, done: str = "") -> None:
-        """One transaction, made only while the name is ours, and once: `number` counts it, or `done` is the nonce
-        that the run has after it."""
+        """One transaction, made only while the name is ours, and once: `number` counts it, or
+        `done` is the nonce that the run has after it.
+        """
 
         def attempt() -> None:
             with self._watching() as pipe:
@@ -221,7 +246,9 @@ class SnapshotLoader:
                 if done and nonce == done.encode():
                     return
                 if nonce != self._nonce.encode():
-                    raise Fenced(f"run {self.keys.run!r} is filled by another process: this one was silent too long")
+                    raise Fenced(
+                        f"run {self.keys.run!r} is filled by another process: this one was silent too long"
+                    )
                 if number and int(loaded) >= number:
                     return
                 now_ms = _now_ms(pipe)
@@ -234,7 +261,9 @@ class SnapshotLoader:
 
     @contextmanager
     def _watching(self) -> Iterator[Any]:
-        """A connection on which a change of `meta` by others makes the transaction fail, and be repeated."""
+        """A connection on which a change of `meta` by others makes the transaction fail, and be
+        repeated.
+        """
         with self._store.bulk.pipeline() as pipe:
             try:
                 pipe.watch(self.keys.meta)
@@ -260,7 +289,9 @@ def _send(pipe: Any, key: str, item: Item) -> None:
             pipe.execute_command("HSET", key, *item.data)
         case "zset":
             pairs = zip(item.data[::2], item.data[1::2], strict=True)
-            pipe.execute_command("ZADD", key, *(part for member, score in pairs for part in (score, member)))
+            pipe.execute_command(
+                "ZADD", key, *(part for member, score in pairs for part in (score, member))
+            )
         case "stream":
             for entry, fields in item.data:
                 pipe.execute_command("XADD", key, entry, *fields)

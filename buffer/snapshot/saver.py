@@ -1,14 +1,18 @@
-"""Saving a run: first its index, as of one instant (`snapshot_cut`), then the payloads that this index names.
+"""Saving a run: first its index, as of one instant (`snapshot_cut`), then the payloads that this
+index names.
 
-The index is copied again where it moved meanwhile, a few times; a busy run is paused for that copy (workers may keep
-what they hold). Payloads are copied afterwards, while the run goes on: bytes that a record names never change, and the
-key `hold` keeps `PayloadStore.collect` from freeing any. The hold expires by itself; a payload that is gone
-nevertheless is an error, never a gap; only that of a dead group may be what killed it.
+The index is copied again where it moved meanwhile, a few times; a busy run is paused for that copy
+(workers may keep what they hold). Payloads are copied afterwards, while the run goes on: bytes that
+a record names never change, and the key `hold` keeps `PayloadStore.collect` from freeing any. The
+hold expires by itself; a payload that is gone nevertheless is an error, never a gap; only that of a
+dead group may be what killed it.
 
-The payloads that a copied index names: what must be in a snapshot for its groups and batches to be readable.
+The payloads that a copied index names: what must be in a snapshot for its groups and batches to be
+readable.
 
-A group that lives is named by its record. One that is archived has none any more: while its batch is retained, only
-the manifest names it. The bytes of a dead group are evidence: it may be dead because they are gone or damaged (I11).
+A group that lives is named by its record. One that is archived has none any more: while its batch
+is retained, only the manifest names it. The bytes of a dead group are evidence: it may be dead
+because they are gone or damaged (I11).
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ class Named(NamedTuple):
 
 
 class _Archived(NamedTuple):
-    """How far a ledger is archived: up to step `freed`, and the first `slice` groups of the step behind it."""
+    """How far a ledger is archived: up to step `freed`, and the first `slice` groups of the step
+    behind it.
+    """
 
     freed: int = 0
     slice: int = 0
@@ -58,9 +64,12 @@ class _Archived(NamedTuple):
 
 
 def named_payloads(items: Iterable[Item]) -> Iterator[Named]:
-    """Those of an index, in its order: each ledger stands before its batches. Keeps one item in memory."""
+    """Those of an index, in its order: each ledger stands before its batches. Keeps one item in
+    memory.
+    """
     ledgers: dict[str, _Archived] = {}
-    batch, lines_before = "", 0
+    batch = ""
+    lines_before = 0
     for item in items:
         section, _, name = item.key.partition(":")
         if section == "group":
@@ -77,15 +86,21 @@ def named_payloads(items: Iterable[Item]) -> Iterator[Named]:
 def _of_record(gid: str, item: Item) -> Iterator[Named]:
     """The newest bytes, and the prompt, to which an expired or requeued group goes back."""
     fields = dict(zip(item.data[::2], item.data[1::2], strict=True))
-    size, crc = int(fields.get("size") or 0), fields.get("crc", "")
+    size = int(fields.get("size") or 0)
+    crc = fields.get("crc", "")
     if fields["payload"] == "init":
         yield Named(PayloadRef(gid, "init", 1, size, crc))
         return
     yield Named(PayloadRef(gid, "init", 1, 0, ""))
-    yield Named(PayloadRef(gid, fields["payload"], int(fields["chunks"]), size, crc), fields["stage"] == "dead")
+    yield Named(
+        PayloadRef(gid, fields["payload"], int(fields["chunks"]), size, crc),
+        fields["stage"] == "dead",
+    )
 
 
-def _of_manifest(name: str, item: Item, lines_before: int, ledgers: dict[str, _Archived]) -> Iterator[Named]:
+def _of_manifest(
+    name: str, item: Item, lines_before: int, ledgers: dict[str, _Archived]
+) -> Iterator[Named]:
     """Those of archived groups; the others of a batch have a record."""
     ledger, _, step = name.rpartition(":")
     archived = ledgers.get(ledger, _Archived())
@@ -99,6 +114,7 @@ def _archived(item: Item) -> _Archived:
     fields = dict(zip(item.data[::2], item.data[1::2], strict=True))
     return _Archived(int(fields.get(b"freed", 0)), int(fields.get(b"slice", 0)))
 
+
 HOLD_MS = 60_000
 """A saver that was silent for so long is taken for dead, and payloads are freed again."""
 
@@ -110,10 +126,18 @@ class SnapshotSaver:
     """Writes one run to a folder."""
 
     def __init__(
-        self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, media: MediaFolder | None
+        self,
+        store: Store,
+        keys: Keys,
+        limits: RunLimits,
+        payloads: PayloadStore,
+        media: MediaFolder | None,
     ) -> None:
-        self._store, self._keys, self._limits = store, keys, limits
-        self._payloads, self._media = payloads, media
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._payloads = payloads
+        self._media = media
 
     def save(self, folder: Path, attempts: int, advance: Advance) -> SnapshotFacts:
         """Raises SnapshotError where the index never stood still, or a payload could not be copied."""
@@ -140,7 +164,8 @@ class SnapshotSaver:
     def _cut(self, index: Section, attempts: int, advance: Advance, hold: _Hold) -> IndexCut:
         for _ in range(attempts):
             index.discard()
-            cut, written = IndexCut(self._store, self._keys, self._limits), 0
+            cut = IndexCut(self._store, self._keys, self._limits)
+            written = 0
 
             def write(item: Item) -> None:
                 nonlocal written
@@ -156,7 +181,9 @@ class SnapshotSaver:
             hint="let it stand still for a moment: `rolloutmq save --pause`, or pause it first",
         )
 
-    def _copy_payloads(self, index: Section, payloads: Section, advance: Advance, hold: _Hold) -> int:
+    def _copy_payloads(
+        self, index: Section, payloads: Section, advance: Advance, hold: _Hold
+    ) -> int:
         size = 0
         for done, item in enumerate(self._read_payloads(index), start=1):
             payloads.add(item)
@@ -168,7 +195,9 @@ class SnapshotSaver:
     def _read_payloads(self, index: Section) -> Iterator[Item]:
         named = named_payloads(index.items())
         while some := list(islice(named, _AT_ONCE)):
-            for payload, parts in zip(some, self._payloads.read_chunks([p.ref for p in some]), strict=True):
+            for payload, parts in zip(
+                some, self._payloads.read_chunks([p.ref for p in some]), strict=True
+            ):
                 if not payload.is_evidence:
                     join(payload.ref, parts)
                 for chunk, part in enumerate(parts):
@@ -176,11 +205,16 @@ class SnapshotSaver:
                         yield self._item(payload.ref, chunk, part)
 
     def _copy_media(self, index: Section, media: Section, advance: Advance, hold: _Hold) -> int:
-        """The files of all groups whose payloads were copied: named by gid, so a group's stand together."""
+        """The files of all groups whose payloads were copied: named by gid, so a group's stand
+        together.
+        """
         size = 0
         if self._media is None:
             return size
-        gids = (gid for gid, _ in groupby(named_payloads(index.items()), key=lambda named: named.ref.gid))
+        gids = (
+            gid
+            for gid, _ in groupby(named_payloads(index.items()), key=lambda named: named.ref.gid)
+        )
         for done, item in enumerate(file_items(self._media, gids), start=1):
             media.add(item)
             size += len(item.data[1])
@@ -196,13 +230,17 @@ class _Hold:
     """While it is there, nobody frees payloads."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._store, self._key, self._nonce = store, keys.hold, secrets.token_hex(16)
+        self._store = store
+        self._key = keys.hold
+        self._nonce = secrets.token_hex(16)
         self._renewed_s = 0.0
 
     def __enter__(self) -> _Hold:
         taken = self._store.retrying("hold", self._take)
         if not taken:
-            raise SnapshotError("another snapshot of this run is being made", hint="wait for its end")
+            raise SnapshotError(
+                "another snapshot of this run is being made", hint="wait for its end"
+            )
         self._renewed_s = time.monotonic()
         return self
 

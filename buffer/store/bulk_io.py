@@ -1,9 +1,11 @@
-"""Payloads on their way to and from one server, without the copies that a client library makes of them.
+"""Payloads on their way to and from one server, without the copies that a client library makes of
+them.
 
-redis-py packs each command into one piece of memory, and hands every value out in another: most of the time that a put
-or a take of payloads took went into copying, and into pages that the kernel has to map for it (benchmarks/README.md).
-Here a value is sent from where it lies, and values are received one behind the other into one array. Connections,
-time-outs and errors are the library's; what is not plain values is left to it altogether.
+redis-py packs each command into one piece of memory, and hands every value out in another: most of
+the time that a put or a take of payloads took went into copying, and into pages that the kernel has
+to map for it (benchmarks/README.md). Here a value is sent from where it lies, and values are
+received one behind the other into one array. Connections, time-outs and errors are the library's;
+what is not plain values is left to it altogether.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ _SOON = struct.pack("@ll", 0, 200_000)
 
 
 def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
-    """Run commands in one round trip; the answers as the server gives them, in order. Raises the first error.
+    """Run commands in one round trip; the answers as the server gives them, in order. Raises the
+    first error.
 
     A command may be made when its turn comes: the server works on the ones before it meanwhile.
     """
@@ -57,7 +60,9 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
         if not _is_real(connection):
             return pipelined(client, list(commands))
         sent = itertools.count()
-        connection.send_packed_command(_packed(command for command, _ in zip(commands, sent, strict=False)))
+        connection.send_packed_command(
+            _packed(command for command, _ in zip(commands, sent, strict=False))
+        )
         answers = [_answer(connection) for _ in range(next(sent))]
     except BaseException:
         connection.disconnect()  # an answer may still be under way
@@ -70,11 +75,13 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
 def receive(
     client: redis.Redis, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool
 ) -> list[Parts]:
-    """The values of several keys each, in one round trip. `sizes`: bytes of all values of each; 0: not known.
+    """The values of several keys each, in one round trip. `sizes`: bytes of all values of each; 0:
+    not known.
 
-    Where all of them are there, they are one part, joined; else there is a None for each that is not. Parts are
-    read-only, and share memory that is freed with the last of them. `asked` is called once the server was: from then on
-    the kernel receives what is known to come, and other threads have the interpreter.
+    Where all of them are there, they are one part, joined; else there is a None for each that is
+    not. Parts are read-only, and share memory that is freed with the last of them. `asked` is
+    called once the server was: from then on the kernel receives what is known to come, and other
+    threads have the interpreter.
     """
     commands = [("GET", name) for keys in names for name in keys]
     pool: Any = client.connection_pool
@@ -103,8 +110,9 @@ def _is_real(connection: Any) -> bool:
 
 
 def pipelined(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
-    """Run commands in one round trip, by the client library. Raises the first error as the server said it: the library
-    would put the command in front, and a whole payload with it."""
+    """Run commands in one round trip, by the client library. Raises the first error as the server
+    said it: the library would put the command in front, and a whole payload with it.
+    """
     pipe: Any = client.pipeline(transaction=False)
     for command in commands:
         pipe.execute_command(*command)
@@ -130,7 +138,9 @@ def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryv
     for command in commands:
         if not any(isinstance(part, _BYTES) and len(part) >= _LARGE_BYTES for part in command):
             # in C: a script has some forty arguments
-            plain: Any = tuple(bytes(part) if isinstance(part, _BYTES) else part for part in command)
+            plain: Any = tuple(
+                bytes(part) if isinstance(part, _BYTES) else part for part in command
+            )
             small += hiredis.pack_command(plain)
         else:
             small += b"*%d\r\n" % len(command)
@@ -150,8 +160,10 @@ def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryv
 
 
 def _large_pages(size: int) -> memoryview:
-    """So many bytes. numpy asks the kernel for large pages from 4 MB on; from the beginning of one on, all of them are:
-    a third of what the faults cost otherwise, half of what they cost where numpy begins (measured)."""
+    """So many bytes. numpy asks the kernel for large pages from 4 MB on; from the beginning of one
+    on, all of them are: a third of what the faults cost otherwise, half of what they cost where
+    numpy begins (measured).
+    """
     if size < _PAGE_BYTES:
         return np.empty(size, np.uint8).data
     memory = np.empty(size + _PAGE_BYTES, np.uint8)
@@ -160,18 +172,21 @@ def _large_pages(size: int) -> memoryview:
 
 
 class _NotAValue(Exception):
-    """The server answered something else, probably an error: the library is asked again, and tells it."""
+    """The server answered something else, probably an error: the library is asked again, and tells
+    it.
+    """
 
 
 class _Inbox:
     """Memory into which answers are received, one behind the other.
 
-    What is received lies in [0, _end), of which [_start, _end) was not looked at yet; the values of the payload that is
-    being read are joined in [_base, _base + _joined).
+    What is received lies in [0, _end), of which [_start, _end) was not looked at yet; the values of
+    the payload that is being read are joined in [_base, _base + _joined).
     """
 
     def __init__(self, sock: Any, size: int) -> None:
-        self._sock, self._memory = sock, _large_pages(size)
+        self._sock = sock
+        self._memory = _large_pages(size)
         self._start = self._end = self._base = self._joined = 0
 
     def fill(self, count: int) -> None:
@@ -184,13 +199,16 @@ class _Inbox:
         try:
             self._receive(count, socket.MSG_WAITALL)
         except BlockingIOError:
-            log.debug("fewer than %s bytes came", count)  # a value is missing, or the server is busy: go on bit by bit
+            log.debug(
+                "fewer than %s bytes came", count
+            )  # a value is missing, or the server is busy: go on bit by bit
         finally:
             self._sock.settimeout(timeout)
 
     def payload(self, values: int) -> Parts:
         """The next `values` joined, or None for each that is missing."""
-        self._joined, missing = 0, 0
+        self._joined = 0
+        missing = 0
         for _ in range(values):
             size = self._size()
             if size is None:
@@ -251,4 +269,7 @@ class _Inbox:
         kept = self._base if self._joined else self._start
         larger = _large_pages(2 * (self._end - kept) + _LARGE_BYTES)
         larger[: self._end - kept] = self._memory[kept : self._end]
-        self._memory, self._base, self._start, self._end = larger, 0, self._start - kept, self._end - kept
+        self._memory = larger
+        self._base = 0
+        self._start = self._start - kept
+        self._end = self._end - kept

@@ -1,7 +1,8 @@
 """What is waited for behind writes: the server's disk, and replicas (I6).
 
-WAIT and WAITAOF speak of the writes of their own connection. A repeated call may have made none, and the ones that it
-repeats may be of another connection, so a write of our own always stands before them.
+WAIT and WAITAOF speak of the writes of their own connection. A repeated call may have made none,
+and the ones that it repeats may be of another connection, so a write of our own always stands
+before them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ class Durability(NamedTuple):
         return self.disk or self.replicas > 0
 
     def behind_script(self, verb: str, sync: str, key: str) -> list[Command]:
-        """Commands to follow a script on the keys of a run; `sync`: what `verb` names the script of that name by."""
-        # WAIT and not WAITAOF for replicas: they tell of their disks once a second only (measured: 0.5 s a call)
+        """Commands to follow a script on the keys of a run; `sync`: what `verb` names the script of
+        that name by.
+        """
+        # WAIT and not WAITAOF for replicas: they tell of their disks once a second only (measured:
+        # 0.5 s a call)
         disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.disk else []
         return [(verb, sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
 
     def behind_payloads(self, key: str) -> list[Command]:
-        """Commands to follow writes of payloads on the node of one of them, in a cluster: the replicas that a script
-        waits for are those of another node."""
+        """Commands to follow writes of payloads on the node of one of them, in a cluster: the
+        replicas that a script waits for are those of another node.
+        """
         return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", self.replicas, WAIT_MS)]
 
     def check(self, answers: Sequence[Any]) -> None:
@@ -46,4 +51,6 @@ class Durability(NamedTuple):
         if [on_disk for on_disk, _ in disks] == [0]:
             raise TimeoutError(f"not on the server's disk after {WAIT_MS} ms")
         if replicas < self.replicas:
-            raise TimeoutError(f"only {replicas} of {self.replicas} replicas have it after {WAIT_MS} ms")
+            raise TimeoutError(
+                f"only {replicas} of {self.replicas} replicas have it after {WAIT_MS} ms"
+            )

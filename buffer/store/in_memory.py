@@ -1,8 +1,9 @@
-"""A server in the memory of this process, for tests of what stands on a run: `Store("memory://name")`.
+"""A server in the memory of this process, for tests of what stands on a run:
+`Store("memory://name")`.
 
-All stores of the process that give the same URL share one server; it is gone with the process. It is fakeredis (extra
-`testing`), which runs the very scripts of `lua/`, so no rule of the contract is written twice. No other process sees
-it and nothing in it is safe: for tests, never for training.
+All stores of the process that give the same URL share one server; it is gone with the process. It
+is fakeredis (extra `testing`), which runs the very scripts of `lua/`, so no rule of the contract is
+written twice. No other process sees it and nothing in it is safe: for tests, never for training.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ try:
     from fakeredis._core import CommandItem
     from fakeredis._socket import FakeSocket
 except ImportError as error:
-    raise ConfigError("memory:// needs fakeredis and Lua", hint="pip install 'rolloutmq[testing]'") from error
+    raise ConfigError(
+        "memory:// needs fakeredis and Lua", hint="pip install 'rolloutmq[testing]'"
+    ) from error
 
 _servers: dict[str, FakeServer] = {}
 _lock = threading.Lock()
@@ -42,14 +45,17 @@ class _Socket(FakeSocket):
     def bitcount(self, key: CommandItem, *span: bytes) -> int:
         if span or key.value is None:
             return int(super().bitcount(key, *span))
-        # fakeredis writes the bitmap out as text: 0.1 s for the 4 MB of a task with groups from outside
+        # fakeredis writes the bitmap out as text: 0.1 s for the 4 MB of a task with groups from
+        # outside
         return int(np.bitwise_count(np.frombuffer(key.value, np.uint8)).sum())
 
 
 class _Connection(FakeRedisConnection):
     def _connect(self) -> FakeSocket:
         assert self._server is not None
-        return _Socket(self._server, db=self.db, client_class=self._client_class, client_info=self._client_info)
+        return _Socket(
+            self._server, db=self.db, client_class=self._client_class, client_info=self._client_info
+        )
 
 
 class MemoryClient(redis.Redis):
@@ -68,11 +74,15 @@ class MemoryClient(redis.Redis):
 
 
 def open_memory(url: str, name: str) -> MemoryClient:
-    """A client of the server that `url` (memory:// or memory://name) names; `name` is the client's own."""
+    """A client of the server that `url` (memory:// or memory://name) names; `name` is the client's
+    own.
+    """
     with _lock:
         if url not in _servers:
             _servers[url] = FakeServer(version=(7, 0))
         server = _servers[url]
     retry = Retry(NoBackoff(), 0)
-    pool = redis.ConnectionPool(_Connection, server=server, client_name=name, protocol=2, retry=retry)
+    pool = redis.ConnectionPool(
+        _Connection, server=server, client_name=name, protocol=2, retry=retry
+    )
     return MemoryClient(connection_pool=pool)

@@ -1,7 +1,7 @@
 """Every Redis key of the project, built here and nowhere else.
 
-A new key is a row of the table, an attribute or method of `Keys`, and, if it is not an attribute, an entry of `SLOTS`:
-then a script names it in its header, and its callers change nothing.
+A new key is a row of the table, an attribute or method of `Keys`, and, if it is not an attribute,
+an entry of `SLOTS`: then a script names it in its header, and its callers change nothing.
 
 `{run}` is a cluster hash tag, so all keys of a run lie in one slot.
 
@@ -192,16 +192,18 @@ class Keys:
 
 
 class SlotKeys:
-    """The keys of a script by the names in its header, for one task, lane, status, worker, gid, ledger or step.
+    """The keys of a script by the names in its header, for one task, lane, status, worker, gid,
+    ledger or step.
 
-    Those of the run, and prefixes, are attributes of `Keys`; for all others SLOTS says which facts they need. The
-    ledger is that of the trainer where nothing else is said.
+    Those of the run, and prefixes, are attributes of `Keys`; for all others SLOTS says which facts
+    they need. The ledger is that of the trainer where nothing else is said.
     """
 
     __slots__ = ("_facts", "_keys")
 
     def __init__(self, keys: Keys, facts: Mapping[str, str | int]) -> None:
-        self._keys, self._facts = keys, facts
+        self._keys = keys
+        self._facts = facts
 
     def __getitem__(self, slot: str) -> str:
         """Return the key; ScriptError for a name without one, or where a fact is missing."""
@@ -209,11 +211,15 @@ class SlotKeys:
         if key is None:
             find = SLOTS.get(slot)
             if find is None:
-                raise ScriptError(f"no key is named {slot!r}", hint="see SLOTS in buffer/store/keys.py")
+                raise ScriptError(
+                    f"no key is named {slot!r}", hint="see SLOTS in buffer/store/keys.py"
+                )
             try:
                 return find(self._keys, self._facts)
             except KeyError as missing:
-                raise ScriptError(f"the key {slot!r} of a script needs its {missing.args[0]}") from None
+                raise ScriptError(
+                    f"the key {slot!r} of a script needs its {missing.args[0]}"
+                ) from None
         return str(key)
 
 

@@ -1,13 +1,14 @@
-"""Files that payloads refer to: features of images, routed experts, whatever is too big or too odd for a column.
+"""Files that payloads refer to: features of images, routed experts, whatever is too big or too odd
+for a column.
 
-A run may own one folder. What lies in it is named by the group that it belongs to, so that it can be freed by that
-name: no index is needed, and no script ever looks into a payload (I14).
+A run may own one folder. What lies in it is named by the group that it belongs to, so that it can
+be freed by that name: no index is needed, and no script ever looks into a payload (I14).
 
     <folder>/owner.json        the run that this folder belongs to
     <folder>/<gid>/<name>      said in a payload as run://<gid>/<name>
 
-`run://` is relative, so a URI stays true wherever the folder is. Every other URI (http, s3, file) is only said: it is
-never opened, copied or deleted.
+`run://` is relative, so a URI stays true wherever the folder is. Every other URI (http, s3, file)
+is only said: it is never opened, copied or deleted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class MediaFolder:
     """The folder of one run."""
 
     def __init__(self, root: Path, run: str, nonce: str) -> None:
-        self.root, self.run, self.nonce = root, run, nonce
+        self.root = root
+        self.run = run
+        self.nonce = nonce
 
     # -- whose it is ---------------------------------------------------------
 
@@ -71,24 +74,34 @@ class MediaFolder:
         """Where the file of a run:// URI lies. ConfigError for any other one."""
         gid, _, name = uri.removeprefix(SCHEME).partition("/")
         if not (uri.startswith(SCHEME) and GID.fullmatch(gid) and NAME.fullmatch(name)):
-            raise ConfigError(f"{uri[:200]!r} is no file of a run", hint="they look like run://math-0000001042/0.npy")
+            raise ConfigError(
+                f"{uri[:200]!r} is no file of a run",
+                hint="they look like run://math-0000001042/0.npy",
+            )
         return self.root / gid / name
 
     def read(self, uri: str, max_bytes: int) -> bytes:
-        """The bytes of a run:// file of this run. MediaError where there is none, it is a link, or larger."""
+        """The bytes of a run:// file of this run. MediaError where there is none, it is a link, or
+        larger.
+        """
         path = self.path(uri)
         try:
             if path.parent.is_symlink():
                 raise MediaError(f"the folder of {uri} is a link", hint="links are never followed")
             # a pipe would be waited for
-            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            with os.fdopen(
+                os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb"
+            ) as file:
                 data = file.read(max_bytes + 1)
         except OSError as error:
             raise MediaError(
-                f"{uri} cannot be read: {error.strerror}", hint="[run] media is a folder that all processes see"
+                f"{uri} cannot be read: {error.strerror}",
+                hint="[run] media is a folder that all processes see",
             ) from error
         if len(data) > max_bytes:
-            raise MediaError(f"{uri} has more than {max_bytes} bytes", hint="max_bytes of whoever reads it")
+            raise MediaError(
+                f"{uri} has more than {max_bytes} bytes", hint="max_bytes of whoever reads it"
+            )
         return data
 
     def gids(self) -> Iterator[str]:

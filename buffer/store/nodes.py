@@ -1,9 +1,10 @@
 """Which server holds a key: the only one there is, or a node of a cluster.
 
-A server says itself whether it is a cluster. There, every key is asked for at its own node with a plain client, so
-that scripts, WATCH, blocking calls, WAITAOF and pub/sub are what they are on one server. redis-py's cluster client is
-not used: its pipelines send commands again whose connection broke, whatever its retry policy says (I13). A slot that
-moved, or moves, is an error that passes: `Store` waits, and the map is read again.
+A server says itself whether it is a cluster. There, every key is asked for at its own node with a
+plain client, so that scripts, WATCH, blocking calls, WAITAOF and pub/sub are what they are on one
+server. redis-py's cluster client is not used: its pipelines send commands again whose connection
+broke, whatever its retry policy says (I13). A slot that moved, or moves, is an error that passes:
+`Store` waits, and the map is read again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Servers:
     """The servers behind one URL. Thread-safe; connects lazily."""
 
     def __init__(self, url: str, name: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
-        self._name, self._timeout_s = name, timeout_s
+        self._name = name
+        self._timeout_s = timeout_s
         self._seeds = seeds(url)
         self._nodes = list(self._seeds)
         self._clients: dict[tuple[Role, str], redis.Redis] = {}
@@ -39,8 +41,11 @@ class Servers:
             self._client("control", seed)
 
     def client(self, role: Role, key: str = "") -> Any:
-        """The client of the server that holds `key` (the first of the URL without one). Raises redis.RedisError."""
-        # redis-py types its replies as unions of all protocols: they are told apart where they are read
+        """The client of the server that holds `key` (the first of the URL without one). Raises
+        redis.RedisError.
+        """
+        # redis-py types its replies as unions of all protocols: they are told apart where they are
+        # read
         return self._client(role, self.url_of(key) if key else self._seeds[0])
 
     def url_of(self, key: str) -> str:
@@ -56,8 +61,12 @@ class Servers:
         """Asks the server, once. Raises redis.RedisError."""
         return bool(self._map())
 
-    def at_each(self, role: Role, keys: Sequence[str], run: Callable[[Any, list[int]], list[T]]) -> list[T]:
-        """What `run` answers for the places of the keys that one server holds, for each server; in order."""
+    def at_each(
+        self, role: Role, keys: Sequence[str], run: Callable[[Any, list[int]], list[T]]
+    ) -> list[T]:
+        """What `run` answers for the places of the keys that one server holds, for each server; in
+        order.
+        """
         places: dict[Any, list[int]] = {}
         for place, key in enumerate(keys):
             places.setdefault(self.client(role, key), []).append(place)
@@ -97,7 +106,8 @@ class Servers:
             return self._slots
 
     def _ask(self) -> list[str]:
-        # all nodes that were ever seen, in any order: one that is cut off must not be believed for ever
+        # all nodes that were ever seen, in any order: one that is cut off must not be believed for
+        # ever
         urls = CHANCE.sample(self._nodes, len(self._nodes))
         for url in urls[:-1]:
             try:

@@ -1,22 +1,25 @@
-"""Payload bytes: written and read outside of any script, under keys that contain the writer's token.
+"""Payload bytes: written and read outside of any script, under keys that contain the writer's
+token.
 
 A zombie can never overwrite the winner's bytes (I2), and bytes that no script ever pinned expire by
-themselves. What nobody needs any more is listed in `garbage` by the scripts and freed by `collect`, which any
-process may run: it is harmless when repeated, interrupted, or done by two at once.
+themselves. What nobody needs any more is listed in `garbage` by the scripts and freed by `collect`,
+which any process may run: it is harmless when repeated, interrupted, or done by two at once.
 
-In a cluster, bytes lie in other slots than the script that accepts them: it believes its caller, and lists them.
+In a cluster, bytes lie in other slots than the script that accepts them: it believes its caller,
+and lists them.
 
-They were written with an expiry. Whoever called the script keeps them from expiring right after it; where that process
-died first, any janitor does, long before they expire. Each step is harmless when it is repeated (I13). Where
-`wait_replicas` is set, those of every node are waited for before the script is called, and before the list forgets what
-was pinned. Else bytes may be lost with their node: who reads them misses them (PayloadMissing), never silently, and
-they are made again.
+They were written with an expiry. Whoever called the script keeps them from expiring right after it;
+where that process died first, any janitor does, long before they expire. Each step is harmless when
+it is repeated (I13). Where `wait_replicas` is set, those of every node are waited for before the
+script is called, and before the list forgets what was pinned. Else bytes may be lost with their
+node: who reads them misses them (PayloadMissing), never silently, and they are made again.
 
 How a payload is cut into values of Redis, so that the allocator wastes next to nothing.
 
-Redis 7 allocates with jemalloc, in classes of four sizes per doubling: 165,888 bytes in one value occupy 196,608. Cut
-once at the largest class that fits, the same bytes occupy 163,840 and 2,560. Two chunks are enough: what is left
-behind the cut is less than a fifth of the whole, and at most a fifth of that is wasted again.
+Redis 7 allocates with jemalloc, in classes of four sizes per doubling: 165,888 bytes in one value
+occupy 196,608. Cut once at the largest class that fits, the same bytes occupy 163,840 and 2,560.
+Two chunks are enough: what is left behind the cut is less than a fifth of the whole, and at most a
+fifth of that is wasted again.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ _MOST_WASTE = 1 / 16
 
 
 def chunk_sizes(size: int) -> list[int]:
-    """Bytes of each chunk of a payload of `size` bytes, in order; a reader takes any other cut as well."""
+    """Bytes of each chunk of a payload of `size` bytes, in order; a reader takes any other cut as
+    well.
+    """
     full, rest = divmod(size, CHUNK_BYTES)
     sizes = [CHUNK_BYTES] * full
     stored = rest + _HEADER_BYTES
@@ -69,6 +74,7 @@ def cut(data: bytes) -> list[memoryview]:
         start += size
     return parts
 
+
 T = TypeVar("T")
 
 UNPINNED_S = 3600
@@ -78,7 +84,9 @@ ROUND_BYTES = 8 * 2**20
 """At most so much in one round trip: larger ones stall the server for everybody (measured)."""
 
 READ_BYTES = 4 * 2**20
-"""The same for what is read and used while the next is received; below it numpy does not ask for large pages."""
+"""The same for what is read and used while the next is received; below it numpy does not ask for
+large pages.
+"""
 
 
 class Upload(NamedTuple):
@@ -91,7 +99,8 @@ class Upload(NamedTuple):
 
 def checksum(data: bytes | memoryview) -> str:
     """CRC-32 as 8 hex digits: that of zlib, ten times as fast (measured)."""
-    # not xxh3: no faster than this (3.3 us for a group, 2.4 here), and readers in other languages have CRC-32
+    # not xxh3: no faster than this (3.3 us for a group, 2.4 here), and readers in other languages
+    # have CRC-32
     return f"{isal_zlib.crc32(data):08x}"
 
 
@@ -99,14 +108,18 @@ class PayloadStore:
     """Reads and writes payloads of one run."""
 
     def __init__(self, store: Store, keys: Keys, compression: Compression = "none") -> None:
-        self._store, self._keys, self._compression = store, keys, compression
+        self._store = store
+        self._keys = keys
+        self._compression = compression
 
     def commands(self, gid: str, token: str, data: bytes) -> tuple[PayloadRef, list[Command]]:
         """What stores the bytes of one claim, for a round trip of the caller's."""
         data = compress(data, self._compression)
         parts = cut(data)
         names = self._keys.payload_chunks(gid, token, len(parts))
-        return PayloadRef(gid, token, len(parts), len(data), checksum(data)), _sets(zip(names, parts, strict=True))
+        return PayloadRef(gid, token, len(parts), len(data), checksum(data)), _sets(
+            zip(names, parts, strict=True)
+        )
 
     def write(self, gid: str, token: str, data: bytes) -> PayloadRef:
         """Store the bytes of one claim; they expire unless a submit pins them."""
@@ -125,35 +138,50 @@ class PayloadStore:
             self._send("payload write", batch)
         return refs
 
-    def _send(self, what: str, chunks: Iterable[tuple[str, memoryview | bytes]], *, starts_work: bool = False) -> None:
+    def _send(
+        self,
+        what: str,
+        chunks: Iterable[tuple[str, memoryview | bytes]],
+        *,
+        starts_work: bool = False,
+    ) -> None:
         self._store.write(what, _sets(chunks), starts_work=starts_work)
 
     def write_prompts(self, payloads: dict[str, bytes], *, token: str = "init") -> None:
-        """Store INIT payloads by gid. What is already there stays: it never changes until the group ends.
+        """Store INIT payloads by gid. What is already there stays: it never changes until the group
+        ends.
 
         StoreFull at once where the server is full.
         """
         stored = {gid: compress(data, self._compression) for gid, data in payloads.items()}
         if any(len(data) > CHUNK_BYTES for data in stored.values()):
-            raise WireError("a prompt does not fit into one chunk", hint=f"at most {CHUNK_BYTES} bytes")
+            raise WireError(
+                "a prompt does not fit into one chunk", hint=f"at most {CHUNK_BYTES} bytes"
+            )
         named = [(self._keys.payload(gid, token), data) for gid, data in stored.items()]
         self._send("prompt write", named, starts_work=True)
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
-        """The bytes; PayloadMissing when they are gone, WireError when they are not the ones submitted."""
+        """The bytes; PayloadMissing when they are gone, WireError when they are not the ones
+        submitted.
+        """
         return self.read_each([ref], lambda _, data: data)[0]
 
-    def read_each(self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, bytes | memoryview], T]) -> list[T]:
+    def read_each(
+        self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, bytes | memoryview], T]
+    ) -> list[T]:
         """What `use` makes of the bytes of each payload, in order, in round trips of bounded size.
 
-        Bytes of one round trip share memory, which is freed with the last of them. While `use` works on those of one,
-        the kernel receives those of the next.
+        Bytes of one round trip share memory, which is freed with the last of them. While `use`
+        works on those of one, the kernel receives those of the next.
         """
         rounds = list(_rounds(((ref.size or CHUNK_BYTES, ref) for ref in refs), READ_BYTES))
         used: list[T] = []
         with _no_collection():
             for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
-                used += [use(ref, join(ref, parts)) for ref, parts in zip(batch, found, strict=True)]
+                used += [
+                    use(ref, join(ref, parts)) for ref, parts in zip(batch, found, strict=True)
+                ]
         return used
 
     def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Parts]]:
@@ -169,7 +197,9 @@ class PayloadStore:
             yield coming.result()
 
     def _begin(self, thread: Executor, refs: Sequence[PayloadRef]) -> Future[list[Parts]]:
-        """Let the thread ask, and wait until it did: in the middle of a decode it would not get the interpreter."""
+        """Let the thread ask, and wait until it did: in the middle of a decode it would not get the
+        interpreter.
+        """
         asked = Event()
         coming = thread.submit(self._read, refs, asked.set)
         coming.add_done_callback(lambda _: asked.set())
@@ -185,7 +215,9 @@ class PayloadStore:
         # of a payload whose size is not known, each chunk may be as large as it gets
         expected = [(ref.size // ref.chunks or CHUNK_BYTES, ref) for ref in refs]
         names = [
-            (size, name) for size, ref in expected for name in self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
+            (size, name)
+            for size, ref in expected
+            for name in self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
         ]
         found: list[bytes | None] = []
         for batch in _rounds(names):
@@ -195,7 +227,11 @@ class PayloadStore:
 
     def pin(self, refs: Sequence[PayloadRef]) -> bool:
         """Keep the bytes of these from expiring; whether all of them are there, by their sizes."""
-        names = [name for ref in refs for name in self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)]
+        names = [
+            name
+            for ref in refs
+            for name in self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
+        ]
         # first the pin, then the look: what was seen stays
         self._store.each("pin", [("PERSIST", name) for name in names])
         sizes = iter(self._store.each("pin", [("STRLEN", name) for name in names]))
@@ -208,14 +244,22 @@ class PayloadStore:
             self._store.each("discard", [("SADD", self._keys.garbage, *entries)])
 
     def collect(self, limit: int = 200) -> int:
-        """Free up to `limit` payloads that the scripts listed as garbage. Returns how many there were."""
-        listed, hold = self._keys.garbage, self._keys.hold
-        # the hold is looked at after the choice: what was garbage before a snapshot's hold is not in the snapshot
-        entries, is_held = self._store.each("garbage", [("SRANDMEMBER", listed, limit), ("EXISTS", hold)])
+        """Free up to `limit` payloads that the scripts listed as garbage. Returns how many there
+        were.
+        """
+        listed = self._keys.garbage
+        hold = self._keys.hold
+        # the hold is looked at after the choice: what was garbage before a snapshot's hold is not
+        # in the snapshot
+        entries, is_held = self._store.each(
+            "garbage", [("SRANDMEMBER", listed, limit), ("EXISTS", hold)]
+        )
         if not entries or is_held:
             return 0
         # first the bytes, then the note: dying between the two only means doing it again
-        self._store.each("garbage", [("UNLINK", name) for entry in entries for name in self._chunks(entry)])
+        self._store.each(
+            "garbage", [("UNLINK", name) for entry in entries for name in self._chunks(entry)]
+        )
         self._store.each("garbage", [("SREM", listed, *entries)])
         return len(entries)
 
@@ -246,7 +290,8 @@ def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The garbage collector rests: it would look through thousands of new maps again and again, and none is garbage.
+    """The garbage collector rests: it would look through thousands of new maps again and again, and
+    none is garbage.
 
     That is an eighth of the time of a take (measured), and what msgpack's documentation advises.
     """
@@ -260,16 +305,21 @@ def _no_collection() -> Iterator[None]:
 
 
 def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes | memoryview:
-    """The whole payload. PayloadMissing where a chunk is gone, WireError where they are not the bytes submitted."""
+    """The whole payload. PayloadMissing where a chunk is gone, WireError where they are not the
+    bytes submitted.
+    """
     present = [part for part in parts if part is not None]
     if len(present) != len(parts):
-        raise PayloadMissing(f"group {ref.gid}: {len(parts) - len(present)} of {ref.chunks} chunks are gone")
+        raise PayloadMissing(
+            f"group {ref.gid}: {len(parts) - len(present)} of {ref.chunks} chunks are gone"
+        )
     data = present[0] if len(present) == 1 else b"".join(present)
     if ref.size and len(data) != ref.size:
         raise WireError(f"group {ref.gid}: {len(data)} bytes, {ref.size} were submitted")
     if ref.crc and checksum(data) != ref.crc:
         raise WireError(f"group {ref.gid}: checksum {checksum(data)}, {ref.crc} was submitted")
     return data
+
 
 PIN = 200
 """Payloads that one round pins."""
@@ -279,7 +329,9 @@ PROMPT = "-prompt"
 
 
 def pin_listed(store: Store, keys: Keys) -> int:
-    """Keep listed payloads from expiring; returns how many there were. More may be left if it is PIN."""
+    """Keep listed payloads from expiring; returns how many there were. More may be left if it is
+    PIN.
+    """
     if not keys.spread:
         return 0
     (found,) = store.each("pin", [("SRANDMEMBER", keys.unpinned, PIN)])
@@ -296,8 +348,12 @@ def pin_listed(store: Store, keys: Keys) -> int:
 
 
 def _name_prompts(store: Store, keys: Keys, prompts: list[tuple[str, str]]) -> None:
-    """Give prompts the name under which their groups look for them, as the script does where it may."""
-    copies = [("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts]
+    """Give prompts the name under which their groups look for them, as the script does where it
+    may.
+    """
+    copies = [
+        ("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts
+    ]
     store.each("pin", copies, on_payloads=True)
     found = store.each("pin", [("EXISTS", keys.group(gid)) for gid, _ in prompts])
     # of a group that has ended meanwhile, the copy expires as what it was made from does

@@ -29,6 +29,7 @@ def opened(reply: list[str], role: str, run: str) -> list[str]:
         )
     return reply
 
+
 Advance = Callable[[str, int], object]
 """Told what is being done, and how many items of it are done by now."""
 

@@ -1,16 +1,18 @@
 """Errors of a server that pass by themselves: what is tried again, and what is an answer.
 
-Says that a server went away, or is full, and that it is back: one line each, however many calls notice it.
+Says that a server went away, or is full, and that it is back: one line each, however many calls
+notice it.
 
-How long somebody is missed, by a waiter that looks again and again: an outage of the server does not count.
+How long somebody is missed, by a waiter that looks again and again: an outage of the server does
+not count.
 
-While the server is away nobody can beat. Who then judged the others by the time that passed would give up, fence
-them, or take over their role, only because its own call came through first.
+While the server is away nobody can beat. Who then judged the others by the time that passed would
+give up, fence them, or take over their role, only because its own call came through first.
 
 Why something is not done, said when that changes and not at every try.
 
-Chance for pauses and turns. Not the generator of the process: a trainer or a judge may have seeded that one, and two
-workers with one seed would wait and ask in step.
+Chance for pauses and turns. Not the generator of the process: a trainer or a judge may have seeded
+that one, and two workers with one seed would wait and ask in step.
 """
 
 from __future__ import annotations
@@ -56,15 +58,19 @@ def is_passing(error: Exception) -> bool:
         return True
     return isinstance(error, ResponseError) and str(error).startswith(_WORDS)
 
+
 log = logging.getLogger("rolloutmq.store")
 
 AWAY = ""
-"""Among what is wrong: nothing is answered. Anything else is the name of what a full server refuses."""
+"""Among what is wrong: nothing is answered. Anything else is the name of what a full server
+refuses.
+"""
 
 
 class OutageLog:
-    """Of one store. One that is away is back once it answers anything; a full one answers most of what is asked, so
-    only when it takes again what it had refused. Thread-safe."""
+    """Of one store. One that is away is back once it answers anything; a full one answers most of
+    what is asked, so only when it takes again what it had refused. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._wrong: set[str] = set()
@@ -87,8 +93,11 @@ class OutageLog:
                 log.warning("server back")
                 self._wrong -= over
 
+
 AWAY_S = 3.0
-"""A longer time between two looks is an outage: there is a call between them, and calls wait for the server."""
+"""A longer time between two looks is an outage: there is a call between them, and calls wait for
+the server.
+"""
 
 
 class OutageClock:
@@ -99,10 +108,13 @@ class OutageClock:
         self.was_away = False
 
     def look(self) -> float:
-        """Called after an answer of the server: the seconds for which it has answered without a break."""
+        """Called after an answer of the server: the seconds for which it has answered without a
+        break.
+        """
         now = time.monotonic()
         if now - self._looked > AWAY_S:
-            self._since, self.was_away = now, True
+            self._since = now
+            self.was_away = True
         self._looked = now
         return now - self._since
 
@@ -111,12 +123,15 @@ class SaidOnce:
     """Says `what`, and why, to a log."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
-        self._log, self._what, self._reason = log, what, ""
+        self._log = log
+        self._what = what
+        self._reason = ""
 
     def say(self, reason: str) -> None:
         """Why it is so now; "" where it is not."""
         if reason and reason != self._reason:
             self._log.warning("%s: %s", self._what, reason)
         self._reason = reason
+
 
 CHANCE = random.SystemRandom()

@@ -9,27 +9,30 @@
     -- ARGV strict     0|1
     -- ARGV lane  eval|resume|fresh xKEYS  of each pair
 
-The order of the lines is the order in which a caller sends the values. A key has a Redis type, or is a prefix; its name
-says which key it is (`SLOTS` in `buffer/store/keys.py`). An argument has a type: alternatives with `|` between: a word,
-`''` (empty), a range of integers (`0..` ends at 2^53 - 1), `text..N` (N bytes of UTF-8 at most), `bytes..N`, or one
-that is NAMED or JUDGED below. What follows is for people.
+The order of the lines is the order in which a caller sends the values. A key has a Redis type, or
+is a prefix; its name says which key it is (`SLOTS` in `buffer/store/keys.py`). An argument has a
+type: alternatives with `|` between: a word, `''` (empty), a range of integers (`0..` ends at 2^53 -
+1), `text..N` (N bytes of UTF-8 at most), `bytes..N`, or one that is NAMED or JUDGED below. What
+follows is for people.
 
-Every name is a local of the script. An integer is a number there (nil where it is empty), `0|1` is false or true, and
-everything else is a string. Convert a number with `int` before it is stored: Redis may write 1e+8.
+Every name is a local of the script. An integer is a number there (nil where it is empty), `0|1` is
+false or true, and everything else is a string. Convert a number with `int` before it is stored:
+Redis may write 1e+8.
 
-A line with a number of units (`x0..64`; `xKEYS`: as many as KEYS has) is a tail, the last of its array. A tail of one
-name is a list of that name. A tail of several names is walked unit by unit; arguments with `xKEYS` come with the keys
-of their unit:
+A line with a number of units (`x0..64`; `xKEYS`: as many as KEYS has) is a tail, the last of its
+array. A tail of one name is a list of that name. A tail of several names is walked unit by unit;
+arguments with `xKEYS` come with the keys of their unit:
 
     for n, jobs, progress, lane in each_unit do
 
-A wrong type of a key is found by asking for its length (0.5 microseconds), before anything is written. Scripts that run
-for every group leave that to Redis where they can: `HASH*` says that the body reads this key before it writes
-anything, or that it only carries a hint and is written last. What lies under a prefix a script reads, or asks for its
-length, before it writes. A test puts a wrong type at every key of every script.
+A wrong type of a key is found by asking for its length (0.5 microseconds), before anything is
+written. Scripts that run for every group leave that to Redis where they can: `HASH*` says that the
+body reads this key before it writes anything, or that it only carries a hint and is written last.
+What lies under a prefix a script reads, or asks for its length, before it writes. A test puts a
+wrong type at every key of every script.
 
-`Header.prologue` is Lua that refuses what does not fit, before the script reads or writes anything, and declares the
-locals.
+`Header.prologue` is Lua that refuses what does not fit, before the script reads or writes anything,
+and declares the locals.
 """
 
 from __future__ import annotations
@@ -41,7 +44,14 @@ from functools import cache
 
 from buffer.errors import ScriptError
 
-LENGTH_OF = {"HASH": "HLEN", "ZSET": "ZCARD", "SET": "SCARD", "LIST": "LLEN", "STREAM": "XLEN", "STRING": "STRLEN"}
+LENGTH_OF = {
+    "HASH": "HLEN",
+    "ZSET": "ZCARD",
+    "SET": "SCARD",
+    "LIST": "LLEN",
+    "STREAM": "XLEN",
+    "STRING": "STRLEN",
+}
 """For each type of key the command that says its length, in O(1), and that fails on any other type."""
 
 NAMED = {
@@ -53,8 +63,10 @@ NAMED = {
     "token": (64, "[%w_.:-]+"),
     "weights": (80, "[%w_.-]+:%d+"),
 }
-"""Types of arguments by name: bytes at most, and a pattern of Lua. A name is of a task, a worker, a lineage or a field.
-The draw of a gid is an offset in a bitmap: an absurd one would cost memory (70,000,000 are 8.75 MB)."""
+"""Types of arguments by name: bytes at most, and a pattern of Lua. A name is of a task, a worker, a
+lineage or a field. The draw of a gid is an offset in a bitmap: an absurd one would cost memory
+(70,000,000 are 8.75 MB).
+"""
 
 JUDGED = ("lanes", "number")
 """Types of arguments that have a check of their own, `lua/include/is_<name>.lua`."""
@@ -90,25 +102,37 @@ class Slot:
         """Return Lua that checks all values of this slot, and declares the local of a fixed one."""
         if not self.is_tail:
             return self._check(f"{self.array}[{self.first}]", 0, self.names[0])
-        at = [f"{self.array}[i + {offset}]" if offset else f"{self.array}[i]" for offset in range(len(self.names))]
+        at = [
+            f"{self.array}[i + {offset}]" if offset else f"{self.array}[i]"
+            for offset in range(len(self.names))
+        ]
         checks = [line for offset, value in enumerate(at) for line in self._check(value, offset)]
-        return [f"for i = {self.first}, #{self.array}, {len(self.names)} do", *checks, "end"] if checks else []
+        return (
+            [f"for i = {self.first}, #{self.array}, {len(self.names)} do", *checks, "end"]
+            if checks
+            else []
+        )
 
     def _check(self, at: str, offset: int, local: str = "") -> list[str]:
         """Return Lua that checks the value `at`, the offset-th of a unit, and declares `local`."""
         kind = self.types[offset]
         if self.array == "KEYS":
             return [f"call('{LENGTH_OF[kind]}', {at})"] if kind in LENGTH_OF else []
-        words, shown = kind.split("|"), kind.replace("'", "\\'")
+        words = kind.split("|")
+        shown = kind.replace("'", "\\'")
         refused = f"return refuse('{self.names[offset]}', '{shown}', {at}) end"
         if local and (number := _number(kind, at)):
-            others = "".join(f" or {_accepts(word, at)}" for word in words if not _RANGE.fullmatch(word))
+            others = "".join(
+                f" or {_accepts(word, at)}" for word in words if not _RANGE.fullmatch(word)
+            )
             return [f"local {local} = {number}", f"if not ({local}{others}) then {refused}"]
         check = f"if not ({' or '.join(_accepts(word, at) for word in words)}) then {refused}"
         return [check, f"local {local} = {self.value(offset, at)}"] if local else [check]
 
     def value(self, offset: int, at: str) -> str:
-        """Return Lua for what a script gets of the value `at`, the offset-th of a unit, once it is checked."""
+        """Return Lua for what a script gets of the value `at`, the offset-th of a unit, once it is
+        checked.
+        """
         kind = self.types[offset]
         if self.array == "ARGV" and _number(kind, at):
             return f"tonumber({at})"
@@ -137,7 +161,9 @@ def _accepts(kind: str, at: str) -> str:
     return f"{at} == {kind}" if kind == "''" else f"{at} == '{kind}'"
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # there is one of each script: compared by identity, so cheaply hashed
+@dataclass(
+    frozen=True, slots=True, eq=False
+)  # there is one of each script: compared by identity, so cheaply hashed
 class Header:
     """The contract of one script."""
 
@@ -161,7 +187,9 @@ class Header:
     @cache  # noqa: B019 (there are as many headers as scripts, and they stay)
     def fixed(self, array: str) -> tuple[str, ...]:
         """The names of KEYS or ARGV in order, without a tail."""
-        return tuple(slot.names[0] for slot in self.slots if slot.array == array and not slot.is_tail)
+        return tuple(
+            slot.names[0] for slot in self.slots if slot.array == array and not slot.is_tail
+        )
 
     @cache  # noqa: B019
     def tail(self, array: str) -> Slot | None:
@@ -175,11 +203,15 @@ class Header:
 
     def type_of(self, place: int) -> str:
         """The Redis type that KEYS[place] has, counted from 1; "PREFIX" for a prefix."""
-        slot = max((s for s in self.slots if s.array == "KEYS" and s.first <= place), key=lambda s: s.first)
+        slot = max(
+            (s for s in self.slots if s.array == "KEYS" and s.first <= place), key=lambda s: s.first
+        )
         return slot.types[(place - slot.first) % len(slot.types)].rstrip("*").upper()
 
     def prologue(self) -> str:
-        """Return Lua that refuses the first key or argument that does not fit, and declares the locals."""
+        """Return Lua that refuses the first key or argument that does not fit, and declares the
+        locals.
+        """
         lines = [*self._counts("KEYS"), *self._counts("ARGV")]
         # the arguments first: they cost no command
         for slot in sorted(self.slots, key=lambda slot: slot.array):
@@ -204,13 +236,17 @@ class Header:
             yield from _each_unit(units)
 
     def checks(self) -> list[str]:
-        """Return the files under `lua/include` that the prologue needs: each check is a file of its name."""
+        """Return the files under `lua/include` that the prologue needs: each check is a file of its
+        name.
+        """
         return ["refuse", *sorted(set(_CHECK.findall(self.prologue())))]
 
     def _counts(self, array: str) -> Iterator[str]:
-        fixed, tail = len(self.fixed(array)), self.tail(array)
+        fixed = len(self.fixed(array))
+        tail = self.tail(array)
         if tail is None:
-            good, want = f"#{array} == {fixed}", str(fixed)
+            good = f"#{array} == {fixed}"
+            want = str(fixed)
         elif tail.most is None:
             keys = self.tail("KEYS")
             assert keys, "xKEYS without a tail of KEYS"
@@ -230,21 +266,31 @@ def _each_unit(tails: Sequence[Slot]) -> Iterator[str]:
     yield "local function each_unit(_, n)"
     yield "n = (n or 0) + 1"
     for tail in tails:
-        index, width = tail.array[0].lower(), len(tail.names)
+        index = tail.array[0].lower()
+        width = len(tail.names)
         yield f"local {index} = {tail.first - width} + n * {width}"
-        at = [f"{tail.array}[{index} + {offset}]" if offset else f"{tail.array}[{index}]" for offset in range(width)]
+        at = [
+            f"{tail.array}[{index} + {offset}]" if offset else f"{tail.array}[{index}]"
+            for offset in range(width)
+        ]
         values += [tail.value(offset, value) for offset, value in enumerate(at)]
     yield f"if {tails[0].array}[{tails[0].array[0].lower()}] then return n, {', '.join(values)} end"
     yield "end"
 
 
 def _slot(match: re.Match[str], first: int) -> Slot:
-    names, types = tuple(match["names"].split(", ")), tuple(match["types"].split(", "))
+    names = tuple(match["names"].split(", "))
+    types = tuple(match["types"].split(", "))
     is_tail = bool(match["most"] or match["like"])
     is_known = _is_key_type if match["array"] == "KEYS" else _is_argument_type
-    if len(names) != len(types) or (len(names) > 1 and not is_tail) or not all(map(is_known, types)):
+    if (
+        len(names) != len(types)
+        or (len(names) > 1 and not is_tail)
+        or not all(map(is_known, types))
+    ):
         raise ScriptError(f"this line of a header is no contract: {match[0]}")
-    least, most = int(match["least"] or 0), int(match["most"]) if match["most"] else None
+    least = int(match["least"] or 0)
+    most = int(match["most"]) if match["most"] else None
     return Slot(match["array"], first, is_tail, names, types, *((least, most) if is_tail else ()))
 
 

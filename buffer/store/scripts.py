@@ -1,12 +1,13 @@
 """The Lua scripts: one file per state change under `lua/`, each opening with its contract.
 
-`script_header.py` reads the contract: names in the header give the order in which a caller's keys and arguments are
-sent, so a caller cannot mix them up, types and bounds are enforced on the server before a script reads or writes, and
-every name of the header is a local of the script.
+`script_header.py` reads the contract: names in the header give the order in which a caller's keys
+and arguments are sent, so a caller cannot mix them up, types and bounds are enforced on the server
+before a script reads or writes, and every name of the header is a local of the script.
 
-`-- include: clock, events` in a header puts `lua/include/clock.lua` and `events.lua` in front of the script, each file
-once and behind the files that it includes itself. In every call, Lua makes all functions of a script anew: an include
-file holds the functions of one topic that are used together.
+`-- include: clock, events` in a header puts `lua/include/clock.lua` and `events.lua` in front of
+the script, each file once and behind the files that it includes itself. In every call, Lua makes
+all functions of a script anew: an include file holds the functions of one topic that are used
+together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Arg = str | int | float | bytes
 
 
 class KeysByName(Protocol):
-    """The keys of a script by the names in its header: `buffer.store.keys.SlotKeys`, or a dictionary."""
+    """The keys of a script by the names in its header: `buffer.store.keys.SlotKeys`, or a
+    dictionary.
+    """
 
     def __getitem__(self, slot: str, /) -> str: ...
 
@@ -49,7 +52,9 @@ class Script:
 
     @property
     def starts_work(self) -> bool:
-        """Whether a server refuses it when its memory is full: it frees none, and no work waits for it (I12)."""
+        """Whether a server refuses it when its memory is full: it frees none, and no work waits for
+        it (I12).
+        """
         return self.source.startswith("#!lua\n")
 
     def text(self, verb: str) -> str:
@@ -63,22 +68,28 @@ class Script:
         tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
     ) -> tuple[list[str], list[Arg]]:
-        """Return KEYS and ARGV in the order of the header; ScriptError when a name is missing or unknown.
+        """Return KEYS and ARGV in the order of the header; ScriptError when a name is missing or
+        unknown.
 
         `tail_keys`: keys as they are, or the keys of a unit by name.
         """
         header = self.header
         names = header.fixed("ARGV")
         if len(names) != len(args) or not all(map(args.__contains__, names)):
-            missing, unknown = set(names) - set(args), set(args) - set(names)
-            raise ScriptError(f"{self.name}.lua: ARGV missing {sorted(missing)}, unknown {sorted(unknown)}")
+            missing = set(names) - set(args)
+            unknown = set(args) - set(names)
+            raise ScriptError(
+                f"{self.name}.lua: ARGV missing {sorted(missing)}, unknown {sorted(unknown)}"
+            )
         if (tail_keys and not header.tail("KEYS")) or (tail_args and not header.tail("ARGV")):
             raise ScriptError(f"{self.name}.lua takes no more keys or arguments than it names")
         try:
             all_keys = [keys[slot] for slot in header.fixed("KEYS")]
             unit_slots = header.tail_names("KEYS")
             for unit in tail_keys:
-                all_keys += (unit,) if isinstance(unit, str) else [unit[slot] for slot in unit_slots]
+                all_keys += (
+                    (unit,) if isinstance(unit, str) else [unit[slot] for slot in unit_slots]
+                )
         except KeyError as missing_key:
             raise ScriptError(f"{self.name}.lua: KEYS missing {missing_key}") from None
         return all_keys, [args[name] for name in names] + [*tail_args]
@@ -95,12 +106,21 @@ def includes(text: str) -> list[str]:
 
 
 def _assemble(name: str, texts: Mapping[str, str]) -> Script:
-    """Put the name first, so that SLOWLOG can be read; then includes, the checks of the header and the body."""
+    """Put the name first, so that SLOWLOG can be read; then includes, the checks of the header and
+    the body.
+    """
     shebang, _, rest = texts[name].partition("\n")
     header = Header.parse(texts[name])
     included: dict[str, str] = {}
     _include([*header.checks(), *includes(rest)], texts, included)
-    parts = [shebang, f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *included.values(), header.prologue(), rest]
+    parts = [
+        shebang,
+        f"-- rolloutmq {name}",
+        f"local SCRIPT = '{name}'",
+        *included.values(),
+        header.prologue(),
+        rest,
+    ]
     return Script(name, "\n".join(parts), header)
 
 

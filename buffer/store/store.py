@@ -1,15 +1,16 @@
 """The connection to the server: who retries what, and how a script is called.
 
-The client library's own retries are off (they would run a script again whose reply was lost). `Store`
-retries by itself, with full jitter and a deadline, and only operations that are harmless when repeated: every
-script has a natural key (I13), and payload keys are written once under a token of their own.
-Where a key lies is `buffer.store.nodes`' business.
+The client library's own retries are off (they would run a script again whose reply was lost).
+`Store` retries by itself, with full jitter and a deadline, and only operations that are harmless
+when repeated: every script has a natural key (I13), and payload keys are written once under a token
+of their own. Where a key lies is `buffer.store.nodes`' business.
 
 Payloads and the script calls that speak of them, in one round trip.
 
-A payload must be stored before the script that pins it runs: on one connection it is. While the server takes one in,
-the next is encoded, so a batch costs little more than its bytes. What is small comes behind all that is large: a server
-that writes to disk before it answers would do that for each of them.
+A payload must be stored before the script that pins it runs: on one connection it is. While the
+server takes one in, the next is encoded, so a batch costs little more than its bytes. What is small
+comes behind all that is large: a server that writes to disk before it answers would do that for
+each of them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,13 @@ Upload = tuple[Sequence[Command], ScriptCall]
 class UploadTrip:
     """One round trip of `Store.upload_and_call`."""
 
-    def __init__(self, store: Store, script: Script, key: str, make: Callable[[], Iterable[Upload]]) -> None:
-        self._store, self._script, self._key, self._make = store, script, key, make
+    def __init__(
+        self, store: Store, script: Script, key: str, make: Callable[[], Iterable[Upload]]
+    ) -> None:
+        self._store = store
+        self._script = script
+        self._key = key
+        self._make = make
         self._places = range(0)  # of the script's replies among all answers
         self._keys: list[str] = []
 
@@ -80,7 +86,9 @@ class UploadTrip:
         sent = 0
         for commands, call in self._make():
             for command in commands:
-                if any(isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command):
+                if any(
+                    isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command
+                ):
                     sent += 1
                     yield command
                 else:
@@ -95,14 +103,16 @@ class UploadTrip:
             sync = self._store.scripts["sync"].sha
             yield from self._store.durability.behind_script("EVALSHA", sync, self._key)
 
+
 T = TypeVar("T")
 
 
 class Store:
     """One server or cluster, seen by one process. Thread-safe.
 
-    `deadline_s` bounds how long one operation is tried; `StoreUnavailable` says that it passed. In a cluster, `control`
-    and `bulk` are clients of the node that holds the run which `at` was asked for: get them anew for every try.
+    `deadline_s` bounds how long one operation is tried; `StoreUnavailable` says that it passed. In
+    a cluster, `control` and `bulk` are clients of the node that holds the run which `at` was asked
+    for: get them anew for every try.
     """
 
     def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
@@ -116,14 +126,19 @@ class Store:
         self.wait_replicas = 0
         self.retries = 0
         self.patience: Callable[[], bool] = lambda: False
-        """asked once the deadline has passed: whether to wait on, as who holds a role does until it is stopped"""
+        """asked once the deadline has passed: whether to wait on, as who holds a role does until it
+        is stopped
+        """
         self.watchers: list[Callable[[str, float, int], object]] = []
-        """hear of every call that was answered: its name, the seconds it took, how often it was repeated"""
+        """hear of every call that was answered: its name, the seconds it took, how often it was
+        repeated
+        """
         self._outages = OutageLog()
         self._home = ""
 
     def at(self, key: str, wait_replicas: int = 0) -> Store:
-        """This store, with `control` and `bulk` where `key` lies, and durable calls that wait for so many replicas.
+        """This store, with `control` and `bulk` where `key` lies, and durable calls that wait for
+        so many replicas.
 
         Itself where neither makes a difference.
         """
@@ -131,7 +146,8 @@ class Store:
         if not in_cluster and wait_replicas == self.wait_replicas:
             return self
         there = copy.copy(self)
-        there._home, there.wait_replicas = key, wait_replicas
+        there._home = key
+        there.wait_replicas = wait_replicas
         return there
 
     @property
@@ -164,13 +180,15 @@ class Store:
     ) -> list[Any]:
         """Run a script by name; the reply's strings are decoded. Retried until the deadline (I13).
 
-        `keys`: those that the script's header names, as `Keys.slots` finds them. `tail_keys`: see `Script.arrange`.
+        `keys`: those that the script's header names, as `Keys.slots` finds them. `tail_keys`: see
+        `Script.arrange`.
 
-        A script that starts work is not waited for on a full server: StoreFull at once, so that the caller can do what
-        frees memory.
+        A script that starts work is not waited for on a full server: StoreFull at once, so that the
+        caller can do what frees memory.
 
-        With `durable`, the answer is given once the change is on the server's disk, and on as many replicas as
-        `wait_replicas` says (I6). Too few of them are a server that is away: waited for, then StoreUnavailable.
+        With `durable`, the answer is given once the change is on the server's disk, and on as many
+        replicas as `wait_replicas` says (I6). Too few of them are a server that is away: waited
+        for, then StoreUnavailable.
         """
         entry = self.scripts[script]
         all_keys, all_args = entry.arrange(keys, args, tail_keys, tail_args)
@@ -185,13 +203,16 @@ class Store:
         reply = self.retrying(script, run, starts_work=entry.starts_work)
         return [item.decode() if isinstance(item, bytes) else item for item in reply]
 
-    def call_many(self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]) -> list[list[Any]]:
+    def call_many(
+        self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
+    ) -> list[list[Any]]:
         """Run a script that changes nothing once for each (keys, args), in one round trip.
 
         Each call is of one instant; between two of them others may move.
         """
         entry = self.scripts[script]
-        sha, arranged = entry.sha, [entry.arrange(*call) for call in calls]
+        sha = entry.sha
+        arranged = [entry.arrange(*call) for call in calls]
 
         def run() -> list[list[Any]]:
             pipe = self.control.pipeline(transaction=False)
@@ -202,7 +223,10 @@ class Store:
             return list(pipe.execute())
 
         replies = self.retrying(script, run) if arranged else []
-        return [[item.decode() if isinstance(item, bytes) else item for item in reply] for reply in replies]
+        return [
+            [item.decode() if isinstance(item, bytes) else item for item in reply]
+            for reply in replies
+        ]
 
     def _run(self, entry: Script, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
         try:
@@ -220,13 +244,17 @@ class Store:
         kinds = [kind.decode() for kind in self.each("types", [("TYPE", key) for key in keys])]
         wants = [entry.header.type_of(place) for place in range(1, len(keys) + 1)]
         found = zip(keys, kinds, wants, strict=True)
-        wrong = [f"{key} is a {kind}" for key, kind, want in found if kind.upper() not in (want, "NONE")]
+        wrong = [
+            f"{key} is a {kind}" for key, kind, want in found if kind.upper() not in (want, "NONE")
+        ]
         return ScriptError(
             f"{entry.name}: {', '.join(wrong) or 'a record'}, and not what buffer/store/keys.py says",
             hint="something else wrote to the keys of this run",
         )
 
-    def _evaluate(self, verb: str, script: Script, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
+    def _evaluate(
+        self, verb: str, script: Script, keys: list[str], args: list[Arg], wait: bool
+    ) -> list[Any]:
         client = self.servers.client("control", keys[0])
         call = (verb, script.text(verb), len(keys), *keys, *args)
         if not wait:
@@ -241,51 +269,75 @@ class Store:
         """What a durable call waits for."""
         return Durability(self.wait_replicas, self.waits_for_disk)
 
-    def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
-        """Upload a payload and call a script for each of what `make` makes, in one round trip; the scripts' replies, as
-        of a durable `call`.
+    def upload_and_call(
+        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
+    ) -> list[list[Any]]:
+        """Upload a payload and call a script for each of what `make` makes, in one round trip; the
+        scripts' replies, as of a durable `call`.
 
-        All keys lie where `key` does; in a cluster, payloads do not, and go to their nodes first. `make` is asked again
-        where the server was away: calls that were carried out already are repeated (I13).
+        All keys lie where `key` does; in a cluster, payloads do not, and go to their nodes first.
+        `make` is asked again where the server was away: calls that were carried out already are
+        repeated (I13).
         """
         if self.in_cluster:
             make = self._uploaded(list(make()))
         entry = self.scripts[script]
         replies = self.retrying(
-            script, lambda: UploadTrip(self, entry, key, make).replies(), starts_work=entry.starts_work
+            script,
+            lambda: UploadTrip(self, entry, key, make).replies(),
+            starts_work=entry.starts_work,
         )
-        return [[item.decode() if isinstance(item, bytes) else item for item in reply] for reply in replies]
+        return [
+            [item.decode() if isinstance(item, bytes) else item for item in reply]
+            for reply in replies
+        ]
 
     def _uploaded(self, uploads: Sequence[Upload]) -> Callable[[], list[Upload]]:
         self.write("payload write", [command for commands, _ in uploads for command in commands])
         return lambda: [([], call) for _, call in uploads]
 
     def each(
-        self, what: str, commands: Sequence[Command], role: Role = "bulk", *, on_payloads: bool = False
+        self,
+        what: str,
+        commands: Sequence[Command],
+        role: Role = "bulk",
+        *,
+        on_payloads: bool = False,
     ) -> list[Any]:
-        """Run commands, every one where its key lies: one pipeline per server. The answers, in order.
+        """Run commands, every one where its key lies: one pipeline per server. The answers, in
+        order.
 
         `on_payloads`: they are writes, and waited for as in `write`.
         """
 
         def run(client: Any, here: list[int]) -> list[Any]:
             mine = [commands[place] for place in here]
-            return self._replicated(pipelined, client, mine) if on_payloads else pipelined(client, mine)
+            return (
+                self._replicated(pipelined, client, mine)
+                if on_payloads
+                else pipelined(client, mine)
+            )
 
-        return self.retrying(what, lambda: self.servers.at_each(role, [str(command[1]) for command in commands], run))
+        return self.retrying(
+            what, lambda: self.servers.at_each(role, [str(command[1]) for command in commands], run)
+        )
 
-    def write(self, what: str, commands: Sequence[Command], *, starts_work: bool = False) -> list[Any]:
+    def write(
+        self, what: str, commands: Sequence[Command], *, starts_work: bool = False
+    ) -> list[Any]:
         """`each` for large values, which are sent from where they are. `starts_work`: see `call`.
 
-        In a cluster, payloads lie on other nodes than the script that accepts them, and `wait_replicas` are waited for
-        here: those that the script waits for say nothing of these.
+        In a cluster, payloads lie on other nodes than the script that accepts them, and
+        `wait_replicas` are waited for here: those that the script waits for say nothing of these.
         """
 
         def run(client: Any, here: list[int]) -> list[Any]:
             return self._replicated(send, client, [commands[place] for place in here])
 
         keys = [str(command[1]) for command in commands]
-        return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run), starts_work=starts_work)
+        return self.retrying(
+            what, lambda: self.servers.at_each("bulk", keys, run), starts_work=starts_work
+        )
 
     def _replicated(
         self, run: Callable[[Any, list[Command]], list[Any]], client: Any, commands: list[Command]
@@ -296,19 +348,24 @@ class Store:
         self.durability.check(answers[len(commands) :])
         return answers[: len(commands)]
 
-    def read(self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool) -> list[Parts]:
+    def read(
+        self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool
+    ) -> list[Parts]:
         """The values of several keys of one slot each; see `buffer.store.bulk_io.receive`."""
 
         def run(client: Any, here: list[int]) -> list[Parts]:
             return receive(client, [names[n] for n in here], [sizes[n] for n in here], asked)
 
-        return self.retrying(what, lambda: self.servers.at_each("bulk", [keys[0] for keys in names], run))
+        return self.retrying(
+            what, lambda: self.servers.at_each("bulk", [keys[0] for keys in names], run)
+        )
 
     def wait_bell(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
-        """Block until `bell` rings or the time is up. Whether it rang; a lost ring costs one time-out.
+        """Block until `bell` rings or the time is up. Whether it rang; a lost ring costs one
+        time-out.
 
-        The bell is cleared before the caller looks at what it was rung for, so a later ring is never lost. Of
-        a `shared` bell, every listener takes one ring.
+        The bell is cleared before the caller looks at what it was rung for, so a later ring is
+        never lost. Of a `shared` bell, every listener takes one ring.
         """
 
         def listen() -> bool:
@@ -322,10 +379,18 @@ class Store:
         return self.retrying("bell", listen)
 
     def retrying(
-        self, what: str, operation: Callable[[], T], *, deadline_s: float | None = None, starts_work: bool = False
+        self,
+        what: str,
+        operation: Callable[[], T],
+        *,
+        deadline_s: float | None = None,
+        starts_work: bool = False,
     ) -> T:
-        """Run `operation`, again and again while the server is away, until it works or patience ends."""
-        started, attempt = time.monotonic(), 0
+        """Run `operation`, again and again while the server is away, until it works or patience
+        ends.
+        """
+        started = time.monotonic()
+        attempt = 0
         end = started + (self.deadline_s if deadline_s is None else deadline_s)
         while True:
             try:
@@ -357,4 +422,6 @@ class Store:
             hint = "what is trained and committed frees some; raise maxmemory, or lower [memory] budget_bytes"
             return StoreFull(f"{what}: the memory of {mask_url(self.url)} is full", hint=hint)
         hint = "is the server running? everything continues by itself once it is back"
-        return StoreUnavailable(f"{what}: no usable answer from {mask_url(self.url)}: {error}", hint=hint)
+        return StoreUnavailable(
+            f"{what}: no usable answer from {mask_url(self.url)}: {error}", hint=hint
+        )

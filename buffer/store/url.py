@@ -6,8 +6,8 @@
     redis+sentinel://[…@]host1:port,host2:port/service[/0]   rediss+…    the primary that these Sentinels name
     memory://  memory://name                                             inside this process, for tests only
 
-User and password are the server's; those of Sentinels, if they have any, are `?sentinel_username=` and
-`&sentinel_password=`.
+User and password are the server's; those of Sentinels, if they have any, are `?sentinel_username=`
+and `&sentinel_password=`.
 
 Passwords must not reach a log, a screen or an error message: URLs are masked before they are shown.
 """
@@ -26,8 +26,8 @@ from redis.sentinel import Sentinel
 
 from buffer.errors import ConfigError
 
-# Greedy up to the last "@": a password may hold unescaped ":" and "@", and masking too much is the safe side.
-# A URL whose scheme was forgotten or mistyped holds one, too.
+# Greedy up to the last "@": a password may hold unescaped ":" and "@", and masking too much is the
+# safe side. A URL whose scheme was forgotten or mistyped holds one, too.
 _USER_INFO = re.compile(r"([^:@/\s'\"]*):(?!//)[^\s'\"]*@")
 # An "@" behind the name of a password may end the user information, or stand in that password.
 _NAMED = r"[?&](?:password|ssl_password|sentinel_password)="
@@ -39,6 +39,7 @@ def mask_url(text: str) -> str:
     """The text with every password of a URL in it replaced by `***`."""
     return _QUERY.sub(r"\1***", _USER_INFO.sub(r"\1:***@", _BOTH.sub(r"\1:***", text)))
 
+
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
 SOCKET_TIMEOUT_S = 15.0
@@ -49,8 +50,12 @@ _SENTINEL_TIMEOUT_S = 2.0
 _SENTINEL_PORT = 26379
 
 
-def open_client(url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
-    """A client that retries nothing by itself. Connects lazily; raises nothing here but ConfigError for a bad URL."""
+def open_client(
+    url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_TIMEOUT_S
+) -> redis.Redis:
+    """A client that retries nothing by itself. Connects lazily; raises nothing here but ConfigError
+    for a bad URL.
+    """
     if url.startswith("memory:"):
         from buffer.store.in_memory import open_memory
 
@@ -66,7 +71,11 @@ def open_client(url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_
     if not url.startswith("unix"):
         settings["socket_keepalive"] = True
     try:
-        client = _primary(url, settings) if "+sentinel://" in url else redis.Redis.from_url(url, **settings)
+        client = (
+            _primary(url, settings)
+            if "+sentinel://" in url
+            else redis.Redis.from_url(url, **settings)
+        )
         # an option that no connection knows is told now, not at the first command
         client.connection_pool.connection_class(**client.connection_pool.connection_kwargs)
     except (ValueError, TypeError):
@@ -80,7 +89,9 @@ def open_client(url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_
 
 
 def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
-    """A client that asks the Sentinels for the primary whenever it connects. ValueError for a bad URL."""
+    """A client that asks the Sentinels for the primary whenever it connects. ValueError for a bad
+    URL.
+    """
     parts = urlsplit(url)
     credentials, hosts = _netloc(parts)
     service, _, database = parts.path.strip("/").partition("/")
@@ -93,7 +104,10 @@ def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
         login["ssl"] = True
     del login["host"]
     sentinels = [urlsplit(f"//{host}") for host in hosts]
-    patience = {"socket_timeout": _SENTINEL_TIMEOUT_S, "socket_connect_timeout": _SENTINEL_TIMEOUT_S}
+    patience = {
+        "socket_timeout": _SENTINEL_TIMEOUT_S,
+        "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
+    }
     tls = {name: value for name, value in login.items() if name.startswith("ssl")}
     watch = Sentinel(  # type: ignore[no-untyped-call]
         [(host.hostname or "", host.port or _SENTINEL_PORT) for host in sentinels],
@@ -120,7 +134,9 @@ def at_node(url: str, host: str, port: int) -> str:
     parts = urlsplit(url)
     credentials, _ = _netloc(parts)
     host = host or parts.hostname or ""
-    return parts._replace(netloc=f"{credentials}{f'[{host}]' if ':' in host else host}:{port}").geturl()
+    return parts._replace(
+        netloc=f"{credentials}{f'[{host}]' if ':' in host else host}:{port}"
+    ).geturl()
 
 
 def _netloc(parts: SplitResult) -> tuple[str, list[str]]:

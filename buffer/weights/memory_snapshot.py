@@ -34,7 +34,9 @@ class MemorySnapshot:
     def __init__(
         self, label: str, files: Mapping[str, bytes | mmap.mmap], manifest_data: bytes
     ) -> None:
-        self.label, self.files, self._manifest = label, files, manifest_data
+        self.label = label
+        self.files = files
+        self._manifest = manifest_data
         self.checksum = manifest.digest(manifest_data)
 
     @classmethod

@@ -19,7 +19,8 @@ from typing import Any
 from buffer.errors import WireError
 from buffer.weights.rendezvous import Rendezvous
 
-TRAINER, ENGINE = 0, 1
+TRAINER = 0
+ENGINE = 1
 CHUNK_BYTES = 16 << 20
 """Size of one message. It has `stall_s` to arrive: with 30 s, a link must carry 0.5 MB/s."""
 
@@ -53,8 +54,10 @@ class ProcessGroup:
         stall_s: float,
         gpu: int | None = None,
     ) -> None:
-        self._torch, self._rendezvous = load_torch(), rendezvous
-        self._stall_s, self._gpu = stall_s, gpu
+        self._torch = load_torch()
+        self._rendezvous = rendezvous
+        self._stall_s = stall_s
+        self._gpu = gpu
         self._is_nccl = backend == "nccl"
         self._peer = 1 - rank
         try:
@@ -165,7 +168,8 @@ class ProcessGroup:
 
     def _store(self) -> Any:
         """Wrap the rendezvous as the store in which torch's groups exchange their addresses."""
-        rendezvous, stall_s = self._rendezvous, self._stall_s
+        rendezvous = self._rendezvous
+        stall_s = self._stall_s
 
         class RendezvousStore(self._torch.distributed.Store):  # type: ignore[misc, name-defined]
             def set(self, key: str, value: bytes) -> None:

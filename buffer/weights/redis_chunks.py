@@ -36,7 +36,8 @@ class VersionStore:
     """The versions of one run on its server. A label names one: "lineage:version"."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._store, self._keys = store, keys
+        self._store = store
+        self._keys = keys
 
     def labels(self) -> list[str]:
         """Return all versions, complete or not, the oldest first."""
@@ -135,7 +136,8 @@ class RedisSender:
     """Stores versions on the server. The newest `keep` stay, and one more while it is published."""
 
     def __init__(self, store: Store, keys: Keys, *, keep: int = 3) -> None:
-        self._versions, self._keep = VersionStore(store, keys), keep
+        self._versions = VersionStore(store, keys)
+        self._keep = keep
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
         """Store one version, whose files `save` writes."""

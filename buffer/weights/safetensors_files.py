@@ -17,11 +17,13 @@ from buffer.errors import ModelError, WireError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 
-CHECKSUM_BLOCKS, CHECKSUM_BLOCK_BYTES = 4, 4096
+CHECKSUM_BLOCKS = 4
+CHECKSUM_BLOCK_BYTES = 4096
 """How much of a tensor goes into a model's checksum: this many blocks, evenly spaced. A smaller
 tensor is read as a whole."""
 
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_TENSORS = "adapter_model.safetensors"
 """The two files of a LoRA adapter, as PEFT writes them and vLLM reads them."""
 
 PEFT_PREFIX = "base_model.model."

@@ -28,7 +28,8 @@ class FolderSender:
     """Versions of weights in `folder`. The newest `keep` stay; other contents are left alone."""
 
     def __init__(self, folder: Path, *, keep: int = 3) -> None:
-        self.folder, self._keep = folder.resolve(), keep
+        self.folder = folder.resolve()
+        self._keep = keep
         self._newest: Path | None = None
 
     def path(self, weights: PolicyVersion) -> Path:

@@ -90,7 +90,8 @@ class TensorServer:
         if backend == "nccl" and not self._torch.cuda.is_available():
             message = "weights_transport = nccl: torch finds no GPU here"
             raise ConfigError(message, hint="gloo works everywhere")
-        self._backend, self._stall_s = backend, stall_s
+        self._backend = backend
+        self._stall_s = stall_s
         self._gpu = self._torch.cuda.current_device() if backend == "nccl" else None
         self.token = secrets.token_hex(32)
         self._snapshot: MemorySnapshot | None = None
@@ -174,7 +175,9 @@ class TensorReceiver:
     def __init__(
         self, announced: Announcement, *, limit_s: float, stall_s: float = STALL_S
     ) -> None:
-        self._announced, self._limit_s, self._stall_s = announced, limit_s, stall_s
+        self._announced = announced
+        self._limit_s = limit_s
+        self._stall_s = stall_s
         self._torch = load_torch()
         has_gpu = self._torch.cuda.is_available()
         self._gpu = self._torch.cuda.current_device() if has_gpu else None
@@ -193,7 +196,8 @@ class TensorReceiver:
         """Yield all tensors in the order of the files, in the memory that received them."""
         for data, spans in self._files:
             for name, span in spans.items():
-                raw, dtype = data[span.start : span.end], getattr(self._torch, DTYPES[span.dtype])
+                raw = data[span.start : span.end]
+                dtype = getattr(self._torch, DTYPES[span.dtype])
                 aligned = raw if span.start % dtype.itemsize == 0 else raw.clone()
                 yield name, aligned.view(dtype).reshape(span.shape)
 

@@ -54,7 +54,10 @@ class TransferSender:
         keep: int = 3,
         stall_s: float = STALL_S,
     ) -> None:
-        self._folder, self._backend, self._keep, self._stall_s = folder, backend, keep, stall_s
+        self._folder = folder
+        self._backend = backend
+        self._keep = keep
+        self._stall_s = stall_s
         self._host = host or _address_towards(store.servers.url_of(keys.control))
         self._versions = VersionStore(store, keys)
         # depends on the folder alone: the same if the run is created anew on a server that lost it
@@ -126,7 +129,8 @@ class TransferReceiver(WeightsReceiver):
     """Reads announcements, and the copies on disk that they name."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._versions, self._folder = VersionStore(store, keys), FolderReceiver()
+        self._versions = VersionStore(store, keys)
+        self._folder = FolderReceiver()
 
     def announcement(self, published: PublishedWeights) -> Announcement:
         """Return the announcement. Raises WireError if it is missing or not the published one."""

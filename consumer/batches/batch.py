@@ -1,4 +1,5 @@
-"""Calls that nobody awaits any more: how one that waits in a thread learns that its coroutine was cancelled.
+"""Calls that nobody awaits any more: how one that waits in a thread learns that its coroutine was
+cancelled.
 
 What one train step consumes, and what interrupts the wait for it.
 """
@@ -17,14 +18,17 @@ from buffer.model.manifest import Manifest
 
 
 class Stopped(Exception):
-    """`stop` was called, the run is finished, or whoever awaited was cancelled. Not an error: nothing was taken."""
+    """`stop` was called, the run is finished, or whoever awaited was cancelled. Not an error:
+    nothing was taken.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What one train step consumes. `waited_s`: how long the trainer stood still for it.
 
-    `status` EXPIRED_BATCH: the newest weights can serve no later step, so train this one, then publish.
+    `status` EXPIRED_BATCH: the newest weights can serve no later step, so train this one, then
+    publish.
     """
 
     step: int
@@ -32,6 +36,7 @@ class Batch:
     manifest: Manifest
     waited_s: float
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
+
 
 _abandoned: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
 

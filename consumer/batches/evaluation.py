@@ -3,8 +3,8 @@
     ask ──▶ eval lane, before all training work ──▶ pool ──▶ take of the eval ledger ──▶ commit ──▶ groups
                                                               └── of other weights, or left by another trainer: put away
 
-Evaluations have a ledger, manifests and tasks of their own: no training pool ever holds such a group, and no training
-counter moves.
+Evaluations have a ledger, manifests and tasks of their own: no training pool ever holds such a
+group, and no training counter moves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ Take = Callable[[Mapping[str, int]], Manifest | NotReady]
 
 
 class EvaluationRound:
-    """`count` groups of `task`, begun when `version` was the newest policy version. For the trainer `nonce`."""
+    """`count` groups of `task`, begun when `version` was the newest policy version. For the trainer
+    `nonce`.
+    """
 
     def __init__(self, run: Run, nonce: str, reader: BatchReader, task: str, count: int) -> None:
-        self._run, self._nonce, self._reader = run, nonce, reader
-        self.task, self._count = task, count
+        self._run = run
+        self._nonce = nonce
+        self._reader = reader
+        self.task = task
+        self._count = count
         self.version = run.control.state().weights.version
         self._step = 0
         self._ask()
@@ -44,7 +49,9 @@ class EvaluationRound:
         while True:
             manifest = wait.until_taken(self._step, {self.task: self._count}, self._take)
             groups = self._read(manifest)
-            if self._is_ours(manifest) and all(entry.version in (self.version, None) for entry in manifest.entries):
+            if self._is_ours(manifest) and all(
+                entry.version in (self.version, None) for entry in manifest.entries
+            ):
                 return groups
             self._ask()
 
@@ -57,7 +64,9 @@ class EvaluationRound:
                 return groups
 
     def poll(self) -> list[RolloutGroup] | None:
-        """All groups once they are ready, without waiting. Those that were begun late may be of newer weights."""
+        """All groups once they are ready, without waiting. Those that were begun late may be of
+        newer weights.
+        """
         self._ask()
         manifest = self._take({self.task: self._count})
         if isinstance(manifest, NotReady):
@@ -67,7 +76,11 @@ class EvaluationRound:
     def _accept(self, manifest: Manifest) -> list[RolloutGroup] | None:
         groups = self._read(manifest)
         versions = [entry.version for entry in manifest.entries if entry.version is not None]
-        return groups if self._is_ours(manifest) and all(found >= self.version for found in versions) else None
+        return (
+            groups
+            if self._is_ours(manifest) and all(found >= self.version for found in versions)
+            else None
+        )
 
     def _take(self, counts: Mapping[str, int]) -> Manifest | NotReady:
         return self._run.evaluations.take(self._nonce, self._step, counts)

@@ -1,7 +1,9 @@
-"""Whether a batch that is not ready ever will be: the trainer's half of the disaggregated state machine.
+"""Whether a batch that is not ready ever will be: the trainer's half of the disaggregated state
+machine.
 
-T is the step that is asked for, M the newest weights, H the staleness at which they are too old (`RunLimits.horizon`).
-A state is nowhere stored: it follows from what the server holds, so that producer and trainer cannot disagree.
+T is the step that is asked for, M the newest weights, H the staleness at which they are too old
+(`RunLimits.horizon`). A state is nowhere stored: it follows from what the server holds, so that
+producer and trainer cannot disagree.
 
                   ┌────────────── continue ◀──── UPDATE_WEIGHT_AND_ABORT: waits
                   ▼                                  ▲
@@ -38,32 +40,44 @@ LOOK_S = 0.5
 """Before the first look, and between two: a trainer is woken for every group that comes in."""
 
 BEATS = 3
-"""A producer beats once a round: between the first look and the last of so many beats there was a whole round."""
+"""A producer beats once a round: between the first look and the last of so many beats there was a
+whole round.
+"""
 
 
 def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
-    """EXPIRED_BATCH if nothing that the newest weights make can serve the step after `step`: train, then publish."""
+    """EXPIRED_BATCH if nothing that the newest weights make can serve the step after `step`: train,
+    then publish.
+    """
     expired = staleness(step + 1, run.control.state().weights.version) >= run.limits.horizon
     return ProduceBatchStatus.EXPIRED_BATCH if expired else ProduceBatchStatus.NORMAL
 
 
 class BatchOutlook:
-    """One wait for the batch of `step`. `trains` is False for an evaluation, whose groups never become too old.
+    """One wait for the batch of `step`. `trains` is False for an evaluation, whose groups never
+    become too old.
 
     `producer_timeout_s`: how long a run without a producer is waited with; None: for ever.
     """
 
-    def __init__(self, run: Run, step: int, producer_timeout_s: float | None, *, trains: bool = True) -> None:
-        self._run, self._step, self._trains = run, step, trains
+    def __init__(
+        self, run: Run, step: int, producer_timeout_s: float | None, *, trains: bool = True
+    ) -> None:
+        self._run = run
+        self._step = step
+        self._trains = trains
         self._timeout_s = producer_timeout_s
-        self._clock, self._waited_s = OutageClock(), 0.0
+        self._clock = OutageClock()
+        self._waited_s = 0.0
         self._look_at_s = time.monotonic() + LOOK_S
         self._standing: list[TaskAccount] = []
         self._beats: set[int] = set()
         self._has_warned = False
 
     def check(self, answer: NotReady) -> bool:
-        """Raise what makes waiting on useless (see the module). Whether the run goes on: False once it is finished."""
+        """Raise what makes waiting on useless (see the module). Whether the run goes on: False once
+        it is finished.
+        """
         self._waited_s = self._clock.look()
         if answer.recovering or time.monotonic() < self._look_at_s:
             return True
@@ -86,24 +100,43 @@ class BatchOutlook:
         if holder.is_alive:
             self._has_warned = False
             return
-        # a run that was stopped overnight had no producer for hours: what counts is how long it is missed
-        missed_s = self._waited_s if holder.silent_ms is None else min(self._waited_s, holder.silent_ms / 1000)
+        # a run that was stopped overnight had no producer for hours: what counts is how long it is
+        # missed
+        missed_s = (
+            self._waited_s
+            if holder.silent_ms is None
+            else min(self._waited_s, holder.silent_ms / 1000)
+        )
         if self._timeout_s is not None and missed_s >= self._timeout_s:
             hint = "see its log, then `rolloutmq producer CONFIG`; with --standby, another one takes over by itself"
-            raise ProducerGone(f"step {self._step} waits for groups, and {holder}; no standby took over", hint=hint)
+            raise ProducerGone(
+                f"step {self._step} waits for groups, and {holder}; no standby took over", hint=hint
+            )
         if not self._has_warned and missed_s >= 1.0:
-            log.warning("step %d waits for groups, and %s; a standby may take over", self._step, holder)
+            log.warning(
+                "step %d waits for groups, and %s; a standby may take over", self._step, holder
+            )
             self._has_warned = True
 
     def _raise_if_expired(self, state: ControlState, answer: NotReady) -> None:
         if batch_status(state, self._step, self._run.limits) is ProduceBatchStatus.EXPIRED_BATCH:
-            raise self._expired(state, f"their groups are {self._run.limits.horizon} steps too old for it", answer)
+            raise self._expired(
+                state, f"their groups are {self._run.limits.horizon} steps too old for it", answer
+            )
 
-    def _raise_if_dry(self, state: ControlState, answer: NotReady, short: list[str], holder: RoleHolder) -> None:
+    def _raise_if_dry(
+        self, state: ControlState, answer: NotReady, short: list[str], holder: RoleHolder
+    ) -> None:
         standing = [task for task in self._run.account.totals().tasks if task.task in short]
         at_work = sum(task.waiting + task.running for task in standing)
-        if at_work or standing != self._standing or answer.checkpoint_now or self._run.memory.use().refuses_fresh:
-            self._standing, self._beats = standing, {holder.seen_ms}
+        if (
+            at_work
+            or standing != self._standing
+            or answer.checkpoint_now
+            or self._run.memory.use().refuses_fresh
+        ):
+            self._standing = standing
+            self._beats = {holder.seen_ms}
             return
         self._beats.add(holder.seen_ms)
         if len(self._beats) < BEATS:
@@ -127,6 +160,14 @@ def _counters(tasks: list[TaskAccount]) -> str:
     """All that is counted of each task; zeros are left out."""
     rows = []
     for task in tasks:
-        numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor, **task.places}
-        rows.append(f"{task.task}: " + ", ".join(f"{name} {count}" for name, count in numbers.items() if count))
+        numbers = {
+            "target": task.target,
+            "consumed": task.consumed,
+            "cursor": task.cursor,
+            **task.places,
+        }
+        rows.append(
+            f"{task.task}: "
+            + ", ".join(f"{name} {count}" for name, count in numbers.items() if count)
+        )
     return "; ".join(rows)

@@ -1,9 +1,10 @@
 """Payloads of the next batch, read while the present one trains.
 
-Nothing is taken early: a batch that is taken before the weights are published that it could have had is one step older
-than it must be. So this only looks (`peek`) at the groups that would be taken now, and reads their bytes. What the
-take then names is used; another group, or another token of one, is read as ever. Bytes never change under a token, so
-that a batch is the same whether or not they were here (I5).
+Nothing is taken early: a batch that is taken before the weights are published that it could have
+had is one step older than it must be. So this only looks (`peek`) at the groups that would be taken
+now, and reads their bytes. What the take then names is used; another group, or another token of
+one, is read as ever. Bytes never change under a token, so that a batch is the same whether or not
+they were here (I5).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Prefetcher:
     """Holds at most `budget_bytes` of payloads; 0: does nothing at all. Ends with `closed`."""
 
     def __init__(self, run: Run, budget_bytes: int, closed: threading.Event) -> None:
-        self._run, self._budget, self._closed = run, budget_bytes, closed
+        self._run = run
+        self._budget = budget_bytes
+        self._closed = closed
         self._held: dict[PayloadRef, RolloutGroup] = {}
         self._lock = threading.Lock()
         self._counts: Mapping[str, int] = {}
@@ -51,7 +54,9 @@ class Prefetcher:
         self._counts = dict(counts)
         self._go.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look_on, name="trainer-prefetch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._look_on, name="trainer-prefetch", daemon=True
+            )
             self._thread.start()
 
     def end(self) -> None:
@@ -61,7 +66,8 @@ class Prefetcher:
     def hand_out(self, refs: list[PayloadRef]) -> dict[PayloadRef, RolloutGroup]:
         """What is here of a batch. All else is forgotten: its turn had come."""
         with self._lock:
-            held, self._held = self._held, {}
+            held = self._held
+            self._held = {}
         found = {ref: held[ref] for ref in refs if ref in held}
         self.used += len(found)
         return found
@@ -76,13 +82,19 @@ class Prefetcher:
         while self._go.wait() and not self._closed.is_set():
             try:
                 self._look()
-            except RolloutMQError as error:  # also of a group that has left meanwhile: the trainer meets what is true
+            except (
+                RolloutMQError
+            ) as error:  # also of a group that has left meanwhile: the trainer meets what is true
                 log.debug("not prefetched: %s", error)
             self._closed.wait(LOOK_S)
 
     def _look(self) -> None:
         asked = {task: count for task, count in self._counts.items() if count > 0}
-        wanted = [entry.payload for task, count in asked.items() for entry in self._run.buffer.peek(count, task)]
+        wanted = [
+            entry.payload
+            for task, count in asked.items()
+            for entry in self._run.buffer.peek(count, task)
+        ]
         for refs in self._missing(wanted):
             groups = self._run.buffer.read_many(refs)
             with self._lock:

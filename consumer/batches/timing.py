@@ -3,7 +3,8 @@
 pause/count p50_s p99_s        of all pauses of this trainer; percentiles are of the newest 1,000
 pause/le_<seconds>             how many took at most so long, as Prometheus counts
 
-How long a trainer has stood still for groups: what its heartbeats tell, and what the fleet is scaled by.
+How long a trainer has stood still for groups: what its heartbeats tell, and what the fleet is
+scaled by.
 
 How long a trainer stood still for its batches, and what they held.
 
@@ -38,12 +39,17 @@ class PauseTimes:
             self._at_most[bound_s] += seconds <= bound_s
 
     def metrics(self) -> dict[str, float]:
-        """Nothing before the first pause. p50 and p99 as in `task/p50_s`: elements at n // 2 and int(0.99 n)."""
+        """Nothing before the first pause. p50 and p99 as in `task/p50_s`: elements at n // 2 and
+        int(0.99 n).
+        """
         if not self._newest:
             return {}
         times = sorted(self._newest)
         named = {f"pause/le_{bound_s:g}": float(count) for bound_s, count in self._at_most.items()}
-        percentiles = {"pause/p50_s": times[len(times) // 2], "pause/p99_s": times[int(0.99 * len(times))]}
+        percentiles = {
+            "pause/p50_s": times[len(times) // 2],
+            "pause/p99_s": times[int(0.99 * len(times))],
+        }
         return {"pause/count": float(self.count), **percentiles, **named}
 
 
@@ -57,7 +63,8 @@ class WaitClock:
     @property
     def seconds(self) -> float:
         """In all, the wait that goes on included."""
-        ended_s, since = self._ended_s, self._since
+        ended_s = self._ended_s
+        since = self._since
         return ended_s + (0.0 if since is None else time.monotonic() - since)
 
     @contextmanager

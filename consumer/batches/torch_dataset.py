@@ -5,8 +5,8 @@
         train(batch)
         consumer.commit(batch.step, keep=batch.step)
 
-An item is a whole `Batch`: its size is the run's business, and a commit is of a step. `map(padded_tensors, …)` gives
-tensors instead.
+An item is a whole `Batch`: its size is the run's business, and a commit is of a step.
+`map(padded_tensors, …)` gives tensors instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from buffer.errors import ConfigError
 from consumer.batches.batch import Batch
 
 Counts = Mapping[str, int] | Callable[[int], Mapping[str, int]]
-"""Groups of each task; or a function of the step that says so (`lambda step: run.limits.mix().shares(step)`)."""
+"""Groups of each task; or a function of the step that says so (`lambda step:
+run.limits.mix().shares(step)`).
+"""
 
 
 class TakesBatches(Protocol):
@@ -33,11 +35,18 @@ class TakesBatches(Protocol):
 
 
 class BatchDataset(IterableDataset[Batch]):
-    """Steps `first` to `last`, in order; each is taken when it is asked for, and blocks until it is there."""
+    """Steps `first` to `last`, in order; each is taken when it is asked for, and blocks until it is
+    there.
+    """
 
-    def __init__(self, consumer: TakesBatches, counts: Counts, *, first: int = 1, last: int) -> None:
+    def __init__(
+        self, consumer: TakesBatches, counts: Counts, *, first: int = 1, last: int
+    ) -> None:
         super().__init__()
-        self._consumer, self._counts, self._first, self._last = consumer, counts, first, last
+        self._consumer = consumer
+        self._counts = counts
+        self._first = first
+        self._last = last
 
     def __len__(self) -> int:
         return max(0, self._last - self._first + 1)
@@ -56,21 +65,27 @@ class BatchDataset(IterableDataset[Batch]):
 def padded_tensors(batch: Batch) -> dict[str, Tensor]:
     """The rollouts of a batch as right-padded rows, of S rollouts and at most L tokens.
 
-    input_ids int64[S, L]: prompt and response; attention_mask int64[S, L]; loss_mask float32[S, L], 1 where a token of
-    the response is trained; logprobs float32[S, L]: of that token, as it was sampled (0 elsewhere); scores float32[S];
-    group int64[S]: which prompt, as a number in the batch.
+    input_ids int64[S, L]: prompt and response; attention_mask int64[S, L]; loss_mask float32[S, L],
+    1 where a token of the response is trained; logprobs float32[S, L]: of that token, as it was
+    sampled (0 elsewhere); scores float32[S]; group int64[S]: which prompt, as a number in the
+    batch.
     """
     groups = batch.groups
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
-    prompts = np.concatenate([np.full(len(group), len(group.prompt_ids)) for group in groups]).astype(np.int64)
+    prompts = np.concatenate(
+        [np.full(len(group), len(group.prompt_ids)) for group in groups]
+    ).astype(np.int64)
     totals = prompts + lengths
     place = np.arange(totals.max(initial=0))
     is_token = place < totals[:, None]
     is_response = is_token & (place >= prompts[:, None])
     ids = np.zeros(is_token.shape, np.int64)
     ids[is_response] = np.concatenate([group.response_ids for group in groups])
-    ids[is_token & ~is_response] = np.concatenate([np.tile(group.prompt_ids, len(group)) for group in groups])
-    mask, logprobs = np.zeros(ids.shape, np.float32), np.zeros(ids.shape, np.float32)
+    ids[is_token & ~is_response] = np.concatenate(
+        [np.tile(group.prompt_ids, len(group)) for group in groups]
+    )
+    mask = np.zeros(ids.shape, np.float32)
+    logprobs = np.zeros(ids.shape, np.float32)
     mask[is_response] = np.concatenate([group.mask for group in groups])
     logprobs[is_response] = np.concatenate([group.logprobs for group in groups])
     columns = {

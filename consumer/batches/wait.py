@@ -1,6 +1,8 @@
-"""The wait for a batch: until it is there, a deadline passes, somebody stops it, or it would be for ever.
+"""The wait for a batch: until it is there, a deadline passes, somebody stops it, or it would be for
+ever.
 
-Why a batch is not there yet, for whoever waits: what is missing, how far that is, and who could make it.
+Why a batch is not there yet, for whoever waits: what is missing, how far that is, and who could
+make it.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ SAID = {
 
 @dataclass(frozen=True, slots=True)
 class WaitReason(NotReady):
-    """`NotReady`, and what stands behind it: of each missing task, the groups that wait for a worker and those that one
-    has; and the live workers, of which each could take such a group."""
+    """`NotReady`, and what stands behind it: of each missing task, the groups that wait for a
+    worker and those that one has; and the live workers, of which each could take such a group.
+    """
 
     started: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     workers: int = 0
@@ -37,7 +40,9 @@ class WaitReason(NotReady):
     def __str__(self) -> str:
         # not super(): dataclasses with slots are made anew, and their methods do not know it
         parts = [NotReady.__str__(self)]
-        parts += [f"of {task}, {wait} wait and {run} run" for task, (wait, run) in self.started.items()]
+        parts += [
+            f"of {task}, {wait} wait and {run} run" for task, (wait, run) in self.started.items()
+        ]
         parts += [f"{self.workers} live workers" if self.workers else "there is no live worker"]
         return "; ".join([*parts, *([SAID[self.status]] if self.status in SAID else [])])
 
@@ -72,6 +77,7 @@ def _read(run: Run, tasks: list[str]) -> list[Any]:
             pipe.hget(run.keys.progress(task), "running")
         return list(pipe.execute())
 
+
 Waiting = Callable[[WaitReason], None]
 Checkpoint = Callable[[], object]
 
@@ -83,8 +89,9 @@ EXPLAIN_S = 1.0
 
 
 class BatchWait:
-    """How one caller waits. `check` raises what ends the wait; `producer_timeout_s` and `trains` as in `BatchOutlook`;
-    the others are those of `RolloutConsumer.take_batch`."""
+    """How one caller waits. `check` raises what ends the wait; `producer_timeout_s` and `trains` as
+    in `BatchOutlook`; the others are those of `RolloutConsumer.take_batch`.
+    """
 
     def __init__(
         self,
@@ -97,23 +104,38 @@ class BatchWait:
         producer_timeout_s: float | None = None,
         trains: bool = True,
     ) -> None:
-        self._run, self._check = run, check
-        self._producer_timeout_s, self._trains = producer_timeout_s, trains
-        self._deadline_s, self._waiting, self._checkpoint = deadline_s, waiting, checkpoint
+        self._run = run
+        self._check = check
+        self._producer_timeout_s = producer_timeout_s
+        self._trains = trains
+        self._deadline_s = deadline_s
+        self._waiting = waiting
+        self._checkpoint = checkpoint
         self._told = float("-inf")
 
     def until_taken(
-        self, step: int, counts: Mapping[str, int], take: Callable[[Mapping[str, int]], Manifest | NotReady]
+        self,
+        step: int,
+        counts: Mapping[str, int],
+        take: Callable[[Mapping[str, int]], Manifest | NotReady],
     ) -> Manifest:
-        """Call `take` again whenever something has become ready, at least once a second: with `counts`, or with what
-        there will be."""
-        started, wanted = time.monotonic(), counts
+        """Call `take` again whenever something has become ready, at least once a second: with
+        `counts`, or with what there will be.
+        """
+        started = time.monotonic()
+        wanted = counts
         outlook = BatchOutlook(self._run, step, self._producer_timeout_s, trains=self._trains)
         while not isinstance(answer := take(wanted), Manifest):
             self._check()
-            left_s = LOOK_S if self._deadline_s is None else self._deadline_s - (time.monotonic() - started)
+            left_s = (
+                LOOK_S
+                if self._deadline_s is None
+                else self._deadline_s - (time.monotonic() - started)
+            )
             if left_s <= 0:
-                raise TimeoutError(f"step {step} after {self._deadline_s:g} s: {explain(self._run, step, answer)}")
+                raise TimeoutError(
+                    f"step {step} after {self._deadline_s:g} s: {explain(self._run, step, answer)}"
+                )
             wanted = self._what_will_come(step, counts, answer)
             if not outlook.check(answer):
                 raise Stopped
@@ -124,9 +146,12 @@ class BatchWait:
             self._check()
         return answer
 
-    def _what_will_come(self, step: int, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
-        """What to wait for: of a task that has enough (`Halt`), what is ready. Whoever waits for a task of which
-        nothing is started any more would wait for ever (I11)."""
+    def _what_will_come(
+        self, step: int, counts: Mapping[str, int], answer: NotReady
+    ) -> dict[str, int]:
+        """What to wait for: of a task that has enough (`Halt`), what is ready. Whoever waits for a
+        task of which nothing is started any more would wait for ever (I11).
+        """
         wanted = dict(counts)
         for task, (ready, _) in answer.missing.items():
             if ready >= counts[task]:

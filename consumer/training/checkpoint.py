@@ -125,8 +125,9 @@ def _sync(path: Path) -> None:
 
 
 def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: bool) -> Run:
-    """The run of this config, made if it is new. LostRun where its checkpoints say that it is not, and the server has
-    none: only who asks for it by name gets another one (I6)."""
+    """The run of this config, made if it is new. LostRun where its checkpoints say that it is not,
+    and the server has none: only who asks for it by name gets another one (I6).
+    """
     steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
     if steps and not regenerate and config.run.name not in Run.names(store):
         raise LostRun(

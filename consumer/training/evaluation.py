@@ -92,6 +92,7 @@ def _probability(right: NDArray[np.bool_], k: int) -> float:
     wrong = int((~right).sum())
     return 1.0 - comb(wrong, k) / comb(len(right), k)
 
+
 log = logging.getLogger("rolloutmq.trainer")
 
 

@@ -44,6 +44,7 @@ def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
             return difference.square() / 2
     return (-difference).exp() - 1 + difference
 
+
 MAX_LOG_PPL = 80.0
 """Log-perplexities are clamped to this before exponentiation: e^80 still fits into a float32."""
 

@@ -134,6 +134,7 @@ def _parse(data: bytes) -> NDArray[np.int16]:
         raise ValueError(f"numbers of type {dtype}, expected int16 in C order")
     return np.frombuffer(data, "<i2", offset=file.tell()).reshape(shape)
 
+
 GateOutput = tuple[Tensor, Tensor, Tensor]
 """Logits, weights and the chosen experts."""
 

@@ -103,6 +103,7 @@ def write_weights(
         data = orjson.dumps(index, option=orjson.OPT_INDENT_2)
         (folder / "model.safetensors.index.json").write_bytes(data)
 
+
 log = logging.getLogger("rolloutmq.trainer")
 
 FIRST = 4
@@ -146,6 +147,7 @@ def _hidden(model: PreTrainedModel, first_id: int) -> torch.Tensor:
         input_ids=ids.to(model.device), position_ids=positions.to(model.device), use_cache=False
     ).last_hidden_state
     return hidden[0, FIRST:].float()
+
 
 T = TypeVar("T")
 Save = Callable[[Path], None]

@@ -1,7 +1,7 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
-A step that is trained again after a restart is logged again; the reader (`buffer.monitoring.history`) decides
-which entry counts.
+A step that is trained again after a restart is logged again; the reader
+(`buffer.monitoring.history`) decides which entry counts.
 
 The metrics of held-out problems, as the trainer logged them.
 """

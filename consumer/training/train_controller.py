@@ -43,8 +43,8 @@ class TrainController:
 
     `advantages`: the estimator that compares the rollouts of a group or batch, or "gae":
     generalized advantage estimation token by token, which needs a `critic`.
-    `overlong_buffer_tokens`: see `consumer.training.advantages`. Raises ConfigError where these do not fit
-    together.
+    `overlong_buffer_tokens`: see `consumer.training.advantages`. Raises ConfigError where these do
+    not fit together.
 
         controller = TrainController(Learner(model_dir, LearnerConfig()), "grpo")
         metrics = controller.fit(batch.groups)

@@ -249,8 +249,8 @@ class Trainer:
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
         """Publish the weights, and evaluate them in the same pause where evaluations are exclusive.
 
-        After `consumer.stop` it publishes or evaluates no further: the step in progress still ends, so
-        that it is logged. The next trainer publishes first.
+        After `consumer.stop` it publishes or evaluates no further: the step in progress still ends,
+        so that it is logged. The next trainer publishes first.
         """
         step = self._position.step
         save = partial(self._save_model, to_publish=True)

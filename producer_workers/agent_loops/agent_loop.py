@@ -18,13 +18,16 @@ from producer_workers.judges.judge import AnyJudge
 class AgentLoop(Protocol):
     """Generates and judges groups. One instance of a task serves many groups at once."""
 
-    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
-        """The same rollouts, in order, each COMPLETED, ABORTED or FAILED; or several with the index of one.
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
+        """The same rollouts, in order, each COMPLETED, ABORTED or FAILED; or several with the index
+        of one.
 
-        A COMPLETED one is left as it is. One that is sampled, and will be judged, has its `finish_reason` ("stop",
-        "length") at once: from then on its place in the engine is for the next group. What the engine raises is
-        passed on: whether the group or the worker failed is for the worker to say. Cancelling it cancels what runs
-        in the engine.
+        A COMPLETED one is left as it is. One that is sampled, and will be judged, has its
+        `finish_reason` ("stop", "length") at once: from then on its place in the engine is for the
+        next group. What the engine raises is passed on: whether the group or the worker failed is
+        for the worker to say. Cancelling it cancels what runs in the engine.
         """
         ...
 
@@ -34,7 +37,12 @@ class AgentLoopFactory(Protocol):
     `agent_loop_options` come on top, as keyword arguments."""
 
     def __call__(
-        self, *, judge: AnyJudge | None, tokenizer: Tokenizer, eos_ids: Collection[int], partial_rollout: bool
+        self,
+        *,
+        judge: AnyJudge | None,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        partial_rollout: bool,
     ) -> AgentLoop: ...
 
 
@@ -58,14 +66,22 @@ def load_agent_loop(
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """A loop of BUILT_IN by name, or what a class, or the one at "module:Class", makes of these. Raises ConfigError."""
+    """A loop of BUILT_IN by name, or what a class, or the one at "module:Class", makes of these.
+    Raises ConfigError.
+    """
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
-    factory = load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN) if spec is name else spec
+    factory = (
+        load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN)
+        if spec is name
+        else spec
+    )
     if not callable(factory):
         raise ConfigError(f"agent loop {name!r} is not a class", hint='give "module:Class"')
     try:
         chosen = cast(AgentLoopFactory, partial(factory, **(options or {})))
-        loop = chosen(judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout)
+        loop = chosen(
+            judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout
+        )
     except TypeError as error:
         hint = "it is made with judge, tokenizer, eos_ids, partial_rollout and the task's agent_loop_options, by name"
         raise ConfigError(f"agent loop {name!r}: {error}", hint=hint) from error

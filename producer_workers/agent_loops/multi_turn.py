@@ -5,9 +5,10 @@
                  │ budget used up, last turn, or nothing to answer ──▶ judge ──▶ COMPLETED
                  └ abort ──▶ ABORTED, resumed from its tokens by any worker
 
-Everything follows from the tokens and their mask: a turn is a run of trained tokens. So a rollout that was cut off
-inside a turn, or while a tool ran, goes on where it was; a tool whose result was not there yet is called again.
-Token-exact: what is trained is what was sampled (`chat_delta.py`). All tokens, the tools' too, share `max_tokens`.
+Everything follows from the tokens and their mask: a turn is a run of trained tokens. So a rollout
+that was cut off inside a turn, or while a tool ran, goes on where it was; a tool whose result was
+not there yet is called again. Token-exact: what is trained is what was sampled (`chat_delta.py`).
+All tokens, the tools' too, share `max_tokens`.
 
 What answers a model between its turns: a set of tools, a game, a user that is played by a program.
 """
@@ -45,7 +46,8 @@ class Turn:
 class Answer:
     """What comes after a turn: messages for the model, or nothing (the conversation is over).
 
-    `calls` are noted in the rollout. `reward` ends up in its reward under that name, beside what the judge says.
+    `calls` are noted in the rollout. `reward` ends up in its reward under that name, beside what
+    the judge says.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +56,9 @@ class Answer:
 
 
 class Environment(Protocol):
-    """Keeps no state of a rollout: after a pause another worker may ask, so everything follows from the arguments."""
+    """Keeps no state of a rollout: after a pause another worker may ask, so everything follows from
+    the arguments.
+    """
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
         """To one turn. What it raises fails the rollout."""
@@ -65,11 +69,14 @@ class ToolEnvironment:
     """Runs the calls of a turn at the same time; a turn without one is the last."""
 
     def __init__(self, toolbox: Toolbox, parse: ToolParser) -> None:
-        self._toolbox, self._parse = toolbox, parse
+        self._toolbox = toolbox
+        self._parse = parse
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
         found = enumerate(self._parse(turn.text))
-        calls = [call.model_copy(update={"id": f"call_{turn.number}_{place}"}) for place, call in found]
+        calls = [
+            call.model_copy(update={"id": f"call_{turn.number}_{place}"}) for place, call in found
+        ]
         results = await self._toolbox.call_all(calls)
         messages = [
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result}
@@ -79,8 +86,9 @@ class ToolEnvironment:
 
 
 class MultiTurnAgentLoop(SingleTurnAgentLoop):
-    """`environment`: an object, or "module:factory" of one. `max_turns`: turns of the model at most. `keep_turns`: see
-    `ChatDelta`."""
+    """`environment`: an object, or "module:factory" of one. `max_turns`: turns of the model at
+    most. `keep_turns`: see `ChatDelta`.
+    """
 
     def __init__(
         self,
@@ -93,11 +101,15 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         max_turns: int = 8,
         keep_turns: bool = False,
     ) -> None:
-        super().__init__(judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout)
+        super().__init__(
+            judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout
+        )
         if max_turns < 1:
             raise ConfigError(f"max_turns is {max_turns}", hint="at least 1")
         self._environment: Environment = (
-            load_object(environment, kind="environment")() if isinstance(environment, str) else environment
+            load_object(environment, kind="environment")()
+            if isinstance(environment, str)
+            else environment
         )
         self._max_turns = max_turns
         self._delta = ChatDelta(tokenizer, eos_ids, keep_turns=keep_turns)
@@ -122,18 +134,28 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             state.reward = earned | (state.reward or {})
 
     def _finished(self, state: RolloutState) -> str | None:
-        """Why the turn that is there needs no more tokens; None where it does. Between two turns there is none yet."""
-        if len(state.response_ids) and state.response_mask is not None and not state.response_mask[-1]:
+        """Why the turn that is there needs no more tokens; None where it does. Between two turns
+        there is none yet.
+        """
+        if (
+            len(state.response_ids)
+            and state.response_mask is not None
+            and not state.response_mask[-1]
+        ):
             return "length" if self._is_full(state) else None
         return super()._finished(state)
 
     async def _answer(self, state: RolloutState, turns: Sequence[slice]) -> Answer:
         # some templates mark a call with a special token
-        texts = await aside(lambda: [self._decode(state, turn, skip_special_tokens=False) for turn in turns])
+        texts = await aside(
+            lambda: [self._decode(state, turn, skip_special_tokens=False) for turn in turns]
+        )
         return await self._environment.answer(state, Turn(len(turns) - 1, texts[-1], texts[:-1]))
 
     async def _go_on(self, state: RolloutState, answer: Answer) -> bool:
-        """Put an answer's tokens behind the turn; False where there is none, or no room for it and one token more."""
+        """Put an answer's tokens behind the turn; False where there is none, or no room for it and
+        one token more.
+        """
         state.tool_calls = [*state.tool_calls, *answer.calls]
         if not answer.messages:
             return False
@@ -161,8 +183,9 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
 
 class ToolAgentLoop(MultiTurnAgentLoop):
-    """Several turns with tools: `tools` are functions, or "module:function" each; `mcp` are servers of more (see
-    mcp_server.py); `parser`: see tool_parsers.py."""
+    """Several turns with tools: `tools` are functions, or "module:function" each; `mcp` are servers
+    of more (see mcp_server.py); `parser`: see tool_parsers.py.
+    """
 
     def __init__(
         self,
@@ -175,8 +198,12 @@ class ToolAgentLoop(MultiTurnAgentLoop):
         **common: Any,
     ) -> None:
         if parser not in PARSERS:
-            raise ConfigError(f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}")
-        environment = ToolEnvironment(Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s), PARSERS[parser])
+            raise ConfigError(
+                f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}"
+            )
+        environment = ToolEnvironment(
+            Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s), PARSERS[parser]
+        )
         super().__init__(environment=environment, max_turns=max_turns, **common)
 
 

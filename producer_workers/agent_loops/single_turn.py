@@ -4,8 +4,9 @@
           ▲                           │   └── judge error ──▶ FAILED
           └──── ABORTED ◀── abort ────┘       (no token at all: FAILED too)
 
-A rollout becomes COMPLETED only when its reward is there. So one that is COMPLETED is never generated or
-judged again, and one that was cut off while it was judged is judged when its group is resumed.
+A rollout becomes COMPLETED only when its reward is there. So one that is COMPLETED is never
+generated or judged again, and one that was cut off while it was judged is judged when its group is
+resumed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from producer_workers.judges.judge import AnyJudge, GroupJudge
 class SingleTurnAgentLoop:
     """Runs the rollouts of a group at the same time, one request each.
 
-    With `partial_rollout`, an aborted rollout keeps its tokens and is continued behind them; without, it
-    starts again from its prompt. `judge` None leaves the reward empty. Changes the states it is given.
+    With `partial_rollout`, an aborted rollout keeps its tokens and is continued behind them;
+    without, it starts again from its prompt. `judge` None leaves the reward empty. Changes the
+    states it is given.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class SingleTurnAgentLoop:
         self._partial_rollout = partial_rollout
         self._attempts = itertools.count()
 
-    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
         """See `AgentLoop`. An error of one rollout cancels the others of the group, then is raised."""
         open_ones = [state for state in states if state.status is not Status.COMPLETED]
         await run_all(self._run(s, engine, gid) for s in open_ones)
@@ -66,7 +70,8 @@ class SingleTurnAgentLoop:
             rewards = dict(zip(map(id, states), await judge.judge_group(states), strict=True))
         except JudgeError as error:
             for state in ended:
-                state.status, state.error = Status.FAILED, str(error)
+                state.status = Status.FAILED
+                state.error = str(error)
             return
         for state in ended:
             state.status, state.reward = Status.COMPLETED, (state.reward or {}) | rewards[id(state)]
@@ -85,7 +90,8 @@ class SingleTurnAgentLoop:
         """Why a resumed rollout needs no request any more; None where it does."""
         if state.finish_reason in ("stop", "length"):
             return state.finish_reason
-        done, params = len(state.response_ids), state.sample_params
+        done = len(state.response_ids)
+        params = state.sample_params
         if done and int(state.response_ids[-1]) in self._eos_ids.union(params.stop_token_ids):
             return "stop"
         return "length" if done >= params.max_tokens else None
@@ -97,7 +103,9 @@ class SingleTurnAgentLoop:
         tokens = np.concatenate([state.prompt_ids, state.response_ids])
         generation = await engine.generate(request_id, tokens, _what_is_left(state))
         experts = generation.routed_experts
-        state.append(generation.token_ids, generation.logprobs, generation.spans, routed_experts=experts)
+        state.append(
+            generation.token_ids, generation.logprobs, generation.spans, routed_experts=experts
+        )
         return generation.finish_reason
 
     def _abort(self, state: RolloutState) -> None:
@@ -105,12 +113,14 @@ class SingleTurnAgentLoop:
         ended = state.finish_reason in ("stop", "length")
         if not self._partial_rollout or (state.sample_params.structured and not ended):
             state.reset_response()
-        state.status, state.finish_reason = Status.ABORTED, state.finish_reason if ended else "abort"
+        state.status = Status.ABORTED
+        state.finish_reason = state.finish_reason if ended else "abort"
 
     async def _complete(self, state: RolloutState, reason: str) -> None:
         state.finish_reason = reason
         if not len(state.response_ids):
-            state.status, state.error = Status.FAILED, f"the engine finished ({reason}) without a token"
+            state.status = Status.FAILED
+            state.error = f"the engine finished ({reason}) without a token"
             return
         state.response = await aside(self._text, state)
         if isinstance(self._judge, GroupJudge):
@@ -119,7 +129,8 @@ class SingleTurnAgentLoop:
         try:
             state.reward = await self._judge.judge(state) if self._judge else state.reward
         except JudgeError as error:
-            state.status, state.error = Status.FAILED, str(error)
+            state.status = Status.FAILED
+            state.error = str(error)
         else:
             state.status = Status.COMPLETED
 
@@ -129,7 +140,8 @@ class SingleTurnAgentLoop:
 
 def _what_is_left(state: RolloutState) -> SampleParams:
     """The sampling parameters of the tokens that are still to come."""
-    done, params = len(state.response_ids), state.sample_params
+    done = len(state.response_ids)
+    params = state.sample_params
     left = {"max_tokens": params.max_tokens - done, "min_tokens": max(0, params.min_tokens - done)}
     return params.model_copy(update=left) if done else params
 

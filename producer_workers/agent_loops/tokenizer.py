@@ -14,12 +14,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-"""One for the process: Hugging Face's fast tokenizers refuse to be used by two threads at the same moment."""
+"""One for the process: Hugging Face's fast tokenizers refuse to be used by two threads at the same
+moment.
+"""
 
 
 async def aside(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """What `work`, which uses a tokenizer, returns; the event loop goes on meanwhile."""
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, partial(work, *args, **options))
+    return await asyncio.get_running_loop().run_in_executor(
+        _THREAD, partial(work, *args, **options)
+    )
 
 
 class Tokenizer(Protocol):
@@ -42,7 +46,9 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[int]:
     """The token ids of a chat, with the tools it may use, up to where the model's turn begins."""
     # return_dict is said because its default differs between transformers 4 and 5

@@ -4,9 +4,9 @@
     llama     {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>, several with ; between (Llama 3)
     mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3), or [TOOL_CALLS]name[ARGS]{...} (from v11)
 
-What a model thinks before it speaks (up to </think> or [/THINK]) calls nothing. Marks within the texts of a call's
-arguments are text. A parser never raises: what looks like a call and cannot be read becomes one whose `arguments` are
-None, so that the model is told, and may try again.
+What a model thinks before it speaks (up to </think> or [/THINK]) calls nothing. Marks within the
+texts of a call's arguments are text. A parser never raises: what looks like a call and cannot be
+read becomes one whose `arguments` are None, so that the model is told, and may try again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ _THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
 _BEGINS = {
     "hermes": re.compile(r"<tool_call>\s*"),
     "llama": re.compile(r"(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|;)\s*(?=\{)"),
-    "mistral": re.compile(r"\[TOOL_CALLS\]\s*(?:([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{))?"),
+    "mistral": re.compile(
+        r"\[TOOL_CALLS\]\s*(?:([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{))?"
+    ),
 }
 """What stands before the JSON of a call; a name, where it is not in there."""
 
-_HERMES_ENDS, _MISTRAL_ENDS = re.compile(r"\s*(?:</tool_call>|\Z)"), re.compile(r"\s*(?=\[TOOL_CALLS\]|\Z)")
+_HERMES_ENDS = re.compile(r"\s*(?:</tool_call>|\Z)")
+_MISTRAL_ENDS = re.compile(r"\s*(?=\[TOOL_CALLS\]|\Z)")
 
 _DECODER = json.JSONDecoder(strict=False)
 
@@ -63,7 +66,9 @@ def parse_mistral(text: str) -> list[ToolCall]:
 
 
 def split_thought(text: str, parser: str) -> tuple[str, str]:
-    """(what a turn thinks, with the mark that ends it; what it says). A mark within a call's JSON ends no thought."""
+    """(what a turn thinks, with the mark that ends it; what it says). A mark within a call's JSON
+    ends no thought.
+    """
     place = 0
     while mark := _THOUGHT_ENDS.search(text, place):
         call = _end_of_call_around(text, place, mark.start(), parser)
@@ -90,8 +95,12 @@ def _end_of_call_around(text: str, start: int, place: int, parser: str) -> int |
     return None
 
 
-def _marked(text: str, parser: str, ends: re.Pattern[str], closes: str) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of what stands behind each mark: JSON and `ends`, or else all up to `closes`."""
+def _marked(
+    text: str, parser: str, ends: re.Pattern[str], closes: str
+) -> Iterator[tuple[str, int, int]]:
+    """(name, start, end) of what stands behind each mark: JSON and `ends`, or else all up to
+    `closes`.
+    """
     place = 0
     while begin := _BEGINS[parser].search(text, place):
         start = begin.end()
@@ -119,7 +128,11 @@ def _of_what_is_said(name: str, parse: ToolParser) -> ToolParser:
 
 PARSERS: dict[str, ToolParser] = {
     name: _of_what_is_said(name, parse)
-    for name, parse in {"hermes": parse_hermes, "llama": parse_llama, "mistral": parse_mistral}.items()
+    for name, parse in {
+        "hermes": parse_hermes,
+        "llama": parse_llama,
+        "mistral": parse_mistral,
+    }.items()
 }
 
 
@@ -149,7 +162,9 @@ def _call(text: str) -> tuple[str, str]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """JSON objects that follow each other with ; between; the rest where one cannot be read. Prose calls nothing."""
+    """JSON objects that follow each other with ; between; the rest where one cannot be read. Prose
+    calls nothing.
+    """
     while "{" in text:
         end = _end_of_json(text, 0) if text.startswith("{") else None
         yield text[:end].strip()

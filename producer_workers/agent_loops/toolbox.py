@@ -1,9 +1,10 @@
 """The tools of a task: functions of the user's that a model may call, each call with a time limit.
 
-What a tool returns is text for the model. What goes wrong is text for the model too: an unknown name, arguments that
-do not fit, an exception, the time limit. A tool cannot end a rollout.
+What a tool returns is text for the model. What goes wrong is text for the model too: an unknown
+name, arguments that do not fit, an exception, the time limit. A tool cannot end a rollout.
 
-A Python interpreter as a tool: tools = ["python"]. Each call is a program of its own in the sandbox.
+A Python interpreter as a tool: tools = ["python"]. Each call is a program of its own in the
+sandbox.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ LONGEST_RESULT = 8192
 
 
 Tool = str | Callable[..., Any]
-"""A plain or coroutine function with annotated arguments, whose docstring says what it does; or "module:function", or
-the name of one of BUILT_IN."""
+"""A plain or coroutine function with annotated arguments, whose docstring says what it does; or
+"module:function", or the name of one of BUILT_IN.
+"""
 
 BUILT_IN = {"python": "producer_workers.agent_loops.toolbox:python"}
 
@@ -40,12 +42,22 @@ McpCommand = str | Sequence[str]
 
 
 class Toolbox:
-    """The functions by name, and what is left to the MCP servers. Raises ConfigError where one cannot be loaded."""
+    """The functions by name, and what is left to the MCP servers. Raises ConfigError where one
+    cannot be loaded.
+    """
 
-    def __init__(self, tools: Sequence[Tool], *, mcp: Sequence[McpCommand] = (), call_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], *, mcp: Sequence[McpCommand] = (), call_timeout_s: float = 30.0
+    ) -> None:
         self._functions = _load(tools)
-        self._checked = {name: validate_call(function) for name, function in self._functions.items()}
-        self._servers = {s["function"]["name"]: server for server in map(McpServer, mcp) for s in server.schemas()}
+        self._checked = {
+            name: validate_call(function) for name, function in self._functions.items()
+        }
+        self._servers = {
+            s["function"]["name"]: server
+            for server in map(McpServer, mcp)
+            for s in server.schemas()
+        }
         _refuse_twice([*self._functions, *self._servers])
         self._timeout_s = call_timeout_s
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
@@ -70,7 +82,10 @@ class Toolbox:
         except TimeoutError:
             return f"error: {call.name} took longer than {self._timeout_s:g} s"
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+            wrong = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
+                for e in error.errors(include_url=False)
+            )
             return f"error: the arguments of {call.name} do not fit: {wrong}"
         except Exception as error:  # the tool's failure is an answer to the model
             return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
@@ -83,18 +98,24 @@ class Toolbox:
         function = self._checked[name]
         if inspect.iscoroutinefunction(self._functions[name]):
             return await function(**arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, **arguments))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(function, **arguments)
+        )
 
 
 def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[dict[str, Any]]:
     """What the chat template is given: one JSON schema per function, in OpenAI's form."""
-    own = [{"type": "function", "function": _schema(function)} for function in _load(tools).values()]
+    own = [
+        {"type": "function", "function": _schema(function)} for function in _load(tools).values()
+    ]
     return own + [schema for server in map(McpServer, mcp) for schema in server.schemas()]
 
 
 def _load(tools: Sequence[Tool]) -> dict[str, Callable[..., Any]]:
     functions = [
-        load_object(BUILT_IN.get(tool, tool), kind="tool", built_in=BUILT_IN) if isinstance(tool, str) else tool
+        load_object(BUILT_IN.get(tool, tool), kind="tool", built_in=BUILT_IN)
+        if isinstance(tool, str)
+        else tool
         for tool in tools
     ]
     for tool, function in zip(tools, functions, strict=True):
@@ -115,12 +136,17 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         if inspect.signature(function).parameters
         else {"properties": {}}
     )
-    kept = {key: value for key, value in parameters.items() if key in ("properties", "required", "$defs")}
+    kept = {
+        key: value
+        for key, value in parameters.items()
+        if key in ("properties", "required", "$defs")
+    }
     return {
         "name": function.__name__,
         "description": inspect.getdoc(function) or "",
         "parameters": {"type": "object", **kept},
     }
+
 
 _PYTHON_THREADS = ThreadPoolExecutor(16, thread_name_prefix="python")
 
@@ -129,5 +155,7 @@ LIMITS = Limits(time_s=10.0, memory_mb=1024)
 
 async def python(code: str) -> str:
     """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
-    outcome = await asyncio.get_running_loop().run_in_executor(_PYTHON_THREADS, run_python, code, "", LIMITS)
+    outcome = await asyncio.get_running_loop().run_in_executor(
+        _PYTHON_THREADS, run_python, code, "", LIMITS
+    )
     return outcome.describe()

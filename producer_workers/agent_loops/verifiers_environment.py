@@ -1,12 +1,13 @@
-"""Environments with the interface of early `verifiers` 0.1 (MultiTurnEnv), for the loop "multi_turn". Those of 0.1.14
-to 0.4 play by themselves: gateway/verifiers_agent.py.
+"""Environments with the interface of early `verifiers` 0.1 (MultiTurnEnv), for the loop
+"multi_turn". Those of 0.1.14 to 0.4 play by themselves: gateway/verifiers_agent.py.
 
     environment = "my_env:make"             # make() -> VerifiersEnvironment(vf.load_environment("wordle"))
 
-Asked are `env_response(messages, state)`, which returns messages, or messages and state; `is_completed(messages,
-state)`; and the rubric's `get_reward_funcs()` and `get_reward_weights()`. Each may be a coroutine. Nothing is kept
-between two turns: earlier ones are played again, so the environment must answer the same text the same way. It is
-scored after every turn, and its last score counts.
+Asked are `env_response(messages, state)`, which returns messages, or messages and state;
+`is_completed(messages, state)`; and the rubric's `get_reward_funcs()` and `get_reward_weights()`.
+Each may be a coroutine. Nothing is kept between two turns: earlier ones are played again, so the
+environment must answer the same text the same way. It is scored after every turn, and its last
+score counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from producer_workers.judges.judge import check_reward
 
 
 class VerifiersEnvironment:
-    """`environment`: the object of verifiers. Use it with judge = "environment": its rubric gives the reward."""
+    """`environment`: the object of verifiers. Use it with judge = "environment": its rubric gives
+    the reward.
+    """
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -55,29 +58,44 @@ class _Play:
         self._state["turn"] += 1
 
     async def is_over(self) -> bool:
-        return bool(await _settle(self._environment.is_completed([*self._prompt, *self._completion], self._state)))
+        return bool(
+            await _settle(
+                self._environment.is_completed([*self._prompt, *self._completion], self._state)
+            )
+        )
 
     async def respond(self) -> list[dict[str, Any]]:
-        result = await _settle(self._environment.env_response([*self._prompt, *self._completion], self._state))
+        result = await _settle(
+            self._environment.env_response([*self._prompt, *self._completion], self._state)
+        )
         messages, self._state = result if isinstance(result, tuple) else (result, self._state)
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
+        said = (
+            [{"role": "user", "content": messages}]
+            if isinstance(messages, str)
+            else [dict(m) for m in messages]
+        )
         self._completion += said
         return said
 
     async def score(self) -> dict[str, float]:
         rubric = self._environment.rubric
-        functions, weights = rubric.get_reward_funcs(), rubric.get_reward_weights()
+        functions = rubric.get_reward_funcs()
+        weights = rubric.get_reward_weights()
         values = {function.__name__: float(await self._ask(function)) for function in functions}
         total = sum(weight * value for weight, value in zip(weights, values.values(), strict=True))
         return check_reward("rubric", {**values, "score": total})
 
     async def _ask(self, function: Callable[..., Any]) -> Any:
         """Of what is known, a reward function is given what it names."""
-        known = {name: self._state[name] for name in ("prompt", "completion", "answer", "info", "task")}
+        known = {
+            name: self._state[name] for name in ("prompt", "completion", "answer", "info", "task")
+        }
         known |= {"state": self._state, "parser": getattr(self._environment, "parser", None)}
         parameters = inspect.signature(function).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        return await _settle(function(**{n: v for n, v in known.items() if takes_all or n in parameters}))
+        return await _settle(
+            function(**{n: v for n, v in known.items() if takes_all or n in parameters})
+        )
 
 
 async def _settle(result: Any) -> Any:

@@ -1,15 +1,16 @@
 """Which row the n-th draw of a task is: a pure function, so that the cursor is one integer (I3).
 
-A reader that shuffles with a generator has to save the generator, and gets the end of an epoch wrong when it
-is saved exactly there. Here epoch and place follow from the draw number by division, and the place is sent
-through a keyed permutation of the epoch: a Feistel network (Luby and Rackoff 1988) with cycle walking (Black
-and Rogaway 2002). No memory, no state, any draw in microseconds. Changing anything in this file
-changes the order of runs that exist; a test pins it.
+A reader that shuffles with a generator has to save the generator, and gets the end of an epoch
+wrong when it is saved exactly there. Here epoch and place follow from the draw number by division,
+and the place is sent through a keyed permutation of the epoch: a Feistel network (Luby and Rackoff
+1988) with cycle walking (Black and Rogaway 2002). No memory, no state, any draw in microseconds.
+Changing anything in this file changes the order of runs that exist; a test pins it.
 
 A data set: numbered problems, each readable on its own.
 
-Random access is the whole interface: a cursor into a data set is one integer (`draw_order.py`), so nothing
-of a reader has to be saved or restored. What can only be iterated over is made to look like it (`stream.py`).
+Random access is the whole interface: a cursor into a data set is one integer (`draw_order.py`), so
+nothing of a reader has to be saved or restored. What can only be iterated over is made to look like
+it (`stream.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def permute(position: int, size: int, key: str) -> int:
 
 def _feistel(value: int, half_bits: int, key: bytes) -> int:
     mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
+    left = value >> half_bits
+    right = value & mask
     for number in range(_ROUNDS):
         block = bytes([number]) + right.to_bytes(8, "little")
         mixed = int.from_bytes(blake2b(block, key=key, digest_size=8).digest(), "little")
@@ -73,8 +75,12 @@ class Problem(BaseModel):
     ground_truth: Any = None
     data_source: str | None = None
     tools: list[dict[str, Any]] | None = None
-    structured: StructuredOutput | None = Field(None, description="of a response; None: as the task says")
-    images: list[Path | bytes] = Field([], description="files or bytes, in the order in which the messages show them")
+    structured: StructuredOutput | None = Field(
+        None, description="of a response; None: as the task says"
+    )
+    images: list[Path | bytes] = Field(
+        [], description="files or bytes, in the order in which the messages show them"
+    )
     extra: dict[str, Any] = {}
 
 

@@ -1,9 +1,10 @@
 """A data set in a JSONL file: one problem a line.
 
-Every line is checked once, when the file is opened, so that line 40,000 fails before the run and not during
-it. Of each line only the offset is kept; rows are read when they are drawn.
+Every line is checked once, when the file is opened, so that line 40,000 fails before the run and
+not during it. Of each line only the offset is kept; rows are read when they are drawn.
 
-A data set in Parquet: one file, or a folder of them. Memory holds one row group, whatever the files hold.
+A data set in Parquet: one file, or a folder of them. Memory holds one row group, whatever the files
+hold.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def _record(line: bytes) -> Any:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}") from error
+        raise ValueError(
+            f"not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}"
+        ) from error
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -99,8 +102,8 @@ def _identity(lines: BinaryIO) -> tuple[int, int]:
 class ParquetRows:
     """The rows of the files, as dicts, by number. Safe to share between threads.
 
-    Rows are drawn shuffled, so a row group may be read for each of them: files for training have small ones
-    (`row_group_size=1024` when they are written).
+    Rows are drawn shuffled, so a row group may be read for each of them: files for training have
+    small ones (`row_group_size=1024` when they are written).
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,5 +150,7 @@ def _pyarrow_parquet() -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError("Parquet needs pyarrow", hint="pip install 'rolloutmq[parquet]'") from error
+        raise ConfigError(
+            "Parquet needs pyarrow", hint="pip install 'rolloutmq[parquet]'"
+        ) from error
     return parquet

@@ -1,12 +1,15 @@
 """Records that name images, as problems whose messages show them.
 
-What a record names is `images` (one, or a list), in order, or stands in the messages themselves, as chat APIs write
-it. The messages show them as parts {"type": "image"}, which chat templates turn into the model's placeholder; where
-they have none, as "<image>" in a text; else in front of what the user says first.
+What a record names is `images` (one, or a list), in order, or stands in the messages themselves, as
+chat APIs write it. The messages show them as parts {"type": "image"}, which chat templates turn
+into the model's placeholder; where they have none, as "<image>" in a text; else in front of what
+the user says first.
 
-What a row may say of an image: a path, a data: URI, bytes, or a picture that some library has unpacked.
+What a row may say of an image: a path, a data: URI, bytes, or a picture that some library has
+unpacked.
 
-Rows are somebody else's. So nothing is fetched for them, and no path leads out of the folder of the images.
+Rows are somebody else's. So nothing is fetched for them, and no path leads out of the folder of the
+images.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ INLINE = re.compile(r"data:image/[\w.+-]+;base64,")
 def find_image(value: Any, root: Path, limits: ImagesSection) -> Path | bytes:
     """The file or the bytes that `value` means. Raises ValueError with the reason.
 
-    Understood: a path (from `root` on, or absolute), file://…, data:image/…;base64,…, bytes, a picture of Pillow, and
-    {"bytes": …, "path": …} as `datasets` writes images.
+    Understood: a path (from `root` on, or absolute), file://…, data:image/…;base64,…, bytes, a
+    picture of Pillow, and {"bytes": …, "path": …} as `datasets` writes images.
     """
     match value:
         case bytes() if value:
@@ -56,7 +59,9 @@ def _of_text(value: str, root: Path, limits: ImagesSection) -> Path | bytes:
     if value.startswith("file://"):
         return _inside(value.removeprefix("file://"), root)
     if found := SCHEME.match(value):
-        raise ValueError(f"nothing is fetched from {found[1]}: URIs; store the image as a file, and name that")
+        raise ValueError(
+            f"nothing is fetched from {found[1]}: URIs; store the image as a file, and name that"
+        )
     return _inside(value, root)
 
 
@@ -79,6 +84,7 @@ def _inside(path: str, root: Path) -> Path:
         raise ValueError(f"{path!r} leads out of {root}; images.root may name another folder")
     return found
 
+
 Messages = list[dict[str, Any]]
 MARK = "<image>"
 NAMES = ("images", "image")
@@ -86,13 +92,15 @@ SHOWN = {"type": "image"}
 
 
 class ImageRecords:
-    """`to_problem`, and then the images: each is found and looked at, so that a bad one fails when the file is opened.
+    """`to_problem`, and then the images: each is found and looked at, so that a bad one fails when
+    the file is opened.
 
     `folder`: where paths begin, unless the section names a root. What is wrong is a ValueError.
     """
 
     def __init__(self, to_problem: ToProblem, limits: ImagesSection, folder: Path) -> None:
-        self._to_problem, self._limits = to_problem, limits
+        self._to_problem = to_problem
+        self._limits = limits
         self._root = limits.root or folder
 
     def __call__(self, record: Any) -> Problem:
@@ -100,7 +108,9 @@ class ImageRecords:
         named = [value for name in NAMES for value in _listed(problem.extra.get(name))]
         messages, values = show_images(problem.messages, named)
         if len(values) > self._limits.max_images:
-            raise ValueError(f"it shows {len(values)} images, over max_images = {self._limits.max_images}")
+            raise ValueError(
+                f"it shows {len(values)} images, over max_images = {self._limits.max_images}"
+            )
         images = [self._find(place, value) for place, value in enumerate(values)]
         extra = {name: value for name, value in problem.extra.items() if name not in NAMES}
         return problem.model_copy(update={"messages": messages, "images": images, "extra": extra})
@@ -118,19 +128,25 @@ class ImageRecords:
 
 
 def without_images(to_problem: ToProblem) -> ToProblem:
-    """`to_problem` for a data set that was given no images: a message that shows one would be half a prompt."""
+    """`to_problem` for a data set that was given no images: a message that shows one would be half
+    a prompt.
+    """
 
     def to_text_problem(record: Any) -> Problem:
         problem = to_problem(record)
         if any(_is_image(part) for part in _parts(problem.messages)):
-            raise ValueError("a message shows an image; say [tasks.<name>.dataset.images] where that is wanted")
+            raise ValueError(
+                "a message shows an image; say [tasks.<name>.dataset.images] where that is wanted"
+            )
         return problem
 
     return to_text_problem
 
 
 def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[Any]]:
-    """(messages with a part SHOWN for each image, what each of these is). Raises ValueError where they do not fit."""
+    """(messages with a part SHOWN for each image, what each of these is). Raises ValueError where
+    they do not fit.
+    """
     if any(_is_image(part) for part in _parts(messages)):
         return _show_parts(messages, named)
     marks = sum(part.get("text", "").count(MARK) for part in _parts(messages)) if named else 0
@@ -144,7 +160,9 @@ def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[An
 def _show_parts(messages: Messages, named: list[Any]) -> tuple[Messages, list[Any]]:
     own = [_source(part) for part in _parts(messages) if _is_image(part)]
     if own.count(None) != len(named):
-        raise ValueError(f"the messages show {own.count(None)} images by place, but {len(named)} are named")
+        raise ValueError(
+            f"the messages show {own.count(None)} images by place, but {len(named)} are named"
+        )
     rest = iter(named)
     values = [next(rest) if source is None else source for source in own]
     shown = [

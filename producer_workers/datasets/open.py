@@ -27,11 +27,15 @@ from producer_workers.datasets.records import RecordsDataset, ToProblem, load_to
 from producer_workers.datasets.stream import StreamDataset
 
 
-def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0) -> Dataset:
-    """The rows of `split`: None for training, `HELD_OUT` for evaluation. Raises ConfigError, DatasetError.
+def open_dataset(
+    section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0
+) -> Dataset:
+    """The rows of `split`: None for training, `HELD_OUT` for evaluation. Raises ConfigError,
+    DatasetError.
 
-    `problems_dir` holds generated problems and is filled where it is not. Any other data set is one split whole:
-    an evaluation task names one of its own. `seed` is for loaders that shuffle by themselves.
+    `problems_dir` holds generated problems and is filled where it is not. Any other data set is one
+    split whole: an evaluation task names one of its own. `seed` is for loaders that shuffle by
+    themselves.
     """
     if isinstance(section, ReasoningGymDataset):
         return _generated(section, problems_dir, split)
@@ -49,7 +53,9 @@ def open_dataset(section: DatasetSection, problems_dir: Path, split: str | None 
     return JsonlDataset(section.path, to_problem)
 
 
-def _with_images(section: JsonlSection | ParquetDataset | HuggingFaceDataset | PythonDataset) -> ToProblem:
+def _with_images(
+    section: JsonlSection | ParquetDataset | HuggingFaceDataset | PythonDataset,
+) -> ToProblem:
     to_problem = load_to_problem(section.record)
     if section.images is None:
         return without_images(to_problem)
@@ -61,7 +67,9 @@ def _generated(section: ReasoningGymDataset, problems_dir: Path, split: str | No
     if split not in (None, HELD_OUT):
         raise ConfigError(f"there is no split {split!r}", hint=f"{HELD_OUT}, or none for training")
     if split == HELD_OUT and not section.held_out_size:
-        raise ConfigError(f"task {section.name!r} has no held-out problems", hint="set held_out_size")
+        raise ConfigError(
+            f"task {section.name!r} has no held-out problems", hint="set held_out_size"
+        )
     files = write_problems(section, problems_dir)
     return JsonlDataset(files.held_out if split == HELD_OUT else files.train)
 
@@ -70,15 +78,21 @@ def _saved_by_datasets(section: HuggingFaceDataset) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError("kind = hugging_face needs `datasets`", hint="pip install 'rolloutmq[datasets]'") from error
+        raise ConfigError(
+            "kind = hugging_face needs `datasets`", hint="pip install 'rolloutmq[datasets]'"
+        ) from error
     try:
         found: Any = datasets.load_from_disk(str(section.path))
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{section.path}: {error}", hint="the folder that `save_to_disk` wrote") from error
+        raise DatasetError(
+            f"{section.path}: {error}", hint="the folder that `save_to_disk` wrote"
+        ) from error
     if not isinstance(found, datasets.DatasetDict):
         return found
     if section.split not in found:
-        raise ConfigError(f"{section.path} has no split {section.split!r}", hint=f"split = one of {sorted(found)}")
+        raise ConfigError(
+            f"{section.path} has no split {section.split!r}", hint=f"split = one of {sorted(found)}"
+        )
     return found[section.split]
 
 

@@ -1,10 +1,11 @@
 """Problems of one reasoning-gym task, written once into three JSONL files that share no question.
 
-The package makes problems by number, without end and with repetitions; a run wants a data set that stays
-as it is, and held-out problems that no training ever saw. So the problems are made once, distinct by their
-text, dealt into held-out, training and warm start by one seeded shuffle (dealt in the order they were made,
-the rare easy ones would all be used up by the first file), and found again by a fingerprint of what was
-asked for. A problem whose own answer does not score 1.0 after a round trip through JSON is left out.
+The package makes problems by number, without end and with repetitions; a run wants a data set that
+stays as it is, and held-out problems that no training ever saw. So the problems are made once,
+distinct by their text, dealt into held-out, training and warm start by one seeded shuffle (dealt in
+the order they were made, the rare easy ones would all be used up by the first file), and found
+again by a fingerprint of what was asked for. A problem whose own answer does not score 1.0 after a
+round trip through JSON is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class ProblemSection(Protocol):
-    """What of the configuration this file reads. `size` counts all problems, the other two are part of it."""
+    """What of the configuration this file reads. `size` counts all problems, the other two are part
+    of it.
+    """
 
     @property
     def name(self) -> str: ...
@@ -70,7 +73,9 @@ def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
     files = ProblemFiles.within(out_dir)
     fingerprint = _fingerprint(section)
     mark = out_dir / "problems.json"
-    if _written(mark, fingerprint) and all(f.exists() for f, n in zip(files, sizes, strict=True) if n):
+    if _written(mark, fingerprint) and all(
+        f.exists() for f, n in zip(files, sizes, strict=True) if n
+    ):
         return files
     problems = _deal(_collect(section), section.seed)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -157,13 +162,17 @@ def _line(section: ProblemSection, entry: Mapping[str, Any]) -> bytes | None:
     try:
         line = orjson.dumps(record, option=_JSON)
     except TypeError as error:
-        raise ConfigError(f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}") from error
+        raise ConfigError(
+            f"reasoning-gym task {section.name!r} cannot be written as JSON: {error}"
+        ) from error
     return line if entry["answer"] is None or _solves_itself(section.name, line) else None
 
 
 def _solves_itself(name: str, line: bytes) -> bool:
     record = orjson.loads(line)
-    question, answer, extra = record["messages"][0]["content"], record["ground_truth"], record["extra"]
+    question = record["messages"][0]["content"]
+    answer = record["ground_truth"]
+    extra = record["extra"]
     try:
         return score_entry(name, answer, question, answer, extra) == 1.0
     except (ArithmeticError, LookupError, TypeError, ValueError):
@@ -174,7 +183,9 @@ def _entries(section: ProblemSection) -> Iterator[dict[str, Any]]:
     known = task_datasets()
     if section.name not in known:
         near = difflib.get_close_matches(section.name, known, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else "see the list of tasks of reasoning-gym"
+        hint = (
+            f"did you mean {', '.join(near)}?" if near else "see the list of tasks of reasoning-gym"
+        )
         raise ConfigError(f"reasoning-gym has no task {section.name!r}", hint=hint)
     if reserved := {"seed", "size"} & set(section.config):
         where = "they are keys of the data set, beside config"
@@ -187,5 +198,7 @@ def _entries(section: ProblemSection) -> Iterator[dict[str, Any]]:
         dataset = dataset_class(config=config)
     except (TypeError, ValueError, AssertionError) as error:
         message = f"reasoning-gym task {section.name!r} refuses its config: {error}"
-        raise ConfigError(message, hint=f"it knows {', '.join(config_class.__dataclass_fields__)}") from error
+        raise ConfigError(
+            message, hint=f"it knows {', '.join(config_class.__dataclass_fields__)}"
+        ) from error
     yield from dataset

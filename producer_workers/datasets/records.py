@@ -1,4 +1,5 @@
-"""From a record of somebody else's making to a problem: the field names that are understood, and why one is refused.
+"""From a record of somebody else's making to a problem: the field names that are understood, and
+why one is refused.
 
 A data set of anything with a length and numbered records: a torch Dataset, a table, a list.
 """
@@ -27,7 +28,8 @@ ToProblem = Callable[[Any], Problem]
 
 
 def load_to_problem(spec: str | None) -> ToProblem:
-    """What makes a problem of a record: `problem_of`, after the user's function at `spec` where there is one.
+    """What makes a problem of a record: `problem_of`, after the user's function at `spec` where
+    there is one.
 
     That function gets the record and returns a Problem, or a dict with the fields of EXPECTED.
     """
@@ -53,7 +55,9 @@ def problem_of(record: Any) -> Problem:
     extra = record.pop("extra", None) or {}
     if not isinstance(extra, dict):
         raise ValueError(f'"extra" is {kind_of(extra)}, not an object')
-    messages, tools, structured = _take_messages(record), _take_tools(record), _take_structured(record)
+    messages = _take_messages(record)
+    tools = _take_tools(record)
+    structured = _take_structured(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
     return Problem(
         messages=messages,
@@ -93,18 +97,24 @@ def _check_message(place: int, message: Any) -> None:
 
 def _take_tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
     tools = record.pop("tools", None) or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
         raise ValueError('"tools" is not a list of objects')
     return tools
 
 
 def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
-    """As an object, or as JSON text: a table fills every row's object up with the fields of all others."""
+    """As an object, or as JSON text: a table fills every row's object up with the fields of all
+    others.
+    """
     given = record.pop("structured", None) or None
     if given is None:
         return None
     try:
-        structured = StructuredOutput.model_validate(orjson.loads(given) if isinstance(given, str) else given)
+        structured = StructuredOutput.model_validate(
+            orjson.loads(given) if isinstance(given, str) else given
+        )
         check_nesting(structured.json_schema)
         if structured.regex is not None:
             re.compile(structured.regex)
@@ -131,7 +141,9 @@ def kind_of(value: Any) -> str:
 
 
 class Records(Protocol):
-    """What torch calls a map-style data set. The same number gives the same record for as long as the run lives."""
+    """What torch calls a map-style data set. The same number gives the same record for as long as
+    the run lives.
+    """
 
     def __len__(self) -> int: ...
 
@@ -139,13 +151,16 @@ class Records(Protocol):
 
 
 class RecordsDataset:
-    """Rows are the records, each made a problem. The first one is tried at once: a wrong function fails before the run.
+    """Rows are the records, each made a problem. The first one is tried at once: a wrong function
+    fails before the run.
 
     `source` says in errors where the records come from.
     """
 
     def __init__(self, records: Records, source: str, to_problem: ToProblem) -> None:
-        self._records, self._source, self._to_problem = records, source, to_problem
+        self._records = records
+        self._source = source
+        self._to_problem = to_problem
         if not len(records):
             raise DatasetError(f"{source}: there are no records")
         self.row(0)
@@ -160,10 +175,14 @@ class RecordsDataset:
 
 
 def make_problem(to_problem: ToProblem, record: Any, where: str) -> Problem:
-    """The problem of a record. Raises DatasetError: whatever a user's function may raise, it says of which record."""
+    """The problem of a record. Raises DatasetError: whatever a user's function may raise, it says
+    of which record.
+    """
     try:
         return to_problem(record)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        reason = (
+            f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        )
         hint = f"expected {EXPECTED}; a `record` function may make that of it"
         raise DatasetError(f"{where}: {reason}", hint=hint) from error

@@ -1,9 +1,11 @@
-"""A data set that can only be iterated over: a torch DataLoader or IterableDataset, or any iterable.
+"""A data set that can only be iterated over: a torch DataLoader or IterableDataset, or any
+iterable.
 
-Its place is still one number, the draw (I3): a restarted producer iterates again and passes over what was drawn.
-Nothing is iterated before the first draw is asked for, so that a loader whose workers start with the iterator
-knows where it begins. The order must be the same each time: `set_epoch` is called, and a loader's generator is
-seeded, before every pass; a loader that shuffles without a generator of its own is refused.
+Its place is still one number, the draw (I3): a restarted producer iterates again and passes over
+what was drawn. Nothing is iterated before the first draw is asked for, so that a loader whose
+workers start with the iterator knows where it begins. The order must be the same each time:
+`set_epoch` is called, and a loader's generator is seeded, before every pass; a loader that shuffles
+without a generator of its own is refused.
 """
 
 from __future__ import annotations
@@ -18,20 +20,34 @@ from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem, make_problem
 
 KEPT = 1024
-"""Records that can be asked for again: of what a producer draws, only what there is room for is started."""
+"""Records that can be asked for again: of what a producer draws, only what there is room for is
+started.
+"""
 
 
 class StreamDataset:
-    """The n-th record of each pass is row n. Needs a length: `len()` of the iterable, or `rows`. Thread-safe."""
+    """The n-th record of each pass is row n. Needs a length: `len()` of the iterable, or `rows`.
+    Thread-safe.
+    """
 
     def __init__(
-        self, iterable: Iterable[Any], source: str, to_problem: ToProblem, *, seed: int = 0, rows: int | None = None
+        self,
+        iterable: Iterable[Any],
+        source: str,
+        to_problem: ToProblem,
+        *,
+        seed: int = 0,
+        rows: int | None = None,
     ) -> None:
-        self._iterable, self._source, self._to_problem, self._seed = iterable, source, to_problem, seed
+        self._iterable = iterable
+        self._source = source
+        self._to_problem = to_problem
+        self._seed = seed
         self._rows = _length(iterable, source) if rows is None else rows
         _check_order(iterable, source)
         self._lock = threading.Lock()
-        self._epoch, self._next = -1, 0
+        self._epoch = -1
+        self._next = 0
         self._records: Iterator[Any] = iter(())
         self._kept: deque[Any] = deque(maxlen=KEPT)
 
@@ -44,7 +60,9 @@ class StreamDataset:
             raise IndexError(f"{self._source}: row {row} of {self._rows}")
         with self._lock:
             record = self._find(row, epoch)
-        return make_problem(self._to_problem, record, f"{self._source}, epoch {epoch}, record {row}")
+        return make_problem(
+            self._to_problem, record, f"{self._source}, epoch {epoch}, record {row}"
+        )
 
     def _find(self, row: int, epoch: int) -> Any:
         if epoch != self._epoch or row < self._next - len(self._kept):
@@ -84,13 +102,17 @@ def _flat(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 def _length(iterable: Iterable[Any], source: str) -> int:
-    """Records in a pass: of a DataLoader those of its data set, since its own length counts batches."""
+    """Records in a pass: of a DataLoader those of its data set, since its own length counts
+    batches.
+    """
     counted: Any = getattr(iterable, "dataset", iterable)
     try:
         return len(counted)
     except TypeError as error:
         hint = "give it a __len__, or set `rows` to the records of one pass"
-        raise DatasetError(f"{source}: {type(counted).__name__} has no length", hint=hint) from error
+        raise DatasetError(
+            f"{source}: {type(counted).__name__} has no length", hint=hint
+        ) from error
 
 
 def _check_order(iterable: Any, source: str) -> None:

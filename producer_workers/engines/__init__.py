@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from producer_workers.engines.base import Engine
 
 
-
 def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) -> Engine:
     """The engine of `config`, not started. `version` names the weights that `model_dir` holds."""
     if config.kind == "simulated":

@@ -1,11 +1,14 @@
-"""What a rollout worker asks of an inference engine: token ids in; token ids, logprobs and versions out.
+"""What a rollout worker asks of an inference engine: token ids in; token ids, logprobs and versions
+out.
 
-Invariant: every token of a `Generation` lies in exactly one span, and that span names the weights which
-made the token (design I9). One suite, `tests/producer_workers/engines/conformance.py`, holds every engine to it.
+Invariant: every token of a `Generation` lies in exactly one span, and that span names the weights
+which made the token (design I9). One suite, `tests/producer_workers/engines/conformance.py`, holds
+every engine to it.
 
 What an engine may do beyond `Engine`. One that cannot is worked around, so yours need not.
 
-The images of a group while it is worked on: its requests are known by its gid, so any agent loop is served.
+The images of a group while it is worked on: its requests are known by its gid, so any agent loop is
+served.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ PauseMode = Literal["abort", "keep"]
 
 
 class EngineError(ModelError):
-    """The engine could not load its model, or was asked something in a state where it cannot answer."""
+    """The engine could not load its model, or was asked something in a state where it cannot
+    answer.
+    """
 
 
 class EngineDeadError(EngineError):
@@ -48,10 +53,10 @@ class GenerationError(RolloutMQError):
 class Generation:
     """What one request made.
 
-    token_ids: int32[n], a stop token included. logprobs: float32[n], natural log, of each token as it was
-    sampled (temperature and top-p applied). spans: cover [0, n) in order, none of length 0. routed_experts:
-    int16[P + n - 1, layers, top_k], the choices for every token of prompt and response but the last, where the engine
-    records them and made a token.
+    token_ids: int32[n], a stop token included. logprobs: float32[n], natural log, of each token as
+    it was sampled (temperature and top-p applied). spans: cover [0, n) in order, none of length 0.
+    routed_experts: int16[P + n - 1, layers, top_k], the choices for every token of prompt and
+    response but the last, where the engine records them and made a token.
     """
 
     token_ids: NDArray[np.int32]
@@ -69,16 +74,20 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model. Raises EngineError."""
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         """Sample one response to int32[P] prompt ids.
 
-        Aborted by `pause("abort")`: returns the tokens made so far with finish_reason "abort". Cancelling the
-        calling task aborts the request. While paused, new requests wait for `resume`.
-        Raises GenerationError (this request only) or EngineDeadError.
+        Aborted by `pause("abort")`: returns the tokens made so far with finish_reason "abort".
+        Cancelling the calling task aborts the request. While paused, new requests wait for
+        `resume`. Raises GenerationError (this request only) or EngineDeadError.
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. "abort": running calls return what they have; "keep": they freeze until `resume`."""
+        """Stop sampling. "abort": running calls return what they have; "keep": they freeze until
+        `resume`.
+        """
 
     async def resume(self) -> None:
         """Sample again. Does nothing where the engine is not paused."""
@@ -86,9 +95,10 @@ class Engine(Protocol):
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Switch to the safetensors in the folder `path`, in place.
 
-        Returns once every part of the engine has switched and no cache of the old weights is left. Running
-        requests go on under the new weights, except where the engine cannot tell the versions apart: there
-        they are aborted. Raises WeightsError and keeps the old weights, or EngineDeadError.
+        Returns once every part of the engine has switched and no cache of the old weights is left.
+        Running requests go on under the new weights, except where the engine cannot tell the
+        versions apart: there they are aborted. Raises WeightsError and keeps the old weights, or
+        EngineDeadError.
         """
 
     async def sleep(self) -> None:
@@ -109,8 +119,9 @@ class Engine(Protocol):
 
 @runtime_checkable
 class StructuresOutput(Protocol):
-    """Whether it keeps a response to `SampleParams.structured`. Without it, who asks for that is refused: a task at the
-    start, a group when it asks."""
+    """Whether it keeps a response to `SampleParams.structured`. Without it, who asks for that is
+    refused: a task at the start, a group when it asks.
+    """
 
     structures_output: bool
 
@@ -122,11 +133,15 @@ def structures(engine: object) -> bool:
 
 @runtime_checkable
 class AbortsSome(Protocol):
-    """It can end some requests and go on with the others. Without it, nothing is aborted while a group is protected."""
+    """It can end some requests and go on with the others. Without it, nothing is aborted while a
+    group is protected.
+    """
 
     async def abort_others(self, spared: Collection[str]) -> None:
-        """Requests of all groups but `spared` return what they have, with finish_reason "abort". The group of a request
-        is what stands before the first "/" of its id. May be called again and again; the engine is not paused by it."""
+        """Requests of all groups but `spared` return what they have, with finish_reason "abort".
+        The group of a request is what stands before the first "/" of its id. May be called again
+        and again; the engine is not paused by it.
+        """
 
 
 @runtime_checkable
@@ -141,7 +156,9 @@ class ReceivesWeights(Protocol):
 
 
 class GroupImages(Protocol):
-    """What requests see beside their tokens, by the group that stands before the first "/" of their ids."""
+    """What requests see beside their tokens, by the group that stands before the first "/" of their
+    ids.
+    """
 
     def read_with(self, reader: ImageReader) -> None:
         """What reads them, before the first is shown."""
@@ -162,7 +179,9 @@ class SeesImages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Requests that are sampled, requests that wait for a place, and the share of the KV cache that is in use."""
+    """Requests that are sampled, requests that wait for a place, and the share of the KV cache that
+    is in use.
+    """
 
     running: int
     waiting: int
@@ -179,13 +198,17 @@ class TellsLoad(Protocol):
 
 @contextmanager
 def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]:
-    """Meanwhile the requests of group `gid` see `media`. Raises GenerationError where the engine shows none."""
+    """Meanwhile the requests of group `gid` see `media`. Raises GenerationError where the engine
+    shows none.
+    """
     if not media:
         yield
         return
     if not isinstance(engine, SeesImages):
         hint = "use [engine] kind vllm, or leave such tasks out of [worker] tasks"
-        raise GenerationError(f"{gid} has images, and the engine {engine.name} can show none", hint=hint)
+        raise GenerationError(
+            f"{gid} has images, and the engine {engine.name} can show none", hint=hint
+        )
     engine.images.show(gid, media)
     try:
         yield

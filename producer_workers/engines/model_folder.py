@@ -1,13 +1,15 @@
 """What a Hugging Face model folder holds, read from headers only: no tensor, no torch.
 
-Invariant: a folder that passes here has complete safetensors files. A half-copied file is the usual way for
-weights to be bad, and a loader that meets it in the middle of a running engine has already overwritten half
-a model.
+Invariant: a folder that passes here has complete safetensors files. A half-copied file is the usual
+way for weights to be bad, and a loader that meets it in the middle of a running engine has already
+overwritten half a model.
 
-A LoRA adapter as PEFT writes it (adapter_config.json, adapter_model.safetensors): does it fit the model?
+A LoRA adapter as PEFT writes it (adapter_config.json, adapter_model.safetensors): does it fit the
+model?
 
-Engines would take much of what does not: a loader that meets a layer it does not know passes it by, or gives each
-forward pass a wrong product. So a folder is checked as a whole before an engine sees it.
+Engines would take much of what does not: a loader that meets a layer it does not know passes it by,
+or gives each forward pass a wrong product. So a folder is checked as a whole before an engine sees
+it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises EngineError where `folder` cannot be a model: what is missing, before an engine starts."""
+    """Raises EngineError where `folder` cannot be a model: what is missing, before an engine
+    starts.
+    """
     if not folder.is_dir():
         raise EngineError(
             f"no model folder at {folder}", hint="give a local folder; nothing is downloaded"
@@ -84,8 +88,8 @@ def has_tied_head(folder: Path) -> bool:
 def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: bool) -> None:
     """Raises WeightsError unless `new` can take the place of `old`, tensor by tensor.
 
-    A loader would only warn of a missing tensor and keep the old one: half a policy. A tied output head
-    may be stored or left out: writers differ.
+    A loader would only warn of a missing tensor and keep the old one: half a policy. A tied output
+    head may be stored or left out: writers differ.
     """
     optional = {"lm_head.weight"} if tied_head else set()
     if is_adapter(folder):
@@ -125,15 +129,20 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         )
     return {name: span.shape for name, span in header.tensors.items()}
 
+
 OTHER_KINDS = ("alpha_pattern", "modules_to_save", "use_dora")
 """What a config may ask for beside plain low-rank pairs, and vLLM passes by or refuses half-way."""
 
 
 class AdapterCheck:
-    """Whether adapters fit the model of `model_dir`. `most`: the largest rank, where the engine has one."""
+    """Whether adapters fit the model of `model_dir`. `most`: the largest rank, where the engine has
+    one.
+    """
 
     def __init__(self, model_dir: Path, shapes: Shapes, most: int | None = None) -> None:
-        self._model_dir, self._shapes, self._most = model_dir, shapes, most
+        self._model_dir = model_dir
+        self._shapes = shapes
+        self._most = most
 
     def check(self, folder: Path) -> None:
         """Raises WeightsError unless `folder` holds a whole adapter that fits. Reads headers alone."""

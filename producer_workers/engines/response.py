@@ -25,14 +25,17 @@ class GrowingResponse:
         self._logprobs.extend(logprobs)
 
     def stamp(self, version: PolicyVersion) -> None:
-        """Say that the tokens since the last stamp were made by `version`; neighbours of one version are one span."""
+        """Say that the tokens since the last stamp were made by `version`; neighbours of one
+        version are one span.
+        """
         start = self._spans[-1].start + self._spans[-1].length if self._spans else 0
         length = len(self.token_ids) - start
         if not length:
             return
         if self._spans and (self._spans[-1].lineage, self._spans[-1].version) == version:
             last = self._spans.pop()
-            start, length = last.start, last.length + length
+            start = last.start
+            length = last.length + length
         self._spans.append(VersionSpan(start, length, version.version, version.lineage))
 
     def forget(self) -> None:
@@ -46,8 +49,11 @@ class GrowingResponse:
     def generation(self) -> Generation:
         """The whole. It must have ended."""
         assert self.finish_reason is not None
-        token_ids, logprobs = np.asarray(self.token_ids, dtype="<i4"), np.asarray(self._logprobs, dtype="<f4")
-        return Generation(token_ids, logprobs, tuple(self._spans), self.finish_reason, self.routed_experts())
+        token_ids = np.asarray(self.token_ids, dtype="<i4")
+        logprobs = np.asarray(self._logprobs, dtype="<f4")
+        return Generation(
+            token_ids, logprobs, tuple(self._spans), self.finish_reason, self.routed_experts()
+        )
 
     def routed_experts(self) -> NDArray[np.int16] | None:
         """Of prompt and response, as of `Generation`; None where nobody recorded them."""

@@ -1,7 +1,7 @@
 """Bytes of strangers as an image: which formats, how large, and what is made of them.
 
-Invariant: no pixel is unpacked before format, bytes and size were checked, and what is stored is what every reader
-sees: `Image.open(file).convert("RGB")`, on both sides, in any library.
+Invariant: no pixel is unpacked before format, bytes and size were checked, and what is stored is
+what every reader sees: `Image.open(file).convert("RGB")`, on both sides, in any library.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
         suffix = str(image.format).lower()
         if image.getexif().get(TURNED, 1) != 1:
             # stored upright: else it would depend on the reader how it is seen
-            image, suffix = _upright(image), "png"
+            image = _upright(image)
+            suffix = "png"
             data = png_of(image)
         return ImageFile(data, suffix, image.convert("RGB"))
 
@@ -76,7 +77,9 @@ def _opened(source: bytes | Path, limits: ImagesSection) -> Iterator[Any]:
         with _file(source, limits) as file, pil.open(file, formats=FORMATS) as image:
             width, height = image.size
             if width * height > limits.max_pixels:
-                raise MediaError(f"it has {width} x {height} pixels, over max_pixels = {limits.max_pixels}")
+                raise MediaError(
+                    f"it has {width} x {height} pixels, over max_pixels = {limits.max_pixels}"
+                )
             yield image
     except MediaError:
         raise
@@ -84,7 +87,9 @@ def _opened(source: bytes | Path, limits: ImagesSection) -> Iterator[Any]:
         raise MediaError(f"it would unpack to far too many pixels: {error}") from error
     except pil.UnidentifiedImageError as error:
         raise MediaError(f"it is none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # decoders raise what they like: OSError, SyntaxError, struct.error …
+    except (
+        Exception
+    ) as error:  # decoders raise what they like: OSError, SyntaxError, struct.error …
         raise MediaError(f"it is a broken image: {error}") from error
 
 
@@ -108,7 +113,9 @@ def _read(source: Path, limits: ImagesSection) -> bytes:
 
 def _check_bytes(count: int, limits: ImagesSection) -> None:
     if count > limits.max_bytes:
-        raise MediaError(f"it has {format_size(count)}, over max_bytes = {format_size(limits.max_bytes)}")
+        raise MediaError(
+            f"it has {format_size(count)}, over max_bytes = {format_size(limits.max_bytes)}"
+        )
 
 
 def _pillow() -> Any:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-
 @dataclass(frozen=True, slots=True)
 class ReadImage:
     """An image as RGB; `digest` tells its file from every other one."""
@@ -38,7 +37,8 @@ class ImageReader:
     """Reads from `media`, the folder of a run (None: it has none), what is within the limits."""
 
     def __init__(self, media: MediaFolder | None, limits: ImagesSection) -> None:
-        self._media, self._limits = media, limits
+        self._media = media
+        self._limits = limits
 
     def read(self, ref: MediaRef) -> ReadImage:
         """Raises MediaError: for a URI elsewhere, too, since whoever wrote the payload chose it."""
@@ -46,7 +46,9 @@ class ImageReader:
             raise MediaError(f"{ref.uri[:200]} is {ref.kind}; only images are shown")
         if self._media is None or not ref.uri.startswith(SCHEME):
             hint = "the producer puts images into [run] media"
-            raise MediaError(f"{ref.uri[:200]!r} is no file of the run, and nothing else is read", hint=hint)
+            raise MediaError(
+                f"{ref.uri[:200]!r} is no file of the run, and nothing else is read", hint=hint
+            )
         data = self._media.read(ref.uri, self._limits.max_bytes)
         try:
             pixels = load_image(data, self._limits).pixels
@@ -55,14 +57,20 @@ class ImageReader:
         return ReadImage(pixels, blake2b(data, digest_size=16).hexdigest())
 
 
-def find_runs(prompt_ids: NDArray[np.int32], image_token: int, tokens: Sequence[int]) -> list[slice]:
-    """Where the images lie whose numbers of tokens are `tokens`, in order. ValueError where they do not fit."""
+def find_runs(
+    prompt_ids: NDArray[np.int32], image_token: int, tokens: Sequence[int]
+) -> list[slice]:
+    """Where the images lie whose numbers of tokens are `tokens`, in order. ValueError where they do
+    not fit.
+    """
     places = np.flatnonzero(prompt_ids == image_token)
     runs, done = [], 0
     for number, count in enumerate(tokens):
         place = places[done : done + count]
         if not 0 < len(place) == count or place[-1] - place[0] != count - 1:
-            raise ValueError(f"the prompt has no {count} tokens {image_token} in a row for image {number}")
+            raise ValueError(
+                f"the prompt has no {count} tokens {image_token} in a row for image {number}"
+            )
         runs.append(slice(int(place[0]), int(place[-1]) + 1))
         done += count
     return runs

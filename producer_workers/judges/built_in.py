@@ -1,32 +1,34 @@
 """Scores with reasoning-gym's own verifiers.
 
-The verifier gets the whole answer, without what only ends a turn: it is not searched for an answer first.
-Many verifiers give part of the score to an answer that contains the right one; "solved" is a score of 1.0.
-A few run `eval` on the answer, on what a model wrote: those are refused.
+The verifier gets the whole answer, without what only ends a turn: it is not searched for an answer
+first. Many verifiers give part of the score to an answer that contains the right one; "solved" is a
+score of 1.0. A few run `eval` on the answer, on what a model wrote: those are refused.
 
 Scores a program by running it: the share of its tests that it passes.
 
-`ground_truth` is Python that asserts (one test), a list of such texts, or a list of {"input": …, "output": …}: what the
-program is given on stdin, and what it must print (white space at the ends of lines aside). The program is the last
+`ground_truth` is Python that asserts (one test), a list of such texts, or a list of {"input": …,
+"output": …}: what the program is given on stdin, and what it must print (white space at the ends of
+lines aside). The program is the last
 ```python block of the response, or all of it. It runs in `producer_workers.judges.sandbox`, out of a process of its own
 (judging of kind rq).
 
 Mathematics, compared as mathematics by the package math-verify: 1/2 is 0.5 is \\frac{1}{2}.
 
-Only its LaTeX grammar is used. Its parser of plain expressions evals what a model wrote, so a plain answer is wrapped
-as LaTeX first. Simplifying can take for ever, and its time limit does not work in threads: so this judge wants a
-process of its own (judging of kind rq).
+Only its LaTeX grammar is used. Its parser of plain expressions evals what a model wrote, so a plain
+answer is wrapped as LaTeX first. Simplifying can take for ever, and its time limit does not work in
+threads: so this judge wants a process of its own (judging of kind rq).
 
 Grade-school maths, scored as GSM8K does (Cobbe et al. 2021): the number behind "####".
 
-A response without "####" is scored by its last number, so that a model which has not been taught the format
-is scored for its arithmetic. Numbers are compared as numbers: 1,200 is 1200.0.
+A response without "####" is scored by its last number, so that a model which has not been taught
+the format is scored for its arithmetic. Numbers are compared as numbers: 1,200 is 1200.0.
 
 1.0 where the response is the ground truth, character by character; else 0.0.
 
 The answer in a response: its text without what only ends a turn.
 
-A reward for checks of the machinery: models with random weights solve nothing, and equal rewards teach nothing.
+A reward for checks of the machinery: models with random weights solve nothing, and equal rewards
+teach nothing.
 """
 
 from __future__ import annotations
@@ -49,15 +51,19 @@ END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</
 
 
 def answer_text(response: str) -> str:
-    """`response` without surrounding white space and without end markers behind it; nothing else goes."""
+    """`response` without surrounding white space and without end markers behind it; nothing else
+    goes.
+    """
     text = response.strip()
     while marker := next((m for m in END_MARKERS if text.endswith(m)), None):
         text = text.removesuffix(marker).rstrip()
     return text
 
+
 SOURCE_PREFIX = "reasoning_gym/"
 
-# Their verifiers hand the answer to eval, or to sympy's parse_expr, which evals. A test keeps the list whole.
+# Their verifiers hand the answer to eval, or to sympy's parse_expr, which evals. A test keeps the
+# list whole.
 UNSAFE_TASKS = frozenset(
     {
         "binary_matrix",
@@ -75,8 +81,8 @@ UNSAFE_TASKS = frozenset(
 
 def task_datasets() -> dict[str, tuple[Any, Any]]:
     """All tasks of reasoning-gym: name to (data set class, configuration class)."""
-    # The whole package, not its factory: tasks register while it is imported, and judges run in several threads.
-    # Only this form waits for an import that another thread has begun.
+    # The whole package, not its factory: tasks register while it is imported, and judges run in
+    # several threads. Only this form waits for an import that another thread has begun.
     import reasoning_gym
 
     return dict(reasoning_gym.factory.DATASETS)
@@ -101,16 +107,21 @@ def reasoning_gym_score(*, response: str, ground_truth: Any, state: RolloutState
     return score_entry(name, answer_text(response), question, ground_truth, state.extra)
 
 
-def score_entry(name: str, answer: str, question: str, truth: Any, extra: Mapping[str, Any]) -> float:
-    """Score `answer` to the problem made of `question`, `truth` and `extra` (its metadata and config)."""
+def score_entry(
+    name: str, answer: str, question: str, truth: Any, extra: Mapping[str, Any]
+) -> float:
+    """Score `answer` to the problem made of `question`, `truth` and `extra` (its metadata and
+    config).
+    """
     config = orjson.dumps(extra.get("config", {}), option=orjson.OPT_SORT_KEYS)
     entry = {"question": question, "answer": truth, "metadata": extra.get("metadata", {})}
     verifier = _verifier(name, config)
     try:
         return float(verifier.score_answer(answer, entry))
     except Exception:
-        # Some verifiers raise on text they cannot parse, and models write any text. Where the right answer
-        # can be scored, the text was at fault and is wrong; where not, this raises: the problem is broken.
+        # Some verifiers raise on text they cannot parse, and models write any text. Where the right
+        # answer can be scored, the text was at fault and is wrong; where not, this raises: the
+        # problem is broken.
         verifier.score_answer(truth if truth is not None else "", entry)
         return 0.0
 
@@ -122,6 +133,7 @@ def _verifier(name: str, config: bytes) -> Any:
     dataset_class, config_class = task_datasets()[name]
     return dataset_class(config=config_class(**orjson.loads(config)))
 
+
 TEST_S = 10.0
 """Seconds for one test."""
 
@@ -129,7 +141,9 @@ _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 def python_tests(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
-    """{"score": share of passed tests, "passed_all": 0 or 1}. Raises ValueError where the ground truth is no test."""
+    """{"score": share of passed tests, "passed_all": 0 or 1}. Raises ValueError where the ground
+    truth is no test.
+    """
     tests = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not tests or not all(map(_is_test, tests)):
         raise ValueError(f"the ground truth {ground_truth!r:.80} holds no tests")
@@ -161,13 +175,16 @@ def _passes(program: str, test: Any) -> bool:
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
+
 _NUMBER = re.compile(r"(?<![\d.,])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 _TAIL_CHARS = 2000  # a response that never says its answer is not searched from end to end
 _LONGEST_NUMBER = 50
 
 
 def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """1.0 for the right final number, else 0.0. Raises ValueError where the ground truth holds none."""
+    """1.0 for the right final number, else 0.0. Raises ValueError where the ground truth holds
+    none.
+    """
     right = final_number(str(ground_truth))
     if right is None:
         raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
@@ -183,14 +200,19 @@ def final_number(text: str) -> Decimal | None:
     number = numbers[0] if marker else numbers[-1]
     return Decimal(number.replace(",", "")) if len(number) <= _LONGEST_NUMBER else None
 
+
 _MATHS = re.compile(r"\\boxed|\$|\\\(|\\\[")
-_ANSWER = re.compile(r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE)
+_ANSWER = re.compile(
+    r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
+)
 _LONGEST = 2000
 """Characters of the end of a response in which its answer is looked for."""
 
 
 def math_verify(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """1.0 for an answer equal to the ground truth, else 0.0. Raises ValueError where that holds no mathematics."""
+    """1.0 for an answer equal to the ground truth, else 0.0. Raises ValueError where that holds no
+    mathematics.
+    """
     from math_verify import LatexExtractionConfig, parse, verify
 
     def read(text: str) -> list[Any]:
@@ -218,7 +240,9 @@ def as_latex(text: str) -> str:
 
 
 def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """Compares text with text, without white space around it. Raises ValueError without a ground truth."""
+    """Compares text with text, without white space around it. Raises ValueError without a ground
+    truth.
+    """
     if ground_truth is None:
         raise ValueError("the problem has no ground_truth")
     return float(answer_text(response) == str(ground_truth).strip())

@@ -2,8 +2,8 @@
 
     judge = { gsm8k = "gsm8k", "code/*" = { python_tests = 0.9, "my_module:style" = 0.1 }, "*" = "exact_match" }
 
-The first pattern that fits `data_source` counts (as file names do: `*`, `?`). Scores add up by their weights; the score
-of each judge stands in the reward under its name.
+The first pattern that fits `data_source` counts (as file names do: `*`, `?`). Scores add up by
+their weights; the score of each judge stands in the reward under its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Weighted = Sequence[tuple[AnyJudge, float]]
 
 
 class ComposedJudge:
-    """`branches`: pattern to judges with weights. It sees whole groups, since one of its judges may want to."""
+    """`branches`: pattern to judges with weights. It sees whole groups, since one of its judges may
+    want to.
+    """
 
     name = "composed"
 
@@ -44,7 +46,9 @@ class ComposedJudge:
             if fnmatchcase(source or "", pattern):
                 return judges
         known = ", ".join(self._branches)
-        raise JudgeError(f"no judge for data source {source!r}", hint=f'known: {known}; "*" fits every source')
+        raise JudgeError(
+            f"no judge for data source {source!r}", hint=f'known: {known}; "*" fits every source'
+        )
 
 
 class ComposedSingleJudge:
@@ -59,11 +63,15 @@ class ComposedSingleJudge:
 def compose(branches: Mapping[str, Weighted]) -> AnyJudge:
     """One judge of many."""
     composed = ComposedJudge(branches)
-    sees_group = any(isinstance(judge, GroupJudge) for judges in branches.values() for judge, _ in judges)
+    sees_group = any(
+        isinstance(judge, GroupJudge) for judges in branches.values() for judge, _ in judges
+    )
     return composed if sees_group else ComposedSingleJudge(composed)
 
 
-def _sum(names: Sequence[str], weights: Sequence[float], rewards: Sequence[dict[str, float]]) -> dict[str, float]:
+def _sum(
+    names: Sequence[str], weights: Sequence[float], rewards: Sequence[dict[str, float]]
+) -> dict[str, float]:
     if len(rewards) == 1 and weights[0] == 1.0:
         return rewards[0]
     parts = {name: reward["score"] for name, reward in zip(names, rewards, strict=True)}

@@ -1,12 +1,13 @@
-"""A judge of one function that sees all rollouts of a group at once: to rank them, say, or to ask for diversity.
+"""A judge of one function that sees all rollouts of a group at once: to rank them, say, or to ask
+for diversity.
 
 The function is called as `function(states=[...])` and returns one reward for each, in their order.
 
 A judge made of one function, the user's or one of ours.
 
-The function is called as `function(response=..., ground_truth=..., state=...)` and returns a number or a
-dict of numbers with "score". A coroutine function runs in the event loop; any other in a thread, because a
-slow verifier in the loop would hold up every generation of the worker.
+The function is called as `function(response=..., ground_truth=..., state=...)` and returns a number
+or a dict of numbers with "score". A coroutine function runs in the event loop; any other in a
+thread, because a slow verifier in the loop would hold up every generation of the worker.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ _THREADS = 4
 
 
 class GroupFunctionJudge:
-    """Judges with `function`: a coroutine function in the event loop, any other in a thread of this judge's own."""
+    """Judges with `function`: a coroutine function in the event loop, any other in a thread of this
+    judge's own.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self._function = name, function
+        self.name = name
+        self._function = function
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -42,14 +46,22 @@ class GroupFunctionJudge:
                 results = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except Exception as error:
             message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
-            raise JudgeError(message, hint="the group it was given is in the dead letter") from error
+            raise JudgeError(
+                message, hint="the group it was given is in the dead letter"
+            ) from error
         return check_rewards(self.name, results, len(states))
 
 
 def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]:
     """`results` of judge `name` as rewards of `count` rollouts. Raises JudgeError."""
-    if isinstance(results, str | bytes) or not isinstance(results, Sequence) or len(results) != count:
-        raise JudgeError(f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards")
+    if (
+        isinstance(results, str | bytes)
+        or not isinstance(results, Sequence)
+        or len(results) != count
+    ):
+        raise JudgeError(
+            f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards"
+        )
     return [check_reward(name, result) for result in results]
 
 
@@ -67,11 +79,15 @@ class FunctionJudge:
             result = await self._call(state)
         except Exception as error:
             message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
-            raise JudgeError(message, hint="the rollout it was given is in the dead letter") from error
+            raise JudgeError(
+                message, hint="the rollout it was given is in the dead letter"
+            ) from error
         return check_reward(self.name, result)
 
     async def _call(self, state: RolloutState) -> Any:
-        call = partial(self._function, response=state.response, ground_truth=state.ground_truth, state=state)
+        call = partial(
+            self._function, response=state.response, ground_truth=state.ground_truth, state=state
+        )
         if inspect.iscoroutinefunction(self._function):
             return await call()
         result = await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -1,7 +1,8 @@
 """A judge behind a URL: POST of one rollout as JSON, a reward as JSON back.
 
-Request: response, ground_truth, data_source, messages, extra. Answer: a number, or an object of numbers with "score".
-Asked again, with pauses that grow: no connection, no answer in time, 408, 425, 429, 5xx. Any other status is final.
+Request: response, ground_truth, data_source, messages, extra. Answer: a number, or an object of
+numbers with "score". Asked again, with pauses that grow: no connection, no answer in time, 408,
+425, 429, 5xx. Any other status is final.
 
 What a judge in another process, or on another machine, is told of a rollout.
 """
@@ -31,10 +32,12 @@ def rollout_fields(state: RolloutState) -> dict[str, Any]:
         "extra": state.extra,
     }
 
+
 log = logging.getLogger("rolloutmq.judge")
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
 
 
 class HttpJudge:
@@ -44,8 +47,11 @@ class HttpJudge:
         try:
             import aiohttp  # noqa: F401 (an extra: said now, not at the first rollout)
         except ImportError as error:
-            raise ConfigError(f"judge {url} needs aiohttp", hint="pip install 'rolloutmq[http]'") from error
-        self.name, self._judging = url, judging
+            raise ConfigError(
+                f"judge {url} needs aiohttp", hint="pip install 'rolloutmq[http]'"
+            ) from error
+        self.name = url
+        self._judging = judging
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """The checked reward. Raises JudgeError after the last try."""
@@ -57,9 +63,12 @@ class HttpJudge:
             except _AgainError as error:
                 if not tries_left:
                     raise JudgeError(
-                        f"judge {self.name}: {error}", hint="[tasks.<name>.judging] retries, timeout_s"
+                        f"judge {self.name}: {error}",
+                        hint="[tasks.<name>.judging] retries, timeout_s",
                     ) from error
-                log.warning("judge %s: %s; asking again, %d tries left", self.name, error, tries_left)
+                log.warning(
+                    "judge %s: %s; asking again, %d tries left", self.name, error, tries_left
+                )
             await asyncio.sleep(pause_s * CHANCE.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise AssertionError("unreachable")

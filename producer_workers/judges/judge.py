@@ -1,7 +1,7 @@
 """A judge: it turns one completed rollout into a reward.
 
-A judge that raises or returns something that is not a reward is told by its name, never passed on: a NaN in
-one reward would reach every weight of the model.
+A judge that raises or returns something that is not a reward is told by its name, never passed on:
+a NaN in one reward would reach every weight of the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How long a worker waits for its judges: what its heartbeat tells, and Prometheus makes a latency of.
+"""How long a worker waits for its judges: what its heartbeat tells, and Prometheus makes a latency
+of.
 
 An rq judge's time includes the queue: it is what a rollout waits, not what a judge computes.
 """
@@ -20,13 +21,16 @@ NEWEST = 1024
 
 
 class JudgeTimes:
-    """`asked`: answers so far, failures too; `failed`: the failures; `seconds`: what all of them took together.
+    """`asked`: answers so far, failures too; `failed`: the failures; `seconds`: what all of them
+    took together.
 
     Measured on the event loop, read by the heartbeat's thread.
     """
 
     def __init__(self) -> None:
-        self.asked, self.failed, self.seconds = 0, 0, 0.0
+        self.asked = 0
+        self.failed = 0
+        self.seconds = 0.0
         self._newest: deque[float] = deque(maxlen=NEWEST)
         self._lock = Lock()
 
@@ -49,18 +53,27 @@ class JudgeTimes:
         """Seconds that these shares of the newest answers took at most; 0 where there is none."""
         with self._lock:
             newest = sorted(self._newest)
-        return [newest[min(int(share * len(newest)), len(newest) - 1)] if newest else 0.0 for share in shares]
+        return [
+            newest[min(int(share * len(newest)), len(newest) - 1)] if newest else 0.0
+            for share in shares
+        ]
 
     def watch(self, judge: AnyJudge | None) -> AnyJudge | None:
         """The same judge, with its time taken."""
         if judge is None:
             return None
-        return _TimedGroupJudge(judge, self) if isinstance(judge, GroupJudge) else _TimedJudge(judge, self)
+        return (
+            _TimedGroupJudge(judge, self)
+            if isinstance(judge, GroupJudge)
+            else _TimedJudge(judge, self)
+        )
 
 
 class _TimedJudge:
     def __init__(self, judge: Judge, times: JudgeTimes) -> None:
-        self.name, self._judge, self._times = judge.name, judge, times
+        self.name = judge.name
+        self._judge = judge
+        self._times = times
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         with self._times.measure():
@@ -69,7 +82,9 @@ class _TimedJudge:
 
 class _TimedGroupJudge:
     def __init__(self, judge: GroupJudge, times: JudgeTimes) -> None:
-        self.name, self._judge, self._times = judge.name, judge, times
+        self.name = judge.name
+        self._judge = judge
+        self._times = times
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         with self._times.measure():

@@ -31,7 +31,8 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 
 
 def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
-    """A built-in judge by name, the service at a URL, or the function at "module:function". Raises ConfigError.
+    """A built-in judge by name, the service at a URL, or the function at "module:function". Raises
+    ConfigError.
 
     A function with a parameter `states` sees whole groups.
     """
@@ -56,5 +57,13 @@ def put_together(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
     """What a task names as its judge; `load` makes a judge of each name in it. Raises ConfigError."""
     if isinstance(spec, str):
         return load(spec)
-    weighted = {source: {judges: 1.0} if isinstance(judges, str) else judges for source, judges in spec.items()}
-    return compose({s: [(load(name), weight) for name, weight in judges.items()] for s, judges in weighted.items()})
+    weighted = {
+        source: {judges: 1.0} if isinstance(judges, str) else judges
+        for source, judges in spec.items()
+    }
+    return compose(
+        {
+            s: [(load(name), weight) for name, weight in judges.items()]
+            for s, judges in weighted.items()
+        }
+    )

@@ -1,11 +1,13 @@
-"""A judge that runs elsewhere: one rq job for each rollout, waited for without holding up the engine.
+"""A judge that runs elsewhere: one rq job for each rollout, waited for without holding up the
+engine.
 
     waiting ──▶ started ──▶ a result in the job's stream ──▶ reward
        │           └── time limit passed ─┐     └── failed ──┐
        └── in no list ────────────────────┴──▶ another try ◀─┘   (a job of its own; then JudgeError)
 
-The result is awaited, not trusted to come: a worker or work-horse that was killed, and a server that lost the job,
-are seen by the job's state. So a judge may run twice for one rollout; its first answer that is awaited counts.
+The result is awaited, not trusted to come: a worker or work-horse that was killed, and a server
+that lost the job, are seen by the job's state. So a judge may run twice for one rollout; its first
+answer that is awaited counts.
 """
 
 from __future__ import annotations
@@ -47,21 +49,29 @@ FAILURE_S = 86_400
 """How long a failed job stays to be looked at."""
 
 _THREADS = 256
-"""Most rollouts that one task of one worker waits for; more wait for a thread before they are queued."""
+"""Most rollouts that one task of one worker waits for; more wait for a thread before they are
+queued.
+"""
 
 
 class RqAsking:
-    """Asks the function at `name` through the judge queue of `run`. `store` is a server of its own, not a cluster."""
+    """Asks the function at `name` through the judge queue of `run`. `store` is a server of its own,
+    not a cluster.
+    """
 
     def __init__(self, name: str, store: Store, run: str, judging: JudgingSection) -> None:
         self.name = name
-        self._store, self._judging = store, judging
+        self._store = store
+        self._judging = judging
         self._queue = open_queue(store.bulk, run)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
     async def _rewards(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """The checked rewards. Raises JudgeError after the last try. Cancelling it takes a job that waits back."""
-        stop, fields = threading.Event(), [rollout_fields(state) for state in states]
+        """The checked rewards. Raises JudgeError after the last try. Cancelling it takes a job that
+        waits back.
+        """
+        stop = threading.Event()
+        fields = [rollout_fields(state) for state in states]
         waiting = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, fields, stop)
         try:
             return check_rewards(self.name, await waiting, len(states))
@@ -83,7 +93,8 @@ class RqAsking:
         try:
             return self._await(self._enqueue(fields), stop)
         except (StoreError, TypeError, ValueError, RecursionError) as error:
-            # TypeError, ValueError: the rollout holds what JSON cannot; or, with RecursionError, the answer is none
+            # TypeError, ValueError: the rollout holds what JSON cannot; or, with RecursionError,
+            # the answer is none
             raise JudgeError(f"judge {self.name!r} could not be asked: {error}") from error
 
     def _enqueue(self, fields: list[dict[str, Any]]) -> Job:
@@ -99,15 +110,22 @@ class RqAsking:
         return self._retrying(lambda: self._queue.enqueue_job(job))
 
     def _await(self, job: Job, stop: threading.Event) -> Any:
-        state, since = "", time.monotonic()
+        state = ""
+        since = time.monotonic()
         while not stop.is_set():
             if result := self._retrying(lambda: job.latest_result(timeout=LOOK_S)):
                 return self._outcome(result)
-            now, seen = time.monotonic(), self._retrying(lambda: self._state(job))
+            now = time.monotonic()
+            seen = self._retrying(lambda: self._state(job))
             if seen != state or seen == "waiting":
-                state, since = seen, now
-            elif now - since > (self._judging.timeout_s + GRACE_S if seen == "started" else GRACE_S):
-                raise JudgeError(f"judge {self.name!r}: job {job.id} is lost, it was last {state or 'gone'}")
+                state = seen
+                since = now
+            elif now - since > (
+                self._judging.timeout_s + GRACE_S if seen == "started" else GRACE_S
+            ):
+                raise JudgeError(
+                    f"judge {self.name!r}: job {job.id} is lost, it was last {state or 'gone'}"
+                )
         if self._retrying(lambda: self._state(job)) == "waiting":
             self._retrying(job.delete)
         raise JudgeError(f"judge {self.name!r}: nobody waits any more")
@@ -124,7 +142,8 @@ class RqAsking:
             return result.return_value
         reason = (result.exc_string or "no reason").strip().splitlines()[-1]
         raise JudgeError(
-            f"judge {self.name!r} failed: {reason}", hint=f"job {result.job_id} in `rq info`'s failed registry has more"
+            f"judge {self.name!r} failed: {reason}",
+            hint=f"job {result.job_id} in `rq info`'s failed registry has more",
         )
 
     def _retrying(self, operation: Callable[[], T]) -> T:

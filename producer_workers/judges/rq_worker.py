@@ -1,11 +1,13 @@
-"""rq workers for judging: each forks a work-horse per rollout, so that a judge can only spoil its own process.
+"""rq workers for judging: each forks a work-horse per rollout, so that a judge can only spoil its
+own process.
 
-A worker runs the judges of its own config and nothing else, whatever a job in Redis names. A job that is not JSON,
-pickle above all, is never decoded: it fails, and stays in the failed registry.
+A worker runs the judges of its own config and nothing else, whatever a job in Redis names. A job
+that is not JSON, pickle above all, is never decoded: it fails, and stays in the failed registry.
 
 What an rq job of a judge holds, and what its work-horse does with it.
 
-The dotted path of `score` is stored in Redis: it is part of the wire format. Everything in a job is plain JSON.
+The dotted path of `score` is stored in Redis: it is part of the wire format. Everything in a job is
+plain JSON.
 
 The rq queue of a run's judges: its name, its server, and its serializer, which is never pickle.
 
@@ -47,15 +49,21 @@ FUNCTION = "producer_workers.judges.rq_worker.score"
 _CPU_GRACE_S = 1
 
 
-def score(judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int) -> list[dict[str, float]]:
-    """The rewards that `judge` gives one rollout, or a group, in a process that may be spoilt. Raises JudgeError."""
+def score(
+    judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int
+) -> list[dict[str, float]]:
+    """The rewards that `judge` gives one rollout, or a group, in a process that may be spoilt.
+    Raises JudgeError.
+    """
     chosen = load_judge(judge)
     _limit(timeout_s, memory_mb)
     return asyncio.run(judge_all(chosen, [RolloutState(**fields) for fields in rollouts]))
 
 
 def _limit(timeout_s: float, memory_mb: int) -> None:
-    """rq's own time limit is a signal that Python must get to handle. The kernel's ends a loop in C, too."""
+    """rq's own time limit is a signal that Python must get to handle. The kernel's ends a loop in
+    C, too.
+    """
     _lower(resource.RLIMIT_AS, memory_mb * 2**20)
     used = resource.getrusage(resource.RUSAGE_SELF)
     _lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
@@ -69,19 +77,25 @@ def _lower(limit: int, value: int) -> None:
 
 
 def judge_url(configured: str | None, servers: Servers) -> str:
-    """[judges] redis_url, else the run's server. ConfigError where that is a cluster: rq's keys have many slots."""
+    """[judges] redis_url, else the run's server. ConfigError where that is a cluster: rq's keys
+    have many slots.
+    """
     if configured:
         return configured
     if servers.is_cluster:
         raise ConfigError(
-            "judging of kind rq cannot use a cluster", hint="set [judges] redis_url to a single Redis or Valkey server"
+            "judging of kind rq cannot use a cluster",
+            hint="set [judges] redis_url to a single Redis or Valkey server",
         )
     return str(servers.masters()[0][0])
 
 
 def open_queue(connection: Any, run: str, **options: Any) -> Queue:
-    """The judge queue of a run. rq's default serializer is pickle: nothing may open this queue by another way."""
+    """The judge queue of a run. rq's default serializer is pickle: nothing may open this queue by
+    another way.
+    """
     return Queue(f"rmq-judge:{run}", connection=connection, serializer=JSONSerializer, **options)
+
 
 log = logging.getLogger("rolloutmq.judge")
 
@@ -125,7 +139,10 @@ class JudgePool:
     """So many rq workers as processes, started again when they die. `judges`: what they may run."""
 
     def __init__(self, url: str, run: str, judges: Collection[str], workers: int) -> None:
-        self._url, self._run, self._judges, self._count = url, run, judges, workers
+        self._url = url
+        self._run = run
+        self._judges = judges
+        self._count = workers
         self._stopping = False
 
     def run(self) -> None:
@@ -140,7 +157,9 @@ class JudgePool:
             time.sleep(LOOK_S)
             for place, worker in enumerate(workers):
                 if not worker.is_alive() and not self._stopping:
-                    log.warning("a judge worker ended with exit code %s; starting another", worker.exitcode)
+                    log.warning(
+                        "a judge worker ended with exit code %s; starting another", worker.exitcode
+                    )
                     time.sleep(RESTART_S)
                     workers[place] = self._start()
         for worker in workers:

@@ -1,8 +1,9 @@
 """A Python program that a model wrote, in a process with limits.
 
-Limits are the kernel's: CPU time, address space, size and number of files; a wall clock ends the rest. Where the kernel
-permits it (`unshare`, without root), the process has no network and takes its children with it when it ends. It still
-reads what its user may read, and writes what its user may write: against a model that means harm, use containers.
+Limits are the kernel's: CPU time, address space, size and number of files; a wall clock ends the
+rest. Where the kernel permits it (`unshare`, without root), the process has no network and takes
+its children with it when it ends. It still reads what its user may read, and writes what its user
+may write: against a model that means harm, use containers.
 """
 
 from __future__ import annotations
@@ -58,20 +59,27 @@ class Outcome:
 
 @functools.cache
 def isolation() -> tuple[str, ...]:
-    """The command in front of a program that takes its network away; () where the kernel does not permit that."""
+    """The command in front of a program that takes its network away; () where the kernel does not
+    permit that.
+    """
     if shutil.which("unshare"):
         tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, check=False, timeout=30)
         if tried.returncode == 0:
             return _UNSHARE
-    log.warning("programs in the sandbox have a network: this kernel does not permit `unshare` without root")
+    log.warning(
+        "programs in the sandbox have a network: this kernel does not permit `unshare` without root"
+    )
     return ()
 
 
 def run_python(program: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Run a program in a folder of its own, which is removed. Blocks for `limits.time_s` at most, and a little."""
+    """Run a program in a folder of its own, which is removed. Blocks for `limits.time_s` at most,
+    and a little.
+    """
     with tempfile.TemporaryDirectory(prefix="rolloutmq-") as folder:
         Path(folder, "program.py").write_text(program, encoding="utf-8")
-        out, err = Path(folder, ".stdout"), Path(folder, ".stderr")
+        out = Path(folder, ".stdout")
+        err = Path(folder, ".stderr")
         with out.open("wb") as stdout, err.open("wb") as stderr:
             process = subprocess.Popen(
                 [*isolation(), sys.executable, "-I", _LIMITER, *_words(limits), "program.py"],

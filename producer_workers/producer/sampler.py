@@ -1,7 +1,8 @@
-"""Draws of a task: the n-th draw is a pure function of n, so that the only state is the cursor (I3).
+"""Draws of a task: the n-th draw is a pure function of n, so that the only state is the cursor
+(I3).
 
-A sampler keeps nothing between draws. Whoever draws number n, in whatever process and after whatever crash,
-gets the same prompt, the same gid and the same seeds.
+A sampler keeps nothing between draws. Whoever draws number n, in whatever process and after
+whatever crash, gets the same prompt, the same gid and the same seeds.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class TooLong:
 class Sampler:
     """Makes the groups of one task. Safe to share between threads: nothing in it changes.
 
-    `tools`: JSON schemas that the chat template is given with every prompt that brings none of its own. `images`: for a
-    data set whose rows may show some; a draw writes them into the run's folder, again and again the same.
+    `tools`: JSON schemas that the chat template is given with every prompt that brings none of its
+    own. `images`: for a data set whose rows may show some; a draw writes them into the run's
+    folder, again and again the same.
     """
 
     def __init__(
@@ -115,15 +117,21 @@ class Sampler:
     def _encode(self, problem: Problem, place: Place) -> ImagePrompt:
         if taken := RESERVED & set(problem.extra):
             hint = "rename these columns of the data set"
-            raise DatasetError(f"{self.task}: row {place.row} uses the names {sorted(taken)}", hint=hint)
+            raise DatasetError(
+                f"{self.task}: row {place.row} uses the names {sorted(taken)}", hint=hint
+            )
         tools = problem.tools or self._tools
         try:
             if self._images:
                 return self._images.encode(problem, tools)
-            return ImagePrompt(np.array(encode_chat(self._tokenizer, problem.messages, tools), dtype="<i4"), [])
+            return ImagePrompt(
+                np.array(encode_chat(self._tokenizer, problem.messages, tools), dtype="<i4"), []
+            )
         except MediaError as error:
             raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
-        except Exception as error:  # templates are programs of the model's authors: they raise what they like
+        except (
+            Exception
+        ) as error:  # templates are programs of the model's authors: they raise what they like
             raise DatasetError(
                 f"{self.task}: row {place.row} does not fit the chat template: {error}",
                 hint="see chat_template of the model's tokenizer, and the roles of the messages",
@@ -133,5 +141,7 @@ class Sampler:
         changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
         if self._sample.seed is not None:
             name = f"{self._seed}:{self._sample.seed}:{self.task}:{draw}:{index}"
-            changes["seed"] = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
+            changes["seed"] = (
+                int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
+            )
         return self._sample.model_copy(update=changes) if changes else self._sample

@@ -1,4 +1,5 @@
-"""A producer that stands by: it takes the role once the active one has left, or has fallen silent (I7).
+"""A producer that stands by: it takes the role once the active one has left, or has fallen silent
+(I7).
 
     standing by ──nobody holds the role──▶ opens it ──▶ produces until it is stopped, fenced, or the run is finished
          ▲                                    │
@@ -37,7 +38,8 @@ def stand_by(run: Run, member: AgentLoopManager, stop: threading.Event) -> None:
 
 def _await_vacancy(run: Run, stop: threading.Event) -> bool:
     """Whether nobody holds the role: False when there is nothing to wait for any more."""
-    holder, clock = run.control.holder("producer"), OutageClock()
+    holder = run.control.holder("producer")
+    clock = OutageClock()
     log.info("standing by: %s", holder)
     while not stop.wait(LOOK_S) and run.control.state().mode is not Mode.FINISH:
         holder = run.control.holder("producer")

@@ -1,6 +1,7 @@
 """Which of several simulated settings to choose, and why.
 
-Invariant: staleness is a price, not a goal: the least of it that is still as fast, within `NEAR`, as the fastest.
+Invariant: staleness is a price, not a goal: the least of it that is still as fast, within `NEAR`,
+as the fastest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Simulated = tuple[Setting, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`chosen` of the candidates; `reasons` in words; `workers_wanted`: as many as would keep the trainer busy."""
+    """`chosen` of the candidates; `reasons` in words; `workers_wanted`: as many as would keep the
+    trainer busy.
+    """
 
     chosen: int
     reasons: list[str]
@@ -33,9 +36,14 @@ def advise(candidates: Sequence[Simulated]) -> Advice:
     rates = [outcome.tokens_per_s for _, outcome in candidates]
     fastest = rates.index(max(rates))
     near = [place for place, rate in enumerate(rates) if rate >= (1 - NEAR) * rates[fastest]]
-    chosen = min(near, key=lambda p: (candidates[p][0].max_staleness, candidates[p][1].waste, -rates[p]))
+    chosen = min(
+        near, key=lambda p: (candidates[p][0].max_staleness, candidates[p][1].waste, -rates[p])
+    )
     wanted = _workers_wanted(*candidates[chosen])
-    reasons = [_against_fastest(candidates, chosen, fastest), _bottleneck(*candidates[chosen], wanted)]
+    reasons = [
+        _against_fastest(candidates, chosen, fastest),
+        _bottleneck(*candidates[chosen], wanted),
+    ]
     return Advice(chosen, [*reasons, *_against_fresher(candidates, chosen)], wanted)
 
 
@@ -69,9 +77,7 @@ def _workers_wanted(setting: Setting, outcome: Outcome) -> float:
 
 def _against_fastest(candidates: Sequence[Simulated], chosen: int, fastest: int) -> str:
     if chosen == fastest:
-        return (
-            f"{name_of(candidates[chosen][0])} is the fastest of these, and no fresher one is within {NEAR:.0%} of it."
-        )
+        return f"{name_of(candidates[chosen][0])} is the fastest of these, and no fresher one is within {NEAR:.0%} of it."
     share = candidates[chosen][1].tokens_per_s / candidates[fastest][1].tokens_per_s
     return (
         f"{name_of(candidates[chosen][0])} reaches {share:.1%} of the fastest ({name_of(candidates[fastest][0])}), "
@@ -95,9 +101,7 @@ def _bottleneck(setting: Setting, outcome: Outcome, wanted: float) -> str:
             f"{idle}: workers hold all the groups they may, but rollouts that are done leave their place in the engine "
             f"empty. Let each hold more: concurrency {more:.0f} instead of {setting.concurrency}."
         )
-    return (
-        f"{idle}: they wait for each other. More staleness, over-sampling or a larger batch would let more be in work."
-    )
+    return f"{idle}: they wait for each other. More staleness, over-sampling or a larger batch would let more be in work."
 
 
 def _against_fresher(candidates: Sequence[Simulated], chosen: int) -> list[str]:

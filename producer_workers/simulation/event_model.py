@@ -1,12 +1,14 @@
-"""A run as a discrete-event model: what workers and trainer would do if the queue between them cost nothing.
+"""A run as a discrete-event model: what workers and trainer would do if the queue between them cost
+nothing.
 
     target(M) - consumed - in work - ready ──▶ waiting ──▶ running ──▶ ready ──B──▶ trainer ──interval──▶ weights M
                                                   ▲            └── interrupted ──┐     └── too old: wasted
                                                   └──────────────────────────────┘
 
-Every rule is the pipeline's own (targets, lanes, order of the pool, expiry, interruptions), with two differences: what
-happens takes no time but for tokens, train steps and loading weights; and a waiting group goes to the worker with most
-room. Pure: the same setting and lengths give the same outcome.
+Every rule is the pipeline's own (targets, lanes, order of the pool, expiry, interruptions), with
+two differences: what happens takes no time but for tokens, train steps and loading weights; and a
+waiting group goes to the worker with most room. Pure: the same setting and lengths give the same
+outcome.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from producer_workers.simulation.setting import Outcome, Setting
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """`left`: tokens that each rollout has yet to make; `made`: all that it was given, the repeated ones, too."""
+    """`left`: tokens that each rollout has yet to make; `made`: all that it was given, the repeated
+    ones, too.
+    """
 
     lengths: list[int]
     left: list[int]
@@ -110,12 +114,15 @@ class _Engines:
             if group.version is None:
                 group.version = version
             due_s = self.clock_s + self.setting.seconds(group.left[index])
-            heappush(self.running, _Sequence(due_s, self._numbers, self.clock_s, worker, group, index))
+            heappush(
+                self.running, _Sequence(due_s, self._numbers, self.clock_s, worker, group, index)
+            )
 
     def finish_next(self, version: int) -> _Group | None:
         """End the next sequence; its group if that was its last one."""
         _, _, _, worker, group, index = heappop(self.running)
-        group.made, group.left[index] = group.made + group.left[index], 0
+        group.made = group.made + group.left[index]
+        group.left[index] = 0
         group.unfinished -= 1
         self.sequences[worker] += 1
         if not group.unfinished:
@@ -125,16 +132,20 @@ class _Engines:
         return None if group.unfinished else group
 
     def abort_all(self, *, keep_tokens: bool) -> list[_Group]:
-        """Take back every group, with its tokens or as it was drawn, in the order in which they began."""
+        """Take back every group, with its tokens or as it was drawn, in the order in which they
+        began.
+        """
         for _, _, started_s, _, group, index in self.running:
             tokens = min(self.setting.tokens(self.clock_s - started_s), group.left[index] - 1)
-            group.made, group.left[index] = group.made + tokens, group.left[index] - tokens
+            group.made = group.made + tokens
+            group.left[index] = group.left[index] - tokens
         begun = sorted(self.running, key=lambda sequence: sequence.number)
         waiting = [group for queue in self.queues for group, _ in queue]
         groups = list(dict.fromkeys([*(sequence.group for sequence in begun), *waiting]))
         for group in groups:
             if not keep_tokens:
-                group.left, group.version = list(group.lengths), None
+                group.left = list(group.lengths)
+                group.version = None
             elif group.left == group.lengths:
                 group.version = None
         self._empty()
@@ -145,10 +156,13 @@ class _Model:
     """The run. `taken`, `trained`: the newest train step of which that is so."""
 
     def __init__(self, setting: Setting, lengths: Lengths) -> None:
-        self._setting, self._lengths = setting, lengths
+        self._setting = setting
+        self._lengths = lengths
         self._engines = _Engines(setting)
         self._now_s = 0.0
-        self._wake_s: float | None = None  # when the trainer's step, or the loading of weights, is over
+        self._wake_s: float | None = (
+            None  # when the trainer's step, or the loading of weights, is over
+        )
         self._mode = "waiting"  # the trainer is waiting, training, draining or loading
         self._version = self._drawn = self._in_work = self._arrivals = 0
         self.taken = self.trained = 0
@@ -162,7 +176,8 @@ class _Model:
         """To the next end of a sequence, of a train step or of a loading."""
         self._start_groups()
         self._take()
-        engines, loading = self._engines, self._mode == "loading"
+        engines = self._engines
+        loading = self._mode == "loading"
         due_s = [] if self._wake_s is None else [self._wake_s]
         if engines.running and not loading:
             due_s.append(self._now_s + engines.running[0].due_s - engines.clock_s)
@@ -202,7 +217,10 @@ class _Model:
             self._load()
 
     def _expire(self) -> None:
-        while self._ready and staleness(self.taken + 1, self._ready[0][0]) >= self._setting.stale_threshold:
+        while (
+            self._ready
+            and staleness(self.taken + 1, self._ready[0][0]) >= self._setting.stale_threshold
+        ):
             self._wasted_tokens += heappop(self._ready)[2].made
 
     # -- trainer -------------------------------------------------------------
@@ -217,12 +235,14 @@ class _Model:
             self._trained_tokens += sum(group.lengths)
             self._wasted_tokens += group.made - sum(group.lengths)
         self._expire()
-        self._mode, self._wake_s = "training", self._now_s + self._setting.step_s
+        self._mode = "training"
+        self._wake_s = self._now_s + self._setting.step_s
 
     def _wake(self) -> None:
         self._wake_s = None
         if self._mode == "loading":
-            self._version, self._mode = self.trained, "waiting"
+            self._version = self.trained
+            self._mode = "waiting"
             return
         self.trained = self.taken
         if self.trained % self._setting.sync_weights_interval:
@@ -236,7 +256,8 @@ class _Model:
         if self._setting.interruption in ("abort", "partial"):
             keep_tokens = self._setting.interruption == "partial"
             self._resumed.extendleft(reversed(self._engines.abort_all(keep_tokens=keep_tokens)))
-        self._mode, self._wake_s = "loading", self._now_s + self._setting.sync_s
+        self._mode = "loading"
+        self._wake_s = self._now_s + self._setting.sync_s
 
     def outcome(self) -> Outcome:
         setting = self._setting

@@ -1,6 +1,7 @@
 """How long the responses of a draw are: from a distribution, or from a trace of a run that was.
 
-Invariant: the lengths of draw n depend on nothing but (seed, n), so every setting is asked about the same work.
+Invariant: the lengths of draw n depend on nothing but (seed, n), so every setting is asked about
+the same work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Lengths = Callable[[int], list[int]]
 """Tokens of each rollout of draw n; at least 1."""
 
 
-def drawn_lengths(distribution: Distribution, group_size: int, *, longest: int, seed: int = 0) -> Lengths:
+def drawn_lengths(
+    distribution: Distribution, group_size: int, *, longest: int, seed: int = 0
+) -> Lengths:
     """Lengths from a distribution, none over `longest`."""
 
     @cache  # settings are compared on the same draws
@@ -47,7 +50,8 @@ def trace_lengths(path: Path, token_s: float, group_size: int, *, seed: int = 0)
 
 
 def read_trace(path: Path, token_s: float) -> list[int]:
-    """Tokens of each line of a JSONL file: a number, or {"tokens": 812}, or {"seconds": 9.5} of one response.
+    """Tokens of each line of a JSONL file: a number, or {"tokens": 812}, or {"seconds": 9.5} of one
+    response.
 
     Seconds become tokens at `token_s`. Raises DatasetError naming the line.
     """
@@ -55,7 +59,9 @@ def read_trace(path: Path, token_s: float) -> list[int]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error}") from error
-    tokens = [_tokens(path, number, line, token_s) for number, line in enumerate(lines, 1) if line.strip()]
+    tokens = [
+        _tokens(path, number, line, token_s) for number, line in enumerate(lines, 1) if line.strip()
+    ]
     if not tokens:
         raise DatasetError(f"{path} holds no lengths", hint='one {"tokens": 812} in each line')
     return tokens

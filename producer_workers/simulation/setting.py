@@ -1,6 +1,8 @@
-"""One question to the simulation: a fleet, a trainer, and how far the one may run ahead of the other.
+"""One question to the simulation: a fleet, a trainer, and how far the one may run ahead of the
+other.
 
-Invariant: a setting that validates can be simulated; names and meanings are those of a run's config.
+Invariant: a setting that validates can be simulated; names and meanings are those of a run's
+config.
 
 What a simulated run came to; the benchmark of the real pipeline fills in the same form.
 """
@@ -18,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from buffer.model.staleness import last_step_for, stale_threshold
 
 Interruption = Literal["keep", "drain", "abort", "partial"]
-"""What a weight update does to running groups: [policy] pause_mode, and "partial" for abort with [strategy]
-enable_partial_rollout."""
+"""What a weight update does to running groups: [policy] pause_mode, and "partial" for abort with
+[strategy] enable_partial_rollout.
+"""
 
 
 class Setting(BaseModel):
@@ -55,7 +58,9 @@ class Setting(BaseModel):
         return stale_threshold(self.max_staleness, self.sync_weights_interval)
 
     def target(self, version: int) -> int:
-        """Groups that may have been started, in all, while `version` is the newest (`AsyncProduceStrategy.target`)."""
+        """Groups that may have been started, in all, while `version` is the newest
+        (`AsyncProduceStrategy.target`).
+        """
         ahead = ceil(self.over_sample_threshold * self.batch_size)
         return self.batch_size * last_step_for(version, self.stale_threshold) + ahead
 
@@ -65,12 +70,19 @@ class Setting(BaseModel):
 
     def tokens(self, seconds: float) -> int:
         """That a sequence has made after so many seconds."""
-        return 0 if seconds < self.first_token_s else int((seconds - self.first_token_s) / self.token_s) + 1
+        return (
+            0
+            if seconds < self.first_token_s
+            else int((seconds - self.first_token_s) / self.token_s) + 1
+        )
 
 
-def candidates(fleet: Setting, staleness: Sequence[int], interruptions: Sequence[str]) -> list[Setting]:
-    """`fleet` with every staleness and interruption. Nothing runs when fully on-policy weights are updated, so that one
-    is there once, unless more is started than the batch. Raises ValueError."""
+def candidates(
+    fleet: Setting, staleness: Sequence[int], interruptions: Sequence[str]
+) -> list[Setting]:
+    """`fleet` with every staleness and interruption. Nothing runs when fully on-policy weights are
+    updated, so that one is there once, unless more is started than the batch. Raises ValueError.
+    """
     settings = []
     for age, interruption in product(sorted(set(staleness)), dict.fromkeys(interruptions)):
         differs = age > 0 or fleet.over_sample_threshold > 0 or interruption == interruptions[0]
@@ -84,10 +96,11 @@ def candidates(fleet: Setting, staleness: Sequence[int], interruptions: Sequence
 class Outcome:
     """Of `steps` train steps, from the first draw to the end of the last step.
 
-    `busy_s`: seconds of all sequences in which they generated, of `capacity_s` there were. `held`: share of the groups
-    that workers may hold at once that they did hold. `trained_tokens`,
-    `wasted_tokens`: generated and trained; generated for groups that expired, or again after an interruption. What is
-    still under way at the end is neither. `staleness`: groups by their age in train steps when they were taken.
+    `busy_s`: seconds of all sequences in which they generated, of `capacity_s` there were. `held`:
+    share of the groups that workers may hold at once that they did hold. `trained_tokens`,
+    `wasted_tokens`: generated and trained; generated for groups that expired, or again after an
+    interruption. What is still under way at the end is neither. `staleness`: groups by their age in
+    train steps when they were taken.
     """
 
     seconds: float
@@ -117,7 +130,9 @@ class Outcome:
 
     @property
     def trainer_idle(self) -> float:
-        """Share of the time in which the trainer did not train: waiting for a batch, or for new weights to arrive."""
+        """Share of the time in which the trainer did not train: waiting for a batch, or for new
+        weights to arrive.
+        """
         return 1.0 - self.trainer_busy_s / self.seconds
 
     @property
@@ -128,7 +143,9 @@ class Outcome:
 
     @property
     def mean_staleness(self) -> float:
-        return sum(age * count for age, count in self.staleness.items()) / max(1, sum(self.staleness.values()))
+        return sum(age * count for age, count in self.staleness.items()) / max(
+            1, sum(self.staleness.values())
+        )
 
     def summary(self) -> dict[str, float]:
         """The figures that settings are compared by."""

@@ -1,11 +1,13 @@
-"""Keeps a worker's control line open, on its event loop: what it hears is adopted, what was carried out is said (I10).
+"""Keeps a worker's control line open, on its event loop: what it hears is adopted, what was carried
+out is said (I10).
 
 While there is no line the worker is deaf, and the heartbeat hears and says the same, only later.
 
 What a worker has heard of the control state, and what it has said of it (I10).
 
-Answers of the server are always right, also where a server that rolled back counts from an older epoch; hints are not,
-and are only taken when they are newer. An answer to what was asked before a hint came is older than the hint.
+Answers of the server are always right, also where a server that rolled back counts from an older
+epoch; hints are not, and are only taken when they are newer. An answer to what was asked before a
+hint came is older than the hint.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from buffer.run import Run
 
 
 class HeardControl:
-    """`state` is the newest one heard; `ack` the epoch carried out; `receipt` the one that the server knows as carried
-    out. `changed` is called after every change of `state`, and of `receipt` where something may be claimed then."""
+    """`state` is the newest one heard; `ack` the epoch carried out; `receipt` the one that the
+    server knows as carried out. `changed` is called after every change of `state`, and of `receipt`
+    where something may be claimed then.
+    """
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -54,7 +58,9 @@ class HeardControl:
             self._adopt(state)
 
     def hear_receipt(self, ack: int) -> None:
-        """The server was told that `ack` is carried out. Of two answers, the older one does not undo the newer."""
+        """The server was told that `ack` is carried out. Of two answers, the older one does not
+        undo the newer.
+        """
         if self.state is None or self.receipt == self.epoch:
             return
         self.receipt = ack
@@ -66,6 +72,7 @@ class HeardControl:
             self.state = state
             self._changed()
 
+
 log = logging.getLogger("rolloutmq.worker")
 
 AGAIN_S = 1.0
@@ -75,14 +82,21 @@ AGAIN_S = 1.0
 class Listener:
     """Of one registration. `poke` makes the heart beat at once."""
 
-    def __init__(self, run: Run, worker: str, nonce: str, control: HeardControl, poke: Callable[[], None]) -> None:
-        self._run, self._worker, self._nonce = run, worker, nonce
-        self._control, self._poke = control, poke
+    def __init__(
+        self, run: Run, worker: str, nonce: str, control: HeardControl, poke: Callable[[], None]
+    ) -> None:
+        self._run = run
+        self._worker = worker
+        self._nonce = nonce
+        self._control = control
+        self._poke = poke
         self._line: ControlLine | None = None
         self._broken = asyncio.Event()
 
     @asynccontextmanager
-    async def listening(self, fail: Callable[[BaseException | None], object]) -> AsyncIterator[None]:
+    async def listening(
+        self, fail: Callable[[BaseException | None], object]
+    ) -> AsyncIterator[None]:
         """Listen during the block; `fail` hears of what should not have happened."""
         task = asyncio.create_task(self.listen(), name="listener")
         task.add_done_callback(lambda done: done.cancelled() or fail(done.exception()))

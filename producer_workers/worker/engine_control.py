@@ -1,7 +1,8 @@
 """An engine as the worker steers it: frozen or sampling, and with the newest weights it could load.
 
-Invariant: weights that are torn, foreign or refused by the engine leave it exactly as it was, with the old ones and
-neither more nor less paused; they are tried again, less and less often, until they load or newer ones come.
+Invariant: weights that are torn, foreign or refused by the engine leave it exactly as it was, with
+the old ones and neither more nor less paused; they are tried again, less and less often, until they
+load or newer ones come.
 
 The worker's access to published weights: torn or foreign ones never reach the engine (I9).
 """
@@ -57,9 +58,11 @@ class WeightPull:
 def _published(state: ControlState) -> PublishedWeights:
     return PublishedWeights(state.weights_path, state.weights_checksum)
 
+
 log = logging.getLogger("rolloutmq.worker")
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 30.0
 """Waits before refused weights are tried again; doubled each time. Each try reads the whole folder."""
 
 
@@ -67,7 +70,8 @@ class SteeredEngine:
     """`engine` with the little that must be remembered between two control states."""
 
     def __init__(self, engine: Engine, pull: WeightPull) -> None:
-        self._engine, self._pull = engine, pull
+        self._engine = engine
+        self._pull = pull
         self.paused = self.asleep = False
         self._refused = ""
         self._retry_at = 0.0
@@ -99,7 +103,9 @@ class SteeredEngine:
             self.asleep = False
 
     async def abort(self, spared: Collection[str] = ()) -> None:
-        """Take back what the engine has, but for the groups `spared`; it samples again for whatever comes next."""
+        """Take back what the engine has, but for the groups `spared`; it samples again for whatever
+        comes next.
+        """
         if spared:
             await self.thaw()
             if isinstance(self._engine, AbortsSome):
@@ -123,12 +129,18 @@ class SteeredEngine:
             return False
         self._refused = ""
         await asyncio.to_thread(self._pull.keep_only, path)
-        log.info("weights loaded", extra={"weights": str(state.weights), "seconds": time.monotonic() - started})
+        log.info(
+            "weights loaded",
+            extra={"weights": str(state.weights), "seconds": time.monotonic() - started},
+        )
         return True
 
     async def _load(self, state: ControlState) -> Path:
-        """From the trainer's memory where both sides can, else from the folder, where they lie then."""
-        engine, announced = self._engine, await asyncio.to_thread(self._pull.announcement, state)
+        """From the trainer's memory where both sides can, else from the folder, where they lie
+        then.
+        """
+        engine = self._engine
+        announced = await asyncio.to_thread(self._pull.announcement, state)
         if announced and isinstance(engine, ReceivesWeights) and engine.receives_weights():
             try:
                 await engine.receive_weights(announced, state.weights)
@@ -146,7 +158,8 @@ class SteeredEngine:
     def _refuse(self, state: ControlState, error: WeightsError) -> None:
         """Say so, once for every version, and plan the next try."""
         if self._refused != str(state.weights):
-            self._refused, self._retry_s = str(state.weights), FIRST_RETRY_S
+            self._refused = str(state.weights)
+            self._retry_s = FIRST_RETRY_S
             log.error("weights refused, staying on %s: %s", self._engine.version(), error)
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)

@@ -1,7 +1,7 @@
 """A worker outlives its engine: another one is started, later and later, and so many times at most.
 
-Between two engines there is no worker: what the dead one left unfinished was handed back when the worker left, so
-others have it, nobody waits for a receipt, and there is nothing to end in order.
+Between two engines there is no worker: what the dead one left unfinished was handed back when the
+worker left, so others have it, nobody waits for a receipt, and there is nothing to end in order.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ from producer_workers.engines.base import Engine, EngineDeadError
 
 log = logging.getLogger("rolloutmq.worker")
 
-FIRST_WAIT_S, LAST_WAIT_S = 1.0, 60.0
+FIRST_WAIT_S = 1.0
+LAST_WAIT_S = 60.0
 """Waits before an engine is started again; doubled each time."""
 
 STEADY_S = 600.0
-"""An engine that lived so long starts the count afresh: its death has nothing to do with the ones before."""
+"""An engine that lived so long starts the count afresh: its death has nothing to do with the ones
+before.
+"""
 
 
 async def serve(
-    start: Callable[[], Awaitable[Engine]], work: Callable[[Engine, int], Awaitable[None]], most: int
+    start: Callable[[], Awaitable[Engine]],
+    work: Callable[[Engine, int], Awaitable[None]],
+    most: int,
 ) -> None:
     """`work(engine, restarts)` until it returns; after an EngineDeadError with another engine.
 
-    Raises what `work` raises otherwise, what the first `start` raises, and EngineDeadError after `most` restarts. A
-    restart that fails counts as one: a server that an engine talks to may need longer than the first wait.
+    Raises what `work` raises otherwise, what the first `start` raises, and EngineDeadError after
+    `most` restarts. A restart that fails counts as one: a server that an engine talks to may need
+    longer than the first wait.
     """
-    engine, restarts = await start(), 0
+    engine = await start()
+    restarts = 0
     while True:
         began = time.monotonic()
         try:

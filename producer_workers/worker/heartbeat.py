@@ -1,7 +1,8 @@
 """The worker's heartbeat: a thread of its own, which a busy event loop cannot starve (I2, I10).
 
-Each beat renews the leases, hands in the receipt for the last control change that was carried out, and brings
-the control state back. The control line (`listener.py`) does the last two sooner; who has none learns of it here.
+Each beat renews the leases, hands in the receipt for the last control change that was carried out,
+and brings the control state back. The control line (`listener.py`) does the last two sooner; who
+has none learns of it here.
 
 What a worker's heartbeat says of its work: how fast, how much, how full, how often in vain.
 """
@@ -30,9 +31,9 @@ log = logging.getLogger("rolloutmq.worker")
 class Heart:
     """Beats for one worker until `stop`.
 
-    `look` is called before every beat, on its thread, for what to say and what is held. The others on `loop`: `tell`
-    after a beat with the answer and what had been said; `give_up` once, instead, when this worker is replaced or its
-    run is gone.
+    `look` is called before every beat, on its thread, for what to say and what is held. The others
+    on `loop`: `tell` after a beat with the answer and what had been said; `give_up` once, instead,
+    when this worker is replaced or its run is gone.
     """
 
     def __init__(
@@ -46,10 +47,16 @@ class Heart:
         tell: Callable[[Beat, Pulse], None],
         give_up: Callable[[RolloutMQError], None],
     ) -> None:
-        self._run, self._worker, self._nonce, self._facts = run, worker, nonce, facts
-        self._look, self._tell, self._give_up = look, tell, give_up
+        self._run = run
+        self._worker = worker
+        self._nonce = nonce
+        self._facts = facts
+        self._look = look
+        self._tell = tell
+        self._give_up = give_up
         self._later = loop.call_soon_threadsafe
-        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
         self._silence = SaidOnce(log, "no heartbeat")
         self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
 
@@ -75,7 +82,8 @@ class Heart:
                 due = time.monotonic() + self._run.limits.heartbeat_ms / 1000
             try:
                 self._beat(is_due)
-                # leases of dead workers must run out, and memory be freed, even when the producer is down
+                # leases of dead workers must run out, and memory be freed, even when the producer
+                # is down
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
                     self._run.janitor.sweep_in_turn()
                     swept = time.monotonic()
@@ -90,7 +98,9 @@ class Heart:
             self._wake.wait(max(0.0, due - time.monotonic()))
 
     def _beat(self, is_due: bool) -> None:
-        """One that comes early, for a receipt, is as light as can be: leases and limits have time until the next."""
+        """One that comes early, for a receipt, is as light as can be: leases and limits have time
+        until the next.
+        """
         if is_due:
             self._run.refresh_limits()
         pulse, held = self._look()
@@ -109,12 +119,18 @@ class Heart:
 class PulseTaker:
     """Takes the pulse of one worker, on the heartbeat's thread."""
 
-    def __init__(self, engine: Engine, work: GroupWork, control: HeardControl, judge_times: JudgeTimes) -> None:
-        self._engine, self._work, self._control, self._judge_times = engine, work, control, judge_times
+    def __init__(
+        self, engine: Engine, work: GroupWork, control: HeardControl, judge_times: JudgeTimes
+    ) -> None:
+        self._engine = engine
+        self._work = work
+        self._control = control
+        self._judge_times = judge_times
         self._rate = (time.monotonic(), 0, 0.0)
 
     def take(self, state: WorkerState, concurrency: int) -> Pulse:
-        weights, heard = self._engine.version(), self._control.epoch
+        weights = self._engine.version()
+        heard = self._control.epoch
         load = self._engine.load() if isinstance(self._engine, TellsLoad) else None
         half, most = self._judge_times.quantiles(0.5, 0.99)
         return Pulse(
@@ -138,7 +154,8 @@ class PulseTaker:
     def _tokens_per_s(self) -> float:
         """Between the last two beats that were a second apart."""
         then, tokens, _ = self._rate
-        now, made = time.monotonic(), self._work.tokens
+        now = time.monotonic()
+        made = self._work.tokens
         if now - then > 1.0:
             self._rate = (now, made, (made - tokens) / (now - then))
         return self._rate[2]

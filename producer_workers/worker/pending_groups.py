@@ -1,11 +1,14 @@
-"""The groups that a worker has in work (the reference's pending set): each is started once and ended once.
+"""The groups that a worker has in work (the reference's pending set): each is started once and
+ended once.
 
 Only the event loop changes it; `jobs` may be asked from any thread, as the heartbeat does.
 
-Groups that a pause waits for, because they were interrupted too often already (`tail_batch_max_tries`).
+Groups that a pause waits for, because they were interrupted too often already
+(`tail_batch_max_tries`).
 
-Without it, a response that takes longer than the time between two updates starts again for ever. With it, it is made
-under weights that grow old meanwhile, and its pause is as long as it takes, up to a bound.
+Without it, a response that takes longer than the time between two updates starts again for ever.
+With it, it is made under weights that grow old meanwhile, and its pause is as long as it takes, up
+to a bound.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from buffer.model.limits import RunLimits
 
 
 class PendingGroups:
-    """`ended` is called after each group, with what it raised. Truth value and length are those of the groups."""
+    """`ended` is called after each group, with what it raised. Truth value and length are those of
+    the groups.
+    """
 
     def __init__(self, ended: Callable[[BaseException | None], None]) -> None:
         self._ended = ended
-        # by task, not by gid: a group that failed here may be claimed here again before its first task has ended
+        # by task, not by gid: a group that failed here may be claimed here again before its first
+        # task has ended
         self._work: dict[asyncio.Task[None], Job] = {}
 
     def __len__(self) -> int:
@@ -54,7 +60,9 @@ class PendingGroups:
             await asyncio.wait(list(self._work), timeout=timeout_s)
 
     async def cancel_all(self) -> list[Job]:
-        """Cancel all, and wait until they have ended; those that this kept from ending by themselves."""
+        """Cancel all, and wait until they have ended; those that this kept from ending by
+        themselves.
+        """
         left = dict(self._work)
         for task in left:
             task.cancel()
@@ -63,17 +71,22 @@ class PendingGroups:
 
 
 class Protection:
-    """For one worker. An abort of one control epoch waits for half of `pause_timeout_s`: who waited for the whole of it
-    would be fenced, and lose everything that it holds."""
+    """For one worker. An abort of one control epoch waits for half of `pause_timeout_s`: who waited
+    for the whole of it would be fenced, and lose everything that it holds.
+    """
 
     def __init__(self, limits: RunLimits) -> None:
         self._limits = limits
-        self._epoch, self._ends_s = 0, 0.0
+        self._epoch = 0
+        self._ends_s = 0.0
 
     def spared(self, epoch: int, jobs: Iterable[Job], now_s: float) -> set[str]:
-        """The gids that the abort of `epoch` shall not interrupt now. `now_s`: any clock that only goes forward."""
+        """The gids that the abort of `epoch` shall not interrupt now. `now_s`: any clock that only
+        goes forward.
+        """
         if epoch != self._epoch:
-            self._epoch, self._ends_s = epoch, now_s + self._limits.pause_timeout_s / 2
+            self._epoch = epoch
+            self._ends_s = now_s + self._limits.pause_timeout_s / 2
         if now_s >= self._ends_s:
             return set()
         return {job.gid for job in jobs if self._is_protected(job)}

@@ -16,12 +16,17 @@ class TracedLoop:
     """An agent loop with its time for each group told."""
 
     def __init__(self, loop: AgentLoop, tracer: Tracer) -> None:
-        self._loop, self._tracer = loop, tracer
+        self._loop = loop
+        self._tracer = tracer
 
-    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
         """See `AgentLoop`."""
         weights = str(engine.version())
-        with self._tracer.during("generate", gid, rollouts=len(states), engine=engine.name, weights=weights):
+        with self._tracer.during(
+            "generate", gid, rollouts=len(states), engine=engine.name, weights=weights
+        ):
             return await self._loop.generate_group(states, engine, gid)
 
 

@@ -1,7 +1,8 @@
 """The rollout worker: claims jobs for one engine, generates and judges groups, hands them in.
 
-What it may do is decided in Redis: a claim is refused while the run is paused or its weights are not the newest
-(I10), and a result is refused when the lease was lost (I2). So every step here may die without asking anybody.
+What it may do is decided in Redis: a claim is refused while the run is paused or its weights are
+not the newest (I10), and a result is refused when the lease was lost (I2). So every step here may
+die without asking anybody.
 
     control says      the worker                                          its receipt means
     run               loads newer weights, samples, claims                it has those weights
@@ -56,12 +57,15 @@ REFUSALS = {
 }
 
 HAND_BACK_S = 5.0
-"""How long a leaving worker waits for groups that it has aborted, before it hands them back as they were."""
+"""How long a leaving worker waits for groups that it has aborted, before it hands them back as they
+were.
+"""
 
 
 class Worker:
-    """One worker of a run. `runners` holds one for every task that it serves, in `lanes`; `concurrency`: groups
-    that are sampled at once, or "auto"."""
+    """One worker of a run. `runners` holds one for every task that it serves, in `lanes`;
+    `concurrency`: groups that are sampled at once, or "auto".
+    """
 
     def __init__(
         self,
@@ -77,19 +81,31 @@ class Worker:
         judge_times: JudgeTimes | None = None,
         lanes: Collection[str] = LANES,
     ) -> None:
-        self._run, self._engine, self._steered = run, engine, SteeredEngine(engine, WeightPull(run))
-        self.id, self._nonce = worker_id, new_nonce()
-        self._group_work = GroupWork(run, SharedEngine(engine, self._hear_answer), runners, worker_id)
-        self._places = Places(run, engine, concurrency, Serves(frozenset(runners), frozenset(lanes)))
-        self._drain_timeout_s, self._sleeps = drain_timeout_s, sleeps
+        self._run = run
+        self._engine = engine
+        self._steered = SteeredEngine(engine, WeightPull(run))
+        self.id = worker_id
+        self._nonce = new_nonce()
+        self._group_work = GroupWork(
+            run, SharedEngine(engine, self._hear_answer), runners, worker_id
+        )
+        self._places = Places(
+            run, engine, concurrency, Serves(frozenset(runners), frozenset(lanes))
+        )
+        self._drain_timeout_s = drain_timeout_s
+        self._sleeps = sleeps
         self._facts = {"engine": engine.name, **(facts or {})}
-        self._work, self._protection = PendingGroups(self._end), Protection(run.limits)
+        self._work = PendingGroups(self._end)
+        self._protection = Protection(run.limits)
         self._changed = asyncio.Event()
         self._bell: asyncio.Task[None] | None = None
         self._control = HeardControl(self._changed.set)
-        self._pulse = PulseTaker(engine, self._group_work, self._control, judge_times or JudgeTimes())
+        self._pulse = PulseTaker(
+            engine, self._group_work, self._control, judge_times or JudgeTimes()
+        )
         self._stopping = False
-        self._refusal, self._deafness = SaidOnce(log, "claiming nothing"), SaidOnce(log, "hearing no bell")
+        self._refusal = SaidOnce(log, "claiming nothing")
+        self._deafness = SaidOnce(log, "hearing no bell")
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
@@ -98,11 +114,15 @@ class Worker:
         self._changed.set()
 
     async def run(self) -> None:
-        """Work until `stop`, or until the run is finished. Raises what ends a worker: a dead engine, no such run.
+        """Work until `stop`, or until the run is finished. Raises what ends a worker: a dead
+        engine, no such run.
 
         A server that is away does not end it: results are kept and handed in when it is back.
         """
-        run, worker, nonce, loop = self._run, self.id, self._nonce, asyncio.get_running_loop()
+        run = self._run
+        worker = self.id
+        nonce = self._nonce
+        loop = asyncio.get_running_loop()
         _, state = await asyncio.to_thread(run.fleet.register, worker, nonce, self._facts)
         self._control.hear_answer(state, asked=0)
         heart = Heart(run, worker, nonce, self._facts, self._look, loop, self._hear, self._end)
@@ -138,7 +158,9 @@ class Worker:
     async def _listen(self) -> None:
         """Until a job may be there."""
         try:
-            await asyncio.to_thread(self._run.store.wait_bell, self._run.keys.bell("workers"), IDLE_S, shared=True)
+            await asyncio.to_thread(
+                self._run.store.wait_bell, self._run.keys.bell("workers"), IDLE_S, shared=True
+            )
             self._deafness.say("")
         except StoreUnavailable as error:
             self._deafness.say(error.hint)
@@ -185,11 +207,17 @@ class Worker:
             self._changed.set()
 
     async def _follow_control(self, listener: Listener) -> None:
-        """Bring engine and groups to where the control state wants them; acknowledge once they are there."""
+        """Bring engine and groups to where the control state wants them; acknowledge once they are
+        there.
+        """
         state = self._control.state
         if state is None:
             return
-        if state.epoch != self._control.ack and await self._reach(state) and self._control.state is state:
+        if (
+            state.epoch != self._control.ack
+            and await self._reach(state)
+            and self._control.state is state
+        ):
             self._control.ack = state.epoch
             listener.hand_in()
         is_paused = state.mode in (Mode.ABORT, Mode.DRAIN) and not self._steered.asleep
@@ -207,8 +235,11 @@ class Worker:
             await self._steered.thaw()
             return loaded
         if state.mode is Mode.ABORT and self._work:
-            # again and again, since a group may only now come from its prompt or its judge to the engine
-            await self._steered.abort(self._protection.spared(state.epoch, self._work.jobs(), time.monotonic()))
+            # again and again, since a group may only now come from its prompt or its judge to the
+            # engine
+            await self._steered.abort(
+                self._protection.spared(state.epoch, self._work.jobs(), time.monotonic())
+            )
             return False
         await self._steered.thaw()
         if self._work:
@@ -222,7 +253,8 @@ class Worker:
     def _vacancy(self) -> Vacancy | None:
         """What may be claimed now."""
         state = self._control.state
-        # while paused some lanes may be open, but only after everybody heard that nothing else is held
+        # while paused some lanes may be open, but only after everybody heard that nothing else is
+        # held
         may_claim = (
             state
             and state.lanes
@@ -230,7 +262,9 @@ class Worker:
             and not (self._stopping or self._steered.paused)
             and self._steered.has_weights_of(state)
         )
-        return self._places.vacancy(self._group_work.shares(self._work.jobs())) if may_claim else None
+        return (
+            self._places.vacancy(self._group_work.shares(self._work.jobs())) if may_claim else None
+        )
 
     def _hear_answer(self) -> None:
         """A request has ended. Who listens for jobs has found none a moment ago."""
@@ -242,9 +276,14 @@ class Worker:
         vacancy = self._vacancy()
         if vacancy is None:
             return False
-        asked, about = self._control.epoch, (self._engine.version(), vacancy.limit, vacancy.serves, vacancy.sampled)
+        asked, about = (
+            self._control.epoch,
+            (self._engine.version(), vacancy.limit, vacancy.serves, vacancy.sampled),
+        )
         try:
-            claim = await asyncio.to_thread(self._run.jobs.claim, self.id, self._nonce, new_nonce(), *about)
+            claim = await asyncio.to_thread(
+                self._run.jobs.claim, self.id, self._nonce, new_nonce(), *about
+            )
         except StoreUnavailable as error:
             self._refusal.say(error.hint)
             return False
@@ -280,14 +319,18 @@ class Worker:
     async def _wind_down(self) -> None:
         await self._steered.thaw()
         end = time.monotonic() + self._drain_timeout_s
-        while self._work and self._control.mode not in (None, Mode.ABORT) and time.monotonic() < end:
+        while (
+            self._work and self._control.mode not in (None, Mode.ABORT) and time.monotonic() < end
+        ):
             await self._work.wait(min(IDLE_S, end - time.monotonic()))
         if self._work:
             await self._engine.pause("abort")
             await self._work.wait(HAND_BACK_S)
 
     async def _hand_back(self) -> None:
-        """Give back, unharmed, what could not be ended; what died with its engine gives itself back."""
+        """Give back, unharmed, what could not be ended; what died with its engine gives itself
+        back.
+        """
         if isinstance(self._failure, EngineDeadError):
             await self._work.wait(HAND_BACK_S)
         for job in await self._work.cancel_all():

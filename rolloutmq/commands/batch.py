@@ -21,8 +21,12 @@ from rolloutmq.output import count, emit, facts, table
 
 EPILOG = "Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'"
 
-Step = Annotated[int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step; default: the newest.")]
-IsEval = Annotated[bool, typer.Option("--eval", help="Of the evaluations, which have steps of their own.")]
+Step = Annotated[
+    int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step; default: the newest.")
+]
+IsEval = Annotated[
+    bool, typer.Option("--eval", help="Of the evaluations, which have steps of their own.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -39,8 +43,8 @@ def batch(
 ) -> None:
     """Show what a train step was given: its groups, in order, with their versions and sizes.
 
-    The record is what makes a batch the same after a crash; it is kept until its checkpoint and those before it are
-    no longer needed.
+    The record is what makes a batch the same after a crash; it is kept until its checkpoint and
+    those before it are no longer needed.
     """
     with open_target(redis_url, run_dir, run) as target:
         ledger = target.run.evaluations if is_eval else target.run.ledger
@@ -56,7 +60,10 @@ def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
     taken, committed, freed = ledger.steps()
     wanted = taken if step is None else step
     if not 0 < wanted <= taken:
-        raise ConfigError(f"step {wanted} was not taken yet", hint=f"the newest is {taken}" if taken else "none was")
+        raise ConfigError(
+            f"step {wanted} was not taken yet",
+            hint=f"the newest is {taken}" if taken else "none was",
+        )
     manifest = ledger.manifest(wanted)
     if manifest is None:
         raise ConfigError(
@@ -85,7 +92,9 @@ def _as_json(manifest: Manifest, rewards: list[float | None]) -> dict[str, Any]:
                 "gid": entry.gid,
                 "samples": entry.samples,
                 "version": entry.version,
-                "staleness": None if entry.version is None else staleness(manifest.step, entry.version),
+                "staleness": None
+                if entry.version is None
+                else staleness(manifest.step, entry.version),
                 "size": entry.payload.size,
                 "crc": entry.payload.crc,
                 "reward": reward,
@@ -112,6 +121,8 @@ def _print(manifest: Manifest, rewards: list[float | None]) -> None:
         version = "-" if entry.version is None else str(entry.version)
         age = "-" if entry.version is None else str(staleness(manifest.step, entry.version))
         score = "-" if reward is None else f"{reward:.3f}"
-        grid.add_row(entry.gid, str(entry.samples), version, age, format_size(entry.payload.size), score)
+        grid.add_row(
+            entry.gid, str(entry.samples), version, age, format_size(entry.payload.size), score
+        )
     screen.print(grid)
     screen.print(Text("One of them: rolloutmq show GID", style="dim"))

@@ -1,4 +1,6 @@
-"""`rolloutmq export FILE` and `rolloutmq import FILE`: groups out of a run, for data curators, and into one."""
+"""`rolloutmq export FILE` and `rolloutmq import FILE`: groups out of a run, for data curators, and
+into one.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,23 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file: NAME.jsonl or NAME.parquet.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="New file: NAME.jsonl or NAME.parquet.")
+    ],
     task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
     status: Annotated[
         str | None,
-        typer.Option(help=f"Groups of this status: {', '.join(_STATUSES)}. Default, without --where: completed."),
+        typer.Option(
+            help=f"Groups of this status: {', '.join(_STATUSES)}. Default, without --where: completed."
+        ),
     ] = None,
     where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
     archived: Annotated[
-        bool, typer.Option("--archived", help="Archived batches that are retained and not exported yet, all of them.")
+        bool,
+        typer.Option(
+            "--archived",
+            help="Archived batches that are retained and not exported yet, all of them.",
+        ),
     ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -48,18 +58,23 @@ def export(
 ) -> None:
     """Write groups to a file, one line per rollout.
 
-    Those that live, with messages, texts, token ids, logprobs, versions and rewards; or, with --archived, the batches
-    that were trained: where retention waits for an export, they are freed once the file is on disk. A group that
-    cannot be read is left out and named. The file appears when it is whole. Parquet needs the package pyarrow.
+    Those that live, with messages, texts, token ids, logprobs, versions and rewards; or, with
+    --archived, the batches that were trained: where retention waits for an export, they are freed
+    once the file is on disk. A group that cannot be read is left out and named. The file appears
+    when it is whole. Parquet needs the package pyarrow.
     """
     if status is not None and status not in _STATUSES:
         raise ConfigError(f"there is no status {status!r}", hint=f"one of {', '.join(_STATUSES)}")
     if archived and (task or status or where):
-        raise ConfigError("--archived exports whole batches", hint="leave out --task, --status and --where")
+        raise ConfigError(
+            "--archived exports whole batches", hint="leave out --task, --status and --where"
+        )
     query = parse(read_where(where))
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
         if task is not None and task not in target.run.limits.tasks:
-            raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(target.run.limits.tasks)}")
+            raise ConfigError(
+                f"there is no task {task!r}", hint=f"one of {', '.join(target.run.limits.tasks)}"
+            )
         if archived:
             done = target.run.export_archived(file, advance=advance)
         else:
@@ -71,30 +86,47 @@ def export(
 
 
 def _report(file: Path, done: Exported, archived: bool) -> dict[str, Any]:
-    facts = {"file": str(file), "groups": done.groups, "rollouts": done.rollouts, "unreadable": done.unreadable}
-    return facts | ({"steps": [done.steps[0], done.steps[-1]] if done.steps else []} if archived else {})
+    facts = {
+        "file": str(file),
+        "groups": done.groups,
+        "rollouts": done.rollouts,
+        "unreadable": done.unreadable,
+    }
+    return facts | (
+        {"steps": [done.steps[0], done.steps[-1]] if done.steps else []} if archived else {}
+    )
 
 
 def _tell(file: Path, done: Exported, archived: bool) -> None:
     if archived and not done.steps:
-        console().print("No archived batch is retained that was not exported before; no file was written.")
+        console().print(
+            "No archived batch is retained that was not exported before; no file was written."
+        )
         return
     what = f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')}"
     batches = f" of steps {done.steps[0]} to {done.steps[-1]}" if archived else ""
     console().print(f"{what}{batches} written to {file}")
     if done.unreadable:
         screen = console(stderr=True)
-        screen.print(f"warning: {plural(len(done.unreadable), 'group')} could not be read and left out:")
+        screen.print(
+            f"warning: {plural(len(done.unreadable), 'group')} could not be read and left out:"
+        )
         for gid, fault in list(done.unreadable.items())[:_SHOWN]:
             screen.print(f"  {gid}: {fault}", soft_wrap=True)
 
 
 def import_groups(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
-    task: Annotated[str | None, typer.Option(help="Task of the run. Default: the one that each line names.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task of the run. Default: the one that each line names.")
+    ] = None,
     from_line: Annotated[int, typer.Option(min=1, help="Begin with this line.")] = 1,
     order: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="The run's order policy, where it is a function of yours.")
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="The run's order policy, where it is a function of yours.",
+        ),
     ] = "",
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -103,15 +135,26 @@ def import_groups(
 ) -> None:
     """Put completed groups of a file into the pools of a run.
 
-    All lines are checked before the first group is imported. Lines that follow each other with the same gid are a
-    group; it gets a gid of its own. What a line may hold is what export writes.
+    All lines are checked before the first group is imported. Lines that follow each other with the
+    same gid are a group; it gets a gid of its own. What a line may hold is what export writes.
     """
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
         target.run.buffer.order_function = load_order(target.run.limits.order, order)
         done = target.run.import_groups(file, task=task, from_line=from_line, advance=advance)
     if as_json:
-        emit({"file": str(file), "groups": done.groups, "rollouts": done.rollouts, "too_old": done.too_old})
+        emit(
+            {
+                "file": str(file),
+                "groups": done.groups,
+                "rollouts": done.rollouts,
+                "too_old": done.too_old,
+            }
+        )
         return
-    console().print(f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')} imported from {file}")
+    console().print(
+        f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')} imported from {file}"
+    )
     if done.too_old:
-        console().print(f"[yellow]{done.too_old} of them too old for the next train step: never trained as they are[/]")
+        console().print(
+            f"[yellow]{done.too_old} of them too old for the next train step: never trained as they are[/]"
+        )

@@ -18,7 +18,9 @@ PATIENCE_MS = 30_000
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """`what` is the case, for `since_ms` (None: unknown); `fix` is what to do ("" where nothing is)."""
+    """`what` is the case, for `since_ms` (None: unknown); `fix` is what to do ("" where nothing
+    is).
+    """
 
     level: Level
     what: str
@@ -27,15 +29,24 @@ class Symptom:
 
 
 def diagnose(snap: Snapshot) -> list[Symptom]:
-    """All that keeps, or soon will keep, this run from going on; the worst first. Empty: nothing does."""
+    """All that keeps, or soon will keep, this run from going on; the worst first. Empty: nothing
+    does.
+    """
     if snap.mode == "finish":
         over = Symptom("note", "the run is finished: its last step was done", snap.paused_ms, "")
         return [*_account(snap), over, *_dead(snap)]
     found = [
         *_account(snap),
         *_pauses(snap),
-        *_role(snap, snap.trainer, "trainer", "`rolloutmq train CONFIG`, or `rolloutmq run CONFIG`"),
-        *_role(snap, snap.producer, "producer", "`rolloutmq producer CONFIG`, or `rolloutmq run CONFIG`"),
+        *_role(
+            snap, snap.trainer, "trainer", "`rolloutmq train CONFIG`, or `rolloutmq run CONFIG`"
+        ),
+        *_role(
+            snap,
+            snap.producer,
+            "producer",
+            "`rolloutmq producer CONFIG`, or `rolloutmq run CONFIG`",
+        ),
         *_workers(snap),
         *_weights(snap),
         *_unclaimed(snap),
@@ -62,12 +73,16 @@ def last_event_ms(snap: Snapshot) -> int | None:
 
 def _account(snap: Snapshot) -> Iterator[Symptom]:
     for fault in snap.faults:
-        yield Symptom("fault", fault, None, "`rolloutmq fsck` names the groups; keep the data folder as it is")
+        yield Symptom(
+            "fault", fault, None, "`rolloutmq fsck` names the groups; keep the data folder as it is"
+        )
 
 
 def _pauses(snap: Snapshot) -> Iterator[Symptom]:
     if snap.paused_by == "operator":
-        yield Symptom("stuck", f"paused by an operator ({snap.mode})", snap.paused_ms, "`rolloutmq continue`")
+        yield Symptom(
+            "stuck", f"paused by an operator ({snap.mode})", snap.paused_ms, "`rolloutmq continue`"
+        )
     elif snap.paused_by == "trainer":
         yield _trainer_pause(snap)
 
@@ -80,7 +95,12 @@ def _trainer_pause(snap: Snapshot) -> Symptom:
         fix = "start it again, it goes on by itself; or `rolloutmq continue` lets the workers go on without it"
         return Symptom("stuck", f"{what}; but that trainer is gone", snap.paused_ms, fix)
     if not late:
-        return Symptom(level, f"{what}; every live worker has confirmed", snap.paused_ms, "see the trainer's log")
+        return Symptom(
+            level,
+            f"{what}; every live worker has confirmed",
+            snap.paused_ms,
+            "see the trainer's log",
+        )
     fix = f"see the log of {late[0]}; `rolloutmq fence {late[0]} --yes` goes on without it"
     return Symptom(level, f"{what}; it waits for {', '.join(late)}", snap.paused_ms, fix)
 
@@ -104,7 +124,9 @@ def _age_ms(snap: Snapshot) -> int:
 
 def _workers(snap: Snapshot) -> Iterator[Symptom]:
     if not snap.live_workers:
-        what = f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
+        what = (
+            f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
+        )
         since = min((worker.silent_ms for worker in snap.workers), default=_age_ms(snap))
         yield Symptom("stuck", what, since, "`rolloutmq worker CONFIG`")
     for worker in snap.workers:
@@ -133,18 +155,40 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
     level: Level = "stuck" if len(behind) == len(snap.live_workers) else "note"
     names = ", ".join(f"{worker.id} has {worker.weights or 'none'}" for worker in behind)
     what = f"the newest weights are {newest}, but {names}; they claim nothing until they have them"
-    since = max(0, snap.now_ms - int(snap.control["weights_ms"])) if "weights_ms" in snap.control else None
-    yield Symptom(level, what, since, f"can they read {snap.control.get('weights_path', '')}? see their logs")
+    since = (
+        max(0, snap.now_ms - int(snap.control["weights_ms"]))
+        if "weights_ms" in snap.control
+        else None
+    )
+    yield Symptom(
+        level, what, since, f"can they read {snap.control.get('weights_path', '')}? see their logs"
+    )
 
 
 def _unclaimed(snap: Snapshot) -> Iterator[Symptom]:
-    """Groups wait, workers beat, and nothing happens: they serve other tasks or lanes, or have stopped to listen."""
-    quiet_ms, waiting = last_event_ms(snap), snap.places.get("waiting", 0)
+    """Groups wait, workers beat, and nothing happens: they serve other tasks or lanes, or have
+    stopped to listen.
+    """
+    quiet_ms = last_event_ms(snap)
+    waiting = snap.places.get("waiting", 0)
     can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
-    if waiting and can_claim and not snap.leases and snap.mode == "run" and (quiet_ms or 0) > PATIENCE_MS:
+    if (
+        waiting
+        and can_claim
+        and not snap.leases
+        and snap.mode == "run"
+        and (quiet_ms or 0) > PATIENCE_MS
+    ):
         names = ", ".join(f"{worker.id} ({worker.state})" for worker in can_claim)
-        fix = "do they serve these tasks ([worker] tasks, lanes)? see their logs, or start them again"
-        yield Symptom("stuck", f"{plural(waiting, 'group')} waiting, and nobody claims them: {names}", quiet_ms, fix)
+        fix = (
+            "do they serve these tasks ([worker] tasks, lanes)? see their logs, or start them again"
+        )
+        yield Symptom(
+            "stuck",
+            f"{plural(waiting, 'group')} waiting, and nobody claims them: {names}",
+            quiet_ms,
+            fix,
+        )
 
 
 def _leases(snap: Snapshot) -> Iterator[Symptom]:
@@ -155,7 +199,9 @@ def _leases(snap: Snapshot) -> Iterator[Symptom]:
     holders = [worker for worker in live if worker.holds]
     if len(holders) == 1 and len(live) > 1 and snap.leases > 1 and not snap.places.get("waiting"):
         what = f"all {snap.leases} running groups are with {holders[0].id}; {plural(len(live) - 1, 'worker')} idle"
-        yield Symptom("note", what, None, "a lower concurrency per worker spreads the end of a batch better")
+        yield Symptom(
+            "note", what, None, "a lower concurrency per worker spreads the end of a batch better"
+        )
 
 
 def _memory(snap: Snapshot) -> Iterator[Symptom]:
@@ -163,7 +209,9 @@ def _memory(snap: Snapshot) -> Iterator[Symptom]:
     if not memory.refuses_fresh:
         return
     left = snap.taken - snap.committed
-    fix = "the trainer writes a checkpoint and commits" if left else "a larger [memory] budget_bytes"
+    fix = (
+        "the trainer writes a checkpoint and commits" if left else "a larger [memory] budget_bytes"
+    )
     what = f"the run holds {memory}: {'nothing is' if memory.refuses_all else 'no new prompt is'} started"
     yield Symptom("note", f"{what}; {left} taken batches are not committed", None, fix)
 
@@ -175,7 +223,8 @@ def _stopped(snap: Snapshot) -> Iterator[Symptom]:
             what = f"task {task.account.task} is stopped: {failures} tries failed or were filtered one after the other"
             fix = f"`rolloutmq dead` says why; then `rolloutmq continue --task {task.account.task}`"
             yield Symptom("stuck", what, None, fix)
-        halt, reason = task.progress.get("halt", ""), task.progress.get("halt_reason", "")
+        halt = task.progress.get("halt", "")
+        reason = task.progress.get("halt_reason", "")
         if halt == "broken":
             fix = f"mend it, then `rolloutmq continue --task {task.account.task}`"
             yield Symptom("stuck", f"task {task.account.task} is stopped: {reason}", None, fix)
@@ -187,7 +236,12 @@ def _stopped(snap: Snapshot) -> Iterator[Symptom]:
 def _curriculum(snap: Snapshot) -> Iterator[Symptom]:
     if reason := snap.control.get("curriculum_error"):
         what = f"task weights stay what they are since step {snap.control['curriculum_step']}: {reason}"
-        yield Symptom("note", what, None, "mend the function of [plan] curriculum, and start the producer again")
+        yield Symptom(
+            "note",
+            what,
+            None,
+            "mend the function of [plan] curriculum, and start the producer again",
+        )
 
 
 def _supply(snap: Snapshot) -> Iterator[Symptom]:
@@ -198,7 +252,8 @@ def _supply(snap: Snapshot) -> Iterator[Symptom]:
 
 
 def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:
-    wanted, account = max(1, task.asked), task.account
+    wanted = max(1, task.asked)
+    account = task.account
     what = f"{account.task}: {task.ready} of {wanted} groups are ready, nothing waits or runs"
     if task.ready >= wanted:
         return Symptom("note", f"{what}: the trainer is the slow part", quiet_ms, "")
@@ -212,7 +267,9 @@ def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:
 def _recovery(snap: Snapshot) -> Iterator[Symptom]:
     if snap.control.get("recovering"):
         what = "a trainer began to open the run and did not finish"
-        yield Symptom("stuck", what, snap.trainer.silent_ms, "start the trainer again: it repeats that")
+        yield Symptom(
+            "stuck", what, snap.trainer.silent_ms, "start the trainer again: it repeats that"
+        )
 
 
 def _dead(snap: Snapshot) -> Iterator[Symptom]:

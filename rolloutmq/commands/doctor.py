@@ -1,8 +1,10 @@
 """`rolloutmq doctor`: is the server fit to hold a run, and what does the run wait for?
 
-What keeps a run from going on and is not in its snapshot: its judge queue, its weights' folder, its newest letter.
+What keeps a run from going on and is not in its snapshot: its judge queue, its weights' folder, its
+newest letter.
 
-Each look may fail by itself (a user without the right, a folder of another machine), and then says nothing.
+Each look may fail by itself (a user without the right, a folder of another machine), and then says
+nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +47,14 @@ def look_around(run: Run, snap: Snapshot) -> list[Symptom]:
 
 
 def _judges(run: Run, snap: Snapshot) -> Iterator[Symptom]:
-    """rq's own keys: `rolloutmq judge` makes them on the run's server, unless [judges] redis_url names another."""
-    queue, raw = f"rmq-judge:{run.name}", run.store.control
+    """rq's own keys: `rolloutmq judge` makes them on the run's server, unless [judges] redis_url
+    names another.
+    """
+    queue = f"rmq-judge:{run.name}"
+    raw = run.store.control
     try:
-        waiting, oldest = raw.llen(f"rq:queue:{queue}"), raw.lindex(f"rq:queue:{queue}", 0)
+        waiting = raw.llen(f"rq:queue:{queue}")
+        oldest = raw.lindex(f"rq:queue:{queue}", 0)
         # who was killed stays in the set; its own key runs out
         alive = sum(raw.exists(worker) for worker in raw.smembers(f"rq:workers:{queue}"))
         began: Any = raw.hget(f"rq:job:{oldest.decode()}", "enqueued_at") if oldest else None
@@ -56,20 +62,32 @@ def _judges(run: Run, snap: Snapshot) -> Iterator[Symptom]:
         return
     if waiting and not alive:
         what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
-        since = snap.now_ms - int(datetime.fromisoformat(began.decode()).timestamp() * 1000) if began else None
+        since = (
+            snap.now_ms - int(datetime.fromisoformat(began.decode()).timestamp() * 1000)
+            if began
+            else None
+        )
         yield Symptom("stuck", what, since, "`rolloutmq judge CONFIG`")
 
 
 def _weights(snap: Snapshot) -> Iterator[Symptom]:
-    """A folder that is here, but not what was published. What lies elsewhere, workers must see for themselves."""
-    folder, checksum = Path(snap.control.get("weights_path", "")), snap.control.get("weights_checksum", "")
+    """A folder that is here, but not what was published. What lies elsewhere, workers must see for
+    themselves.
+    """
+    folder = Path(snap.control.get("weights_path", ""))
+    checksum = snap.control.get("weights_checksum", "")
     if not checksum or not folder.is_dir():
         return
     try:
         weights_manifest.check_sizes(folder, checksum)
     except (OSError, WireError) as error:
         what = f"the weights {snap.weights} in {folder} are torn: {error}"
-        yield Symptom("stuck", what, None, "start the trainer again: it publishes them anew from its checkpoint")
+        yield Symptom(
+            "stuck",
+            what,
+            None,
+            "start the trainer again: it publishes them anew from its checkpoint",
+        )
 
 
 def _newest_letter(run: Run, snap: Snapshot) -> Iterator[Symptom]:
@@ -81,19 +99,32 @@ def _newest_letter(run: Run, snap: Snapshot) -> Iterator[Symptom]:
         return
     for letter in letters:
         what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
-        yield Symptom("note", what, letter.age_ms, "mend that, then `rolloutmq requeue`, or `rolloutmq drop`")
+        yield Symptom(
+            "note", what, letter.age_ms, "mend that, then `rolloutmq requeue`, or `rolloutmq drop`"
+        )
+
 
 EPILOG = "Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0"
 
-_MARKS = {"ok": ("[ok  ]", "green"), "warning": ("[warn]", "yellow"), "error": ("[BAD ]", "bold red")}
-_LEVELS = {"note": ("[note]", "dim"), "stuck": ("[WAIT]", "yellow"), "fault": ("[BAD ]", "bold red")}
+_MARKS = {
+    "ok": ("[ok  ]", "green"),
+    "warning": ("[warn]", "yellow"),
+    "error": ("[BAD ]", "bold red"),
+}
+_LEVELS = {
+    "note": ("[note]", "dim"),
+    "stuck": ("[WAIT]", "yellow"),
+    "fault": ("[BAD ]", "bold red"),
+}
 
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(doctor)
 
 
-def doctor(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
+def doctor(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
     """Check the server; say what a run waits for.
 
     Says since when, and what to do. Exit code 3 if the server would lose data, 0 otherwise.
@@ -104,7 +135,13 @@ def doctor(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = No
         looks = {name: _look(store, name) for name in names}
     if as_json:
         runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in looks.items()}
-        emit({"server": str(address), "findings": [asdict(found) for found in findings], "runs": runs})
+        emit(
+            {
+                "server": str(address),
+                "findings": [asdict(found) for found in findings],
+                "runs": runs,
+            }
+        )
     else:
         _show_server(console(), address, findings)
         for name, (snap, symptoms) in looks.items():
@@ -112,15 +149,26 @@ def doctor(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = No
         if not looks:
             console().print("\nno run is on this server; `rolloutmq run CONFIG` starts one")
     if bad := [found for found in findings if found.level == "error"]:
-        raise StoreUnsafe(f"{address} must not hold a run as it is: {len(bad)} of its settings would lose data or fail")
+        raise StoreUnsafe(
+            f"{address} must not hold a run as it is: {len(bad)} of its settings would lose data or fail"
+        )
 
 
 def _look(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
-    """A run and its symptoms; no snapshot where it cannot be opened, which must not hide the others."""
+    """A run and its symptoms; no snapshot where it cannot be opened, which must not hide the
+    others.
+    """
     try:
         run = Run.open(store, name)
     except (RunNotFound, SchemaVersionError) as error:
-        return None, [Symptom("fault", error.message, None, error.hint or "look at it with the version that made it")]
+        return None, [
+            Symptom(
+                "fault",
+                error.message,
+                None,
+                error.hint or "look at it with the version that made it",
+            )
+        ]
     snap = take_snapshot(run)
     return snap, worst_first([*diagnose(snap), *look_around(run, snap)])
 
@@ -129,7 +177,11 @@ def _show_server(screen: Console, address: Address, findings: list[Finding]) -> 
     screen.print(Text(f"server {address}", style="bold"))
     for found in findings:
         mark, style = _MARKS[found.level]
-        screen.print(Text.assemble((mark, style), f" {found.what}", (f": {found.why}" if found.why else "", "dim")))
+        screen.print(
+            Text.assemble(
+                (mark, style), f" {found.what}", (f": {found.why}" if found.why else "", "dim")
+            )
+        )
         if found.fix:
             screen.print(Text(f"       {found.fix}"))
 

@@ -1,7 +1,8 @@
 """`rolloutmq fsck`: proof that nothing was lost and nothing trained twice, on a live run.
 
-Three proofs: the totals of one instant (I1); every draw by itself, looked at from every side at one instant; and
-no group in two manifests nor, where the trainer's `steps.jsonl` is at hand, in two steps of the surviving weights.
+Three proofs: the totals of one instant (I1); every draw by itself, looked at from every side at one
+instant; and no group in two manifests nor, where the trainer's `steps.jsonl` is at hand, in two
+steps of the surviving weights.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(fsck)
 
 
-def fsck(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
+def fsck(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
     """Prove: nothing was lost, nothing was trained twice.
 
-    Looks at every group from every side, on a live run. With the run's folder at hand, also at what the trainer
-    says it trained. Exit code 6 if something is wrong.
+    Looks at every group from every side, on a live run. With the run's folder at hand, also at what
+    the trainer says it trained. Exit code 6 if something is wrong.
     """
     with open_target(redis_url, run_dir, run) as target:
         audit = run_audit(target.run, quiet=as_json)
@@ -80,15 +83,24 @@ def fsck(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None
 def run_audit(run: Run, *, quiet: bool = False) -> Audit:
     """`Account.fsck` with a progress bar on stderr."""
     total = sum(task.drawn + task.outside for task in run.account.totals().tasks)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     screen = console(stderr=True)
-    with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as progress:
+    with Progress(
+        *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
+    ) as progress:
         job = progress.add_task("checking every draw", total=total)
         return WatchedAccount(run, lambda count: progress.advance(job, count)).fsck()
 
 
 def could_lose(run: Run) -> list[str]:
-    """What this server could still lose with its settings: what is proved here is only as safe as that."""
+    """What this server could still lose with its settings: what is proved here is only as safe as
+    that.
+    """
     findings = run.store.retrying("check", lambda: check_all(run.store.servers))
     return [f"{finding.what}: {finding.why}" for finding in findings if finding.level != "ok"]
 
@@ -110,7 +122,12 @@ def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
         "checked": audit.checked,
         "leases": audit.leases,
         "tasks": {
-            task.task: {"enqueued": task.enqueued, "put": task.put, "imported": task.imported, "places": task.places}
+            task.task: {
+                "enqueued": task.enqueued,
+                "put": task.put,
+                "imported": task.imported,
+                "places": task.places,
+            }
             for task in audit.tasks
         },
         "faults": audit.faults,
@@ -157,12 +174,18 @@ def _verdict(screen: Console, good: str, bad: list[str], word: str = "wrong") ->
 def _verdict_on_steps(screen: Console, steps: StepLog | None) -> None:
     if steps is None:
         screen.print(
-            Text("[ - ] trained twice: no steps.jsonl at hand (--run-dir); manifests were checked", style="dim")
+            Text(
+                "[ - ] trained twice: no steps.jsonl at hand (--run-dir); manifests were checked",
+                style="dim",
+            )
         )
         return
     groups = sum(len(step.gids) for step in steps.steps)
     good = f"trained twice 0: {count(groups)} groups in {count(len(steps.steps))} steps of the surviving weights"
     if steps.replaced:
         good += f"; {plural(steps.replaced, 'step')} trained again after a restart from an earlier checkpoint"
-    twice = [f"{gid} in steps {', '.join(map(str, where))}" for gid, where in steps.trained_twice().items()]
+    twice = [
+        f"{gid} in steps {', '.join(map(str, where))}"
+        for gid, where in steps.trained_twice().items()
+    ]
     _verdict(screen, good, twice, "trained twice")

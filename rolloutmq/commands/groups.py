@@ -1,4 +1,5 @@
-"""`rolloutmq ls`: the groups of a run that still live, by task, status, stage, or any question (`buffer.query`).
+"""`rolloutmq ls`: the groups of a run that still live, by task, status, stage, or any question
+(`buffer.query`).
 
 `rolloutmq dead`: the groups that nobody tries any more, and why.
 
@@ -46,10 +47,16 @@ def register(app: typer.Typer) -> None:
 
 def list_groups(
     task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
-    status: Annotated[str | None, typer.Option(help=f"Only this status: {', '.join(_STATUSES)}.")] = None,
-    stage: Annotated[str | None, typer.Option(help=f"Only this stage: {', '.join(STAGES)}.")] = None,
+    status: Annotated[
+        str | None, typer.Option(help=f"Only this status: {', '.join(_STATUSES)}.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(help=f"Only this stage: {', '.join(STAGES)}.")
+    ] = None,
     where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
-    order: Annotated[str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: highest first.")] = "",
+    order: Annotated[
+        str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: highest first.")
+    ] = "",
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -58,12 +65,20 @@ def list_groups(
 ) -> None:
     """List groups, stage by stage: waiting ones in their order, a pool by weights and arrival.
 
-    Finds them through the run's indexes. Archived, filtered and dropped groups have ended and are only counted.
+    Finds them through the run's indexes. Archived, filtered and dropped groups have ended and are
+    only counted.
     """
     _check("status", status, _STATUSES)
     _check("stage", stage, STAGES)
     flags = {"task": task, "status": status, "stage": stage}
-    query = parse({"$and": [read_where(where), {name: value for name, value in flags.items() if value is not None}]})
+    query = parse(
+        {
+            "$and": [
+                read_where(where),
+                {name: value for name, value in flags.items() if value is not None},
+            ]
+        }
+    )
     with open_target(redis_url, run_dir, run) as target:
         _check("task", task, tuple(target.run.limits.tasks))
         rows = list(target.run.groups.find(query, limit=limit, order=order))
@@ -72,7 +87,9 @@ def list_groups(
     elif rows:
         _show(rows, is_cut=len(rows) == limit)
     else:
-        console().print("No such group. (Archived, filtered and dropped ones have ended: see rolloutmq status.)")
+        console().print(
+            "No such group. (Archived, filtered and dropped ones have ended: see rolloutmq status.)"
+        )
 
 
 def _show(rows: list[GroupRecord], *, is_cut: bool) -> None:
@@ -111,6 +128,7 @@ def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:
     if value is not None and value not in known:
         raise ConfigError(f"there is no {option} {value!r}", hint=f"one of {', '.join(known)}")
 
+
 DEAD_EPILOG = "Example: rolloutmq dead --task math --limit 20"
 
 
@@ -124,14 +142,16 @@ def dead(
 ) -> None:
     """List dead letters, the newest first.
 
-    A group dies when its tries are used up, or when a trainer cannot read it. It is kept, with the reason, until
-    it is requeued or dropped.
+    A group dies when its tries are used up, or when a trainer cannot read it. It is kept, with the
+    reason, until it is requeued or dropped.
     """
     with open_target(redis_url, run_dir, run) as target:
         known = target.run.limits.tasks
         if task is not None and task not in known:
             raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(known)}")
-        fitting = (letter for letter in target.run.dead_letters.newest() if task in (None, letter.task))
+        fitting = (
+            letter for letter in target.run.dead_letters.newest() if task in (None, letter.task)
+        )
         letters = list(islice(fitting, limit))
     if as_json:
         emit([asdict(letter) for letter in letters])
@@ -144,7 +164,11 @@ def dead(
     for letter in letters:
         where = "" if letter.step is None else f"in batch {letter.step}: "
         grid.add_row(
-            letter.gid, str(letter.tries), plain(letter.worker), age(letter.age_ms), plain(where + letter.reason)
+            letter.gid,
+            str(letter.tries),
+            plain(letter.worker),
+            age(letter.age_ms),
+            plain(where + letter.reason),
         )
     screen.print(grid)
     if len(letters) == limit:
@@ -152,10 +176,15 @@ def dead(
 
 
 def describe_place(run: Run, gid: str) -> str:
-    """For example "running on host7-1" or "completed, made by weights 12". ConfigError where there is no such group."""
+    """For example "running on host7-1" or "completed, made by weights 12". ConfigError where there
+    is no such group.
+    """
     task, draw = split_group_id(gid)
     if task not in run.limits.tasks:
-        raise ConfigError(f"run {run.name!r} has no task {task!r}", hint=f"its tasks: {', '.join(run.limits.tasks)}")
+        raise ConfigError(
+            f"run {run.name!r} has no task {task!r}",
+            hint=f"its tasks: {', '.join(run.limits.tasks)}",
+        )
     record = run.record(gid)
     match record.get("stage"):
         case None:
@@ -175,13 +204,18 @@ def describe_place(run: Run, gid: str) -> str:
         case stage:
             return str(stage)
 
+
 REQUEUE_EPILOG = "Example: rolloutmq requeue math-0000000042 --yes"
 
 
 def requeue(
-    gid: Annotated[str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")] = None,
+    gid: Annotated[
+        str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")
+    ] = None,
     all_dead: Annotated[bool, typer.Option("--all-dead", help="All dead letters.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it, and not only say what would be done.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it, and not only say what would be done.")
+    ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -189,8 +223,8 @@ def requeue(
 ) -> None:
     """Let a dead group wait again, or one of a pool.
 
-    It gets all its tries back and starts from its prompt: a result it had is thrown away. Only an aborted group
-    keeps its tokens.
+    It gets all its tries back and starts from its prompt: a result it had is thrown away. Only an
+    aborted group keeps its tokens.
     """
     if (gid is None) is not all_dead:
         raise ConfigError("one thing to requeue is needed: a GID, or --all-dead")
@@ -213,15 +247,23 @@ def _plan(run: Run, gid: str | None) -> str:
         return f"this would let {plural(len(run.dead_letters), 'dead group')} wait again"
     return f"this would let {gid} wait again, which is {describe_place(run, gid)}"
 
+
 DROP_EPILOG = "Example: rolloutmq drop math-0000000042 --yes"
 
 
 def drop(
-    gid: Annotated[str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")],
+    gid: Annotated[
+        str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
+    ],
     revoke: Annotated[
-        str, typer.Option(metavar="WORKER", help="The worker that runs it: its lease ends in the same step.")
+        str,
+        typer.Option(
+            metavar="WORKER", help="The worker that runs it: its lease ends in the same step."
+        ),
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do it, and not only say what would be done.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it, and not only say what would be done.")
+    ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -229,13 +271,16 @@ def drop(
 ) -> None:
     """End a group that waits, is in a pool, or is dead.
 
-    It is counted as dropped, its bytes are freed, and its prompt is not drawn again. A group that runs is refused
-    unless its worker is named; one in a batch always is.
+    It is counted as dropped, its bytes are freed, and its prompt is not drawn again. A group that
+    runs is refused unless its worker is named; one in a batch always is.
     """
     with open_target(redis_url, run_dir, run) as target:
         where = describe_place(target.run, gid)
         if not yes:
-            raise ConfigError(f"this would end {gid}, which is {where}; nothing was changed", hint="say --yes to do it")
+            raise ConfigError(
+                f"this would end {gid}, which is {where}; nothing was changed",
+                hint="say --yes to do it",
+            )
         before = target.run.jobs.drop(gid, revoke=revoke)
     if as_json:
         emit({"gid": gid, "before": before})

@@ -27,11 +27,17 @@ Examples: rolloutmq metrics            once, to the terminal
 """
 PORT = 9464
 
-Serve = Annotated[bool, typer.Option("--serve", help="Answer /metrics and /workers_wanted until Ctrl-C or SIGTERM.")]
+Serve = Annotated[
+    bool,
+    typer.Option("--serve", help="Answer /metrics and /workers_wanted until Ctrl-C or SIGTERM."),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback want a token.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Holds the token that requests must carry: Authorization: Bearer …")
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Holds the token that requests must carry: Authorization: Bearer …"
+    ),
 ]
 
 
@@ -51,8 +57,9 @@ def metrics(
 ) -> None:
     """Show all runs of a server, or one, in Prometheus' format.
 
-    Groups by place, staleness, rates, waits, workers, memory, and how many workers would keep the trainer busy
-    (rolloutmq_workers_wanted; it needs time, so only --serve knows more than how many there are).
+    Groups by place, staleness, rates, waits, workers, memory, and how many workers would keep the
+    trainer busy (rolloutmq_workers_wanted; it needs time, so only --serve knows more than how many
+    there are).
     """
     from prometheus_client import generate_latest
 

@@ -1,7 +1,7 @@
 """`rolloutmq pause` and `rolloutmq continue`: the operator's hold on a run.
 
-It is apart from the trainer's own pauses around weight updates: neither undoes the other's (I10). Only where the
-trainer died in a pause of its own, `continue` ends that, too.
+It is apart from the trainer's own pauses around weight updates: neither undoes the other's (I10).
+Only where the trainer died in a pause of its own, `continue` ends that, too.
 
 `rolloutmq drain`: nothing new is claimed, what runs is finished and handed in.
 """
@@ -39,7 +39,9 @@ class PauseMode(StrEnum):
 
 
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
-Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds to wait; default: the run's pause_timeout_s.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0, help="Seconds to wait; default: the run's pause_timeout_s.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +52,8 @@ def register(app: typer.Typer) -> None:
 
 def pause(
     mode: Annotated[
-        PauseMode, typer.Option(help="abort: hand back what there is; drain: finish what runs; keep: freeze.")
+        PauseMode,
+        typer.Option(help="abort: hand back what there is; drain: finish what runs; keep: freeze."),
     ] = PauseMode.ABORT,
     wait: Wait = False,
     timeout: Timeout = None,
@@ -61,7 +64,8 @@ def pause(
 ) -> None:
     """Pause a run, until `rolloutmq continue`.
 
-    No worker claims anything meanwhile. The trainer's own pauses, around weight updates, are kept apart.
+    No worker claims anything meanwhile. The trainer's own pauses, around weight updates, are kept
+    apart.
     """
     with open_target(redis_url, run_dir, run) as target:
         _hold(target.run, Mode(mode.value), wait, timeout, as_json)
@@ -69,10 +73,14 @@ def pause(
 
 def continue_(
     task: Annotated[
-        str | None, typer.Option(help="Start this task again, which was stopped after too many failures in a row.")
+        str | None,
+        typer.Option(
+            help="Start this task again, which was stopped after too many failures in a row."
+        ),
     ] = None,
     worker: Annotated[
-        str | None, typer.Option(help="Let this worker claim again, which was barred for what it handed in.")
+        str | None,
+        typer.Option(help="Let this worker claim again, which was barred for what it handed in."),
     ] = None,
     wait: Wait = False,
     timeout: Timeout = None,
@@ -86,7 +94,9 @@ def continue_(
     A pause of the trainer stays, unless that trainer has left or fallen silent: then it ends, too.
     """
     if task is not None and worker is not None:
-        raise ConfigError("one thing to continue: --task or --worker, not both", hint="say it twice")
+        raise ConfigError(
+            "one thing to continue: --task or --worker, not both", hint="say it twice"
+        )
     with open_target(redis_url, run_dir, run) as target:
         if task is not None:
             _forgive(target.run, task, as_json)
@@ -98,7 +108,9 @@ def continue_(
 
 def _forgive(run: Run, task: str, as_json: bool) -> None:
     if task not in run.limits.tasks:
-        raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}")
+        raise ConfigError(
+            f"there is no task {task!r}", hint=f"one of {', '.join(run.limits.tasks)}"
+        )
     failures, _ = run.jobs.failures(task)
     run.jobs.forgive(task)
     if as_json:
@@ -124,7 +136,9 @@ def hold(run: Run, mode: Mode, say: Say) -> tuple[ControlState, bool]:
     changed = _operator_mode(run) is not mode or is_orphan
     state = run.control.set_mode("operator", mode, orphan=is_orphan) if changed else before
     if is_orphan:
-        say(f"run {run.name}: its trainer is gone and had paused it ({before.mode}); that pause is ended, too")
+        say(
+            f"run {run.name}: its trainer is gone and had paused it ({before.mode}); that pause is ended, too"
+        )
     say(_headline(run, mode, state.mode, state.epoch, changed))
     return state, changed
 
@@ -134,7 +148,11 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     start = time.monotonic()
     state, changed = hold(run, mode, say)
     timeout_s = run.limits.pause_timeout_s if timeout_s is None else timeout_s
-    silent = _wait(run, state.epoch, start, timeout_s, say) if wait else run.control.silent_workers(state.epoch)
+    silent = (
+        _wait(run, state.epoch, start, timeout_s, say)
+        if wait
+        else run.control.silent_workers(state.epoch)
+    )
     took_s = time.monotonic() - start
     confirmed = sorted(_live(run) - set(silent))
     if as_json:
@@ -149,13 +167,19 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
 
 
 def _operator_mode(run: Run) -> Mode:
-    field: Any = run.store.retrying("mode", lambda: run.store.control.hget(run.keys.control, "operator_mode"))
+    field: Any = run.store.retrying(
+        "mode", lambda: run.store.control.hget(run.keys.control, "operator_mode")
+    )
     return Mode(field.decode()) if field else Mode.RUN
 
 
 def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -> str:
     if wanted is Mode.RUN:
-        first = f"run {run.name}: continued" if changed else f"run {run.name}: was not paused by an operator"
+        first = (
+            f"run {run.name}: continued"
+            if changed
+            else f"run {run.name}: was not paused by an operator"
+        )
         trainer = "" if actual is Mode.RUN else f"; the trainer itself has paused it ({actual})"
         return f"{first}, control epoch {epoch}{trainer}"
     first = "paused" if changed else "was already paused"
@@ -163,7 +187,9 @@ def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -
 
 
 def _wait(run: Run, epoch: int, start: float, timeout_s: float, say: Say) -> list[str]:
-    """Say who confirms as they do; returns who did not. Rings no bell and steals none: the trainer waits on that."""
+    """Say who confirms as they do; returns who did not. Rings no bell and steals none: the trainer
+    waits on that.
+    """
     seen: set[str] = set()
     while True:
         silent = run.control.silent_workers(epoch)
@@ -189,7 +215,13 @@ def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: boo
 
 
 def _report(
-    run: Run, mode: Mode, epoch: int, changed: bool, confirmed: list[str], silent: list[str], took_s: float
+    run: Run,
+    mode: Mode,
+    epoch: int,
+    changed: bool,
+    confirmed: list[str],
+    silent: list[str],
+    took_s: float,
 ) -> dict[str, Any]:
     return {
         "run": run.name,
@@ -200,6 +232,7 @@ def _report(
         "silent": silent,
         "took_s": round(took_s, 3),
     }
+
 
 DRAIN_EPILOG = """
 \b
@@ -236,7 +269,9 @@ def drain(
     if as_json:
         emit({"run": target.run.name, "mode": "drain", "seconds": took_s})
     else:
-        console().print(f"nothing runs any more, after {age(took_s * 1000)}; `rolloutmq continue` goes on")
+        console().print(
+            f"nothing runs any more, after {age(took_s * 1000)}; `rolloutmq continue` goes on"
+        )
 
 
 def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:

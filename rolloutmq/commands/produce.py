@@ -30,14 +30,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutmq.worker")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting."),
+]
 Url = Annotated[
     str | None,
-    typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
+    typer.Option(
+        "--redis-url",
+        metavar="URL",
+        help="Server; default: the config's, REDIS_URL, or the run's own.",
+    ),
 ]
-TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")]
-Standby = Annotated[bool, typer.Option("--standby", help="Wait while another producer beats; produce once it is gone.")]
-Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes that judge, one rollout at a time each.")]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")
+]
+Standby = Annotated[
+    bool,
+    typer.Option("--standby", help="Wait while another producer beats; produce once it is gone."),
+]
+Workers = Annotated[
+    int, typer.Option("--workers", min=1, help="Processes that judge, one rollout at a time each.")
+]
 Metrics = Annotated[
     str | None,
     typer.Option(
@@ -45,7 +59,9 @@ Metrics = Annotated[
         help="Tell Prometheus of this process there; others than loopback want ROLLOUTMQ_METRICS_TOKEN.",
     ),
 ]
-WorkerId = Annotated[str | None, typer.Option("--id", help="Name of this worker; default: host and random.")]
+WorkerId = Annotated[
+    str | None, typer.Option("--id", help="Name of this worker; default: host and random.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +81,8 @@ def worker(
 ) -> None:
     """Start one rollout worker.
 
-    It holds an inference engine and claims jobs until it is stopped; SIGTERM drains, a second one stops at once.
+    It holds an inference engine and claims jobs until it is stopped; SIGTERM drains, a second one
+    stops at once.
     """
     settings = _load(config, overrides)
     name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
@@ -84,11 +101,13 @@ def producer(
 ) -> None:
     """Start the producer.
 
-    It draws prompts and keeps the queue filled as far as the staleness limit allows. One is active at a time; any
-    number may stand by.
+    It draws prompts and keeps the queue filled as far as the staleness limit allows. One is active
+    at a time; any number may stand by.
     """
     if standby and take_over:
-        raise ConfigError("--standby waits for the other producer, --take-over ends it", hint="choose one of them")
+        raise ConfigError(
+            "--standby waits for the other producer, --take-over ends it", hint="choose one of them"
+        )
     settings = _load(config, overrides)
     log_json("producer", settings.run.name)
     follow_owner()
@@ -99,7 +118,8 @@ def producer(
     run = _open(settings, redis_url, "producer", metrics)
     trace_run(run, "producer")
     member = make_producer(settings, run)
-    # only now: while it waits for its run there is nothing to end in order, and a signal ends the process
+    # only now: while it waits for its run there is nothing to end in order, and a signal ends the
+    # process
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -109,11 +129,14 @@ def producer(
         member.produce_loop(stop, take_over=take_over)
 
 
-def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1) -> None:
+def judge(
+    config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1
+) -> None:
     """Judge rollouts of tasks with judging of kind rq.
 
-    Starts rq workers for the run's judge queue; each forks a process for every rollout, with limits of time and memory.
-    SIGTERM lets them finish what they judge. `rq info` shows queue, workers and failures.
+    Starts rq workers for the run's judge queue; each forks a process for every rollout, with limits
+    of time and memory. SIGTERM lets them finish what they judge. `rq info` shows queue, workers and
+    failures.
     """
     settings = _load(config, overrides)
     log_json("judge", settings.run.name)
@@ -124,9 +147,13 @@ def judge(config: Config, overrides: Set = None, redis_url: Url = None, workers:
     tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
     judges = {name for task in tasks for name in task.judges if not is_url(name)}
     if not judges:
-        raise ConfigError("no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"')
+        raise ConfigError(
+            "no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"'
+        )
     if not (url := settings.judges.redis_url):
-        store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-judge", patient=True)
+        store = open_store(
+            settings, server_url(settings, redis_url), name="rolloutmq-judge", patient=True
+        )
         url = judge_url(None, store.servers)
         store.close()
     JudgePool(url, settings.run.name, judges, workers).run()
@@ -155,7 +182,9 @@ def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
 def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> Run:
     from buffer.open_run import open_store, server_url, wait_for_run
 
-    store = open_store(settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True)
+    store = open_store(
+        settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
+    )
     if metrics is not None:
         from buffer.monitoring.process_metrics import serve_process
 
@@ -163,13 +192,16 @@ def _open(settings: ProducingConfig, redis_url: str | None, name: str, metrics: 
     return wait_for_run(store, settings.run.name)
 
 
-async def _work(settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None) -> None:
+async def _work(
+    settings: ProducingConfig, redis_url: str | None, name: str, metrics: str | None
+) -> None:
     from buffer.monitoring.traced_run import trace_run
     from producer_workers.build import make_worker, start_engine
     from producer_workers.worker import engine_restarts
 
     async def start() -> Engine:
-        # while it holds no groups there is nothing to end in order; what the engine started ends with this process
+        # while it holds no groups there is nothing to end in order; what the engine started ends
+        # with this process
         _on_signals(os._exit, 130)
         return await start_engine(settings, run)
 

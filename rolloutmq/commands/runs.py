@@ -24,7 +24,10 @@ Examples: rolloutmq runs
           rolloutmq runs --delete old-run --yes
 """
 
-Delete = Annotated[str | None, typer.Option(metavar="NAME", help="Remove this run and all it holds from the server.")]
+Delete = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Remove this run and all it holds from the server."),
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it, and not only say what would be done.")]
 
 
@@ -40,7 +43,11 @@ class RunLine:
         """Since somebody was last heard of."""
         if self.snap is None:
             return None
-        silences = [role.silent_ms for role in (self.snap.trainer, self.snap.producer) if role.silent_ms is not None]
+        silences = [
+            role.silent_ms
+            for role in (self.snap.trainer, self.snap.producer)
+            if role.silent_ms is not None
+        ]
         silences += [worker.silent_ms for worker in self.snap.workers]
         return min(silences, default=None)
 
@@ -50,7 +57,9 @@ class RunLine:
         if self.snap is None:
             return []
         roles = {"the trainer": self.snap.trainer, "the producer": self.snap.producer}
-        return [name for name, role in roles.items() if role.alive] + [worker.id for worker in self.snap.live_workers]
+        return [name for name, role in roles.items() if role.alive] + [
+            worker.id for worker in self.snap.live_workers
+        ]
 
 
 def register(app: typer.Typer) -> None:
@@ -66,7 +75,8 @@ def runs(
 ) -> None:
     """List all runs of a server, with size and age; delete one.
 
-    A run in which somebody still beats is not deleted. Its folder (weights, checkpoints, logs) stays where it is.
+    A run in which somebody still beats is not deleted. Its folder (weights, checkpoints, logs)
+    stays where it is.
     """
     with open_server(redis_url, run_dir) as (store, address):
         if delete is not None:
@@ -122,13 +132,27 @@ def _as_json(line: RunLine) -> dict[str, Any]:
 
 
 def _print(lines: list[RunLine]) -> None:
-    grid = table("run", "mode", "step", "groups", "size", "age", "last seen", right=["step", "groups", "size"])
+    grid = table(
+        "run",
+        "mode",
+        "step",
+        "groups",
+        "size",
+        "age",
+        "last seen",
+        right=["step", "groups", "size"],
+    )
     for line in lines:
         if line.snap is None:
             grid.add_row(line.name, "not whole: being resumed, or removed")
             continue
         made_ms = line.snap.now_ms - int(line.snap.meta.get("created_ms", 0))
-        seen = "now" if line.lives else "never" if line.seen_ms is None else f"{age(line.seen_ms)} ago"
-        held, groups = format_size(line.snap.memory.held), count(sum(line.snap.places.values()))
-        grid.add_row(line.name, state(line.snap.mode), str(line.snap.taken), groups, held, age(made_ms), seen)
+        seen = (
+            "now" if line.lives else "never" if line.seen_ms is None else f"{age(line.seen_ms)} ago"
+        )
+        held = format_size(line.snap.memory.held)
+        groups = count(sum(line.snap.places.values()))
+        grid.add_row(
+            line.name, state(line.snap.mode), str(line.snap.taken), groups, held, age(made_ms), seen
+        )
     console().print(grid)

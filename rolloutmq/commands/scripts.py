@@ -36,17 +36,24 @@ def register(app: typer.Typer) -> None:
 
 
 def acl(
-    run: Annotated[str, typer.Option("--run", metavar="NAME", help="Name of the run; it need not exist yet.")],
+    run: Annotated[
+        str, typer.Option("--run", metavar="NAME", help="Name of the run; it need not exist yet.")
+    ],
     secrets_file: Annotated[
         Path | None,
-        typer.Option("--secrets", metavar="FILE", help="One `role password` per line; what is missing is made there."),
+        typer.Option(
+            "--secrets",
+            metavar="FILE",
+            help="One `role password` per line; what is missing is made there.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print users for the server's ACL file, one per role.
 
-    With hashes of their passwords, which come from --secrets, or else from ROLLOUTMQ_PASSWORD_WORKER and so on. Load
-    them with `ACL LOAD`; a client names user and password in REDIS_URL.
+    With hashes of their passwords, which come from --secrets, or else from
+    ROLLOUTMQ_PASSWORD_WORKER and so on. Load them with `ACL LOAD`; a client names user and password
+    in REDIS_URL.
     """
     valid_name("run", run)
     passwords = _from_file(secrets_file) if secrets_file else _from_environment()
@@ -93,6 +100,7 @@ def _read(path: Path) -> dict[str, str]:
         passwords[role] = password
     return passwords
 
+
 OF_A_WORKER = ("register", "heartbeat", "claim", "submit", "release", "deregister")
 """Scripts whose keys are named: what is needed to write a worker in another language."""
 
@@ -102,11 +110,16 @@ SCRIPTS_EPILOG = "Example: rolloutmq scripts --json > scripts.json"
 def scripts(as_json: AsJson = False) -> None:
     """List the Lua scripts: one per state change.
 
-    With --json: source, SHA1, keys and arguments of each, which is all that a client in another language needs. Keys
-    of a worker's scripts are named: what stands behind rmq:{RUN}:
+    With --json: source, SHA1, keys and arguments of each, which is all that a client in another
+    language needs. Keys of a worker's scripts are named: what stands behind rmq:{RUN}:
     """
     if as_json:
-        emit({"schema": SCHEMA, "scripts": {name: _as_json(script) for name, script in library().items()}})
+        emit(
+            {
+                "schema": SCHEMA,
+                "scripts": {name: _as_json(script) for name, script in library().items()},
+            }
+        )
         return
     grid = table("script", "SHA1", "arguments")
     for name, script in library().items():
@@ -115,13 +128,19 @@ def scripts(as_json: AsJson = False) -> None:
 
 
 def _as_json(script: Script) -> dict[str, Any]:
-    slots = {array: [_slot(slot) for slot in script.header.slots if slot.array == array] for array in ("KEYS", "ARGV")}
+    slots = {
+        array: [_slot(slot) for slot in script.header.slots if slot.array == array]
+        for array in ("KEYS", "ARGV")
+    }
     if script.name in OF_A_WORKER:
         for slot in slots["KEYS"]:
             if not slot["tail"]:
                 slot["key"] = _key(slot["names"][0])
     after_shebang = sources()[script.name].splitlines()[1:]
-    contract = [line.removeprefix("-- ") for line in takewhile(lambda line: line.startswith("-- "), after_shebang)]
+    contract = [
+        line.removeprefix("-- ")
+        for line in takewhile(lambda line: line.startswith("-- "), after_shebang)
+    ]
     return {
         "sha": script.sha,
         "keys": slots["KEYS"],
@@ -138,10 +157,15 @@ def _key(slot: str) -> str:
 
 
 def _slot(slot: Slot) -> dict[str, Any]:
-    """`tail`: as many values (of each name, in turn) as the caller likes, within the bounds of the contract. `default`:
-    what a caller says who has nothing to say, where there is such a thing."""
+    """`tail`: as many values (of each name, in turn) as the caller likes, within the bounds of the
+    contract. `default`: what a caller says who has nothing to say, where there is such a thing.
+    """
     said = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
-    if slot.array == "ARGV" and not slot.is_tail and (default := _default(slot.types[0])) is not None:
+    if (
+        slot.array == "ARGV"
+        and not slot.is_tail
+        and (default := _default(slot.types[0])) is not None
+    ):
         return said | {"default": default}
     return said
 

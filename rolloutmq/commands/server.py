@@ -1,6 +1,7 @@
 """`rolloutmq janitor`: sweeps a run as a process of its own, whoever else is dead.
 
-`rolloutmq server`: the embedded server of a run that has ended, for looking around, with its data as it was.
+`rolloutmq server`: the embedded server of a run that has ended, for looking around, with its data
+as it was.
 """
 
 from __future__ import annotations
@@ -42,9 +43,15 @@ def register(app: typer.Typer) -> None:
 
 
 def janitor(
-    name: Annotated[str | None, typer.Argument(metavar="RUN", help="Name of the run, as with --run.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Leave once there is nothing left to do.")] = False,
-    every: Annotated[str, typer.Option(metavar="TIME", help="Time between two sweeps, as 500ms, 1s or 2m.")] = "1s",
+    name: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Name of the run, as with --run.")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Leave once there is nothing left to do.")
+    ] = False,
+    every: Annotated[
+        str, typer.Option(metavar="TIME", help="Time between two sweeps, as 500ms, 1s or 2m.")
+    ] = "1s",
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -52,9 +59,10 @@ def janitor(
 ) -> None:
     """Take back leases, expire old groups, free what nobody needs.
 
-    Workers and the producer do the same while they live; this is for when they do not, and beside them it does no
-    harm. Goes on when the server was away; SIGTERM stops it. It sweeps at least four times per lease: after a longer
-    silence all leases are spared for a while, since it may have been an outage.
+    Workers and the producer do the same while they live; this is for when they do not, and beside
+    them it does no harm. Goes on when the server was away; SIGTERM stops it. It sweeps at least
+    four times per lease: after a longer silence all leases are spared for a while, since it may
+    have been an outage.
     """
     every_s = seconds(every)
     stop = threading.Event()
@@ -66,7 +74,8 @@ def janitor(
 
 def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_json: bool) -> None:
     """Sweep until `stop` is set; with `once`, until nothing is left to do. Prints what was done."""
-    round_s, is_away = min(every_s, run.limits.lease_ms / 4000), False
+    round_s = min(every_s, run.limits.lease_ms / 4000)
+    is_away = False
     while not stop.is_set():
         try:
             swept = run.janitor.sweep()
@@ -108,29 +117,42 @@ def seconds(text: str) -> float:
         raise ConfigError(f"{text!r} is no time", hint="a number and its unit, as 500ms, 1s or 2m")
     return float(found[1]) * _UNITS_S[found[2]]
 
-SERVER_EPILOG = "Example: rolloutmq server --run-dir runs/demo && rolloutmq status --run-dir runs/demo"
+
+SERVER_EPILOG = (
+    "Example: rolloutmq server --run-dir runs/demo && rolloutmq status --run-dir runs/demo"
+)
 
 
 def server(
-    stop: Annotated[bool, typer.Option("--stop", help="Stop it in order; everything is on disk.")] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Stop it in order; everything is on disk.")
+    ] = False,
     run_dir: RunDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Start or stop the embedded server of a run.
 
-    `rolloutmq run` starts it by itself. This is for looking around afterwards: it serves until --stop, and says how
-    to reach it with redis-cli.
+    `rolloutmq run` starts it by itself. This is for looking around afterwards: it serves until
+    --stop, and says how to reach it with redis-cli.
     """
     found = newest_server() if run_dir is None else (embedded_server(run_dir), run_dir)
     embedded, folder = found or (None, None)
     if embedded is None:
         where = "no run under ./runs" if run_dir is None else f"{run_dir} is no run that"
         raise ConfigError(
-            f"{where} has an embedded server", hint="say --run-dir FOLDER; rolloutmq run CONFIG makes one"
+            f"{where} has an embedded server",
+            hint="say --run-dir FOLDER; rolloutmq run CONFIG makes one",
         )
     embedded.stop() if stop else embedded.start()
     if as_json:
-        emit({"run_dir": str(folder), "url": embedded.url, "running": embedded.is_running, "pid": embedded.pid})
+        emit(
+            {
+                "run_dir": str(folder),
+                "url": embedded.url,
+                "running": embedded.is_running,
+                "pid": embedded.pid,
+            }
+        )
     elif stop:
         console().print(f"the server of {folder} is stopped; its data is on disk")
     else:

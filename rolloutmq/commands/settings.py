@@ -25,7 +25,9 @@ def _describe() -> str:
 
 
 def set_(
-    settings: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help=f"What to change: {_describe()}.")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="NAME=VALUE...", help=f"What to change: {_describe()}.")
+    ],
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -33,14 +35,22 @@ def set_(
 ) -> None:
     """Change settings of a run while it goes on.
 
-    Every process takes them over at its next heartbeat, round or batch. They last until the run is started again from
-    its config file. New task weights hold from the first train step on for which nothing was started yet.
+    Every process takes them over at its next heartbeat, round or batch. They last until the run is
+    started again from its config file. New task weights hold from the first train step on for which
+    nothing was started yet.
     """
     wanted = parse_settings(LiveSettings, settings)
     with open_target(redis_url, run_dir, run) as target:
         changes = target.run.set(wanted)
     if as_json:
-        emit({"changed": {name: {"before": before, "after": after} for name, (before, after) in changes.items()}})
+        emit(
+            {
+                "changed": {
+                    name: {"before": before, "after": after}
+                    for name, (before, after) in changes.items()
+                }
+            }
+        )
     elif not changes:
         console().print("nothing to change: it is all as you want it")
     for name, (before, after) in ({} if as_json else changes).items():

@@ -43,9 +43,15 @@ def register(app: typer.Typer) -> None:
 
 
 def show(
-    gid: Annotated[str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")],
-    member: Annotated[int | None, typer.Option(min=0, help="Only this rollout of the group.")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Token ids and logprobs as well.")] = False,
+    gid: Annotated[
+        str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
+    ],
+    member: Annotated[
+        int | None, typer.Option(min=0, help="Only this rollout of the group.")
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Token ids and logprobs as well.")
+    ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -53,7 +59,8 @@ def show(
 ) -> None:
     """Show one group: where it is, texts, rewards, versions.
 
-    Which weights made which tokens is drawn as a bar for every rollout, one colour per policy version.
+    Which weights made which tokens is drawn as a bar for every rollout, one colour per policy
+    version.
     """
     split_group_id(gid)
     with open_target(redis_url, run_dir, run) as target:
@@ -61,10 +68,27 @@ def show(
     if not as_json:
         print_group(console(), found, member, tokens)
     elif found.group is None:
-        emit({"gid": gid, "places": found.places, "record": None, "members": [], "trace_id": found.trace})
+        emit(
+            {
+                "gid": gid,
+                "places": found.places,
+                "record": None,
+                "members": [],
+                "trace_id": found.trace,
+            }
+        )
     else:
-        about = {"gid": gid, "places": found.places, "record": found.record, "dead_letter": found.letter}
-        emit(about | {"trace_id": found.trace} | group_json(found.group, _chosen(found.group, member), tokens))
+        about = {
+            "gid": gid,
+            "places": found.places,
+            "record": found.record,
+            "dead_letter": found.letter,
+        }
+        emit(
+            about
+            | {"trace_id": found.trace}
+            | group_json(found.group, _chosen(found.group, member), tokens)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +108,8 @@ def find_group(run: Run, gid: str) -> FoundGroup:
     task, draw = split_group_id(gid)
     _check_known(run, task)
     places = run.account.places(task, draw)
-    record, trace = run.record(gid), trace_id(run.nonce, gid)
+    record = run.record(gid)
+    trace = trace_id(run.nonce, gid)
     if not record:
         return FoundGroup(gid, trace, [_end(run, gid, places)], {})
     letter = run.dead_letters.reason(gid)
@@ -97,54 +122,89 @@ def _chosen(group: RolloutGroup, member: int | None) -> list[RolloutState]:
 
 def _check_known(run: Run, task: str) -> None:
     if task not in run.limits.tasks:
-        raise ConfigError(f"run {run.name!r} has no task {task!r}", hint=f"its tasks: {', '.join(run.limits.tasks)}")
+        raise ConfigError(
+            f"run {run.name!r} has no task {task!r}",
+            hint=f"its tasks: {', '.join(run.limits.tasks)}",
+        )
 
 
 def _end(run: Run, gid: str, places: list[str]) -> str:
-    """What became of a group without a record. ConfigError where it never was, AccountError where it is lost."""
+    """What became of a group without a record. ConfigError where it never was, AccountError where
+    it is lost.
+    """
     task, draw = split_group_id(gid)
     if end := next((place for place in places if place in ENDS), None):
         return end
     counters = run.progress(task)
     if draw >= IMPORTED_FROM + sum(int(counters.get(how, 0)) for how in ("put", "imported")):
-        raise ConfigError(f"{gid} was not imported: draws from {IMPORTED_FROM} on number groups from outside")
+        raise ConfigError(
+            f"{gid} was not imported: draws from {IMPORTED_FROM} on number groups from outside"
+        )
     if IMPORTED_FROM > draw >= (cursor := run.jobs.cursor(task)):
-        raise ConfigError(f"{gid} was not started yet: the next draw of {task} is {cursor}", hint="see rolloutmq ls")
-    raise AccountError(f"{gid} was started, but is nowhere: it is lost", hint="rolloutmq fsck lists all such groups")
+        raise ConfigError(
+            f"{gid} was not started yet: the next draw of {task} is {cursor}",
+            hint="see rolloutmq ls",
+        )
+    raise AccountError(
+        f"{gid} was started, but is nowhere: it is lost",
+        hint="rolloutmq fsck lists all such groups",
+    )
 
 
 def _payload(gid: str, record: dict[str, str]) -> PayloadRef:
     crc = "" if record["payload"] == "init" else record.get("crc", "")
-    return PayloadRef(gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc)
+    return PayloadRef(
+        gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc
+    )
 
 
 def _member(group: RolloutGroup, index: int) -> RolloutState:
     for rollout in group.states:
         if rollout.index == index:
             return rollout
-    raise ConfigError(f"{group.gid} has no member {index}", hint=f"it has {len(group)}, counted from 0")
+    raise ConfigError(
+        f"{group.gid} has no member {index}", hint=f"it has {len(group)}, counted from 0"
+    )
 
 
-# for people -----------------------------------------------------------------------------------------------------
+# for people
+# -----------------------------------------------------------------------------------------------------
 
 
-def print_group(screen: Console, found: FoundGroup, member: int | None = None, tokens: bool = False) -> None:
+def print_group(
+    screen: Console, found: FoundGroup, member: int | None = None, tokens: bool = False
+) -> None:
     """All of a group, or one rollout of it."""
-    gid, letter, record = found.gid, found.letter, found.record
+    gid = found.gid
+    letter = found.letter
+    record = found.record
     if found.group is None:
         (end,) = found.places
-        screen.print(Text.assemble((gid, "bold"), "  ", state(end), f" {_WHY_GONE[end]}; its bytes are freed"))
+        screen.print(
+            Text.assemble(
+                (gid, "bold"), "  ", state(end), f" {_WHY_GONE[end]}; its bytes are freed"
+            )
+        )
         screen.print(facts([("trace", found.trace)]))
         return
     states = _chosen(found.group, member)
     screen.print(Text.assemble((gid, "bold"), "  ", state(" + ".join(found.places) or "lost")))
-    screen.print(facts([*((name, plain(record[name])) for name in _SHORT if record.get(name)), ("trace", found.trace)]))
+    screen.print(
+        facts(
+            [
+                *((name, plain(record[name])) for name in _SHORT if record.get(name)),
+                ("trace", found.trace),
+            ]
+        )
+    )
     if letter:
         screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
     _show_group(screen, found.group, states, tokens)
 
 
-def _show_group(screen: Console, group: RolloutGroup, states: list[RolloutState], tokens: bool) -> None:
+def _show_group(
+    screen: Console, group: RolloutGroup, states: list[RolloutState], tokens: bool
+) -> None:
     first = group.states[0]
     for message in first.messages:
         screen.print()
@@ -153,7 +213,9 @@ def _show_group(screen: Console, group: RolloutGroup, states: list[RolloutState]
     if first.ground_truth is not None:
         screen.print(facts([("answer key", plain(str(first.ground_truth)))]))
     if all(not len(rollout.response_ids) for rollout in states):
-        screen.print(Text(f"\nnothing was generated yet; {len(group)} rollouts are wanted", style="dim"))
+        screen.print(
+            Text(f"\nnothing was generated yet; {len(group)} rollouts are wanted", style="dim")
+        )
         return
     for rollout in states:
         _show_rollout(screen, rollout, tokens)
@@ -172,24 +234,37 @@ def _show_rollout(screen: Console, rollout: RolloutState, tokens: bool) -> None:
     screen.print(_version_bar(rollout))
     versions = {span.version for span in rollout.spans}
     style = version_style(versions.pop()) if len(versions) == 1 else ""
-    screen.print(Text(plain(rollout.response), style=style) if rollout.response else Text("(no text)", style="dim"))
+    screen.print(
+        Text(plain(rollout.response), style=style)
+        if rollout.response
+        else Text("(no text)", style="dim")
+    )
     others = {name: value for name, value in (rollout.reward or {}).items() if name != "score"}
     if others:
-        screen.print(Text("rewards " + ", ".join(f"{k} {v:g}" for k, v in others.items()), style="dim"))
+        screen.print(
+            Text("rewards " + ", ".join(f"{k} {v:g}" for k, v in others.items()), style="dim")
+        )
     if rollout.error:
         screen.print(Text(plain(rollout.error), style="red"))
     if tokens:
         pairs = zip(rollout.response_ids.tolist(), rollout.logprobs.tolist(), strict=True)
-        screen.print(Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim"))
+        screen.print(
+            Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim")
+        )
 
 
 def _version_bar(rollout: RolloutState) -> Text:
-    """One coloured stretch per span, as long as its share of the tokens; tokens without a span were not sampled."""
-    total, text = len(rollout.response_ids), Text()
+    """One coloured stretch per span, as long as its share of the tokens; tokens without a span were
+    not sampled.
+    """
+    total = len(rollout.response_ids)
+    text = Text()
     if not total:
         return Text("no tokens", style="dim")
     for span in rollout.spans:
-        text.append("▇" * max(1, round(span.length / total * _BAR)), style=version_style(span.version))
+        text.append(
+            "▇" * max(1, round(span.length / total * _BAR)), style=version_style(span.version)
+        )
     for span in rollout.spans:
         where = f" {span.start}-{span.start + span.length - 1}" if len(rollout.spans) > 1 else ""
         text.append(f"  v{span.version}{where}", style=version_style(span.version))

@@ -1,6 +1,7 @@
 """`rolloutmq simulate`: how busy workers and trainer would be, asked before they are rented.
 
-What `rolloutmq simulate` says: a table and its advice for people, one JSON document for programs, a picture.
+What `rolloutmq simulate` says: a table and its advice for people, one JSON document for programs, a
+picture.
 """
 
 from __future__ import annotations
@@ -35,23 +36,38 @@ Waste is what was generated for groups that expired, or again after an update.
 _PAUSE = "What an update does to running groups: keep, partial (abort, and go on from the tokens), abort or drain"
 Workers = Annotated[int, typer.Option(min=1, help="Rollout workers, of one engine each.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Sequences that an engine generates at once.")]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Groups a worker holds.  [default: what its engine fits]")]
+Concurrency = Annotated[
+    int | None, typer.Option(min=1, help="Groups a worker holds.  [default: what its engine fits]")
+]
 GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts of a prompt.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Groups of a train step.")]
 Median = Annotated[float, typer.Option(min=1, help="Tokens of a response: median of a lognormal.")]
 Sigma = Annotated[float, typer.Option(min=0, help="And its sigma: 0.5 is mild, 1 has a long tail.")]
-Long = Annotated[int | None, typer.Option("--long", min=1, help="Two lengths instead: --median, and this one.")]
+Long = Annotated[
+    int | None, typer.Option("--long", min=1, help="Two lengths instead: --median, and this one.")
+]
 LongShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the long ones.")]
 Longest = Annotated[int, typer.Option(min=1, help="Where responses are cut off.")]
-Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of lengths or latencies that you measured.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="JSONL of lengths or latencies that you measured."),
+]
 TokensPerS = Annotated[float, typer.Option(min=0.001, help="Of one sequence, in a busy engine.")]
 FirstTokenS = Annotated[float, typer.Option(min=0, help="Seconds to the first token of a request.")]
 StepS = Annotated[float, typer.Option(min=0, help="Seconds of a train step.")]
-SyncS = Annotated[float, typer.Option(min=0, help="Seconds of a weight update, in which all stand still.")]
+SyncS = Annotated[
+    float, typer.Option(min=0, help="Seconds of a weight update, in which all stand still.")
+]
 SyncInterval = Annotated[int, typer.Option(min=1, help="Train steps between two weight updates.")]
-Staleness = Annotated[list[int] | None, typer.Option(min=0, help="max_staleness; repeat.  [default: 0, 1, 2, 4]")]
-Pause = Annotated[list[str] | None, typer.Option(help=f"{_PAUSE}; repeat.  [default: all but drain]")]
-OverSample = Annotated[float, typer.Option(min=0, help="Groups beyond the batch, as a share of it.")]
+Staleness = Annotated[
+    list[int] | None, typer.Option(min=0, help="max_staleness; repeat.  [default: 0, 1, 2, 4]")
+]
+Pause = Annotated[
+    list[str] | None, typer.Option(help=f"{_PAUSE}; repeat.  [default: all but drain]")
+]
+OverSample = Annotated[
+    float, typer.Option(min=0, help="Groups beyond the batch, as a share of it.")
+]
 Steps = Annotated[int, typer.Option(min=1, help="Train steps to simulate.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the lengths.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture, too (PNG, SVG).")]
@@ -89,7 +105,8 @@ def simulate(
 ) -> None:
     """Try settings on a fleet and a trainer of your numbers: no server, no GPU.
 
-    Prints throughput, idle shares, staleness and waste of each, and says which one it would choose, and why.
+    Prints throughput, idle shares, staleness and waste of each, and says which one it would choose,
+    and why.
     """
     from pydantic import ValidationError
 
@@ -113,7 +130,9 @@ def simulate(
             sync_weights_interval=sync_interval,
             over_sample_threshold=over_sample,
         )
-        settings = candidates(fleet, staleness or [0, 1, 2, 4], pause or ["keep", "partial", "abort"])
+        settings = candidates(
+            fleet, staleness or [0, 1, 2, 4], pause or ["keep", "partial", "abort"]
+        )
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]}: {first['msg']}, not {first['input']!r}") from error
@@ -129,7 +148,13 @@ def simulate(
 
 
 def _drawn(
-    median: float, sigma: float, long: int | None, long_share: float, longest: int, group_size: int, seed: int
+    median: float,
+    sigma: float,
+    long: int | None,
+    long_share: float,
+    longest: int,
+    group_size: int,
+    seed: int,
 ) -> Lengths:
     from buffer.model.distributions import Bimodal, Distribution, LogNormal
     from producer_workers.simulation.lengths import drawn_lengths
@@ -145,7 +170,8 @@ def print_report(outcomes: Sequence[Simulated], advice: Advice) -> None:
     numbers = ("step s", "tokens/s", "idle", "trainer idle", "staleness", "oldest", "waste")
     table = Table("", "max", "update", *numbers, box=None, pad_edge=False, header_style="dim")
     for place, column in enumerate(table.columns):
-        column.justify, column.no_wrap = "left" if place < 3 else "right", True
+        column.justify = "left" if place < 3 else "right"
+        column.no_wrap = True
     for place, (setting, outcome) in enumerate(outcomes):
         is_chosen = place == advice.chosen
         table.add_row(
@@ -169,9 +195,13 @@ def print_report(outcomes: Sequence[Simulated], advice: Advice) -> None:
 
 
 def write_json(outcomes: Sequence[Simulated], advice: Advice) -> None:
-    """Settings with their figures, the chosen one, why, and how many workers would keep the trainer busy."""
+    """Settings with their figures, the chosen one, why, and how many workers would keep the trainer
+    busy.
+    """
     rows = [
-        setting.model_dump() | outcome.summary() | {"staleness": {str(age): n for age, n in outcome.staleness.items()}}
+        setting.model_dump()
+        | outcome.summary()
+        | {"staleness": {str(age): n for age, n in outcome.staleness.items()}}
         for setting, outcome in outcomes
     ]
     document = {
@@ -187,7 +217,10 @@ def draw(outcomes: Sequence[Simulated], advice: Advice, file: Path) -> None:
     """Throughput of each setting, and what both sides idle and waste. Raises OSError."""
     from matplotlib.figure import Figure
 
-    names = [name_of(setting) + (" (chosen)" if n == advice.chosen else "") for n, (setting, _) in enumerate(outcomes)]
+    names = [
+        name_of(setting) + (" (chosen)" if n == advice.chosen else "")
+        for n, (setting, _) in enumerate(outcomes)
+    ]
     figure = Figure(figsize=(11, 1.5 + 0.35 * len(names)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.barh(names, [outcome.tokens_per_s for _, outcome in outcomes], color="tab:blue")
@@ -197,7 +230,9 @@ def draw(outcomes: Sequence[Simulated], advice: Advice, file: Path) -> None:
     shares = {"workers idle": "worker_idle", "trainer idle": "trainer_idle", "waste": "waste"}
     for number, (label, name) in enumerate(shares.items()):
         values = [getattr(outcome, name) for _, outcome in outcomes]
-        right.barh([place + 0.27 * (number - 1) for place in places], values, height=0.25, label=label)
+        right.barh(
+            [place + 0.27 * (number - 1) for place in places], values, height=0.25, label=label
+        )
     right.set_xlabel("share")
     right.legend()
     figure.savefig(file, dpi=110)

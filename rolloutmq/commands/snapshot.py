@@ -33,7 +33,10 @@ def register(app: typer.Typer) -> None:
 def save(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder of the snapshot.")],
     pause: Annotated[
-        bool, typer.Option("--pause", help="Pause workers (keep) meanwhile. The saved run is paused, too.")
+        bool,
+        typer.Option(
+            "--pause", help="Pause workers (keep) meanwhile. The saved run is paused, too."
+        ),
     ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -42,28 +45,39 @@ def save(
 ) -> None:
     """Save a run to a folder: groups, order, counters, batches.
 
-    Of one instant, without stopping anything: if the run moves while its index is copied, it is copied again, and
-    the command gives up after a few times. Running groups are saved as waiting. Workers, events, weights and
-    checkpoints are not in it.
+    Of one instant, without stopping anything: if the run moves while its index is copied, it is
+    copied again, and the command gives up after a few times. Running groups are saved as waiting.
+    Workers, events, weights and checkpoints are not in it.
     """
     start = time.monotonic()
-    with open_target(redis_url, run_dir, run) as target, _paused(target.run, pause), progress(as_json) as advance:
+    with (
+        open_target(redis_url, run_dir, run) as target,
+        _paused(target.run, pause),
+        progress(as_json) as advance,
+    ):
         facts = target.run.save(folder, advance=advance)
     took_s = time.monotonic() - start
     if as_json:
-        emit({"folder": str(folder), "took_s": round(took_s, 3)} | facts.model_dump(exclude={"meta", "files"}))
+        emit(
+            {"folder": str(folder), "took_s": round(took_s, 3)}
+            | facts.model_dump(exclude={"meta", "files"})
+        )
         return
     console().print(
         f"run {facts.run}: {plural(facts.groups, 'group')} and {count(facts.payload_bytes + facts.media_bytes)} bytes "
         f"saved to {folder} in {took_s:.1f} s"
     )
     if facts.was_running:
-        console().print(f"{plural(facts.was_running, 'running group')} saved as waiting, with the try given back")
+        console().print(
+            f"{plural(facts.was_running, 'running group')} saved as waiting, with the try given back"
+        )
 
 
 @contextmanager
 def _paused(run: Run, wanted: bool) -> Iterator[None]:
-    """Workers freeze, unless somebody paused the run already: then that pause is neither changed nor ended."""
+    """Workers freeze, unless somebody paused the run already: then that pause is neither changed
+    nor ended.
+    """
     if not wanted or run.control.state().mode is not Mode.RUN:
         yield
         return
@@ -79,9 +93,12 @@ def progress(quiet: bool) -> Iterator[Advance]:
     """A line on stderr that says what is being done."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as bar:
+    with Progress(
+        *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
+    ) as bar:
         job = bar.add_task("copying", total=None)
         yield lambda what, done: bar.update(job, description=what, completed=done)
+
 
 RESUME_EPILOG = "Example: rolloutmq resume backups/demo-1200 --run demo2"
 
@@ -89,20 +106,25 @@ RESUME_EPILOG = "Example: rolloutmq resume backups/demo-1200 --run demo2"
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
     media: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="New folder for the run's files. Default: where they were.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="New folder for the run's files. Default: where they were."
+        ),
     ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Name for the run. Default: the one it had.")
+        str | None,
+        typer.Option("--run", metavar="NAME", help="Name for the run. Default: the one it had."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring a saved run back to a server.
 
-    All of it or nothing: the folder is checked first, and nobody can open the run before it is whole. A run of that
-    name must not be on the server. Workers, a producer and a trainer (with a checkpoint that is as old as the
-    snapshot, or older) then join as ever; a run that was paused when it was saved is still paused.
+    All of it or nothing: the folder is checked first, and nobody can open the run before it is
+    whole. A run of that name must not be on the server. Workers, a producer and a trainer (with a
+    checkpoint that is as old as the snapshot, or older) then join as ever; a run that was paused
+    when it was saved is still paused.
     """
     start = time.monotonic()
     facts = read_manifest(folder)
@@ -111,8 +133,14 @@ def resume(
         mode = resumed.control.state().mode
     took_s = time.monotonic() - start
     if as_json:
-        emit({"run": resumed.name, "groups": facts.groups, "mode": mode, "took_s": round(took_s, 3)})
+        emit(
+            {"run": resumed.name, "groups": facts.groups, "mode": mode, "took_s": round(took_s, 3)}
+        )
         return
-    console().print(f"run {resumed.name}: {plural(facts.groups, 'group')} resumed in {took_s:.1f} s")
+    console().print(
+        f"run {resumed.name}: {plural(facts.groups, 'group')} resumed in {took_s:.1f} s"
+    )
     if mode is not Mode.RUN:
-        console().print(f"it is paused ({mode}), as it was when it was saved: see rolloutmq continue")
+        console().print(
+            f"it is paused ({mode}), as it was when it was saved: see rolloutmq continue"
+        )

@@ -33,11 +33,13 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(status)
 
 
-def status(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
+def status(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
     """Show where a run is: groups, weights, workers, staleness.
 
-    Also who paused it and since when, and whether every group is accounted for. With several runs on the server
-    and no --run, lists them.
+    Also who paused it and since when, and whether every group is accounted for. With several runs
+    on the server and no --run, lists them.
     """
     with open_server(redis_url, run_dir) as (store, address):
         names = Run.names(store) if run is None else [choose_run(store, run)]
@@ -53,10 +55,17 @@ def status(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = No
 def _brief(snap: Snapshot) -> dict[str, Any]:
     steps = {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed}
     workers = len(snap.live_workers)
-    return {"run": snap.run, "mode": snap.mode, "steps": steps, "workers": workers, "adds_up": not snap.faults}
+    return {
+        "run": snap.run,
+        "mode": snap.mode,
+        "steps": steps,
+        "workers": workers,
+        "adds_up": not snap.faults,
+    }
 
 
-# for people -----------------------------------------------------------------------------------------------------
+# for people
+# -----------------------------------------------------------------------------------------------------
 
 
 def show(screen: Console, snap: Snapshot) -> None:
@@ -87,7 +96,9 @@ def show(screen: Console, snap: Snapshot) -> None:
 def curriculum_facts(snap: Snapshot) -> list[tuple[str, Text]]:
     """Why the curriculum is not followed; nothing where it is."""
     reason = snap.control.get("curriculum_error", "")
-    return [("curriculum", Text(f"not followed: {plain(reason)}", style="yellow"))] if reason else []
+    return (
+        [("curriculum", Text(f"not followed: {plain(reason)}", style="yellow"))] if reason else []
+    )
 
 
 def mode_text(snap: Snapshot) -> Text:
@@ -96,7 +107,8 @@ def mode_text(snap: Snapshot) -> Text:
         return Text.assemble(state(snap.mode), f" for {age(snap.paused_ms)}")
     if snap.mode == "finish":
         return Text.assemble(state(snap.mode), f" the last step was done {age(snap.paused_ms)} ago")
-    confirmed, live = len(snap.acknowledged), len(snap.live_workers)
+    confirmed = len(snap.acknowledged)
+    live = len(snap.live_workers)
     text = Text.assemble(
         state(snap.mode),
         f" paused by the {snap.paused_by} {age(snap.paused_ms)} ago, {confirmed} of {live} confirmed",
@@ -114,7 +126,8 @@ def role_text(role: RoleView) -> Text:
 
 
 def workers_text(snap: Snapshot) -> Text:
-    live, known = len(snap.live_workers), len(snap.workers)
+    live = len(snap.live_workers)
+    known = len(snap.workers)
     silent = f", {known - live} silent" if known > live else ""
     rate = f"{count(snap.tokens_per_s)} tokens/s"
     running = f"{plural(snap.leases, 'group')} running{judged_text(snap)}"
@@ -123,7 +136,11 @@ def workers_text(snap: Snapshot) -> Text:
 
 def judged_text(snap: Snapshot) -> str:
     """Return how many of the running groups only wait for their judge; "" for none."""
-    return f", of which {count(snap.judging)} {'is' if snap.judging == 1 else 'are'} judged" if snap.judging else ""
+    return (
+        f", of which {count(snap.judging)} {'is' if snap.judging == 1 else 'are'} judged"
+        if snap.judging
+        else ""
+    )
 
 
 def memory_text(snap: Snapshot) -> Text:
@@ -152,7 +169,10 @@ def places_table(snap: Snapshot) -> Any:
 def account_text(snap: Snapshot) -> Text:
     """Whether every group is in exactly one place; red if not."""
     if snap.faults:
-        return Text("THE ACCOUNT DOES NOT ADD UP: " + "; ".join(snap.faults) + "  (rolloutmq fsck)", style="bold red")
+        return Text(
+            "THE ACCOUNT DOES NOT ADD UP: " + "; ".join(snap.faults) + "  (rolloutmq fsck)",
+            style="bold red",
+        )
     return Text("the account adds up: enqueued = sum of all places", style="green")
 
 
@@ -174,7 +194,8 @@ def task_text(task: TaskView) -> Text:
 
 def losses_text(task: TaskView) -> Text | None:
     """What was put right after the server had lost data; None where it never did."""
-    reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
+    reasserted = int(task.number("reasserted"))
+    regenerated = int(task.number("regenerated"))
     if not reasserted + regenerated:
         return None
     said = f"{plural(reasserted, 'group')} reasserted from checkpoints, {count(regenerated)} drawn again"
@@ -204,6 +225,8 @@ def _list_runs(address: Address, snapshots: list[Snapshot]) -> None:
     grid = table("run", "mode", "step", "workers", "account", right=["step", "workers"])
     for snap in snapshots:
         verdict = Text("does not add up", style="red") if snap.faults else Text("adds up")
-        grid.add_row(snap.run, state(snap.mode), str(snap.taken), str(len(snap.live_workers)), verdict)
+        grid.add_row(
+            snap.run, state(snap.mode), str(snap.taken), str(len(snap.live_workers)), verdict
+        )
     screen.print(grid)
     screen.print(Text("More about one of them: rolloutmq status --run NAME", style="dim"))

@@ -41,8 +41,12 @@ def register(app: typer.Typer) -> None:
 
 
 def tail(
-    from_start: Annotated[bool, typer.Option("--from-start", help="From the oldest event that is kept.")] = False,
-    events: Annotated[int | None, typer.Option("--count", min=1, help="Leave after so many events.")] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="From the oldest event that is kept.")
+    ] = False,
+    events: Annotated[
+        int | None, typer.Option("--count", min=1, help="Leave after so many events.")
+    ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -51,7 +55,9 @@ def tail(
     """Follow the events of a run; Ctrl-C leaves."""
     with open_target(redis_url, run_dir, run) as target:
         screen = console()
-        for number, (identity, event) in enumerate(follow(target.run, from_start=from_start), start=1):
+        for number, (identity, event) in enumerate(
+            follow(target.run, from_start=from_start), start=1
+        ):
             if as_json:
                 emit_line({"id": identity, "ms": event[0], "event": event[1]} | event[2])
             else:

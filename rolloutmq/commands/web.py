@@ -20,10 +20,17 @@ Example: rolloutmq web
 """
 PORT = 9465
 
-Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback want a token to read, too.")]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; others than loopback want a token to read, too.")
+]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
-Name = Annotated[list[str] | None, typer.Option(metavar="HOST", help="A name by which browsers reach it; repeat.")]
-TokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Holds the token. Default: a new one.")]
+Name = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST", help="A name by which browsers reach it; repeat."),
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Holds the token. Default: a new one.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -41,15 +48,17 @@ def web(
 ) -> None:
     """Show a run in a browser, until Ctrl-C.
 
-    Charts, groups, rollouts with their tokens, workers, dead letters, events. Whoever has the printed address may
-    also pause, requeue and drop; without its token, the page only shows.
+    Charts, groups, rollouts with their tokens, workers, dead letters, events. Whoever has the
+    printed address may also pause, requeue and drop; without its token, the page only shows.
     """
     try:
         import uvicorn
 
         from rolloutmq.web.app import make_app
     except ImportError as error:
-        raise ConfigError(f"the browser view needs {error.name}", hint="pip install 'rolloutmq[web]'") from error
+        raise ConfigError(
+            f"the browser view needs {error.name}", hint="pip install 'rolloutmq[web]'"
+        ) from error
     is_public = not is_loopback(host)
     token = read_token(token_file) if token_file else secrets.token_urlsafe(24)
     with open_target(redis_url, run_dir, run) as target:
@@ -68,5 +77,7 @@ def web(
         listening.listen()  # the address is printed before the server runs: whoever comes at once waits in line
         shown = (name or [host])[0]
         # the token is behind the #: browsers do not send it, servers do not log it
-        console().print(f"http://{shown}:{listening.getsockname()[1]}/#token={token}", soft_wrap=True)
+        console().print(
+            f"http://{shown}:{listening.getsockname()[1]}/#token={token}", soft_wrap=True
+        )
         server.run(sockets=[listening])

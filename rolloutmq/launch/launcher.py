@@ -1,7 +1,8 @@
 """The whole run on one machine: prepare, start, watch, show, and end with the account.
 
-The launcher holds no state of the run. It may be killed at any moment: its children then end themselves, and
-the next `rolloutmq run` of the same config goes on from the checkpoint and from what Redis holds.
+The launcher holds no state of the run. It may be killed at any moment: its children then end
+themselves, and the next `rolloutmq run` of the same config goes on from the checkpoint and from
+what Redis holds.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Launcher:
         regenerate: bool = False,
     ) -> None:
         self._regenerate = regenerate
-        self._config, self._redis_url, self._with_chaos = config, redis_url, chaos
+        self._config = config
+        self._redis_url = redis_url
+        self._with_chaos = chaos
         self._command = [str(path), *(part for o in overrides for part in ("--set", o))]
         self._folder = config.run.folder
         self._console = open_console()
@@ -71,7 +74,9 @@ class Launcher:
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
-        """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in order."""
+        """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in
+        order.
+        """
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with self._alone():
@@ -95,7 +100,9 @@ class Launcher:
             run = self._prepare()
             if is_done(self._config):
                 steps = self._config.plan.steps
-                self._console.print(f"all {steps} steps are done already; for a new run, remove {self._folder}")
+                self._console.print(
+                    f"all {steps} steps are done already; for a new run, remove {self._folder}"
+                )
             else:
                 self._start(run)
                 self._watch(run)
@@ -103,7 +110,9 @@ class Launcher:
             run.janitor.sweep()
             finish(self._console, self._config, run, self._server.cli if self._server else None)
         except KeyboardInterrupt:
-            self._console.print("\nstopping in order (Ctrl-C again: at once); the same command goes on from here")
+            self._console.print(
+                "\nstopping in order (Ctrl-C again: at once); the same command goes on from here"
+            )
             self._stop_children()
             raise
         finally:
@@ -115,18 +124,29 @@ class Launcher:
     # -- before --------------------------------------------------------------
 
     def _prepare(self) -> Run:
-        config, say = self._config, self._console.print
+        config = self._config
+        say = self._console.print
         prepare_problems(self._command)
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
-        say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}", highlight=False)
+        say(
+            f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}",
+            highlight=False,
+        )
         model = prepare_model(config, self._command)
         done = is_done(config)
-        run = Run.open(store, config.run.name) if done else make_run(store, config, model, regenerate=self._regenerate)
+        run = (
+            Run.open(store, config.run.name)
+            if done
+            else make_run(store, config, model, regenerate=self._regenerate)
+        )
         taken, committed, _ = run.ledger.steps()
         where = f"goes on: step {committed} is committed, {taken} taken" if taken else "starts"
-        say(f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}", highlight=False)
+        say(
+            f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}",
+            highlight=False,
+        )
         return run
 
     def _start(self, run: Run) -> None:
@@ -138,15 +158,21 @@ class Launcher:
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
         flags = ["--regenerate"] if self._regenerate else []
-        self._trainer = self._child("trainer", ["train", *flags], placement.environment(placement.trainer))
+        self._trainer = self._child(
+            "trainer", ["train", *flags], placement.environment(placement.trainer)
+        )
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [
-            self._child(f"worker-{i}", ["worker", "--id", f"worker-{i}"], placement.environment(gpus))
+            self._child(
+                f"worker-{i}", ["worker", "--id", f"worker-{i}"], placement.environment(gpus)
+            )
             for i, gpus in enumerate(placement.workers)
         ]
         if any(task.judging.kind == "rq" for task in config.tasks.values()):
             count = str(config.launch.judge_workers)
-            self._judges = [self._child("judge", ["judge", "--workers", count], {"CUDA_VISIBLE_DEVICES": ""})]
+            self._judges = [
+                self._child("judge", ["judge", "--workers", count], {"CUDA_VISIBLE_DEVICES": ""})
+            ]
         for child in (self._trainer, self._producer):
             child.start("--take-over")
         for child in (*self._judges, *self._workers):
@@ -156,7 +182,13 @@ class Launcher:
         log = self._folder / "logs" / f"{name}.log"
         verb, *flags = args
         env = self._shared_env | env
-        child = Child(name, [verb, *self._command, *flags], log, env, restarts=self._config.launch.max_restarts)
+        child = Child(
+            name,
+            [verb, *self._command, *flags],
+            log,
+            env,
+            restarts=self._config.launch.max_restarts,
+        )
         self._children.append(child)
         return child
 
@@ -174,7 +206,10 @@ class Launcher:
             for _ in range(1 if self._console.is_terminal else LOOKS_PER_LINE):
                 if self._trainer.succeeded:
                     return True
-                self._tell(view, self._keep_alive() + (self._strike(run, chaos) if self._with_chaos else []))
+                self._tell(
+                    view,
+                    self._keep_alive() + (self._strike(run, chaos) if self._with_chaos else []),
+                )
                 time.sleep(LOOK_S)
             return self._trainer.succeeded
 
@@ -196,7 +231,8 @@ class Launcher:
                 self._console.print(line)
 
     def _keep_alive(self) -> list[str]:
-        # it was this launcher that saw them die, so nobody needs to wait until their heartbeat is old
+        # it was this launcher that saw them die, so nobody needs to wait until their heartbeat is
+        # old
         news = [self._trainer.keep_alive("--take-over"), self._producer.keep_alive("--take-over")]
         if self._server and not self._server.is_running:
             self._server.start()

@@ -1,4 +1,6 @@
-"""Which GPUs each process gets: the trainer its own, the workers the others, one for each shard of their engine."""
+"""Which GPUs each process gets: the trainer its own, the workers the others, one for each shard of
+their engine.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def gpus_of_engine(engine: Mapping[str, Any] | None) -> int:
 
 
 def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
-    """Deal out `gpus`. ConfigError where they do not suffice, do not exist, or overlap without `colocated`."""
+    """Deal out `gpus`. ConfigError where they do not suffice, do not exist, or overlap without
+    `colocated`.
+    """
     if gpus == 0:
         if launch.trainer_gpus or launch.worker_gpus:
             hint = "remove trainer_gpus and worker_gpus"
@@ -69,7 +73,9 @@ def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
     return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
 
 
-def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], per_worker: int) -> None:
+def _check(
+    launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], per_worker: int
+) -> None:
     if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
         raise ConfigError(f"[launch] names GPUs {unknown}, this machine has 0 to {gpus - 1}")
     if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
@@ -78,7 +84,10 @@ def _check(launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int]
             hint="give them different ones, or set [launch] colocated = true and leave memory to both",
         )
     if len(set(pool)) < len(pool) and not launch.colocated:
-        raise ConfigError(f"[launch] worker_gpus = {pool} names a GPU twice", hint="each worker needs GPUs of its own")
+        raise ConfigError(
+            f"[launch] worker_gpus = {pool} names a GPU twice",
+            hint="each worker needs GPUs of its own",
+        )
     needed = launch.workers * per_worker
     enough = per_worker if launch.colocated else needed
     if len(pool) < enough:

@@ -1,4 +1,6 @@
-"""What a run needs before its processes start: a server, problems, a model. Everything is made once and kept."""
+"""What a run needs before its processes start: a server, problems, a model. Everything is made once
+and kept.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedSer
 
 
 def prepare_problems(command: Sequence[str]) -> None:
-    """Let the producing side check its half of the config and its data sets, and write generated problems.
+    """Let the producing side check its half of the config and its data sets, and write generated
+    problems.
 
     Before anything is started: a wrong line is told in a second, not after a warm start.
     """
@@ -40,7 +43,9 @@ def prepare_problems(command: Sequence[str]) -> None:
 
 
 def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
-    """The model to start from: the config's, else a small one that is built and warm-started here, once."""
+    """The model to start from: the config's, else a small one that is built and warm-started here,
+    once.
+    """
     if config.policy.model is not None:
         check_model_folder(config.policy.model)
         return config.policy.model
@@ -52,13 +57,16 @@ def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
 
 
 def await_roles(run: Run, say: Callable[[str], None]) -> None:
-    """Wait until trainer and producer of an earlier launcher have left; RoleHeld when one of them goes on beating.
+    """Wait until trainer and producer of an earlier launcher have left; RoleHeld when one of them
+    goes on beating.
 
     The children of a launcher that was killed end by themselves within seconds.
     """
     end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
     told = False
-    while held := [role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).alive]:
+    while held := [
+        role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).alive
+    ]:
         if time.monotonic() > end:
             raise RoleHeld(
                 f"run {run.name!r} has a live {' and a live '.join(held)} that this command did not start",

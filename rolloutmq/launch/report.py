@@ -1,4 +1,6 @@
-"""What a run ends with: accuracy before and after, a plot, the account, and the commands to look around."""
+"""What a run ends with: accuracy before and after, a plot, the account, and the commands to look
+around.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from buffer.store.url import mask_url
 from consumer.training.step_log import read_evaluations
 
 
-def plot(steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, float]], file: Path) -> None:
+def plot(
+    steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, float]], file: Path
+) -> None:
     """Reward and staleness by train step, with held-out accuracy where it was measured, as a PNG."""
     import matplotlib as mpl
 
@@ -27,16 +31,33 @@ def plot(steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, 
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
     rewards = [s.metrics.get("rewards/mean", float("nan")) for s in steps]
     upper.plot(numbers, rewards, color="#9bb7d4", linewidth=1, label="reward of the batch")
-    upper.plot(numbers, _smooth(rewards), color="#1f5fa8", linewidth=2, label="mean of the last 10 steps")
+    upper.plot(
+        numbers, _smooth(rewards), color="#1f5fa8", linewidth=2, label="mean of the last 10 steps"
+    )
     for place, task in enumerate(sorted({task for task, _ in evaluations})):
-        points = sorted((step, m["eval/accuracy"]) for (t, step), m in evaluations.items() if t == task)
-        upper.plot(*zip(*points, strict=True), "o--", color=f"C{place + 1}", label=f"held-out accuracy, {task}")
+        points = sorted(
+            (step, m["eval/accuracy"]) for (t, step), m in evaluations.items() if t == task
+        )
+        upper.plot(
+            *zip(*points, strict=True),
+            "o--",
+            color=f"C{place + 1}",
+            label=f"held-out accuracy, {task}",
+        )
     upper.set_ylabel("reward, accuracy")
     upper.set_ylim(-0.02, 1.02)
     upper.legend(loc="lower right")
     upper.grid(alpha=0.3)
-    lower.step(numbers, [s.metrics.get("staleness/mean", 0.0) for s in steps], where="mid", label="mean")
-    lower.step(numbers, [s.metrics.get("staleness/max", 0.0) for s in steps], where="mid", label="max", alpha=0.6)
+    lower.step(
+        numbers, [s.metrics.get("staleness/mean", 0.0) for s in steps], where="mid", label="mean"
+    )
+    lower.step(
+        numbers,
+        [s.metrics.get("staleness/max", 0.0) for s in steps],
+        where="mid",
+        label="max",
+        alpha=0.6,
+    )
     lower.set_ylabel("staleness (train steps)")
     lower.set_xlabel("train step")
     lower.legend(loc="upper right")
@@ -47,12 +68,17 @@ def plot(steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, 
 
 
 def _smooth(values: list[float], window: int = 10) -> list[float]:
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+    return [
+        sum(part) / len(part)
+        for i in range(len(values))
+        if (part := values[max(0, i + 1 - window) : i + 1])
+    ]
 
 
 def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
     """Print the outcome of a run and write its plot. AccountError when the account does not add up."""
-    folder, audit = config.run.folder, run.account.fsck()
+    folder = config.run.folder
+    audit = run.account.fsck()
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
     evaluations = read_evaluations(folder)
@@ -61,10 +87,15 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
         console.print(_accuracy_table(evaluations, config.plan.steps))
     console.print(_account_table(audit))
     twice = log.trained_twice()
-    lost, doubled = len(audit.lost), len(audit.doubled)
+    lost = len(audit.lost)
+    doubled = len(audit.doubled)
     style = "green" if audit.clean and not twice else "bold red"
-    console.print(f"account: lost {lost} · in two places {doubled} · trained twice {len(twice)}", style=style)
-    console.print(f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}")
+    console.print(
+        f"account: lost {lost} · in two places {doubled} · trained twice {len(twice)}", style=style
+    )
+    console.print(
+        f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}"
+    )
     _say_where_to_look(console, config, run, server_cli)
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
@@ -76,10 +107,18 @@ def _accuracy_table(evaluations: dict[tuple[str, int], dict[str, float]], last: 
     for column in ("task", "before", "after", "change", "problems"):
         table.add_column(column, justify="left" if column == "task" else "right")
     for task in sorted({task for task, _ in evaluations}):
-        before, after = evaluations.get((task, 0)), evaluations.get((task, last))
+        before = evaluations.get((task, 0))
+        after = evaluations.get((task, last))
         if before and after:
-            first, then = before["eval/accuracy"], after["eval/accuracy"]
-            table.add_row(task, f"{first:.3f}", f"{then:.3f}", f"{then - first:+.3f}", f"{after['eval/rollouts']:.0f}")
+            first = before["eval/accuracy"]
+            then = after["eval/accuracy"]
+            table.add_row(
+                task,
+                f"{first:.3f}",
+                f"{then:.3f}",
+                f"{then - first:+.3f}",
+                f"{after['eval/rollouts']:.0f}",
+            )
     return table
 
 
@@ -97,7 +136,9 @@ def _account_table(audit: Audit) -> Table:
     return table
 
 
-def _say_where_to_look(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
+def _say_where_to_look(
+    console: Console, config: TrainingConfig, run: Run, server_cli: str | None
+) -> None:
     url = mask_url(run.store.url)
     where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
     keys = run.keys

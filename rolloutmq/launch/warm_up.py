@@ -1,4 +1,6 @@
-"""`rolloutmq warm-start`: build the small model of a config and teach it part of its task, with a progress bar."""
+"""`rolloutmq warm-start`: build the small model of a config and teach it part of its task, with a
+progress bar.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from consumer.models.warm_start import Problem, WarmStartProgress, read_problems
 
 def make_model(config: TrainingConfig) -> None:
     """Leave `<run folder>/model`, whole; does nothing where it is there."""
-    folder, console = config.run.folder / "model", open_console()
+    folder = config.run.folder / "model"
+    console = open_console()
     if folder.exists():
         console.print(f"the model is there: {folder}")
         return
@@ -63,7 +66,9 @@ def _progress(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("step {task.completed} · loss {task.fields[loss]:.3f} · accuracy {task.fields[accuracy]:.2f}"),
+        TextColumn(
+            "step {task.completed} · loss {task.fields[loss]:.3f} · accuracy {task.fields[accuracy]:.2f}"
+        ),
         TimeElapsedColumn(),
         console=console,
     )

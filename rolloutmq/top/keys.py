@@ -27,7 +27,9 @@ _MOST_BYTES = 64
 
 
 class Keyboard:
-    """Of the terminal `descriptor`, in a `with`; at its end the terminal is what it was. Ctrl-C stays what it is."""
+    """Of the terminal `descriptor`, in a `with`; at its end the terminal is what it was. Ctrl-C
+    stays what it is.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -38,11 +40,18 @@ class Keyboard:
         tty.setcbreak(self._descriptor)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def read(self, timeout_s: float) -> str:
-        """What was typed, at once; "" when nothing is for so long. Arrows and the like begin with an escape."""
+        """What was typed, at once; "" when nothing is for so long. Arrows and the like begin with
+        an escape.
+        """
         if not self._is_open:
             time.sleep(timeout_s)
             return ""
@@ -51,6 +60,7 @@ class Keyboard:
         typed = os.read(self._descriptor, _MOST_BYTES)
         self._is_open = bool(typed)
         return typed.decode(errors="ignore")
+
 
 KEYS = "p pause · c continue · o open a group · q leave"
 _MODES = {"a": Mode.ABORT, "d": Mode.DRAIN, "k": Mode.KEEP}
@@ -63,9 +73,12 @@ class Steering:
     """Reads `keyboard` between two looks; what it asks and answers stands in `view.prompt`."""
 
     def __init__(self, run: Run, view: LiveView, keyboard: Keyboard) -> None:
-        self._run, self._view, self._keyboard = run, view, keyboard
+        self._run = run
+        self._view = view
+        self._keyboard = keyboard
         self._next: Callable[[str], None] = self._choose
-        self._typed, self._group = "", ""
+        self._typed = ""
+        self._group = ""
         self.is_over = False
         view.prompt = KEYS
 
@@ -84,7 +97,8 @@ class Steering:
 
     def show_group(self, screen: Console) -> None:
         """The group that was asked for, below what stands on the screen, until a key is pressed."""
-        gid, self._group = self._group, ""
+        gid = self._group
+        self._group = ""
         try:
             print_group(screen, find_group(self._run, gid))
         except RolloutMQError as error:
@@ -106,7 +120,8 @@ class Steering:
             self._ask("group: ", self._type)
 
     def _ask(self, question: str, answer: Callable[[str], None]) -> None:
-        self._view.prompt, self._next = question, answer
+        self._view.prompt = question
+        self._next = answer
 
     def _say(self, what: str) -> None:
         self._ask(f"{what}\n{KEYS}" if what else KEYS, self._choose)
@@ -129,7 +144,13 @@ class Steering:
         elif key == _ESCAPE:
             self._say("")
         else:
-            typed = self._typed[:-1] if key in _ERASE else self._typed + key if key.isprintable() else self._typed
+            typed = (
+                self._typed[:-1]
+                if key in _ERASE
+                else self._typed + key
+                if key.isprintable()
+                else self._typed
+            )
             self._typed = typed[:_LONGEST]
             self._ask(f"group: {self._typed}", self._type)
 
@@ -137,4 +158,8 @@ class Steering:
 def _gid(text: str) -> str:
     """math-42 is math-0000000042."""
     task, _, draw = text.strip().rpartition("-")
-    return group_id(task, int(draw)) if task and draw.isascii() and draw.isdigit() and len(draw) < 10 else text.strip()
+    return (
+        group_id(task, int(draw))
+        if task and draw.isascii() and draw.isdigit() and len(draw) < 10
+        else text.strip()
+    )

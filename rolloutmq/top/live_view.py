@@ -1,7 +1,8 @@
 """The live view of a run: everything a person wants to know, on one screen of 80 columns.
 
-Numbers that must add up stand on one line, and that line is red when they do not. Limits are shown even where
-nothing is near them. Yellow is near a limit or waiting; red means that a person must act.
+Numbers that must add up stand on one line, and that line is red when they do not. Limits are shown
+even where nothing is near them. Yellow is near a limit or waiting; red means that a person must
+act.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ _COLUMNS = {
 class LiveView:
     """Draws snapshots of one run.
 
-    `total_steps`: where the run ends, if known. `lines`: what else is to be said under the title (the launcher puts
-    the phase of its run there). `prompt`: which keys there are, or what was asked. `trouble`: a red line, for example
-    while the server is away.
+    `total_steps`: where the run ends, if known. `lines`: what else is to be said under the title
+    (the launcher puts the phase of its run there). `prompt`: which keys there are, or what was
+    asked. `trouble`: a red line, for example while the server is away.
     """
 
     def __init__(self, *, run_dir: Path | None = None, total_steps: int | None = None) -> None:
-        self.run_dir, self.total_steps = run_dir, total_steps
+        self.run_dir = run_dir
+        self.total_steps = total_steps
         self.lines: list[str] = []
         self.prompt = self.trouble = ""
 
@@ -70,13 +72,21 @@ class LiveView:
         parts += ["", *_curves(history), "", groups_table(snap)]
         for task in snap.training:
             parts += [_ahead(task), staleness_text(task, snap.stale_threshold)]
-        parts += [account_text(snap), "", *_waits(snap, history), "", _fit(workers_text(snap)), *_workers(snap)]
+        parts += [
+            account_text(snap),
+            "",
+            *_waits(snap, history),
+            "",
+            _fit(workers_text(snap)),
+            *_workers(snap),
+        ]
         parts += ["", *(_fit(event_text(event)) for event in snap.events)]
         return Group(*parts)
 
     def line(self, snap: Snapshot, history: History) -> str:
         """One calm line, for logs and pipes."""
-        places, rewards = snap.places, history.metric("rewards/mean")
+        places = snap.places
+        rewards = history.metric("rewards/mean")
         asked = sum(task.asked for task in snap.training)
         words = [
             time.strftime("%H:%M:%S"),
@@ -85,7 +95,8 @@ class LiveView:
             f"reward {rewards[-1]:.3f}" if rewards else "reward -",
             f"waiting {places['waiting']}",
             f"running {places['running']}{judged_text(snap)}",
-            f"ready {sum(task.ready for task in snap.training)}" + (f" of {asked}" if asked else ""),
+            f"ready {sum(task.ready for task in snap.training)}"
+            + (f" of {asked}" if asked else ""),
             f"{count(snap.tokens_per_s)} tok/s",
             f"{len(snap.live_workers)} workers",
         ]
@@ -109,12 +120,14 @@ class LiveView:
 
 
 def _fit(text: Text) -> Text:
-    text.no_wrap, text.overflow = True, "ellipsis"
+    text.no_wrap = True
+    text.overflow = "ellipsis"
     return text
 
 
 def _curves(history: History) -> list[Text]:
-    rewards, rates = history.metric("rewards/mean"), list(history.token_rates)
+    rewards = history.metric("rewards/mean")
+    rates = list(history.token_rates)
     lines = [_curve("tokens/s", rates, f"{count(rates[-1])} now" if rates else "")]
     if rewards:
         lines.insert(
@@ -125,7 +138,8 @@ def _curves(history: History) -> list[Text]:
                 f"{rewards[-1]:.3f} now · {rewards[0]:.3f} at first · {max(rewards):.3f} best",
             ),
         )
-    step_s, stale = history.metric("time/step_s"), history.metric("staleness/mean")
+    step_s = history.metric("time/step_s")
+    stale = history.metric("staleness/mean")
     if step_s or stale:
         parts = [f"{step_s[-1]:.1f} s"] if step_s else []
         parts += [f"mean staleness {stale[-1]:.2f}"] if stale else []
@@ -135,7 +149,9 @@ def _curves(history: History) -> list[Text]:
 
 def _curve(name: str, values: list[float], now: str) -> Text:
     width = _WIDTH if name == "tokens/s" else 24
-    return _fit(Text.assemble((f"{name:<13}", "dim"), (sparkline(values, width), "cyan"), f"  {now}"))
+    return _fit(
+        Text.assemble((f"{name:<13}", "dim"), (sparkline(values, width), "cyan"), f"  {now}")
+    )
 
 
 def groups_table(snap: Snapshot) -> Table:
@@ -144,7 +160,9 @@ def groups_table(snap: Snapshot) -> Table:
     grid.padding = (0, 1, 0, 0)
     for task in snap.tasks:
         places = task.account.places
-        cells = [Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS]
+        cells = [
+            Text(str(places[place]), style="" if places[place] else "dim") for place in _COLUMNS
+        ]
         total = sum(places.values())
         wrong = total != task.account.entered
         cells.append(
@@ -158,8 +176,11 @@ def groups_table(snap: Snapshot) -> Table:
 
 
 def _ahead(task: TaskView) -> Text:
-    """How many groups are started and not consumed, of how many the producer may start; and how many are ready."""
-    limit, started = task.may_start, task.started
+    """How many groups are started and not consumed, of how many the producer may start; and how
+    many are ready.
+    """
+    limit = task.may_start
+    started = task.started
     style = "yellow" if task.account.target and started >= limit else ""
     return Text.assemble(
         (f"{plain(task.account.task)[:12]:<13}", "bold"),
@@ -203,9 +224,14 @@ def _workers(snap: Snapshot) -> list[Text]:
     live = {worker.id for worker in snap.live_workers}
     if not snap.workers:
         return [Text("no worker", style="dim" if snap.mode == "finish" else "yellow")]
-    lines = [_worker(worker, worker.id in live, str(snap.weights)) for worker in snap.workers[:MOST_WORKERS]]
+    lines = [
+        _worker(worker, worker.id in live, str(snap.weights))
+        for worker in snap.workers[:MOST_WORKERS]
+    ]
     if len(snap.workers) > MOST_WORKERS:
-        lines.append(Text(f"and {len(snap.workers) - MOST_WORKERS} more: rolloutmq workers", style="dim"))
+        lines.append(
+            Text(f"and {len(snap.workers) - MOST_WORKERS} more: rolloutmq workers", style="dim")
+        )
     return lines
 
 

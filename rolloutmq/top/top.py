@@ -1,4 +1,6 @@
-"""`rolloutmq top`: the live view. On a terminal it redraws, elsewhere it prints a calm line now and then."""
+"""`rolloutmq top`: the live view. On a terminal it redraws, elsewhere it prints a calm line now and
+then.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def register(app: typer.Typer) -> None:
 
 def top(
     every: Annotated[float | None, typer.Option(min=0.1, help="Seconds between two looks.")] = None,
-    looks: Annotated[int | None, typer.Option("--count", min=1, help="Leave after so many looks.")] = None,
+    looks: Annotated[
+        int | None, typer.Option("--count", min=1, help="Leave after so many looks.")
+    ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -44,8 +48,9 @@ def top(
 ) -> None:
     """Watch a run live; q or Ctrl-C leaves.
 
-    Steps, rewards, groups by place, staleness, workers, and who waits for whom. Keys pause the run (asked twice),
-    continue it, and open a group. Where the output is no terminal, one calm line every few seconds.
+    Steps, rewards, groups by place, staleness, workers, and who waits for whom. Keys pause the run
+    (asked twice), continue it, and open a group. Where the output is no terminal, one calm line
+    every few seconds.
     """
     left = iter(range(looks - 1, -1, -1)) if looks else None
     with open_target(redis_url, run_dir, run) as target:
@@ -82,9 +87,11 @@ def watch(
     every_s: float | None = None,
     steering: Steering | None = None,
 ) -> None:
-    """Show `run` until `is_over()`, asked after every look, or until `steering` is. The last frame stays on the screen.
+    """Show `run` until `is_over()`, asked after every look, or until `steering` is. The last frame
+    stays on the screen.
 
-    A server that is away is part of the show: the last frame stays, with a red line, until it is back.
+    A server that is away is part of the show: the last frame stays, with a red line, until it is
+    back.
     """
     history = view.history()
     if not screen.is_terminal:
@@ -123,11 +130,18 @@ def _look(run: Run, view: LiveView, history: History) -> Snapshot | None:
 
 
 def _print_lines(
-    run: Run, view: LiveView, history: History, screen: Console, is_over: Callable[[], bool], every_s: float
+    run: Run,
+    view: LiveView,
+    history: History,
+    screen: Console,
+    is_over: Callable[[], bool],
+    every_s: float,
 ) -> None:
     while True:
         snap = _look(run, view, history)
-        screen.print(Text(view.trouble if snap is None else view.line(snap, history)), soft_wrap=True)
+        screen.print(
+            Text(view.trouble if snap is None else view.line(snap, history)), soft_wrap=True
+        )
         if is_over():
             return
         time.sleep(every_s)

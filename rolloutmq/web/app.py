@@ -1,4 +1,5 @@
-"""The HTTP side of the browser's view (Starlette): a page without a build step, JSON, and server-sent events.
+"""The HTTP side of the browser's view (Starlette): a page without a build step, JSON, and
+server-sent events.
 
     GET  /                     the page; /static/… its script and style
     GET  /api/stream           server-sent events: a look a second (rolloutmq/web/watcher.py)
@@ -7,8 +8,9 @@
     GET  /api/dead             dead letters
     POST /api/pause  /api/continue  /api/groups/{gid}/requeue  /api/groups/{gid}/drop      want the token
 
-Reading is free on loopback. Acting always wants the token, in a header that no other site can send (so that no page
-elsewhere can act in a browser's name); a `Host` that is not ours is refused (so that no page elsewhere can read).
+Reading is free on loopback. Acting always wants the token, in a header that no other site can send
+(so that no page elsewhere can act in a browser's name); a `Host` that is not ours is refused (so
+that no page elsewhere can read).
 """
 
 from __future__ import annotations
@@ -59,9 +61,14 @@ _STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailab
 class RunView:
     """What a browser may ask of one run. Methods that act check the token first."""
 
-    def __init__(self, run: Run, watcher: Watcher, texts: TokenTexts, token: str, *, read_needs_token: bool) -> None:
-        self._run, self._watcher, self._texts = run, watcher, texts
-        self._token, self._read_needs_token = token, read_needs_token
+    def __init__(
+        self, run: Run, watcher: Watcher, texts: TokenTexts, token: str, *, read_needs_token: bool
+    ) -> None:
+        self._run = run
+        self._watcher = watcher
+        self._texts = texts
+        self._token = token
+        self._read_needs_token = read_needs_token
 
     async def stream(self, request: Request) -> Response:
         self._admit(request, acts=False)
@@ -76,7 +83,8 @@ class RunView:
     def groups(self, request: Request) -> Response:
         self._admit(request, acts=False)
         asked: Mapping[str, str] = request.query_params
-        where, limit = _json(asked.get("where") or "{}"), _number(asked.get("limit") or "100", MOST_ROWS)
+        where = _json(asked.get("where") or "{}")
+        limit = _number(asked.get("limit") or "100", MOST_ROWS)
         rows = self._run.groups.find(where, limit=limit, order=asked.get("order") or "")
         return _answer([asdict(row) for row in rows])
 
@@ -85,16 +93,26 @@ class RunView:
         gid = request.path_params["gid"]
         task, draw = split_group_id(gid)
         if task not in self._run.limits.tasks:
-            raise ConfigError(f"there is no task {task!r}", hint=f"one of {', '.join(self._run.limits.tasks)}")
-        record, places = self._run.record(gid), self._run.account.places(task, draw)
-        told = {"gid": gid, "places": places, "record": record, "dead_letter": self._run.dead_letters.reason(gid)}
+            raise ConfigError(
+                f"there is no task {task!r}", hint=f"one of {', '.join(self._run.limits.tasks)}"
+            )
+        record = self._run.record(gid)
+        places = self._run.account.places(task, draw)
+        told = {
+            "gid": gid,
+            "places": places,
+            "record": record,
+            "dead_letter": self._run.dead_letters.reason(gid),
+        }
         told["trace_id"] = trace_id(self._run.nonce, gid)
         return _answer(told | (self._members(gid, record) if record else {"members": []}))
 
     def _members(self, gid: str, record: dict[str, str]) -> dict[str, Any]:
         crc = "" if record["payload"] == "init" else record.get("crc", "")
         size = int(record.get("size") or 0) if crc else 0
-        group = self._run.buffer.read(PayloadRef(gid, record["payload"], int(record["chunks"]), size, crc))
+        group = self._run.buffer.read(
+            PayloadRef(gid, record["payload"], int(record["chunks"]), size, crc)
+        )
         told = group_json(group, group.states, tokens=True)
         for member in told["members"]:
             member["token_texts"] = self._texts.of(member["response_ids"])
@@ -102,7 +120,9 @@ class RunView:
 
     def dead(self, request: Request) -> Response:
         self._admit(request, acts=False)
-        return _answer([asdict(letter) for letter in islice(self._run.dead_letters.newest(), MOST_ROWS)])
+        return _answer(
+            [asdict(letter) for letter in islice(self._run.dead_letters.newest(), MOST_ROWS)]
+        )
 
     def requeue(self, request: Request) -> Response:
         self._admit(request, acts=True)
@@ -145,7 +165,13 @@ def make_app(
 ) -> Starlette:
     """The application. `hosts`: names under which it may be asked for; `is_over`: when streams end."""
     watcher = Watcher(run, History(run_dir), is_over)
-    view = RunView(run, watcher, TokenTexts(_model_folders(run, run_dir)), token, read_needs_token=read_needs_token)
+    view = RunView(
+        run,
+        watcher,
+        TokenTexts(_model_folders(run, run_dir)),
+        token,
+        read_needs_token=read_needs_token,
+    )
 
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "page.html")
@@ -168,7 +194,10 @@ def make_app(
     errors: dict[Any, Any] = {_NoToken: _refuse, RolloutMQError: _tell}
     return Starlette(
         routes=routes,
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(_SafeHeaders)],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
+            Middleware(_SafeHeaders),
+        ],
         exception_handlers=errors,
     )
 
@@ -195,11 +224,16 @@ class _SafeHeaders:
 
 
 def _answer(document: Any) -> Response:
-    return Response(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
+    return Response(
+        orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS), media_type="application/json"
+    )
 
 
 def _refuse(request: Request, error: Exception) -> Response:
-    told = {"error": "a token is wanted", "hint": "the command that serves this page printed an address with one"}
+    told = {
+        "error": "a token is wanted",
+        "hint": "the command that serves this page printed an address with one",
+    }
     return JSONResponse(told, status_code=401)
 
 
@@ -212,7 +246,9 @@ def _json(text: str) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"this is no JSON: {error}", hint='for example {"status": "completed"}') from error
+        raise ConfigError(
+            f"this is no JSON: {error}", hint='for example {"status": "completed"}'
+        ) from error
 
 
 def _number(text: str, most: int) -> int:

@@ -1,6 +1,7 @@
 """One look a second at the run, shared by all browsers, and none while nobody watches.
 
-The text of single tokens, for the colours of the rollout viewer, where a tokenizer of the run can be read.
+The text of single tokens, for the colours of the rollout viewer, where a tokenizer of the run can
+be read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Watcher:
     """`looks` yields what a browser shows, at most one every EVERY_S, whoever asks."""
 
     def __init__(self, run: Run, history: History, is_over: Callable[[], bool]) -> None:
-        self._run, self._history, self._is_over = run, history, is_over
+        self._run = run
+        self._history = history
+        self._is_over = is_over
         self._lock = asyncio.Lock()
         self._newest: dict[str, Any] = {}
         self._looked_at = float("-inf")
@@ -40,7 +43,9 @@ class Watcher:
             await asyncio.sleep(EVERY_S)
 
     async def look(self) -> dict[str, Any]:
-        """The newest look; a new one where that is older than EVERY_S. A server that is away is told as `trouble`."""
+        """The newest look; a new one where that is older than EVERY_S. A server that is away is
+        told as `trouble`.
+        """
         async with self._lock:
             if time.monotonic() - self._looked_at >= 0.9 * EVERY_S:
                 self._newest = await asyncio.to_thread(self._look)
@@ -53,21 +58,32 @@ class Watcher:
         except RolloutMQError as error:
             return self._newest | {"trouble": error.message, "hint": error.hint}
         self._history.observe(snap)
-        return {"trouble": "", "now_ms": snap.now_ms, "status": describe(snap)} | self._of_history(snap)
+        return {"trouble": "", "now_ms": snap.now_ms, "status": describe(snap)} | self._of_history(
+            snap
+        )
 
     def _of_history(self, snap: Snapshot) -> dict[str, Any]:
         history = self._history
-        curves = {name: history.metric(name)[-CURVE:] for name in ("rewards/mean", "staleness/mean", "time/step_s")}
+        curves = {
+            name: history.metric(name)[-CURVE:]
+            for name in ("rewards/mean", "staleness/mean", "time/step_s")
+        }
         return {
-            "waits": {wait: {"now": now, "share": history.share(wait)} for wait, now in history.waits.items()},
+            "waits": {
+                wait: {"now": now, "share": history.share(wait)}
+                for wait, now in history.waits.items()
+            },
             "curves": curves | {"tokens_per_s": list(history.token_rates)[-CURVE:]},
-            "events": [{"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events],
+            "events": [
+                {"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events
+            ],
         }
 
 
 class TokenTexts:
-    """`folders`: where a tokenizer may be, of the run's model or of any of its weights. Where none is, tokens are shown
-    by their ids."""
+    """`folders`: where a tokenizer may be, of the run's model or of any of its weights. Where none
+    is, tokens are shown by their ids.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._files = [folder / "tokenizer.json" for folder in folders]

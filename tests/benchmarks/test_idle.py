@@ -44,7 +44,8 @@ def test_pipeline_trains_the_same_draws_as_the_model(interruption: Interruption)
     for outcome in (real, ideal):
         assert (outcome.steps, outcome.groups, sum(outcome.staleness.values())) == (4, 16, 16)
         assert max(outcome.staleness) <= 1
-        # whatever became too old: 4 steps of 4 groups can be no other draws than the first ones that were started
+        # whatever became too old: 4 steps of 4 groups can be no other draws than the first ones
+        # that were started
         assert outcome.trained_tokens <= total(lengths, 24)
         assert outcome.busy_s >= outcome.trained_tokens * setting.token_s * 0.999
     if interruption != "abort":
@@ -55,7 +56,9 @@ def test_pictures_of_idle_shares_need_nothing_but_figures(tmp_path: Path) -> Non
     figures = []
     for kind in ("pipeline", "ideal"):
         for what in ("workers idle", "trainer waits", "waste", "age 0", "age 1"):
-            figures.append(Figure("idle, bimodal", f"staleness 1, keep: {what}, {kind}", 50, "%", detail=True))
+            figures.append(
+                Figure("idle, bimodal", f"staleness 1, keep: {what}, {kind}", 50, "%", detail=True)
+            )
     figures.append(Figure("idle, bimodal", "staleness 1, keep: pipeline / ideal", 0.98, "x", 0.97))
     draw_fleets(figures, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"idle.png", "staleness.png"}

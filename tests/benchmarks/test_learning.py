@@ -1,4 +1,6 @@
-"""The pipeline at staleness 0 is the loop without a queue: the same batches, the same losses, step by step."""
+"""The pipeline at staleness 0 is the loop without a queue: the same batches, the same losses, step
+by step.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class NotingController(TrainController):
     """Knows what it was given."""
 
     def fit(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        self.seen = [*getattr(self, "seen", []), [(g.gid, [s.response_ids.tolist() for s in g.states]) for g in groups]]
+        self.seen = [
+            *getattr(self, "seen", []),
+            [(g.gid, [s.response_ids.tolist() for s in g.states]) for g in groups],
+        ]
         return super().fit(groups)
 
 
@@ -60,7 +65,9 @@ def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_pa
 def test_staleness_is_its_bound_as_soon_as_there_are_so_many_steps(tmp_path: Path) -> None:
     model = make_model(tmp_path, stop_accuracy=0.02)
     with EmbeddedServer(tmp_path / "server") as server:
-        points, sample_s = run_trial(server.url, model, Setting(staleness=2, steps=5, batch=2, k=2), tmp_path)
+        points, sample_s = run_trial(
+            server.url, model, Setting(staleness=2, steps=5, batch=2, k=2), tmp_path
+        )
     assert [point["staleness"] for point in points] == [0, 1, 2, 2, 2]
     assert sample_s > 0
 
@@ -78,12 +85,20 @@ def eval_sum(text: str) -> int:
 
 
 def line(setting: Setting) -> bytes:
-    columns: dict[str, Any] = {"step": [1, 2, 3], "reward": [0.1, 0.2, 0.3], "wall_s": [1, 2, 3], "train_s": [1, 1, 1]}
+    columns: dict[str, Any] = {
+        "step": [1, 2, 3],
+        "reward": [0.1, 0.2, 0.3],
+        "wall_s": [1, 2, 3],
+        "train_s": [1, 1, 1],
+    }
     return orjson.dumps({"setting": asdict(setting), "sample_s": 0.5} | columns)
 
 
-def test_a_trial_that_has_a_line_is_not_run_again_and_the_plot_shows_what_is_there(tmp_path: Path) -> None:
-    file, settings = tmp_path / "learning.jsonl", grid([0, 4], seeds=2, steps=3)
+def test_a_trial_that_has_a_line_is_not_run_again_and_the_plot_shows_what_is_there(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "learning.jsonl"
+    settings = grid([0, 4], seeds=2, steps=3)
     assert len({setting.name for setting in settings}) == 2 * 2 * 2 + 2 * 2
     assert missing(settings, file) == settings
     file.write_bytes(b"\n".join(map(line, settings[:5])) + b"\n")

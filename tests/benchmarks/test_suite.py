@@ -26,15 +26,24 @@ def figures() -> list[Figure]:
 def test_suite_compares_ours_with_redis_and_with_every_naive_way(figures: list[Figure]) -> None:
     for section in ("put, in memory", "take, in memory", "put, durable", "take, durable"):
         names = {figure.name for figure in figures if figure.section == section}
-        assert {"ours", "naive: pickle stream", "naive: msgpack lists", "naive: msgpack arrays"} < names
+        assert {
+            "ours",
+            "naive: pickle stream",
+            "naive: msgpack lists",
+            "naive: msgpack arrays",
+        } < names
         assert any(name.startswith("ours / ") for name in names)
 
 
-def test_suite_names_the_slowest_call_of_the_scripts_that_scaling_runs(figures: list[Figure]) -> None:
+def test_suite_names_the_slowest_call_of_the_scripts_that_scaling_runs(
+    figures: list[Figure],
+) -> None:
     assert {"take_batch"} <= {figure.name for figure in figures if figure.section == "slowest call"}
 
 
-def test_report_holds_every_figure_when_it_is_written(figures: list[Figure], tmp_path: Path) -> None:
+def test_report_holds_every_figure_when_it_is_written(
+    figures: list[Figure], tmp_path: Path
+) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(MARKED, encoding="utf-8")
     write_json(figures, machine_facts(), tmp_path / "figures.json")

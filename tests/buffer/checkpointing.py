@@ -13,10 +13,13 @@ from tests.buffer.time_machine import Moment, put_back, remember
 
 
 class Trainer:
-    """A trainer with checkpoints: `position` is what its newest one would hold, `checkpoints` what the old ones do."""
+    """A trainer with checkpoints: `position` is what its newest one would hold, `checkpoints` what
+    the old ones do.
+    """
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.position = scene, Position()
+        self.scene = scene
+        self.position = Position()
         self.checkpoints: dict[int, Position] = {}
         self.open()
 

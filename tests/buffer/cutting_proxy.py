@@ -1,4 +1,6 @@
-"""A relay in front of a server that loses replies: the command is carried out, and nobody hears of it."""
+"""A relay in front of a server that loses replies: the command is carried out, and nobody hears of
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,15 @@ from pathlib import Path
 
 
 class CuttingProxy:
-    """Relays a Unix socket. After `cut(n)`, the next n replies that come are dropped with their connections."""
+    """Relays a Unix socket. After `cut(n)`, the next n replies that come are dropped with their
+    connections.
+    """
 
     def __init__(self, upstream: str, path: Path) -> None:
         self.url = f"unix://{path}"
         self.dropped = 0
-        self._upstream, self._left = upstream, 0
+        self._upstream = upstream
+        self._left = 0
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -42,7 +47,9 @@ class CuttingProxy:
             far.connect(self._upstream)
             self._open += [near, far]
             for source, target in ((near, far), (far, near)):
-                threading.Thread(target=self._relay, args=(source, target, source is far), daemon=True).start()
+                threading.Thread(
+                    target=self._relay, args=(source, target, source is far), daemon=True
+                ).start()
 
     def _relay(self, source: socket.socket, target: socket.socket, replies: bool) -> None:
         try:

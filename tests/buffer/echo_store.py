@@ -1,4 +1,6 @@
-"""A store whose replies get lost: it sends again what it sent, and the second time must change nothing (I13)."""
+"""A store whose replies get lost: it sends again what it sent, and the second time must change
+nothing (I13).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from buffer.store.scripts import Arg, KeysByName, library
 from buffer.store.store import Store, Upload
 from tests.buffer.keyspace import changed, dump
 
-MUTATING = sorted(name for name, script in library().items() if "no-writes" not in script.source.split("\n")[0])
+MUTATING = sorted(
+    name for name, script in library().items() if "no-writes" not in script.source.split("\n")[0]
+)
 
 
 class Died(BaseException):
@@ -24,18 +28,24 @@ class Died(BaseException):
 class EchoStore(Store):
     """Repeats the scripts named in `repeats`, and compares the key space of `run` before and after.
 
-    What works in slices is repeated where a slice was the last one: the one before is repeated by its caller.
+    What works in slices is repeated where a slice was the last one: the one before is repeated by
+    its caller.
     """
 
-    def __init__(self, url: str, raw: redis.Redis, *, run: str = "", repeats: Sequence[str] = ()) -> None:
+    def __init__(
+        self, url: str, raw: redis.Redis, *, run: str = "", repeats: Sequence[str] = ()
+    ) -> None:
         super().__init__(url, deadline_s=10.0)
-        self.raw, self.run, self.repeats = raw, run, repeats
+        self.raw = raw
+        self.run = run
+        self.repeats = repeats
         # shared with the copies of this store for other nodes
         self.echoes = Counter[str]()
         self.replies = Counter[str]()
         """`script STATUS` of those that may change something"""
         self.has_died = False
-        self._dies_in, self._lives = "nothing", 0
+        self._dies_in = "nothing"
+        self._lives = 0
 
     def call(
         self,
@@ -58,7 +68,9 @@ class EchoStore(Store):
                 assert again[0] == reply[0] or script == "deregister", (script, reply, again)
         return reply
 
-    def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
+    def upload_and_call(
+        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
+    ) -> list[list[Any]]:
         replies = super().upload_and_call(script, key, make)
         for reply in replies:
             self._note(script, reply)
@@ -68,16 +80,21 @@ class EchoStore(Store):
                 assert [reply[0] for reply in again] == [reply[0] for reply in replies]
         return replies
 
-    def write(self, what: str, commands: Sequence[Command], *, starts_work: bool = False) -> list[Any]:
+    def write(
+        self, what: str, commands: Sequence[Command], *, starts_work: bool = False
+    ) -> list[Any]:
         if self.repeats:
             super().write(what, commands, starts_work=starts_work)
         return super().write(what, commands, starts_work=starts_work)
 
     @contextmanager
     def dying(self, script: str, calls: int) -> Iterator[None]:
-        """Inside, the process dies behind so many calls of a script ("": of any), each of one group; `has_died` says
-        whether there were more to come."""
-        self.has_died, self._dies_in, self._lives = False, script, calls
+        """Inside, the process dies behind so many calls of a script ("": of any), each of one
+        group; `has_died` says whether there were more to come.
+        """
+        self.has_died = False
+        self._dies_in = script
+        self._lives = calls
         with suppress(Died):
             yield
         self._dies_in = "nothing"

@@ -1,6 +1,8 @@
-"""A store that, before it makes a call, makes every wrong version of it and notes what was not refused.
+"""A store that, before it makes a call, makes every wrong version of it and notes what was not
+refused.
 
-What fits an argument is said here a second time, in Python, so that header and Lua are not judged by themselves.
+What fits an argument is said here a second time, in Python, so that header and Lua are not judged
+by themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +28,22 @@ VISITS = 2
 """Calls of each script that are tried out."""
 
 ABSURD = (
-    *(b"", b"no such word", b"-1", b"-5", b"01", b"+1", b" 1", b"1 ", b"1.5", b"0x10", b"1e3", b"nan", b"inf", b"-inf"),
+    *(
+        b"",
+        b"no such word",
+        b"-1",
+        b"-5",
+        b"01",
+        b"+1",
+        b" 1",
+        b"1 ",
+        b"1.5",
+        b"0x10",
+        b"1e3",
+        b"nan",
+        b"inf",
+        b"-inf",
+    ),
     *(
         b"1e999",
         b"9" * 20,
@@ -55,7 +72,12 @@ WORDS = {
     "weights": r"[\w.-]{1,64}:\d{1,15}",
 }
 
-NEW = {("create_run", "nonce"), ("trainer_open", "nonce"), ("producer_open", "nonce"), ("register", "nonce")}
+NEW = {
+    ("create_run", "nonce"),
+    ("trainer_open", "nonce"),
+    ("producer_open", "nonce"),
+    ("register", "nonce"),
+}
 NEW |= {("claim", "token"), ("put", "token"), ("update", "token")}
 """Tokens that a caller makes up: a script takes any. So it is with every `operation`."""
 
@@ -69,7 +91,9 @@ def fits(kind: str, value: bytes) -> bool:
 
 def _is(kind: str, value: bytes) -> bool:
     if match := re.fullmatch(r"(text|bytes)\.\.(\d+)", kind):
-        return len(value) <= int(match[2]) and (match[1] == "bytes" or value.decode(errors="ignore").encode() == value)
+        return len(value) <= int(match[2]) and (
+            match[1] == "bytes" or value.decode(errors="ignore").encode() == value
+        )
     if match := re.fullmatch(r"([\d_]+)\.\.([\d_]*)", kind):
         is_integer = re.fullmatch(rb"0|[1-9]\d{0,15}", value) is not None
         return is_integer and int(match[1]) <= int(value) <= int(match[2] or 2**53 - 1)
@@ -81,7 +105,9 @@ def _is(kind: str, value: bytes) -> bool:
 def bad_values(kind: str) -> Iterator[bytes]:
     """Values that are not of a type, those next to its bounds among them."""
     bounds = [int(n) for n in re.findall(r"[\d_]+", kind) if ".." in kind]
-    near = [b"%d" % (n + d) for n in bounds for d in (-1, 1)] + [b"x" * (n + 1) for n in bounds if "text" in kind]
+    near = [b"%d" % (n + d) for n in bounds for d in (-1, 1)] + [
+        b"x" * (n + 1) for n in bounds if "text" in kind
+    ]
     yield from (value for value in (*ABSURD, *near) if not fits(kind, value))
 
 
@@ -153,13 +179,16 @@ class HostileStore(OneByOneStore):
             if "token" not in kind.split("|") or is_free:
                 continue
             before = self._state()
-            reply = self.raw.evalsha(entry.sha, len(keys), *keys, *args[:place], b"nobody", *args[place + 1 :])
+            reply = self.raw.evalsha(
+                entry.sha, len(keys), *keys, *args[:place], b"nobody", *args[place + 1 :]
+            )
             if reply[0] == b"OK":
                 self.faults[entry.name].append(f"an unknown {name}: {reply}")
             self._unchanged(entry, f"an unknown {name}", before)
 
     def _try_wrong_types(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
-        before, moment = self._state(), remember(self.raw, self.run)
+        before = self._state()
+        moment = remember(self.raw, self.run)
         for place, name, kind in _places(entry, "KEYS", len(keys)):
             if kind == "prefix":
                 continue
@@ -178,12 +207,16 @@ class HostileStore(OneByOneStore):
         self._unchanged(entry, "a key of a wrong type", before)
 
     def _try_wrong_records(self, entry: Script, keys: list[str], args: list[bytes]) -> None:
-        """Every second key under a prefix is of a wrong type, so that good and bad ones meet in one call."""
+        """Every second key under a prefix is of a wrong type, so that good and bad ones meet in one
+        call.
+        """
         moment = remember(self.raw, self.run)
         for place, name, kind in _places(entry, "KEYS", len(keys)):
             if kind != "prefix":
                 continue
-            named = {keys[place] + arg.decode() for arg in args if name == "groups" and fits("gid", arg)}
+            named = {
+                keys[place] + arg.decode() for arg in args if name == "groups" and fits("gid", arg)
+            }
             records = sorted({key for key in moment if key.startswith(keys[place])} | named)
             for odd in (0, 1):
                 for record in records[odd::2]:
@@ -193,7 +226,9 @@ class HostileStore(OneByOneStore):
                     self._unchanged(entry, f"{name} of a wrong type", before)
                 put_back(self.raw, self.run, moment)
 
-    def _with_wrong_type(self, entry: Script, place: int, kind: str, keys: list[str], args: list[bytes]) -> bool:
+    def _with_wrong_type(
+        self, entry: Script, place: int, kind: str, keys: list[str], args: list[bytes]
+    ) -> bool:
         """Put a wrong type at one key and make the call; whether it failed."""
         self._spoil(keys[place], is_list=kind.rstrip("*") == "LIST")
         return self._fails(entry, keys, args)
@@ -217,7 +252,9 @@ class HostileStore(OneByOneStore):
 
     def _adds_up(self, entry: Script, name: str) -> None:
         """A hint that could not be given is not a move that was half made."""
-        limits = RunLimits.from_meta({k.decode(): v.decode() for k, v in self.raw.hgetall(Keys(self.run).meta).items()})
+        limits = RunLimits.from_meta(
+            {k.decode(): v.decode() for k, v in self.raw.hgetall(Keys(self.run).meta).items()}
+        )
         with_store = Store(self.url, deadline_s=5.0)
         faults = Account(with_store, Keys(self.run), limits).totals().faults
         with_store.close()
@@ -252,4 +289,8 @@ def _units(tail: Slot | None, left: int) -> int | None:
     if tail is None:
         return 0 if left == 0 else None
     units, rest = divmod(left, len(tail.names))
-    return None if rest or units < tail.least or (tail.most is not None and units > tail.most) else units
+    return (
+        None
+        if rest or units < tail.least or (tail.most is not None and units > tail.most)
+        else units
+    )

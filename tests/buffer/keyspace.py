@@ -41,7 +41,10 @@ def exact(client: redis.Redis, run: str) -> dict[str, Any]:
 
 def run_keys(client: redis.Redis, run: str) -> list[str]:
     """The keys of a run, wherever they lie."""
-    found = [client.scan_iter(pattern, count=10_000) for pattern in (f"rmq:{{{run}}}:*", f"rmq:{{{run}:*")]
+    found = [
+        client.scan_iter(pattern, count=10_000)
+        for pattern in (f"rmq:{{{run}}}:*", f"rmq:{{{run}:*")
+    ]
     return [key.decode() for keys in found for key in keys]
 
 
@@ -83,4 +86,6 @@ def _state(kind: str, name: str, value: Any, ttl: int) -> Any:
 def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys that differ, with both values."""
     names = before.keys() | after.keys()
-    return {n: (before.get(n), after.get(n)) for n in sorted(names) if before.get(n) != after.get(n)}
+    return {
+        n: (before.get(n), after.get(n)) for n in sorted(names) if before.get(n) != after.get(n)
+    }

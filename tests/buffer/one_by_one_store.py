@@ -1,4 +1,6 @@
-"""A store that makes each call of a script by itself, so that a test can look at it before it is made."""
+"""A store that makes each call of a script by itself, so that a test can look at it before it is
+made.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from buffer.store.store import Store, Upload
 
 
 class OneByOneStore(Store):
-    """`look` is told of every call, with its keys and arguments as the server gets them; its script is loaded.
+    """`look` is told of every call, with its keys and arguments as the server gets them; its script
+    is loaded.
 
     `raw` is a client of the same server that may do anything to `run`.
     """
@@ -46,7 +49,9 @@ class OneByOneStore(Store):
     ) -> list[list[Any]]:
         return [self.call(script, *call) for call in calls]
 
-    def upload_and_call(self, script: str, key: str, make: Callable[[], Iterable[Upload]]) -> list[list[Any]]:
+    def upload_and_call(
+        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
+    ) -> list[list[Any]]:
         replies = []
         for commands, call in make():
             self.write("upload", commands)

@@ -31,11 +31,15 @@ LIMITS = RunLimits(stale_threshold=2, tasks=TASKS)
 def prompt(gid: str, samples: int = 2) -> bytes:
     """An INIT payload."""
     message = {"role": "user", "content": f"what is {gid}?"}
-    states = [RolloutState(index=i, messages=[message], prompt_ids=np.arange(3)) for i in range(samples)]
+    states = [
+        RolloutState(index=i, messages=[message], prompt_ids=np.arange(3)) for i in range(samples)
+    ]
     return wire.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))
 
 
-def rollout(status: Status, made: PolicyVersion | None, index: int = 0, **fields: Any) -> RolloutState:
+def rollout(
+    status: Status, made: PolicyVersion | None, index: int = 0, **fields: Any
+) -> RolloutState:
     """Two tokens made by weights, or by nobody knows which."""
     return RolloutState(
         index=index,
@@ -62,14 +66,20 @@ def extend(group: RolloutGroup, status: Status, weights: PolicyVersion | None) -
 
 
 class Scene:
-    """One run. `raw` sees it with plain commands; `producer` and `trainer` are the nonces of its roles."""
+    """One run. `raw` sees it with plain commands; `producer` and `trainer` are the nonces of its
+    roles.
+    """
 
-    def __init__(self, store: Store, raw: redis.Redis, name: str, limits: RunLimits = LIMITS) -> None:
-        self.store, self.name = store, name
+    def __init__(
+        self, store: Store, raw: redis.Redis, name: str, limits: RunLimits = LIMITS
+    ) -> None:
+        self.store = store
+        self.name = name
         self.raw: Any = raw
         self.run = Run.create(store, name, new_nonce(), limits, FIRST, "/weights/0")
         self.keys = self.run.keys
-        self.producer, self.trainer = "", ""
+        self.producer = ""
+        self.trainer = ""
         self.nonces: dict[str, str] = {}
 
     # -- moves ---------------------------------------------------------------
@@ -87,7 +97,12 @@ class Scene:
         return nonce
 
     def enqueue(
-        self, count: int, *, task: str = "math", target: int | None = 1000, samples: Sequence[int] | None = None
+        self,
+        count: int,
+        *,
+        task: str = "math",
+        target: int | None = 1000,
+        samples: Sequence[int] | None = None,
     ) -> Enqueued:
         """The next draws, their prompts first."""
         if not self.producer:
@@ -95,7 +110,9 @@ class Scene:
         samples = [2] * count if samples is None else samples
         cursor = self.run.jobs.cursor(task)
         gids = [group_id(task, cursor + i) for i in range(len(samples))]
-        self.run.payloads.write_prompts({g: prompt(g, n) for g, n in zip(gids, samples, strict=True) if n})
+        self.run.payloads.write_prompts(
+            {g: prompt(g, n) for g, n in zip(gids, samples, strict=True) if n}
+        )
         return self.run.jobs.enqueue(self.producer, new_nonce(), task, cursor, samples, target)
 
     def worker(self, name: str = "w0") -> str:
@@ -105,7 +122,9 @@ class Scene:
             self.run.fleet.register(name, self.nonces[name], {"engine": "none"})
         return self.nonces[name]
 
-    def claim(self, count: int = 1, worker: str = "w0", weights: PolicyVersion = FIRST) -> list[Job]:
+    def claim(
+        self, count: int = 1, worker: str = "w0", weights: PolicyVersion = FIRST
+    ) -> list[Job]:
         claim = self.run.jobs.claim(worker, self.worker(worker), new_nonce(), weights, count)
         assert claim.refusal is None
         return claim.jobs
@@ -116,7 +135,9 @@ class Scene:
 
     def receipt(self, ack: int, worker: str = "w0") -> str:
         """What a control line sends for an epoch that was carried out; the code of the answer."""
-        return str(self.run.store.call("receipt", *receipt(self.keys, worker, self.worker(worker), ack))[0])
+        return str(
+            self.run.store.call("receipt", *receipt(self.keys, worker, self.worker(worker), ack))[0]
+        )
 
     def submit(
         self,
@@ -149,7 +170,9 @@ class Scene:
         return answer
 
     def expire_leases(self, *gids: str) -> None:
-        """Let leases run out (all of them by default) without waiting, and without an outage being suspected."""
+        """Let leases run out (all of them by default) without waiting, and without an outage being
+        suspected.
+        """
         now = self.now_ms()
         for gid in gids or [member.decode() for member in self.raw.zrange(self.keys.leases, 0, -1)]:
             self.raw.zadd(self.keys.leases, {gid: now - 1}, xx=True)
@@ -170,14 +193,22 @@ class Scene:
     def payload(self, gid: str) -> PayloadRef:
         """Where the newest bytes of a group are."""
         record = self.record(gid)
-        return PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
+        return PayloadRef(
+            gid,
+            record["payload"],
+            int(record["chunks"]),
+            int(record["size"]),
+            record.get("crc", ""),
+        )
 
     def counters(self, task: str = "math") -> dict[str, str]:
         return self.run.progress(task)
 
     def stream(self, lane: str, task: str = "math") -> list[str]:
         """Waiting gids of a lane, in order."""
-        return [fields[b"gid"].decode() for _, fields in self.raw.xrange(self.keys.jobs(task, lane))]
+        return [
+            fields[b"gid"].decode() for _, fields in self.raw.xrange(self.keys.jobs(task, lane))
+        ]
 
     def pool(self, status: str, task: str = "math") -> list[tuple[str, float]]:
         """(gid, score) of a pool, in order."""

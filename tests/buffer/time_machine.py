@@ -1,4 +1,6 @@
-"""Puts the key space of a run back to an earlier moment, as a server does that lost its last writes."""
+"""Puts the key space of a run back to an earlier moment, as a server does that lost its last
+writes.
+"""
 
 from __future__ import annotations
 

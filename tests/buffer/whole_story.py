@@ -60,12 +60,21 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     scene.raw.zadd(scene.keys.workers, {"w1": 1})
     run.jobs.reap()
     lines = [
-        {"gid": gid, "task": "math", "response_ids": [1], "logprobs": [0.0], "reward": {"score": 1.0}} for gid in "ab"
+        {
+            "gid": gid,
+            "task": "math",
+            "response_ids": [1],
+            "logprobs": [0.0],
+            "reward": {"score": 1.0},
+        }
+        for gid in "ab"
     ]
     (folder / "f.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
     run.import_groups(folder / "f.jsonl")
     (outside,) = run.buffer.put("math", [[rollout(Status.COMPLETED, PolicyVersion("l2", 1))]])
-    run.buffer.update(outside, [rollout(Status.COMPLETED, PolicyVersion("l2", 1), response="better")])
+    run.buffer.update(
+        outside, [rollout(Status.COMPLETED, PolicyVersion("l2", 1), response="better")]
+    )
     lose_and_recover(scene)
     run.set(parse_settings(LiveSettings, ["max_tries=3", "tail_batch_max_tries=1"]))
     scene.enqueue(1)
@@ -85,28 +94,35 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
 
 
 def lose_and_recover(scene: Scene) -> None:
-    """Batches that come back, that are gone, and that were never there; then all the way back to the first step."""
-    run, taken = scene.run, scene.run.ledger.steps()[0]
+    """Batches that come back, that are gone, and that were never there; then all the way back to
+    the first step.
+    """
+    run = scene.run
+    taken = scene.run.ledger.steps()[0]
     scene.nonces.clear()
     scene.open_trainer(step=taken, lineage="l3", take_over=True)
     scene.enqueue(5)
     jobs = scene.claim(9, weights=run.control.state().weights)
     for job in jobs:
         scene.submit(job, None)
-    moment, trainer = remember(scene.raw, scene.name), scene.trainer
+    moment = remember(scene.raw, scene.name)
+    trainer = scene.trainer
     position = Position(step=taken, cursors={"math": run.jobs.cursor("math") + 2})
     for step in range(1, taken + 1):
         if manifest := run.ledger.manifest(step):
             position.add(manifest)
     for step in (taken + 1, taken + 2):
         position.add(scene.take(step))
-    lost, gone = position.model_copy(deep=True), scene.take(taken + 3)
+    lost = position.model_copy(deep=True)
+    gone = scene.take(taken + 3)
     lost.add(Manifest.parse(gone.step, [gone.header, f"{gone.gids[0]} lost 1 9 - 2 -"]))
     for known in (position, lost, Position()):
         put_back(scene.raw, scene.name, moment)
         scene.trainer = trainer
         scene.take(taken + 1, math=2)
-        run.trainers.open(nonce := new_nonce(), lineage="l4", take_over=True, position=known, regenerate=True)
+        run.trainers.open(
+            nonce := new_nonce(), lineage="l4", take_over=True, position=known, regenerate=True
+        )
         scene.trainer = nonce
         scene.check()
     run.jobs.next_draw(scene.producer, "math")
@@ -125,7 +141,11 @@ def put_right_by_hand(scene: Scene) -> None:
     assert isinstance(refilled := scene.run.ledger.refill(scene.trainer, 1), Manifest)
     assert refilled.gids[1:] == [kept.gid, late]
     assert scene.run.fleet.admit("w0") == 2
-    for gid, before in ((swapped.gid, "dead"), (removed.gid, "dead"), (scene.ready(0)[0], "completed")):
+    for gid, before in (
+        (swapped.gid, "dead"),
+        (removed.gid, "dead"),
+        (scene.ready(0)[0], "completed"),
+    ):
         assert scene.run.jobs.requeue(gid) == before
     assert scene.run.jobs.drop(removed.gid) == "waiting"
     (job, other) = scene.claim(2)

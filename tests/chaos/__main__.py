@@ -25,13 +25,18 @@ def say(text: str) -> None:
 
 def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> Verdict:
     """One run with its report."""
-    what = {EmptyServerRun: "-empty", OutageRun: "-away", RecoveryRun: "-deaths"}.get(kind, "-loses" * plan.loses)
+    what = {EmptyServerRun: "-empty", OutageRun: "-away", RecoveryRun: "-deaths"}.get(
+        kind, "-loses" * plan.loses
+    )
     say(f"seed {plan.seed}, appendfsync {plan.fsync}{what.replace('-', ', ')}")
     chaos = kind(plan, new_folder(base, f"{plan.fsync}{what}-{plan.seed}"), say)
     verdict = chaos.run()
     events = read_history(chaos.folders.history)
     path = write_report(chaos.folders.root, asdict(plan), verdict, events)
-    for line in [*lines(verdict, recoveries(events)), *(table(events) if kind is RecoveryRun else ())]:
+    for line in [
+        *lines(verdict, recoveries(events)),
+        *(table(events) if kind is RecoveryRun else ()),
+    ]:
         say(line)
     say(f"{'clean' if verdict.clean else 'NOT CLEAN'}; report: {path}")
     return verdict
@@ -53,29 +58,60 @@ def run_mutants(plan: Plan, base: Path) -> bool:
     """Every mutated build, by what it was caught; whether all were."""
     missed = []
     for name in MUTATIONS:
-        verdict = ChaosRun(replace(plan, mutation=name), new_folder(base, f"mutant-{name}"), lambda _: None).run()
-        by = ", ".join(f"{kind} ({len(texts)})" for kind, texts in verdict.problems.items() if texts)
+        verdict = ChaosRun(
+            replace(plan, mutation=name), new_folder(base, f"mutant-{name}"), lambda _: None
+        ).run()
+        by = ", ".join(
+            f"{kind} ({len(texts)})" for kind, texts in verdict.problems.items() if texts
+        )
         say(f"{name:>28}  {by or 'NOT CAUGHT'}")
         missed += [] if by else [name]
     return not missed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Faults against a whole run.")
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000), help="decides which faults, and when")
-    parser.add_argument("--seconds", type=float, default=480.0, help="how long faults are dealt out")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description="Faults against a whole run."
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=secrets.randbelow(1_000_000),
+        help="decides which faults, and when",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=480.0, help="how long faults are dealt out"
+    )
     parser.add_argument("--faults", type=int, default=260, help="how many")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--fsync", choices=("always", "everysec"), default="always")
-    parser.add_argument("--loses", action="store_true", help="cut the end of the server's file off, now and then")
-    parser.add_argument("--mutation", choices=("", *MUTATIONS), default="", help="a build that must be caught")
-    parser.add_argument("--mutants", action="store_true", help="every build that must be caught, one after the other")
+    parser.add_argument(
+        "--loses", action="store_true", help="cut the end of the server's file off, now and then"
+    )
+    parser.add_argument(
+        "--mutation", choices=("", *MUTATIONS), default="", help="a build that must be caught"
+    )
+    parser.add_argument(
+        "--mutants",
+        action="store_true",
+        help="every build that must be caught, one after the other",
+    )
     parser.add_argument("--folder", type=Path, default=Path("build/chaos"))
-    parser.add_argument("--empty", action="store_true", help="the server comes back empty, once; no other faults")
-    parser.add_argument("--outage", type=float, default=0.0, help="the server is away for so many seconds, once")
-    parser.add_argument("--deaths", action="store_true", help="how long work rests after deaths, one by one")
-    parser.add_argument("--standard", action="store_true", help="all three kinds of run, one after the other")
-    parser.add_argument("--rounds", type=int, default=1, help="runs one after the other, each with the next seed")
+    parser.add_argument(
+        "--empty", action="store_true", help="the server comes back empty, once; no other faults"
+    )
+    parser.add_argument(
+        "--outage", type=float, default=0.0, help="the server is away for so many seconds, once"
+    )
+    parser.add_argument(
+        "--deaths", action="store_true", help="how long work rests after deaths, one by one"
+    )
+    parser.add_argument(
+        "--standard", action="store_true", help="all three kinds of run, one after the other"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="runs one after the other, each with the next seed"
+    )
     asked = parser.parse_args()
     names = ("seed", "seconds", "faults", "workers", "fsync", "loses", "mutation")
     plan = Plan(**{name: getattr(asked, name) for name in names})
@@ -86,7 +122,11 @@ def main() -> int:
     if asked.standard:
         clean = [run_standard(one, asked.folder) for one in plans]
     else:
-        special = (asked.empty, EmptyServerRun), (asked.outage, OutageRun), (asked.deaths, RecoveryRun)
+        special = (
+            (asked.empty, EmptyServerRun),
+            (asked.outage, OutageRun),
+            (asked.deaths, RecoveryRun),
+        )
         kind = next((kind for is_asked, kind in special if is_asked), ChaosRun)
         clean = [run(one, asked.folder, kind).clean for one in plans]
     return 0 if all(clean) else 1

@@ -1,8 +1,10 @@
-"""Decides from a history alone whether anything was lost, doubled, changed, stale, or handed in by a zombie.
+"""Decides from a history alone whether anything was lost, doubled, changed, stale, or handed in by
+a zombie.
 
-It shares no code with the queue: what a script answered is read here a second time. Sure is only what was acknowledged:
-a call without an answer may or may not have happened. After the server was made to lose data (`losses`), what was
-acknowledged before counts as such, too: it may be gone, and must be done again, but never trained twice.
+It shares no code with the queue: what a script answered is read here a second time. Sure is only
+what was acknowledged: a call without an answer may or may not have happened. After the server was
+made to lose data (`losses`), what was acknowledged before counts as such, too: it may be gone, and
+must be done again, but never trained twice.
 """
 
 from __future__ import annotations
@@ -42,14 +44,19 @@ class Verdict:
         return not any(self.problems.values())
 
     def __repr__(self) -> str:
-        return "; ".join(f"{kind}: {len(texts)}, first {texts[0]}" for kind, texts in self.problems.items() if texts)
+        return "; ".join(
+            f"{kind}: {len(texts)}, first {texts[0]}"
+            for kind, texts in self.problems.items()
+            if texts
+        )
 
 
 class Checker:
     """One history, judged by `rules`."""
 
     def __init__(self, events: Sequence[Event], rules: Rules) -> None:
-        self.events, self.rules = events, rules
+        self.events = events
+        self.rules = rules
         self.by_op: dict[str, list[Event]] = defaultdict(list)
         for event in events:
             self.by_op[event["op"]].append(event)
@@ -77,7 +84,11 @@ class Checker:
 
     def ok(self, op: str) -> list[Event]:
         """Calls that were answered OK."""
-        return [event for event in self.by_op[op] if event["phase"] == "ok" and event["reply"][0] == "OK"]
+        return [
+            event
+            for event in self.by_op[op]
+            if event["phase"] == "ok" and event["reply"][0] == "OK"
+        ]
 
     @cached_property
     def losses(self) -> list[float]:
@@ -86,7 +97,9 @@ class Checker:
 
     @cached_property
     def surviving(self) -> list[Event]:
-        """The train steps that are in the last weights, found by walking back from the newest checkpoint's chain."""
+        """The train steps that are in the last weights, found by walking back from the newest
+        checkpoint's chain.
+        """
         ends = self.by_op["finished"] or self.by_op["checkpoint"]
         trained = {event["after"]: event for event in self.by_op["trained"]}
         chain, steps = (ends[-1]["chain"] if ends else ""), []
@@ -97,7 +110,11 @@ class Checker:
 
     @cached_property
     def final(self) -> Event:
-        return self.by_op["final"][-1] if self.by_op["final"] else {"places": {}, "cursors": {}, "ledger": {}}
+        return (
+            self.by_op["final"][-1]
+            if self.by_op["final"]
+            else {"places": {}, "cursors": {}, "ledger": {}}
+        )
 
     @cached_property
     def forks(self) -> list[Fork]:
@@ -115,24 +132,38 @@ class Checker:
     # -- the promises --------------------------------------------------------
 
     def _account(self) -> Iterator[str]:
-        """What was acknowledged is in exactly one place; archived and taken is what the weights have seen."""
+        """What was acknowledged is in exactly one place; archived and taken is what the weights
+        have seen.
+        """
         places: dict[str, list[str]] = self.final["places"]
-        below = {f"{task}-{draw:010d}" for task, cursor in self.final["cursors"].items() for draw in range(cursor)}
-        # a server that lost data forgets draws, and the same ones come again: only what it passed since counts
+        below = {
+            f"{task}-{draw:010d}"
+            for task, cursor in self.final["cursors"].items()
+            for draw in range(cursor)
+        }
+        # a server that lost data forgets draws, and the same ones come again: only what it passed
+        # since counts
         expected = below if self.losses else below | self.entered
         yield from (f"{gid} is nowhere" for gid in sorted(expected - places.keys()))
-        yield from (f"{gid} is {' and '.join(found)}" for gid, found in sorted(places.items()) if len(found) > 1)
+        yield from (
+            f"{gid} is {' and '.join(found)}"
+            for gid, found in sorted(places.items())
+            if len(found) > 1
+        )
         trained = {gid for event in self.surviving for gid in event["gids"]}
         for gid, found in sorted(places.items()):
             if found == ["archived"] and gid not in trained:
                 yield f"{gid} is archived, but no surviving step has trained it"
             if found[0] not in ("archived", "taken", "dead") and gid in trained:
                 yield f"{gid} is trained, but {found[0]}"
-        yield from (f"{gid} is dropped or filtered, which nobody asked for" for gid in self._put_away())
+        yield from (
+            f"{gid} is dropped or filtered, which nobody asked for" for gid in self._put_away()
+        )
 
     def _counters(self) -> Iterator[str]:
-        """Entered = waiting + running + pooled + taken + archived + dead + filtered + dropped, as the run counts them
-        and as they are found."""
+        """Entered = waiting + running + pooled + taken + archived + dead + filtered + dropped, as
+        the run counts them and as they are found.
+        """
         places: dict[str, list[str]] = self.final["places"]
         for task, counted in self.final.get("counters", {}).items():
             found = Counter(where[0] for gid, where in places.items() if gid.startswith(f"{task}-"))
@@ -146,7 +177,11 @@ class Checker:
                 yield f"{task}: {counted['enqueued']} counted as enqueued, the cursor is at {counted['cursor']}"
 
     def _put_away(self) -> Iterator[str]:
-        asked = {event["args"]["gid"] for event in self.by_op["submit"] if event["args"].get("status") == "filtered"}
+        asked = {
+            event["args"]["gid"]
+            for event in self.by_op["submit"]
+            if event["args"].get("status") == "filtered"
+        }
         for gid, found in self.final["places"].items():
             if found == ["dropped"] or (found == ["filtered"] and gid not in asked):
                 yield gid
@@ -173,7 +208,11 @@ class Checker:
         last: dict[int, Event] = {}
         for event in self.by_op["delivered"]:
             before = last.get(event["step"])
-            if before and _content(before) != _content(event) and not self._may_change(before, event):
+            if (
+                before
+                and _content(before) != _content(event)
+                and not self._may_change(before, event)
+            ):
                 yield f"step {event['step']} of {event['lineage']} is not what {before['lineage']} was given"
             last[event["step"]] = event
 
@@ -196,16 +235,28 @@ class Checker:
                     yield f"{group['gid']} in step {event['step']} has staleness {age:.0f}"
 
     def _version(self, group: Any, now: float) -> float:
-        """The oldest version in a group, where weights that a trainer forked away from count as the fork."""
-        return min((self._living(lineage, version, now) for lineage, version in group["made_by"]), default=float("inf"))
+        """The oldest version in a group, where weights that a trainer forked away from count as the
+        fork.
+        """
+        return min(
+            (self._living(lineage, version, now) for lineage, version in group["made_by"]),
+            default=float("inf"),
+        )
 
     def _living(self, lineage: str, version: int, now: float) -> int:
         opened = [t for t, name, _ in self.forks if name == lineage]
         since = opened[0] if opened else -1.0
-        return min([version, *(step for t, name, step in self.forks if since < t <= now and name != lineage)])
+        return min(
+            [
+                version,
+                *(step for t, name, step in self.forks if since < t <= now and name != lineage),
+            ]
+        )
 
     def _zombies(self) -> Iterator[str]:
-        """What was delivered was handed in by the claim whose token it has, those bytes, and was not refused before."""
+        """What was delivered was handed in by the claim whose token it has, those bytes, and was
+        not refused before.
+        """
         asked: dict[tuple[str, str], set[str]] = defaultdict(set)
         first: dict[tuple[str, str], float] = {}
         refused: dict[tuple[str, str], float] = {}
@@ -228,15 +279,22 @@ class Checker:
         yield from self._overtaken(first)
 
     def _overtaken(self, first: dict[tuple[str, str], float]) -> Iterator[str]:
-        """A result is accepted although another claim of the group was answered before it was handed in."""
+        """A result is accepted although another claim of the group was answered before it was
+        handed in.
+        """
         claimed: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for event in self.by_op["claim"]:
             for gid in event["reply"][CLAIMED]:
                 claimed[gid].append((event["t"], event["args"]["token"]))
         for event in self.ok("submit"):
-            gid, token = event["args"]["gid"], event["args"]["token"]
+            gid = event["args"]["gid"]
+            token = event["args"]["token"]
             mine = [t for t, other in claimed[gid] if other == token]
-            later = [t for t, other in claimed[gid] if other != token and mine and mine[0] < t < first[gid, token]]
+            later = [
+                t
+                for t, other in claimed[gid]
+                if other != token and mine and mine[0] < t < first[gid, token]
+            ]
             if later and not any(mine[0] < loss for loss in self.losses):
                 yield f"{gid}: token {token[:8]} was accepted after a later claim"
 
@@ -244,7 +302,9 @@ class Checker:
         """Draws enter in turn, each once; and a draw has the row of the data set that is its."""
         for task, cursor in self.final["cursors"].items():
             passed = Counter(int(gid[-10:]) for gid in self._draws(task))
-            yield from (f"draw {d} of {task} was enqueued {n} times" for d, n in passed.items() if n > 1)
+            yield from (
+                f"draw {d} of {task} was enqueued {n} times" for d, n in passed.items() if n > 1
+            )
             maybe = self._perhaps(task)
             missing = [draw for draw in range(cursor) if not passed[draw] and draw not in maybe]
             yield from (f"draw {draw} of {task} was passed over" for draw in missing)
@@ -263,11 +323,23 @@ class Checker:
                     yield f"{task}-{draw:010d}"
 
     def _perhaps(self, task: str) -> set[int]:
-        """Draws that an enqueue without an answer may have passed: 64 at most each. After a loss, all before it."""
-        answered = {(e["who"], e["pid"], e["call"]) for e in self.by_op["enqueue"] if e["phase"] == "ok"}
-        calls = [e for e in self.by_op["enqueue"] if e["phase"] == "call" and e["args"]["task"] == task]
-        lost = [int(e["args"]["cursor"]) for e in calls if (e["who"], e["pid"], e["call"]) not in answered]
-        before = [int(e["args"]["cursor"]) for e in calls if e["t"] <= max(self.losses, default=0.0)]
+        """Draws that an enqueue without an answer may have passed: 64 at most each. After a loss,
+        all before it.
+        """
+        answered = {
+            (e["who"], e["pid"], e["call"]) for e in self.by_op["enqueue"] if e["phase"] == "ok"
+        }
+        calls = [
+            e for e in self.by_op["enqueue"] if e["phase"] == "call" and e["args"]["task"] == task
+        ]
+        lost = [
+            int(e["args"]["cursor"])
+            for e in calls
+            if (e["who"], e["pid"], e["call"]) not in answered
+        ]
+        before = [
+            int(e["args"]["cursor"]) for e in calls if e["t"] <= max(self.losses, default=0.0)
+        ]
         return {draw for start in [*lost, *before] for draw in range(start, start + 64)}
 
     def _liveness(self) -> Iterator[str]:

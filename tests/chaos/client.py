@@ -1,4 +1,5 @@
-"""One client process of a chaos run: the real parts of the project, over a store that writes down what it saw.
+"""One client process of a chaos run: the real parts of the project, over a store that writes down
+what it saw.
 
 usage: python -m tests.chaos.client ROLE NAME URL FOLDER [--regenerate]
 """
@@ -88,12 +89,17 @@ def produce(run: Run, folders: Folders) -> None:
 async def work(run: Run, name: str, url: str) -> None:
     engine = SimulatedEngine(
         SimulatedConfig(
-            first_token_s=Fixed(value=0.1), token_s=Fixed(value=0.08), response_tokens=Fixed(value=1), vocab_size=90
+            first_token_s=Fixed(value=0.1),
+            token_s=Fixed(value=0.08),
+            response_tokens=Fixed(value=1),
+            vocab_size=90,
         ),
         PolicyVersion(INITIAL, 0),
     )
     judge_store = Store(url, name="chaos-judging")
-    rq = RqJudge(judge_spec(), judge_store, RUN, JudgingSection(kind="rq", timeout_s=10.0, retries=5))
+    rq = RqJudge(
+        judge_spec(), judge_store, RUN, JudgingSection(kind="rq", timeout_s=10.0, retries=5)
+    )
     runners = {INLINE: _runner(FunctionJudge("chance", by_chance)), BY_RQ: _runner(rq)}
     await engine.start()
     member = Worker(run, engine, runners, worker_id=name, concurrency=16, drain_timeout_s=3.0)
@@ -106,7 +112,9 @@ async def work(run: Run, name: str, url: str) -> None:
 
 
 def _runner(judge: Judge) -> TaskRunner:
-    loop = SingleTurnAgentLoop(judge=judge, tokenizer=Letters(), eos_ids={100}, partial_rollout=True)
+    loop = SingleTurnAgentLoop(
+        judge=judge, tokenizer=Letters(), eos_ids={100}, partial_rollout=True
+    )
     return TaskRunner(loop, partial_rollout=True, group_time_limit_s=60.0)
 
 
@@ -157,7 +165,9 @@ def main(role: str, name: str, url: str, root: str, *flags: str) -> None:
     history.note("ended", why="")
 
 
-def act(role: str, run: Run, folders: Folders, history: History, url: str, flags: tuple[str, ...]) -> None:
+def act(
+    role: str, run: Run, folders: Folders, history: History, url: str, flags: tuple[str, ...]
+) -> None:
     acts: dict[str, Any] = {
         "producer": lambda: produce(run, folders),
         "worker": lambda: asyncio.run(work(run, history.who, url)),

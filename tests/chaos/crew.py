@@ -40,7 +40,9 @@ class Member:
         return self.popen is not None and self.popen.poll() is None
 
     def is_at_work(self, history: Path) -> bool:
-        """Whether it has begun to work, a moment ago at least: who is struck before that is only never there."""
+        """Whether it has begun to work, a moment ago at least: who is struck before that is only
+        never there.
+        """
         if not self.is_up or time.monotonic() < self.started + SETTLED_S:
             return False
         assert self.popen is not None
@@ -59,10 +61,17 @@ class Member:
 
 
 class Crew:
-    """All clients of a run in `folders`. Each has a link of its own. `env`: what their environment has besides."""
+    """All clients of a run in `folders`. Each has a link of its own. `env`: what their environment
+    has besides.
+    """
 
-    def __init__(self, folders: Folders, wiring: Wiring, history: History, env: dict[str, str]) -> None:
-        self.folders, self._wiring, self._history, self._env = folders, wiring, history, env
+    def __init__(
+        self, folders: Folders, wiring: Wiring, history: History, env: dict[str, str]
+    ) -> None:
+        self.folders = folders
+        self._wiring = wiring
+        self._history = history
+        self._env = env
         self.members: dict[str, Member] = {}
         self.replaced: list[subprocess.Popen[bytes]] = []
         self.surprises: list[str] = []
@@ -76,10 +85,21 @@ class Crew:
         env = {k: v for k, v in os.environ.items() if k != "REDIS_URL"} | self._env
         env |= {OWNER: str(os.getpid()), "OMP_NUM_THREADS": "1"}
         url = self._wiring.link(member.name).url
-        words = ("-m", "tests.chaos.client", member.role, member.name, url, str(self.folders.root), *member.flags)
+        words = (
+            "-m",
+            "tests.chaos.client",
+            member.role,
+            member.name,
+            url,
+            str(self.folders.root),
+            *member.flags,
+        )
         with (self.folders.logs / f"{member.name}.log").open("ab") as log:
-            member.popen = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=log, stderr=log)
-        member.started, member.killed = time.monotonic(), False
+            member.popen = subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, env=env, stdout=log, stderr=log
+            )
+        member.started = time.monotonic()
+        member.killed = False
 
     def replace(self, name: str) -> None:
         """A second process of the same name beside the first, which is left behind in `replaced`."""
@@ -89,8 +109,12 @@ class Crew:
         self._start(member)
 
     def are_at_work(self, target: str) -> bool:
-        """Whether `target`, and all others but one, are: a run of which nobody is left shows nothing."""
-        working = {name for name, member in self.members.items() if member.is_at_work(self.folders.history)}
+        """Whether `target`, and all others but one, are: a run of which nobody is left shows
+        nothing.
+        """
+        working = {
+            name for name, member in self.members.items() if member.is_at_work(self.folders.history)
+        }
         return target in working and len(working) >= len(self.members) - 1
 
     def tend(self) -> None:
@@ -116,7 +140,9 @@ class Crew:
     def wait_for_end(self, timeout_s: float) -> list[str]:
         """Wait until all have left by themselves; the names of those that did not."""
         end = time.monotonic() + timeout_s
-        while time.monotonic() < end and any(self._is_awaited(member) for member in self.members.values()):
+        while time.monotonic() < end and any(
+            self._is_awaited(member) for member in self.members.values()
+        ):
             time.sleep(0.05)
         return [member.name for member in self.members.values() if self._is_awaited(member)]
 
@@ -126,7 +152,9 @@ class Crew:
 
     def close(self) -> None:
         """End whatever is left."""
-        processes = [member.popen for member in self.members.values() if member.popen] + self.replaced
+        processes = [
+            member.popen for member in self.members.values() if member.popen
+        ] + self.replaced
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)

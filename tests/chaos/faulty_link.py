@@ -1,4 +1,5 @@
-"""The wire between one client and the server: a TCP relay that can lose, delay and falsify what passes.
+"""The wire between one client and the server: a TCP relay that can lose, delay and falsify what
+passes.
 
     strike (once, at the next command that fits)         spell (for some seconds)
     before       the command is lost                     delay     every reply comes later
@@ -26,15 +27,19 @@ STRIKES = ("before", "mid_request", "after", "mid_reply", "answer")
 SPELLS = ("delay", "throttle", "split", "half_open", "stall")
 
 DELAY_S = 0.2
-TRICKLE_BYTES, TRICKLE_S = 512, 0.01
-PIECE_BYTES, PIECES = 3, 40
+TRICKLE_BYTES = 512
+TRICKLE_S = 0.01
+PIECE_BYTES = 3
+PIECES = 40
 SETTLE_S = 0.05
 """A server that has answered the first command of a packet has carried out the others by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One of STRIKES, at the next script call; `script` "" fits any. `reply`: the error of `answer`."""
+    """One of STRIKES, at the next script call; `script` "" fits any. `reply`: the error of
+    `answer`.
+    """
 
     kind: str
     script: str = ""
@@ -46,11 +51,18 @@ class Strike:
 
 
 class FaultyLink:
-    """One client's way to the server behind the Unix socket `upstream`. `told(kind, script)` hears of every strike."""
+    """One client's way to the server behind the Unix socket `upstream`. `told(kind, script)` hears
+    of every strike.
+    """
 
-    def __init__(self, upstream: str, told: Callable[[str, str], None], anywhere: list[Strike]) -> None:
-        """`anywhere`: strikes of all links together; the first command of any of them that fits takes one."""
-        self._upstream, self._told = upstream, told
+    def __init__(
+        self, upstream: str, told: Callable[[str, str], None], anywhere: list[Strike]
+    ) -> None:
+        """`anywhere`: strikes of all links together; the first command of any of them that fits
+        takes one.
+        """
+        self._upstream = upstream
+        self._told = told
         self._strikes: list[Strike] = []
         self._anywhere = anywhere
         self._spells: dict[str, float] = {}
@@ -83,7 +95,9 @@ class FaultyLink:
         return time.monotonic() < self._spells.get(spell, 0.0)
 
     def strike_at(self, command: Command, *, alone: bool) -> Strike | None:
-        """The strike that is due at a command. An error can only stand for a command that came `alone`."""
+        """The strike that is due at a command. An error can only stand for a command that came
+        `alone`.
+        """
         if not command.script:
             return None
         for strikes in (self._strikes, self._anywhere):
@@ -195,7 +209,9 @@ class _Relay:
         await self._to_client.drain()
 
     async def _is_cut_by_half_open(self) -> bool:
-        """While the wire is half open what comes is lost; afterwards the connection is found to be dead."""
+        """While the wire is half open what comes is lost; afterwards the connection is found to be
+        dead.
+        """
         was = False
         while self._link.is_under("half_open"):
             was = True
@@ -204,10 +220,13 @@ class _Relay:
 
 
 class Wiring:
-    """The links of all clients by name, served by a thread of their own. `told(link, kind, script)`: see FaultyLink."""
+    """The links of all clients by name, served by a thread of their own. `told(link, kind,
+    script)`: see FaultyLink.
+    """
 
     def __init__(self, upstream: str, told: Callable[[str, str, str], None]) -> None:
-        self._upstream, self._told = upstream, told
+        self._upstream = upstream
+        self._told = told
         self.links: dict[str, FaultyLink] = {}
         self.anywhere: list[Strike] = []
         self._loop = asyncio.new_event_loop()
@@ -216,7 +235,9 @@ class Wiring:
     def link(self, name: str) -> FaultyLink:
         """The link of a client, made when it is first asked for."""
         if name not in self.links:
-            link = FaultyLink(self._upstream, lambda kind, script: self._told(name, kind, script), self.anywhere)
+            link = FaultyLink(
+                self._upstream, lambda kind, script: self._told(name, kind, script), self.anywhere
+            )
             asyncio.run_coroutine_threadsafe(link.listen(), self._loop).result(10)
             self.links[name] = link
         return self.links[name]

@@ -23,13 +23,16 @@ def figures(checker: Checker, problems: Mapping[str, list[str]]) -> dict[str, An
         "groups_trained": sum(len(event["gids"]) for event in checker.surviving),
         "steps": len(checker.surviving),
         "lost": sum(" is nowhere" in text for text in problems["lost or doubled"]),
-        "doubled": len(problems["trained twice"]) + sum(" and " in text for text in problems["lost or doubled"]),
+        "doubled": len(problems["trained twice"])
+        + sum(" and " in text for text in problems["lost or doubled"]),
         "fenced": sum(1 for e in submits if e["reply"][0] == "FENCED"),
         "redelivered": sum(n - 1 for n in steps.values()),
         "openings": len(checker.forks),
         "faults": len(checker.by_op["fault"]),
         "faults_by_kind": dict(Counter(e["kind"] for e in checker.by_op["fault"]).most_common()),
-        "at_the_end": dict(Counter(found[0] for found in checker.final["places"].values()).most_common()),
+        "at_the_end": dict(
+            Counter(found[0] for found in checker.final["places"].values()).most_common()
+        ),
         "longest_stall_s": round(_longest_gap(sorted(progress)), 2),
     }
 

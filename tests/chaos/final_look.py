@@ -1,4 +1,6 @@
-"""Where every group is at the end, read key by key with a plain client: no code of the queue is asked."""
+"""Where every group is at the end, read key by key with a plain client: no code of the queue is
+asked.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ COUNTED = (*ENDS, "dead", "running", "taken", "enqueued", "put", "imported", "cu
 
 
 def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
-    """`places` of every gid, `cursors` of the tasks, what is counted of each, the ledger. Nobody may work meanwhile."""
+    """`places` of every gid, `cursors` of the tasks, what is counted of each, the ledger. Nobody
+    may work meanwhile.
+    """
     raw: Any = client
-    start, places = f"rmq:{{{run}}}:", defaultdict(list)
+    start = f"rmq:{{{run}}}:"
+    places = defaultdict(list)
 
     def found(place: str, gids: list[bytes]) -> None:
         for gid in gids:
@@ -23,7 +28,9 @@ def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
 
     for task in tasks:
         for lane in LANES:
-            found("waiting", [entry[b"gid"] for _, entry in raw.xrange(f"{start}jobs:{task}:{lane}")])
+            found(
+                "waiting", [entry[b"gid"] for _, entry in raw.xrange(f"{start}jobs:{task}:{lane}")]
+            )
         for pool in POOLS:
             members = raw.zrange(f"{start}pool:{task}:{pool}", 0, -1)
             found(pool, [member.partition(b":")[2] for member in members])
@@ -32,9 +39,13 @@ def look(client: redis.Redis, run: str, tasks: list[str]) -> dict[str, Any]:
             found(end, [f"{task}-{draw:010d}".encode() for draw in _ones(bits)])
     found("running", raw.zrange(f"{start}leases", 0, -1))
     found("dead", raw.zrange(f"{start}dead", 0, -1))
-    ledger = {k.decode(): int(v) for k, v in raw.hgetall(f"{start}ledger:train").items() if v.isdigit()}
+    ledger = {
+        k.decode(): int(v) for k, v in raw.hgetall(f"{start}ledger:train").items() if v.isdigit()
+    }
     for step in range(ledger.get("freed", 0) + 1, ledger.get("taken", 0) + 1):
-        found("taken", [line.split()[0] for line in raw.lrange(f"{start}batch:train:{step}", 1, -1)])
+        found(
+            "taken", [line.split()[0] for line in raw.lrange(f"{start}batch:train:{step}", 1, -1)]
+        )
     counters = {task: _counters(raw.hgetall(f"{start}progress:{task}")) for task in tasks}
     cursors = {task: counted["cursor"] for task, counted in counters.items()}
     return {"places": dict(places), "cursors": cursors, "ledger": ledger, "counters": counters}
@@ -46,4 +57,6 @@ def _counters(fields: dict[bytes, bytes]) -> dict[str, int]:
 
 def _ones(bits: bytes) -> list[int]:
     """The numbers of the bits that are set, as SETBIT counts them."""
-    return [8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> (7 - bit) & 1]
+    return [
+        8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> (7 - bit) & 1
+    ]

@@ -65,14 +65,17 @@ class ChaosRun:
     """One run in `folder`, which must be new."""
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
-        self._plan, self._say = plan, say
+        self._plan = plan
+        self._say = say
         self._recover_s = MUTANT_S if plan.mutation else RECOVER_S
         self._nonce = new_nonce()
         self.folders = Folders(folder.resolve())
         self.folders.make()
         self.history = History(self.folders.history, "harness")
         self._server = SteppedServer(self.folders.root / SERVER)
-        self._wiring = Wiring(str(self._server.socket_path), lambda *what: self._nemesis.told(*what))
+        self._wiring = Wiring(
+            str(self._server.socket_path), lambda *what: self._nemesis.told(*what)
+        )
         env = {"CHAOS_MUTATION": plan.mutation}
         self.crew = Crew(self.folders, self._wiring, self.history, env)
         self._nemesis = Nemesis(
@@ -105,7 +108,9 @@ class ChaosRun:
     def _start(self) -> bool:
         """Start everything; whether a first step is trained."""
         if not self._server.can_step:
-            self._say("no libfaketime (Debian: faketime): clocks are stepped only in what scripts remember of them")
+            self._say(
+                "no libfaketime (Debian: faketime): clocks are stepped only in what scripts remember of them"
+            )
         self._server.start()
         self._set_fsync()
         self._create_run()
@@ -133,7 +138,8 @@ class ChaosRun:
 
     def _strike(self) -> None:
         self._say(f"{self._plan.faults} faults in {self._plan.seconds:g} s")
-        dice, started = random.Random(self._plan.seed + 1), time.monotonic()
+        dice = random.Random(self._plan.seed + 1)
+        started = time.monotonic()
         times = sorted(dice.uniform(0, self._plan.seconds) for _ in range(self._plan.faults))
         for due in times:
             while time.monotonic() < started + due:
@@ -157,7 +163,9 @@ class ChaosRun:
         self._nemesis.calm()
         self.history.note("calm")
         calm = time.time()
-        if not until(lambda: self._tended(lambda: self._has_trained(since=calm + 1)), self._recover_s):
+        if not until(
+            lambda: self._tended(lambda: self._has_trained(since=calm + 1)), self._recover_s
+        ):
             self.crew.surprises.append("nothing was trained after the last fault")
         self.folders.finish.touch()
         # while it ends, who is told to stand by or was just restarted must still be tended
@@ -175,7 +183,11 @@ class ChaosRun:
     def _of_trainer(self) -> list[Event]:
         """The last events of all lives of the trainer."""
         files = self.folders.history.glob("trainer-*.jsonl")
-        return [event for file in files for event in parse(file.read_bytes()[-TAIL_BYTES:].split(b"\n")[1:])]
+        return [
+            event
+            for file in files
+            for event in parse(file.read_bytes()[-TAIL_BYTES:].split(b"\n")[1:])
+        ]
 
     def _look(self) -> None:
         with self._server.connect() as client:
@@ -183,7 +195,9 @@ class ChaosRun:
 
 
 class EmptyServerRun(ChaosRun):
-    """The server comes back empty: nobody goes on as if nothing had happened, until somebody says --regenerate."""
+    """The server comes back empty: nobody goes on as if nothing had happened, until somebody says
+    --regenerate.
+    """
 
     def _strike(self) -> None:
         self._work_for(self._plan.seconds / 2)
@@ -198,7 +212,10 @@ class EmptyServerRun(ChaosRun):
         if self._has_trained(since=empty + 1):
             self.crew.surprises.append("something was trained on an empty server")
         self._create_run()
-        if not until(lambda: self._tended(lambda: LOST in self.crew.members["trainer"].exits), self._recover_s):
+        if not until(
+            lambda: self._tended(lambda: LOST in self.crew.members["trainer"].exits),
+            self._recover_s,
+        ):
             self.crew.surprises.append("the trainer did not notice that the server is another one")
         self.crew.members["trainer"].flags = ("--regenerate",)
         self._work_for(self._plan.seconds / 2)

@@ -4,8 +4,9 @@
     op      a script of the queue, or an act of the client: opened, delivered, trained, checkpoint, finished
     call    number of the call within this process    phase   "call" (asked), "ok" (the answer came); acts have none
 
-A line is written with one `write` of the kernel's: what a process wrote before it was killed is there, a line that
-is not whole is the last one. An answer that came but was not written down any more counts as one that never came.
+A line is written with one `write` of the kernel's: what a process wrote before it was killed is
+there, a line that is not whole is the last one. An answer that came but was not written down any
+more counts as one that never came.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class RecordingStore(Store):
         return reply
 
     def upload_and_call(self, script: str, key: str, make: Any) -> list[list[Any]]:
-        """As `Store.upload_and_call`. Uploads are made anew for every try: the first time they are written down."""
+        """As `Store.upload_and_call`. Uploads are made anew for every try: the first time they are
+        written down.
+        """
         calls: list[tuple[int, ScriptCall]] = []
 
         def noted() -> Iterator[Upload]:
@@ -108,7 +111,9 @@ class RecordingStore(Store):
 
 def read_history(folder: Path) -> list[Event]:
     """All events of all processes, in order of time. A torn last line is left out."""
-    events = [event for file in folder.glob("*.jsonl") for event in parse(file.read_bytes().split(b"\n"))]
+    events = [
+        event for file in folder.glob("*.jsonl") for event in parse(file.read_bytes().split(b"\n"))
+    ]
     return sorted(events, key=lambda event: event["t"])
 
 

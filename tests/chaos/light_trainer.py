@@ -1,7 +1,8 @@
 """A trainer without a model: its weights are a chain of hashes over all that it consumed, in order.
 
-What it does with the queue is what `consumer.training.trainer` does, line by line; who has its last checkpoint has proof of
-what was trained: the chain of each step names the one before, so a history can be walked backwards from the end.
+What it does with the queue is what `consumer.training.trainer` does, line by line; who has its last
+checkpoint has proof of what was trained: the chain of each step names the one before, so a history
+can be walked backwards from the end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class LightTrainer:
     """Trains `run` until the file `folders.finish` is there."""
 
     def __init__(self, run: Run, folders: Folders, history: History) -> None:
-        self._run, self._folders, self._history = run, folders, history
+        self._run = run
+        self._folders = folders
+        self._history = history
         self._checkpoints = CheckpointFolder(folders.checkpoints)
         self.consumer = RolloutConsumer(run)
         self._chain = ""
@@ -45,7 +48,9 @@ class LightTrainer:
     def fit(self, *, take_over: bool, regenerate: bool) -> None:
         """From the newest checkpoint on. Raises RoleHeld, Fenced, LostRun, LedgerError."""
         self._load()
-        opening = self.consumer.open(position=self._position, take_over=take_over, regenerate=regenerate)
+        opening = self.consumer.open(
+            position=self._position, take_over=take_over, regenerate=regenerate
+        )
         self._history.note(
             "opened",
             lineage=self.consumer.lineage,
@@ -85,16 +90,24 @@ class LightTrainer:
         batch = self.consumer.take_batch(step, shares, checkpoint=self._make_room)
         self._note_delivery(batch)
         self._position.add(batch.manifest)
-        before, self._chain = self._chain, _link(self._chain, step, batch.groups)
-        self._history.note("trained", step=step, before=before, after=self._chain, gids=batch.manifest.gids)
+        before = self._chain
+        self._chain = _link(self._chain, step, batch.groups)
+        self._history.note(
+            "trained", step=step, before=before, after=self._chain, gids=batch.manifest.gids
+        )
         if step % SYNC_INTERVAL == 0:
             self._publish()
         if step % CHECKPOINT_EVERY == 0:
             self._checkpoint()
 
     def _note_delivery(self, batch: Batch) -> None:
-        groups = [_facts(entry, group) for entry, group in zip(batch.manifest.entries, batch.groups, strict=True)]
-        self._history.note("delivered", step=batch.step, lineage=self.consumer.lineage, groups=groups)
+        groups = [
+            _facts(entry, group)
+            for entry, group in zip(batch.manifest.entries, batch.groups, strict=True)
+        ]
+        self._history.note(
+            "delivered", step=batch.step, lineage=self.consumer.lineage, groups=groups
+        )
 
     def _checkpoint(self) -> None:
         step = self._position.step
@@ -102,7 +115,9 @@ class LightTrainer:
             return
         self.consumer.check_role()
         self._position.forget(self._checkpoints.oldest_with(step, KEEP_CHECKPOINTS))
-        self._position.cursors = {task: self._run.jobs.cursor(task) for task in self._run.limits.tasks}
+        self._position.cursors = {
+            task: self._run.jobs.cursor(task) for task in self._run.limits.tasks
+        }
         self._checkpoints.write(self._position, lambda folder: _write(folder / CHAIN, self._chain))
         self._history.note("checkpoint", step=step, chain=self._chain)
         self.consumer.commit(step, keep=self._checkpoints.prune(KEEP_CHECKPOINTS))
@@ -131,20 +146,33 @@ def _write(file: Path, chain: str) -> None:
 
 def _link(chain: str, step: int, groups: list[RolloutGroup]) -> str:
     """The weights after a step."""
-    return hashlib.sha256(f"{chain} {step} {' '.join(map(_digest, groups))}".encode()).hexdigest()[:24]
+    return hashlib.sha256(f"{chain} {step} {' '.join(map(_digest, groups))}".encode()).hexdigest()[
+        :24
+    ]
 
 
 def _digest(group: RolloutGroup) -> str:
     """Of everything that a gradient would depend on."""
     digest = hashlib.sha256(group.gid.encode())
-    for column in (group.prompt_ids, group.response_ids, group.logprobs, group.lengths, group.mask, group.scores):
+    for column in (
+        group.prompt_ids,
+        group.response_ids,
+        group.logprobs,
+        group.lengths,
+        group.mask,
+        group.scores,
+    ):
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest.hexdigest()[:24]
 
 
 def _facts(entry: ManifestEntry, group: RolloutGroup) -> dict[str, object]:
     """What the checker is told of one group of a batch."""
-    spans = {tuple(VersionSpan(*span)[2:]) for member in group.members for span in member.get("spans", ())}
+    spans = {
+        tuple(VersionSpan(*span)[2:])
+        for member in group.members
+        for span in member.get("spans", ())
+    }
     return {
         "gid": entry.gid,
         "token": entry.payload.token,

@@ -1,8 +1,9 @@
 """Builds that must be caught: all scripts, with one line of one of them gone or changed.
 
-A few, which must show within a minute of faults. Every line that keeps an invariant has a story of its own in
-tests/buffer/invariants; what is guarded twice shows only there: the cursor (a fence, compare-and-set), the step of a
-trainer that was replaced (it may not commit either), a claim that is repeated (its lost groups run out).
+A few, which must show within a minute of faults. Every line that keeps an invariant has a story of
+its own in tests/buffer/invariants; what is guarded twice shows only there: the cursor (a fence,
+compare-and-set), the step of a trainer that was replaced (it may not commit either), a claim that
+is repeated (its lost groups run out).
 """
 
 from __future__ import annotations

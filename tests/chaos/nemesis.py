@@ -1,7 +1,7 @@
 """Deals out faults: which, to whom and when is decided by a seed alone; what they meet is not.
 
-A deck holds every kind of fault once for everybody it can hit; it is shuffled, dealt, and shuffled again. So a run of
-any length has about as many of each.
+A deck holds every kind of fault once for everybody it can hit; it is shuffled, dealt, and shuffled
+again. So a run of any length has about as many of each.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Card:
 
 
 class Nemesis:
-    """Strikes `crew`, the wires and the server of one run. `after_start` is called when the server is up again;
-    `loses`: the server may be made to lose what it acknowledged."""
+    """Strikes `crew`, the wires and the server of one run. `after_start` is called when the server
+    is up again; `loses`: the server may be made to lose what it acknowledged.
+    """
 
     def __init__(
         self,
@@ -84,8 +85,12 @@ class Nemesis:
         loses: bool,
     ) -> None:
         self._random = random.Random(seed)
-        self._crew, self._wiring, self._server, self._history = crew, wiring, server, history
-        self._after_start, self._loses = after_start, loses
+        self._crew = crew
+        self._wiring = wiring
+        self._server = server
+        self._history = history
+        self._after_start = after_start
+        self._loses = loses
         self._deck: list[Card] = []
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
@@ -96,14 +101,27 @@ class Nemesis:
         names = list(self._crew.members)
         cards = [Card(kind, name) for kind in OF_PROCESSES[:4] for name in names]
         cards += [Card("replace", "trainer"), Card("older_checkpoint", "trainer")] * 2
-        cards += [Card("stall", name) for name, member in self._crew.members.items() if member.role == "worker"] * 2
-        cards += [Card(kind, SERVER) for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2]
+        cards += [
+            Card("stall", name)
+            for name, member in self._crew.members.items()
+            if member.role == "worker"
+        ] * 2
+        cards += [
+            Card(kind, SERVER)
+            for kind in ("server_kill", "script_flush", "drop_pubsub", "maxmemory") * 2
+        ]
         cards += [Card(kind, SERVER) for kind in ("rewrite_aof", "clock", "clock", "disk_full")]
         cards += [Card("lose_tail", SERVER)] * 3 if self._loses else []
         cards += [Card(f"after:{script}", "anybody") for script in ANSWERS_LOST]
-        cards += [Card(kind, self._random.choice(names)) for kind in ("before", "mid_request", "mid_reply") * 3]
+        cards += [
+            Card(kind, self._random.choice(names))
+            for kind in ("before", "mid_request", "mid_reply") * 3
+        ]
         cards += [Card(f"answer:{place}", "anybody") for place in range(len(ERRORS))]
-        cards += [Card(kind, self._random.choice(names)) for kind in ("delay", "throttle", "split", "half_open") * 2]
+        cards += [
+            Card(kind, self._random.choice(names))
+            for kind in ("delay", "throttle", "split", "half_open") * 2
+        ]
         self._random.shuffle(cards)
         return cards
 
@@ -170,7 +188,9 @@ class Nemesis:
             self._in(PAST_LEASE_S, lambda: process.send_signal(signal.SIGCONT))
 
     def _replace(self, target: str) -> None:
-        """A trainer sleeps, another one takes over, the first one wakes: it must find itself fenced."""
+        """A trainer sleeps, another one takes over, the first one wakes: it must find itself
+        fenced.
+        """
         member = self._crew.members[target]
         process = member.popen
         if process is not None and member.send(signal.SIGSTOP):
@@ -202,7 +222,10 @@ class Nemesis:
     def _lose_tail(self, _: str) -> None:
         """The end of the append-only file is gone, as after a power failure without fsync."""
         self._server.kill()
-        file = max((self._server.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+        file = max(
+            (self._server.folder / "appendonlydir").glob("*.incr.aof"),
+            key=lambda path: path.stat().st_mtime,
+        )
         size = file.stat().st_size
         lost = min(size, self._random.randrange(1, 60_000))
         with file.open("r+b") as aof:
@@ -242,28 +265,39 @@ class Nemesis:
         self._in(SPELL_S, lambda: self._ask("CONFIG", "SET", "maxmemory", "0"))
 
     def _clock(self, _: str) -> None:
-        """The server's clock steps; without libfaketime, what scripts remember of it goes the other way."""
+        """The server's clock steps; without libfaketime, what scripts remember of it goes the other
+        way.
+        """
         step_ms = self._random.choice((-1, 1)) * self._random.randrange(LEASE_MS, 3_600_000)
         start = f"rmq:{{{RUN}}}:"
         if not self._server.can_step:
-            self._on_server("clock step", "EVAL", STEP, "2", f"{start}leases", f"{start}clock", str(step_ms))
+            self._on_server(
+                "clock step", "EVAL", STEP, "2", f"{start}leases", f"{start}clock", str(step_ms)
+            )
             return
         self._server.step_to(step_ms // 1000)
         self._note("server clock stepped", SERVER, seconds=step_ms // 1000)
 
     def _disk_full(self, _: str) -> None:
-        """The file may not grow any more. A server with appendfsync always gives up; others say MISCONF."""
+        """The file may not grow any more. A server with appendfsync always gives up; others say
+        MISCONF.
+        """
         pid = self._server.pid
         if pid is None:
             return
-        size = sum(file.stat().st_size for file in (self._server.folder / "appendonlydir").glob("*.incr.aof"))
+        size = sum(
+            file.stat().st_size
+            for file in (self._server.folder / "appendonlydir").glob("*.incr.aof")
+        )
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + ROOM_BYTES, resource.RLIM_INFINITY))
         self._note("disk full", SERVER)
         self._in(SPELL_S, lambda: self._free_disk(pid))
 
     def _free_disk(self, pid: int) -> None:
         if self._server.pid == pid:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.prlimit(
+                pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
         else:
             self._start_server()
 

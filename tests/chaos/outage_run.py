@@ -9,7 +9,9 @@ from tests.chaos.harness import ChaosRun
 from tests.chaos.plan import SERVER
 
 MOST_LINES = 8
-"""Of a process's log, for one outage: it is noticed in several places of a worker, each of which says so once."""
+"""Of a process's log, for one outage: it is noticed in several places of a worker, each of which
+says so once.
+"""
 
 
 class OutageRun(ChaosRun):
@@ -32,19 +34,32 @@ class OutageRun(ChaosRun):
         if not until(lambda: self._tended(lambda: self._has_trained(since=back)), self._recover_s):
             self.crew.surprises.append("nothing was trained once the server was back")
         self._work_for(self._plan.seconds / 2)
-        ended = [name for name, member in self.crew.members.items() if member.popen is not processes[name]]
+        ended = [
+            name
+            for name, member in self.crew.members.items()
+            if member.popen is not processes[name]
+        ]
         self.crew.surprises += [f"{name} did not outlast the outage" for name in ended]
         self._count_lines(said)
 
     def _lines(self) -> dict[str, int]:
         """Warnings that each process has written to its log."""
-        files = {file.stem: file.read_bytes().splitlines() for file in self.folders.logs.glob("*.log")}
+        files = {
+            file.stem: file.read_bytes().splitlines() for file in self.folders.logs.glob("*.log")
+        }
         return {name: sum(_is_warning(line) for line in said) for name, said in files.items()}
 
     def _count_lines(self, before: dict[str, int]) -> None:
         said = {name: lines - before.get(name, 0) for name, lines in self._lines().items()}
-        self._say("lines in the logs: " + ", ".join(f"{name} {lines}" for name, lines in sorted(said.items())))
-        loud = [f"{name} wrote {lines} lines about one outage" for name, lines in said.items() if lines > MOST_LINES]
+        self._say(
+            "lines in the logs: "
+            + ", ".join(f"{name} {lines}" for name, lines in sorted(said.items()))
+        )
+        loud = [
+            f"{name} wrote {lines} lines about one outage"
+            for name, lines in said.items()
+            if lines > MOST_LINES
+        ]
         self.crew.surprises += loud
 
 

@@ -13,16 +13,23 @@ from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.rollout import RolloutState
 
 RUN = "chaos"
-INLINE, BY_RQ = "sums", "judged"
+INLINE = "sums"
+BY_RQ = "judged"
 """Two tasks: one whose judge runs in the worker, and one whose judge is an rq job."""
 
-ROWS, SAMPLES = 97, 2
-BATCH, SYNC_INTERVAL = 32, 4
-CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 5, 2
+ROWS = 97
+SAMPLES = 2
+BATCH = 32
+SYNC_INTERVAL = 4
+CHECKPOINT_EVERY = 5
+KEEP_CHECKPOINTS = 2
 LEASE_MS = 4000
 
-FENCED, LOST = 5, 7
-"""Exit codes of a client: another process holds its role now; the server is not the one that it knew."""
+FENCED = 5
+LOST = 7
+"""Exit codes of a client: another process holds its role now; the server is not the one that it
+knew.
+"""
 
 SERVER = "server"
 """Name of the folder of the server; also of the target of its faults."""

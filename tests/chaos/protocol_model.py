@@ -1,8 +1,9 @@
 """Take, checkpoint, commit and rollback as a state machine that is searched to its end.
 
-Groups of two tasks are consumed by trainers, a batch of some of each task at a time. Trainers crash, are replaced while
-they live, and go on from their last checkpoint; the server may lose every step since it last reached its disk, as a
-whole (one log: a script is one entry of it), or each of two shards by itself. Every order of all of that is tried.
+Groups of two tasks are consumed by trainers, a batch of some of each task at a time. Trainers
+crash, are replaced while they live, and go on from their last checkpoint; the server may lose every
+step since it last reached its disk, as a whole (one log: a script is one entry of it), or each of
+two shards by itself. Every order of all of that is tried.
 
     take       the recorded batch of a step, or the next groups of both tasks, all or nothing (I4, I5)
     train      the groups are in the weights; a group that is in them already is the failure looked for
@@ -11,7 +12,8 @@ whole (one log: a script is one entry of it), or each of two shards by itself. E
     open       a trainer starts from a checkpoint; every other one is fenced by its nonce (I7)
     assert     what the checkpoint has seen is taken out of the pools again, by value (reassertion)
 
-A variant leaves one rule out. The one without omissions must have no failure; each other one must have one.
+A variant leaves one rule out. The one without omissions must have no failure; each other one must
+have one.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What is in the memory of a trainer. `step`: the last one that is in its weights; `batch`: taken, not trained."""
+    """What is in the memory of a trainer. `step`: the last one that is in its weights; `batch`:
+    taken, not trained.
+    """
 
     nonce: int
     step: int
@@ -110,7 +114,10 @@ def moves(state: State, rules: Rules, size: Size) -> Iterator[State]:
     if state.disk != state.server:
         yield replace(state, disk=state.server)
     if state.losses < size.losses:
-        yield from (replace(state, server=lost, disk=lost, losses=state.losses + 1) for lost in _lost(state, rules))
+        yield from (
+            replace(state, server=lost, disk=lost, losses=state.losses + 1)
+            for lost in _lost(state, rules)
+        )
 
 
 def _key(trainer: Trainer) -> tuple[int, int]:
@@ -121,7 +128,8 @@ def _steps(
     state: State, trainer: Trainer, rules: Rules, size: Size
 ) -> Iterator[tuple[Server, tuple[int, Groups], Trainer | None]]:
     """What one trainer may do next: (server, checkpoint, the trainer after it)."""
-    server, checkpoint = state.server, state.checkpoint
+    server = state.server
+    checkpoint = state.checkpoint
     may_act = not rules.fenced or server.nonce == trainer.nonce
     if trainer.batch is None and may_act:
         for taken, batch in _take(server, trainer.step + 1, rules, size):
@@ -131,7 +139,9 @@ def _steps(
     if trainer.batch is not None:
         if trainer.batch & trainer.seen:
             raise Twice(f"step {trainer.step + 1} has {sorted(trainer.batch & trainer.seen)} again")
-        trained = replace(trainer, step=trainer.step + 1, seen=trainer.seen | trainer.batch, batch=None)
+        trained = replace(
+            trainer, step=trainer.step + 1, seen=trainer.seen | trainer.batch, batch=None
+        )
         yield server, checkpoint, trained
     if trainer.batch is None and trainer.step != checkpoint[0] and may_act:
         yield server, (trainer.step, trainer.seen), trainer
@@ -148,7 +158,9 @@ def _take(server: Server, step: int, rules: Rules, size: Size) -> Iterator[tuple
         return
     if rules.recorded and rules.refuses_gap and _is_gap(server, step):
         return
-    batch = frozenset(g for task in (0, 1) for g in sorted(g for g in server.ready if g[0] == task)[: size.batch])
+    batch = frozenset(
+        g for task in (0, 1) for g in sorted(g for g in server.ready if g[0] == task)[: size.batch]
+    )
     if len(batch) == 2 * size.batch:
         record = (*server.batches, (step, batch)) if rules.recorded else ()
         yield replace(server, ready=server.ready - batch, batches=record, taken=step), batch
@@ -156,18 +168,23 @@ def _take(server: Server, step: int, rules: Rules, size: Size) -> Iterator[tuple
 
 def _is_gap(server: Server, step: int) -> bool:
     """Whether a step is neither recorded nor the next one."""
-    return step not in dict(server.batches) and (step != server.taken + 1 or step <= server.committed)
+    return step not in dict(server.batches) and (
+        step != server.taken + 1 or step <= server.committed
+    )
 
 
 def _open(state: State, rules: Rules, zombie: bool) -> State:
     step, seen = state.checkpoint
-    # the smallest that nobody holds: names do not matter, and there must not be more and more of them
+    # the smallest that nobody holds: names do not matter, and there must not be more and more of
+    # them
     held = {state.server.nonce, state.disk.nonce, *(trainer.nonce for trainer in state.trainers)}
     nonce = next(number for number in count(1) if number not in held)
     server = replace(state.server, nonce=nonce)
     if rules.reasserts:
-        # of batches that this history has not seen, those after a gap dissolve: their groups are ready again
-        ready, batches = server.ready, server.batches
+        # of batches that this history has not seen, those after a gap dissolve: their groups are
+        # ready again
+        ready = server.ready
+        batches = server.batches
         known = max(server.taken, step)
         for number, batch in batches:
             if number > step and batch & seen:
@@ -177,15 +194,21 @@ def _open(state: State, rules: Rules, zombie: bool) -> State:
         server = replace(server, ready=ready - seen, batches=batches, taken=known)
     trainer = Trainer(nonce, step, seen)
     trainers = tuple(sorted((*state.trainers, trainer), key=_key))
-    return replace(state, server=server, disk=server, trainers=trainers, zombies=state.zombies + zombie)
+    return replace(
+        state, server=server, disk=server, trainers=trainers, zombies=state.zombies + zombie
+    )
 
 
 def _lost(state: State, rules: Rules) -> Iterator[Server]:
-    """The server as it was when it last reached its disk; with two shards, the pool of one task, and nothing else."""
+    """The server as it was when it last reached its disk; with two shards, the pool of one task,
+    and nothing else.
+    """
     yield state.disk
     for task in () if rules.one_log else (0, 1):
         old = {group for group in state.disk.ready if group[0] == task}
-        yield replace(state.server, ready=frozenset(old | {g for g in state.server.ready if g[0] != task}))
+        yield replace(
+            state.server, ready=frozenset(old | {g for g in state.server.ready if g[0] != task})
+        )
 
 
 def search(rules: Rules, size: Size) -> tuple[int, str]:
@@ -196,7 +219,9 @@ def search(rules: Rules, size: Size) -> tuple[int, str]:
     every: Groups = frozenset((task, number) for task in (0, 1) for number in range(size.groups))
     server = Server(every)
     start = State(server, server, (0, frozenset()), ())
-    seen, queue, before = {start}, deque([start]), defaultdict[State, list[State]](list)
+    seen = {start}
+    queue = deque([start])
+    before = defaultdict[State, list[State]](list)
     while queue:
         state = queue.popleft()
         if problem := _missing(state, every):

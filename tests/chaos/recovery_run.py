@@ -1,9 +1,9 @@
 """How long it takes until work goes on, after the death of one of each kind.
 
-    worker    until the last group that it held is claimed by another worker        (its lease, and a sweep)
-    trainer   until the next batch is delivered to the trainer that is started      (its start, too)
-    producer  until another one has enqueued                                        (the role's time-out)
-    server    until the next result is accepted                                     (its start, too)
+worker    until the last group that it held is claimed by another worker        (its lease, and a sweep)
+trainer   until the next batch is delivered to the trainer that is started      (its start, too)
+producer  until another one has enqueued                                        (the role's time-out)
+server    until the next result is accepted                                     (its start, too)
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SETTLE_S = 1.5 * LEASE_MS / 1000
 
 
 class RecoveryRun(ChaosRun):
-    """Kills a worker, the trainer, the active producer and the server, DEATHS times each, one by one."""
+    """Kills a worker, the trainer, the active producer and the server, DEATHS times each, one by
+    one.
+    """
 
     def _strike(self) -> None:
         for _ in range(DEATHS):
@@ -45,12 +47,17 @@ class RecoveryRun(ChaosRun):
     def _target(self, kind: str) -> str:
         if kind != "producer":
             return {"worker": "worker-0", "trainer": "trainer", SERVER: SERVER}[kind]
-        enqueued = [event for event in read_history(self.folders.history) if event["op"] == "enqueue"]
+        enqueued = [
+            event for event in read_history(self.folders.history) if event["op"] == "enqueue"
+        ]
         return str(enqueued[-1]["who"])
 
     def _await_work(self, target: str) -> None:
         end = time.monotonic() + self._recover_s
-        while not self.crew.are_at_work("trainer" if target == SERVER else target) and time.monotonic() < end:
+        while (
+            not self.crew.are_at_work("trainer" if target == SERVER else target)
+            and time.monotonic() < end
+        ):
             self._turn()
 
 
@@ -82,7 +89,9 @@ def _worker(fault: Event, events: Sequence[Event], later: Sequence[Event]) -> fl
     again: dict[str, Event] = {}
     for event in later:
         if event["op"] == "claim":
-            again |= {gid: event for gid in event["reply"][CLAIMED] if gid in held and gid not in again}
+            again |= {
+                gid: event for gid in event["reply"][CLAIMED] if gid in held and gid not in again
+            }
     return max((event["t"] - fault["t"] for event in again.values()), default=None)
 
 
@@ -97,4 +106,9 @@ def _is_done(event: Event) -> bool:
     return bool(event.get("phase") != "call" and event.get("reply", ["OK"])[0] == "OK")
 
 
-RESUMED = {"worker": _worker, "trainer": _next("delivered"), "producer": _next("enqueue"), SERVER: _next("submit")}
+RESUMED = {
+    "worker": _worker,
+    "trainer": _next("delivered"),
+    "producer": _next("enqueue"),
+    SERVER: _next("submit"),
+}

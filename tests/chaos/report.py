@@ -35,18 +35,25 @@ def write_sum(folder: Path, figures: Sequence[Mapping[str, Any]], longest_s: flo
     """`standard.json`: several runs together, beside what they shall reach; the lines that say so."""
     total = {name: sum(one[name] for one in figures) for name in SUMMED}
     # an empty server stands still until somebody says --regenerate
-    total["longest_stall_s"] = max((one["longest_stall_s"] for one in figures if "empty" not in one), default=0.0)
+    total["longest_stall_s"] = max(
+        (one["longest_stall_s"] for one in figures if "empty" not in one), default=0.0
+    )
     reached = {name: total[name] >= least for name, least in TARGETS.items()}
     reached |= {name: not total[name] for name in ("lost", "doubled")}
     reached["longest_stall_s"] = total["longest_stall_s"] < longest_s
     report = {"total": total, "reached": reached}
     (folder / "standard.json").write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     marks = {True: "reached", False: "NOT REACHED"}
-    return [f"{n.replace('_', ' '):>24}  {v}  {marks[reached[n]] if n in reached else ''}" for n, v in total.items()]
+    return [
+        f"{n.replace('_', ' '):>24}  {v}  {marks[reached[n]] if n in reached else ''}"
+        for n, v in total.items()
+    ]
 
 
 def recoveries(events: Sequence[Event]) -> dict[str, float]:
-    """By kind of fault, the longest time in seconds until a result was taken or a batch delivered again."""
+    """By kind of fault, the longest time in seconds until a result was taken or a batch delivered
+    again.
+    """
     progress = sorted(time for times in _progress(events).values() for time in times)
     found: dict[str, float] = {}
     for event in events:
@@ -63,7 +70,9 @@ def lines(verdict: Verdict, recovered: Mapping[str, float]) -> list[str]:
     told = [f"{name.replace('_', ' '):>24}  {value}" for name, value in figures.items()]
     for kind, number in by_kind.items():
         told.append(f"{number:>24}  {kind}; went on within {recovered.get(kind, 0.0):g} s")
-    return told + [f"PROBLEM {kind}: {text}" for kind, texts in verdict.problems.items() for text in texts[:10]]
+    return told + [
+        f"PROBLEM {kind}: {text}" for kind, texts in verdict.problems.items() for text in texts[:10]
+    ]
 
 
 def plot_timeline(path: Path, events: Sequence[Event]) -> None:
@@ -86,7 +95,9 @@ def plot_timeline(path: Path, events: Sequence[Event]) -> None:
     faults.set_title(f"{len(struck)} faults")
     for name, times in _progress(events).items():
         seconds = [int(t - start) for t in times]
-        groups.plot([seconds.count(second) for second in range(max(seconds, default=0) + 1)], label=name)
+        groups.plot(
+            [seconds.count(second) for second in range(max(seconds, default=0) + 1)], label=name
+        )
     groups.set(xlabel="seconds", ylabel="groups in a second", ylim=(0, None))
     groups.legend()
     figure.savefig(path, dpi=110)
@@ -100,6 +111,10 @@ def _class(kind: str) -> str:
 
 def _progress(events: Sequence[Event]) -> dict[str, list[float]]:
     """Times, one for each group."""
-    handed_in = [e["t"] for e in events if e["op"] == "submit" and e["phase"] == "ok" and e["reply"][0] == "OK"]
+    handed_in = [
+        e["t"]
+        for e in events
+        if e["op"] == "submit" and e["phase"] == "ok" and e["reply"][0] == "OK"
+    ]
     delivered = [e["t"] for e in events if e["op"] == "delivered" for _ in e["groups"]]
     return {"handed in": handed_in, "delivered to the trainer": delivered}

@@ -1,4 +1,6 @@
-"""As much of the Redis protocol as a relay must know: where a command ends, and which script it runs."""
+"""As much of the Redis protocol as a relay must know: where a command ends, and which script it
+runs.
+"""
 
 from __future__ import annotations
 

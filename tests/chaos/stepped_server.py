@@ -1,7 +1,8 @@
-"""The server of a chaos run. Its wall clock can be stepped, where libfaketime (Debian: faketime) is installed.
+"""The server of a chaos run. Its wall clock can be stepped, where libfaketime (Debian: faketime) is
+installed.
 
-What time it is matters in one place only: scripts ask the server (TIME). Clients count with monotonic clocks, which
-nobody can step; so does the server's own event loop, which is left alone.
+What time it is matters in one place only: scripts ask the server (TIME). Clients count with
+monotonic clocks, which nobody can step; so does the server's own event loop, which is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class SteppedServer(EmbeddedServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        found = [path for pattern in LIBRARIES for path in Path("/").glob(pattern.removeprefix("/"))]
+        found = [
+            path for pattern in LIBRARIES for path in Path("/").glob(pattern.removeprefix("/"))
+        ]
         self.can_step = bool(found)
         self._offset = folder / "clock"
         self._preload = {

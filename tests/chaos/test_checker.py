@@ -13,12 +13,16 @@ from tests.chaos.final_look import COUNTED
 from tests.chaos.history import Event
 from tests.chaos.mutations import MUTATIONS, scripts_of
 
-BATCH, STEPS, THRESHOLD = 2, 4, 2
+BATCH = 2
+STEPS = 4
+THRESHOLD = 2
 RULES = Rules(threshold=THRESHOLD, rows=3, answer_of=str)
 
 
 class Story:
-    """A good run of 4 steps with 2 groups each, and one group that still waits; the trainer died once, after step 2."""
+    """A good run of 4 steps with 2 groups each, and one group that still waits; the trainer died
+    once, after step 2.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -36,7 +40,11 @@ class Story:
         self.deliver(4, "l2", version=3, again=True)
         self.note("finished", step=4, chain="c4")
         places = {gid(draw): ["archived"] for draw in range(BATCH * STEPS)} | {gid(8): ["waiting"]}
-        counted = dict.fromkeys(COUNTED, 0) | {"archived": BATCH * STEPS, "enqueued": 9, "cursor": 9}
+        counted = dict.fromkeys(COUNTED, 0) | {
+            "archived": BATCH * STEPS,
+            "enqueued": 9,
+            "cursor": 9,
+        }
         self.note("final", places=places, cursors={"t": 9}, ledger={}, counters={"t": counted})
 
     def note(self, op: str, **more: Any) -> Event:
@@ -47,7 +55,9 @@ class Story:
     def script(self, op: str, reply: list[Any], **args: Any) -> None:
         for phase, more in (("call", {}), ("ok", {"reply": reply})):
             self.note(op, phase=phase, pid=1, call=int(self._time), args=args, **more)
-            self.events[-1]["call"] = len([e for e in self.events if e["op"] == op and e["phase"] == "call"])
+            self.events[-1]["call"] = len(
+                [e for e in self.events if e["op"] == op and e["phase"] == "call"]
+            )
 
     def enqueue(self, cursor: int, after: int) -> None:
         self.script("enqueue", ["OK", after - cursor, str(after)], task="t", cursor=cursor)
@@ -60,7 +70,9 @@ class Story:
         for name in [] if again else gids:
             token = f"token-{name}"
             control = ["1", "run", "", "", "", ""]
-            self.note("claim", phase="ok", args={"token": token}, reply=["OK", *control, name, *[""] * 7])
+            self.note(
+                "claim", phase="ok", args={"token": token}, reply=["OK", *control, name, *[""] * 7]
+            )
             self.script("submit", ["OK", "1"], gid=name, token=token, crc="c", status="completed")
         groups = [facts(name, lineage, version) for name in gids]
         self.note("delivered", step=step, lineage=lineage, groups=groups)
@@ -68,7 +80,11 @@ class Story:
         self.note("trained", step=step, gids=gids, **chain)
 
     def first(self, op: str, **wanted: Any) -> Event:
-        return next(e for e in self.events if e["op"] == op and all(e.get(k) == v for k, v in wanted.items()))
+        return next(
+            e
+            for e in self.events
+            if e["op"] == op and all(e.get(k) == v for k, v in wanted.items())
+        )
 
 
 def gid(draw: int) -> str:
@@ -134,7 +150,9 @@ def skip_a_step(story: Story) -> None:
 
 
 def change_a_batch(story: Story) -> None:
-    [e for e in story.events if e["op"] == "delivered" and e["step"] == 2][1]["groups"][0]["digest"] = "other"
+    [e for e in story.events if e["op"] == "delivered" and e["step"] == 2][1]["groups"][0][
+        "digest"
+    ] = "other"
 
 
 def hand_out_stale(story: Story) -> None:
@@ -222,7 +240,10 @@ def test_what_a_server_lost_may_be_gone_but_not_trained_twice() -> None:
     story = Story()
     change_a_batch(story)
     again = [e for e in story.events if e["op"] == "delivered" and e["step"] == 2][1]
-    story.events.insert(story.events.index(again), {"t": again["t"] - 0.5, "op": "fault", "kind": "x", "loses": True})
+    story.events.insert(
+        story.events.index(again),
+        {"t": again["t"] - 0.5, "op": "fault", "kind": "x", "loses": True},
+    )
     assert judge(story).clean, judge(story)
     train_twice(story)
     assert judge(story).problems["trained twice"]

@@ -1,4 +1,6 @@
-"""The harness finds builds with one line of a script gone, and nothing in this one. Minutes: `pytest -m chaos`."""
+"""The harness finds builds with one line of a script gone, and nothing in this one. Minutes:
+`pytest -m chaos`.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ BROKEN = {
     "commit before the checkpoint": (Rules(commit_after_checkpoint=False), "lost"),
     "no fence": (Rules(fenced=False), "lost"),
     "loss without reassertion": (Rules(durable_take=False, reasserts=False), "stuck"),
-    "the next batch on a gap": (Rules(durable_take=False, reasserts=False, refuses_gap=False), "twice"),
+    "the next batch on a gap": (
+        Rules(durable_take=False, reasserts=False, refuses_gap=False),
+        "twice",
+    ),
     "two shards that lose apart": (Rules(durable_take=False, one_log=False), "twice"),
 }
 

@@ -24,7 +24,11 @@ LIMITS = RunLimits(
     stale_threshold=1000,
     steps=5,
     batch_size=3,
-    tasks={"math": TaskLimits(), "quiz": TaskLimits(eval_of="math"), "exam": TaskLimits(eval_of="math")},
+    tasks={
+        "math": TaskLimits(),
+        "quiz": TaskLimits(eval_of="math"),
+        "exam": TaskLimits(eval_of="math"),
+    },
 )
 
 Trainers = Callable[..., RolloutConsumer]

@@ -1,6 +1,8 @@
-"""A producer and a worker in threads of their own: prepared groups, handed in through the real scripts.
+"""A producer and a worker in threads of their own: prepared groups, handed in through the real
+scripts.
 
-What they make of a draw depends on the draw alone, so that two runs see the same groups whatever happens in between.
+What they make of a draw depends on the draw alone, so that two runs see the same groups whatever
+happens in between.
 """
 
 from __future__ import annotations
@@ -39,20 +41,34 @@ def answer(group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:
     for place, state in enumerate(group.states):
         length = int(draw.integers(1, 6))
         span = VersionSpan(0, length, weights.version, weights.lineage)
-        state.append(draw.integers(6, 90, length).astype("<i4"), draw.uniform(-5, -3, length).astype("<f4"), [span])
-        state.status, state.finish_reason, state.reward = Status.COMPLETED, "stop", {"score": float(place % 2)}
+        state.append(
+            draw.integers(6, 90, length).astype("<i4"),
+            draw.uniform(-5, -3, length).astype("<f4"),
+            [span],
+        )
+        state.status = Status.COMPLETED
+        state.finish_reason = "stop"
+        state.reward = {"score": float(place % 2)}
     return RolloutGroup(group.gid, group.task, group.states)
 
 
 class Crew:
-    """Serves `run` until `stop`. `targets`: groups of each training task, in all; evaluations set their own.
+    """Serves `run` until `stop`. `targets`: groups of each training task, in all; evaluations set
+    their own.
 
     `deaf`: confirms nothing. `stamp`: what the tokens say made them; default: the newest weights.
     """
 
-    def __init__(self, run: Run, targets: dict[str, int], *, deaf: bool = False, stamp: int | None = None) -> None:
-        self._run, self._targets, self.deaf, self._stamp = run, targets, deaf, stamp
-        self.producer, self._nonce, self.worker = new_nonce(), new_nonce(), "w0"
+    def __init__(
+        self, run: Run, targets: dict[str, int], *, deaf: bool = False, stamp: int | None = None
+    ) -> None:
+        self._run = run
+        self._targets = targets
+        self.deaf = deaf
+        self._stamp = stamp
+        self.producer = new_nonce()
+        self._nonce = new_nonce()
+        self.worker = "w0"
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -106,13 +122,18 @@ class Crew:
         return PolicyVersion("initial", self._stamp)
 
     def produce(self, task: str) -> None:
-        jobs, target = self._run.jobs, self._targets.get(task)
-        context = contexts(self._run.limits, self._run.control.state(), self._run.read_progress([task]))[task]
+        jobs = self._run.jobs
+        target = self._targets.get(task)
+        context = contexts(
+            self._run.limits, self._run.control.state(), self._run.read_progress([task])
+        )[task]
         room = min(64, context.room(target))
         if room <= 0:
             return
         cursor = jobs.cursor(task)
-        self._run.payloads.write_prompts({g: prompt(g) for g in (group_id(task, cursor + i) for i in range(room))})
+        self._run.payloads.write_prompts(
+            {g: prompt(g) for g in (group_id(task, cursor + i) for i in range(room))}
+        )
         jobs.enqueue(self.producer, new_nonce(), task, cursor, [MEMBERS] * room, target)
 
     def _claim(self, state: ControlState) -> list[Job]:
@@ -120,7 +141,9 @@ class Crew:
 
 
 @contextmanager
-def at_work(run: Run, *, deaf: bool = False, stamp: int | None = None, **targets: int) -> Iterator[Crew]:
+def at_work(
+    run: Run, *, deaf: bool = False, stamp: int | None = None, **targets: int
+) -> Iterator[Crew]:
     """A crew that works while the test does; its own failure is the test's."""
     crew = Crew(run, targets, deaf=deaf, stamp=stamp)
     crew.start()

@@ -20,7 +20,9 @@ from tests.buffer.scene import extend
 
 
 def garbage(dice: random.Random, good: bytes) -> bytes:
-    return dice.choice([b"", good[: dice.randrange(len(good))], dice.randbytes(200), b"\x91" * 5000, good + b"x"])
+    return dice.choice(
+        [b"", good[: dice.randrange(len(good))], dice.randbytes(200), b"\x91" * 5000, good + b"x"]
+    )
 
 
 def hand_in(run: Run, worker: str, job: Job, data: bytes) -> None:
@@ -33,7 +35,9 @@ def hand_in(run: Run, worker: str, job: Job, data: bytes) -> None:
 
 
 def main(url: str, name: str, worker: str, seed: str) -> None:
-    run, nonce, dice = Run.open(Store(url), name), new_nonce(), random.Random(seed)
+    run = Run.open(Store(url), name)
+    nonce = new_nonce()
+    dice = random.Random(seed)
     run.fleet.register(worker, nonce, {"engine": "none"})
     while True:
         claim = run.jobs.claim(worker, nonce, new_nonce(), run.control.state().weights, 16)

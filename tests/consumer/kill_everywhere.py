@@ -1,7 +1,9 @@
-"""Run as a program: write a checkpoint, killed at the n-th thing it does to the disk, for every n until none is left.
+"""Run as a program: write a checkpoint, killed at the n-th thing it does to the disk, for every n
+until none is left.
 
-argv: a folder to work in, and the step to write (30: a new one; 20: one that is there). Prints a JSON list: after each
-kill, the steps that look whole, those of them that are, and what `clear` leaves. Single-threaded, so that it may fork.
+argv: a folder to work in, and the step to write (30: a new one; 20: one that is there). Prints a
+JSON list: after each kill, the steps that look whole, those of them that are, and what `clear`
+leaves. Single-threaded, so that it may fork.
 """
 
 from __future__ import annotations
@@ -28,13 +30,17 @@ def save(step: int, folder: Path) -> None:
 
 
 def write(checkpoints: CheckpointFolder, step: int) -> None:
-    checkpoints.write(Position(step=step, lineage="l", run="r", run_nonce="n"), lambda folder: save(step, folder))
+    checkpoints.write(
+        Position(step=step, lineage="l", run="r", run_nonce="n"), lambda folder: save(step, folder)
+    )
 
 
 def is_whole(checkpoints: CheckpointFolder, step: int) -> bool:
     names = ("model/config.json", "model/model.safetensors", "optimizer.safetensors")
     folder = checkpoints.path(step)
-    texts = [(folder / name).read_text(encoding="utf-8") for name in names if (folder / name).exists()]
+    texts = [
+        (folder / name).read_text(encoding="utf-8") for name in names if (folder / name).exists()
+    ]
     return checkpoints.read(step).step == step and texts == [f"{name} of {step}" for name in names]
 
 

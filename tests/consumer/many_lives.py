@@ -1,12 +1,13 @@
-"""A trainer that dies at lines drawn by chance, again and again, while its disk and its server lose what they may lose.
+"""A trainer that dies at lines drawn by chance, again and again, while its disk and its server lose
+what they may lose.
 
 usage: python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES
-Forks, from one warm process, a crew and a trainer for each life; in turns they publish from memory and by folder.
-SIGKILL ends the trainer at a line of the files that take, train, write a checkpoint, commit and publish; then the
-server is killed, too. Between two lives, by chance, the server is put back to the end of the life before, the newest
-checkpoint is lost, or all of them are. Prints a line for each life, and at last
-{"deaths": …, "places": …, "moved": …, "differs": …}: how far the last checkpoint is from a learner that trained the
-same batches and never died.
+Forks, from one warm process, a crew and a trainer for each life; in turns they publish from memory
+and by folder. SIGKILL ends the trainer at a line of the files that take, train, write a checkpoint,
+commit and publish; then the server is killed, too. Between two lives, by chance, the server is put
+back to the end of the life before, the newest checkpoint is lost, or all of them are. Prints a line
+for each life, and at last {"deaths": …, "places": …, "moved": …, "differs": …}: how far the last
+checkpoint is from a learner that trained the same batches and never died.
 """
 
 from __future__ import annotations
@@ -43,11 +44,15 @@ from consumer.training.trainer import OPTIMIZER, Trainer
 from tests.consumer.crew import Crew
 from tests.consumer.models.tiny import train_step
 
-STEPS, GROUPS = 6, 3
+STEPS = 6
+GROUPS = 3
 LINES = 1500
 """A life ends at one of so many lines; a whole run has 2300."""
-REFUSED, CHANGED = 7, 99
-"""Exit codes: the server has freed or lost what this trainer needs; a batch that came again was another one."""
+REFUSED = 7
+CHANGED = 99
+"""Exit codes: the server has freed or lost what this trainer needs; a batch that came again was
+another one.
+"""
 
 PACKAGES = Path(consumer.__file__).parents[1]
 FILES = {
@@ -77,7 +82,10 @@ class Lives:
     """A run of `folder`, and all that happens to it."""
 
     def __init__(self, folder: Path, model: Path, seed: int, lives: int) -> None:
-        self.folder, self.model, self.draw, self.lives = folder, model, random.Random(seed), lives
+        self.folder = folder
+        self.model = model
+        self.draw = random.Random(seed)
+        self.lives = lives
         self.server = EmbeddedServer(folder / "server")
         self.deliveries = folder / "deliveries"
         self.deliveries.mkdir(parents=True)
@@ -87,7 +95,9 @@ class Lives:
 
     def run(self) -> None:
         """Lives until one comes to its end; for the last of them no death is appointed."""
-        regenerate, number, code = False, 0, -1
+        regenerate = False
+        number = 0
+        code = -1
         while code:
             number += 1
             self.server.start()
@@ -100,7 +110,15 @@ class Lives:
             self.server.kill()
             regenerate = code == REFUSED
             fault = self.lose() if code == -signal.SIGKILL else "nothing"
-            say({"life": number, "died": self.place(), "code": code, "lost": fault, "left": self.checkpoints.steps()})
+            say(
+                {
+                    "life": number,
+                    "died": self.place(),
+                    "code": code,
+                    "lost": fault,
+                    "left": self.checkpoints.steps(),
+                }
+            )
             if code not in (0, REFUSED, -signal.SIGKILL):
                 raise SystemExit(f"life {number} ended with {code}")
 
@@ -124,7 +142,9 @@ class Lives:
             os._exit(REFUSED)
 
     def noting(self, take: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Every batch is written down; a step that is delivered again must be what it was, and so must a group."""
+        """Every batch is written down; a step that is delivered again must be what it was, and so
+        must a group.
+        """
 
         def noted(step: int, *args: Any, **more: Any) -> Batch:
             batch = take(step, *args, **more)
@@ -133,7 +153,9 @@ class Lives:
             for name, data in files.items():
                 file = self.deliveries / name
                 if file.exists() and file.read_bytes() != data:
-                    sys.stderr.write(f"{name} was {file.read_bytes()!r:.300} and is {data!r:.300}\n")
+                    sys.stderr.write(
+                        f"{name} was {file.read_bytes()!r:.300} and is {data!r:.300}\n"
+                    )
                     os._exit(CHANGED)
                 file.with_suffix(".tmp").write_bytes(data)
                 file.with_suffix(".tmp").rename(file)
@@ -151,9 +173,14 @@ class Lives:
     # -- what is lost ----------------------------------------------------------
 
     def lose(self) -> str:
-        """One of the faults, while the server is down. What need not come back as it was is no longer compared."""
-        fault = self.draw.choice(["nothing", "nothing", "second", "checkpoint", "both", "all checkpoints"])
-        past, steps = self.folder / "server.past", self.checkpoints.steps()
+        """One of the faults, while the server is down. What need not come back as it was is no
+        longer compared.
+        """
+        fault = self.draw.choice(
+            ["nothing", "nothing", "second", "checkpoint", "both", "all checkpoints"]
+        )
+        past = self.folder / "server.past"
+        steps = self.checkpoints.steps()
         if fault in ("second", "both") and past.exists():
             shutil.rmtree(self.server.folder)
             copy(past, self.server.folder)
@@ -168,7 +195,9 @@ class Lives:
         return fault
 
     def forget(self, step: int) -> None:
-        """What is behind the oldest checkpoint may be made of other groups: their bytes may be gone, too."""
+        """What is behind the oldest checkpoint may be made of other groups: their bytes may be
+        gone, too.
+        """
         for file in self.deliveries.glob("step-*"):
             if int(file.name.removeprefix("step-")) > step:
                 file.unlink()
@@ -184,7 +213,8 @@ class Lives:
         store = Store(self.server.url)
         run = Run.open(store, "lives")
         run.janitor.sweep()
-        audit, trained = run.account.fsck(), int(run.progress("math")["archived"])
+        audit = run.account.fsck()
+        trained = int(run.progress("math")["archived"])
         store.close()
         self.server.kill()
         assert audit.clean, audit.faults
@@ -196,13 +226,17 @@ class Lives:
         first = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
         for step in log.steps:
             groups = [wire.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
-            scores, lengths = [group.scores for group in groups], [group.lengths for group in groups]
+            scores = [group.scores for group in groups]
+            lengths = [group.lengths for group in groups]
             train_step(learner, groups, estimate_advantages("grpo", scores, lengths))
-        last, wanted = load_file(self.checkpoints.path(STEPS) / OPTIMIZER), learner.state_tensors()
+        last = load_file(self.checkpoints.path(STEPS) / OPTIMIZER)
+        wanted = learner.state_tensors()
         assert last.keys() == wanted.keys()
         weights = [name for name in wanted if name.startswith(("model/", "optimizer/"))]
         return {
-            "differs": max(float((last[n].double() - wanted[n].double()).abs().max()) for n in weights),
+            "differs": max(
+                float((last[n].double() - wanted[n].double()).abs().max()) for n in weights
+            ),
             "moved": max(float((first[n] - wanted[n]).abs().max()) for n in weights if n in first),
         }
 
@@ -216,7 +250,12 @@ def make_config(folder: Path, model: Path, transport: str) -> TrainingConfig:
             "policy": {"model": model, "max_staleness": 1000, "weights_transport": transport},
             "lease": {"lease_ms": 2000, "heartbeat_ms": 100},
             "tasks": {"math": {"judge": "exact_match", "prompt_repeat_k": 4, "dataset": dataset}},
-            "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "keep_checkpoints": 2, "device": "cpu"},
+            "trainer": {
+                "checkpoint_every_steps": 2,
+                "keep_weights": 2,
+                "keep_checkpoints": 2,
+                "device": "cpu",
+            },
             "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5},
         }
     )

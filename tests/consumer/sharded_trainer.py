@@ -1,9 +1,10 @@
-"""Run as a program: lives of a data-parallel trainer of two ranks that trains nothing, and says what it was given.
+"""Run as a program: lives of a data-parallel trainer of two ranks that trains nothing, and says
+what it was given.
 
-argv: JSON with url, run, folder, and lives: of each the first and last step, and die_at: the step after whose take
-rank 1 ends without a word. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0 keeps its position. Prints how each
-rank ended.
-Single-threaded, so that it may fork: torch is loaded once.
+argv: JSON with url, run, folder, and lives: of each the first and last step, and die_at: the step
+after whose take rank 1 ends without a word. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0
+keeps its position. Prints how each rank ended. Single-threaded, so that it may fork: torch is
+loaded once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from consumer.batches.batch import Batch
 from consumer.batches.torch_dataset import BatchDataset
 from consumer.sharded_consumer import ShardedConsumer
 
-KILLED, RANKS = 9, 2
+KILLED = 9
+RANKS = 2
 
 
 def note(batch: Batch, folder: Path, rank: int) -> None:
@@ -41,9 +43,12 @@ def note(batch: Batch, folder: Path, rank: int) -> None:
 
 def train(order: dict[str, Any], life: int, rank: int) -> None:
     """One life of one rank."""
-    steps, base = order["lives"][life], Path(order["folder"])
+    steps = order["lives"][life]
+    base = Path(order["folder"])
     folder = base / str(life)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
     consumer = ShardedConsumer(Run.open(Store(order["url"]), order["run"]))
     saved = base / "position.json"
     position = Position.model_validate_json(saved.read_bytes()) if saved.exists() else Position()

@@ -27,7 +27,9 @@ def drive(run: Run, story: Callable[[AsyncRolloutConsumer], Awaitable[None]]) ->
 
 
 def test_a_cancelled_take_loses_nothing_and_the_loop_goes_on_meanwhile(run: Run) -> None:
-    """It is cancelled again and again while groups come in, so sometimes just after the batch was recorded."""
+    """It is cancelled again and again while groups come in, so sometimes just after the batch was
+    recorded.
+    """
     turns = 0
 
     async def tick() -> None:
@@ -46,7 +48,9 @@ def test_a_cancelled_take_loses_nothing_and_the_loop_goes_on_meanwhile(run: Run)
                         await asyncio.wait_for(consumer.take_batch(step, {"math": 13}), patience_s)
                 batch = await consumer.take_batch(step, {"math": 3})
                 again = await consumer.take_batch(step, {"math": 3})
-                assert [wire.encode(g) for g in again.groups] == [wire.encode(g) for g in batch.groups]
+                assert [wire.encode(g) for g in again.groups] == [
+                    wire.encode(g) for g in batch.groups
+                ]
                 seen += batch.manifest.gids
                 await consumer.commit(step, keep=step)
             assert crew.epochs
@@ -58,10 +62,13 @@ def test_a_cancelled_take_loses_nothing_and_the_loop_goes_on_meanwhile(run: Run)
     assert turns > 20
 
 
-def test_cancelling_between_record_and_answer_gives_the_same_batch_to_the_next_take(run: Run) -> None:
+def test_cancelling_between_record_and_answer_gives_the_same_batch_to_the_next_take(
+    run: Run,
+) -> None:
     async def story(consumer: AsyncRolloutConsumer) -> None:
         with at_work(run, math=3):
-            recorded, original = asyncio.Event(), run.ledger.take
+            recorded = asyncio.Event()
+            original = run.ledger.take
             loop = asyncio.get_running_loop()
 
             def take(*args: object, **kwargs: object) -> object:
@@ -102,7 +109,9 @@ def test_a_wait_tells_what_is_missing_and_who_could_make_it(run: Run) -> None:
     heard: list[WaitReason] = []
 
     async def story(consumer: AsyncRolloutConsumer) -> None:
-        with pytest.raises(TimeoutError, match=r"math 0 of 3; of math, 0 wait and 0 run; there is no live worker$"):
+        with pytest.raises(
+            TimeoutError, match=r"math 0 of 3; of math, 0 wait and 0 run; there is no live worker$"
+        ):
             await consumer.take_batch(1, {"math": 3}, deadline_s=0.05, waiting=heard.append)
         await consumer.pause("keep")
         with pytest.raises(TimeoutError, match="the run is paused"):

@@ -1,4 +1,6 @@
-"""Workers that hand in garbage as fast as they can: the trainer goes on with whole batches, they claim nothing more."""
+"""Workers that hand in garbage as fast as they can: the trainer goes on with whole batches, they
+claim nothing more.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,38 @@ from tests.consumer.conftest import Trainers
 from tests.consumer.crew import Crew, at_work, wait_until
 from tests.rolloutmq.conftest import ROOT
 
-BATCH, STEPS, TARGET = 8, 3, 24
+BATCH = 8
+STEPS = 3
+TARGET = 24
 LONG = {"lease_ms": 60_000, "worker_timeout_ms": 600_000, "role_timeout_ms": 60_000}
 
 
 @contextmanager
 def flooding(store: Store, run: Run, *workers: str) -> Iterator[None]:
-    """Processes that have spoiled all of the first TARGET groups when the context begins, and go on."""
-    url, floods = store.servers.masters()[0][0], list[subprocess.Popen[bytes]]()
+    """Processes that have spoiled all of the first TARGET groups when the context begins, and go
+    on.
+    """
+    url = store.servers.masters()[0][0]
+    floods = list[subprocess.Popen[bytes]]()
     try:
         for seed, worker in enumerate(workers):
-            program = [sys.executable, "-m", "tests.consumer.flood", url, run.name, worker, str(seed)]
+            program = [
+                sys.executable,
+                "-m",
+                "tests.consumer.flood",
+                url,
+                run.name,
+                worker,
+                str(seed),
+            ]
             floods.append(subprocess.Popen(program, cwd=ROOT))
         wait_until(lambda: len(run.fleet.workers()) == len(workers), "all have joined", tries=6000)
         crew = Crew(run, {"math": TARGET})
         run.control.open_producer(crew.producer)
         crew.produce("math")
-        wait_until(lambda: run.buffer.count("math") == TARGET, "the pool is full of garbage", tries=6000)
+        wait_until(
+            lambda: run.buffer.count("math") == TARGET, "the pool is full of garbage", tries=6000
+        )
         yield
         assert all(flood.poll() is None for flood in floods)
     finally:
@@ -49,7 +66,8 @@ def test_floods_of_garbage_are_contained(
     store: Store, make_run: Callable[..., Run], trainer: Trainers, workers: tuple[str, ...]
 ) -> None:
     run = make_run(batch_size=BATCH, steps=STEPS, **LONG)
-    consumer, gids = trainer(run), set[str]()
+    consumer = trainer(run)
+    gids = set[str]()
     with flooding(store, run, *workers), at_work(run, math=TARGET):
         for step in range(1, STEPS + 1):
             batch = consumer.take_batch(step, {"math": BATCH}, deadline_s=100.0)
@@ -64,7 +82,11 @@ def test_floods_of_garbage_are_contained(
     barred = {worker.id for worker in run.fleet.workers() if worker.is_barred}
     counted = Counter(letter.worker for letter in letters)
     assert barred == {worker for worker, bad in counted.items() if bad >= BAD_GROUPS} != set()
-    found = [fields["worker"] for _, (_, name, fields) in run.events.read(limit=9000) if name == "worker_barred"]
+    found = [
+        fields["worker"]
+        for _, (_, name, fields) in run.events.read(limit=9000)
+        if name == "worker_barred"
+    ]
     assert sorted(found) == sorted(barred)
     symptoms = "\n".join(symptom.what for symptom in diagnose(take_snapshot(run)))
     assert all(f"worker {worker} is barred" in symptoms for worker in barred)

@@ -1,4 +1,6 @@
-"""A trainer that is killed between any two lines, and loses checkpoints and server state on top of it."""
+"""A trainer that is killed between any two lines, and loses checkpoints and server state on top of
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,21 @@ ROOT = Path(__file__).parents[2]
 def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
     model_dir: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Every group at most once, none that was committed missing, batches that come again the same: many_lives judges.
+    """Every group at most once, none that was committed missing, batches that come again the same:
+    many_lives judges.
 
     More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES`.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.consumer.many_lives", str(tmp_path / "lives"), str(model_dir), str(seed), "4"],
+        [
+            sys.executable,
+            "-m",
+            "tests.consumer.many_lives",
+            str(tmp_path / "lives"),
+            str(model_dir),
+            str(seed),
+            "4",
+        ],
         cwd=ROOT,
         capture_output=True,
         timeout=500,

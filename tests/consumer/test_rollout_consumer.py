@@ -46,7 +46,9 @@ def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Tra
     with at_work(run, math=2):
         wait_until(lambda: run.buffer.count("math") == 2, "two groups")
         with pytest.raises(TimeoutError, match="math 2 of 3"):
-            consumer.take_batch(1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: heard.append(str(reason)))
+            consumer.take_batch(
+                1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: heard.append(str(reason))
+            )
     assert heard == ["waiting for groups: math 2 of 3; of math, 0 wait and 0 run; 1 live workers"]
     with at_work(run, math=3):
         batch = consumer.take_batch(1, {"math": 3})
@@ -55,7 +57,9 @@ def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Tra
     assert [group.gid for group in batch.groups] == batch.manifest.gids
 
 
-def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(run: Run, trainer: Trainers) -> None:
+def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(
+    run: Run, trainer: Trainers
+) -> None:
     consumer = trainer(run)
     with at_work(run, math=2):
         wait_until(lambda: run.buffer.count("math") == 2, "two groups")
@@ -158,7 +162,9 @@ def test_a_batch_that_fails_although_each_of_its_groups_can_be_read_is_tried_twi
     assert len(run.dead_letters) == left[0] == 0
 
 
-def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(run: Run, trainer: Trainers) -> None:
+def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(
+    run: Run, trainer: Trainers
+) -> None:
     consumer = trainer(run)
     with at_work(run, math=12):
         wait_until(lambda: run.buffer.count("math") == 12, "twelve groups")
@@ -180,7 +186,9 @@ def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(run: Run, t
 
 
 @on_both
-def test_restart_from_a_checkpoint_delivers_what_follows_byte_for_byte(run: Run, trainer: Trainers) -> None:
+def test_restart_from_a_checkpoint_delivers_what_follows_byte_for_byte(
+    run: Run, trainer: Trainers
+) -> None:
     first = trainer(run)
     with at_work(run, math=20):
         batches = {step: first.take_batch(step, {"math": 3}) for step in range(1, 5)}
@@ -192,11 +200,15 @@ def test_restart_from_a_checkpoint_delivers_what_follows_byte_for_byte(run: Run,
             assert again.manifest == batches[step].manifest
             assert content(again) == content(batches[step])
         fresh = second.take_batch(5, {"math": 3})
-        assert not set(fresh.manifest.gids) & {gid for batch in batches.values() for gid in batch.manifest.gids}
+        assert not set(fresh.manifest.gids) & {
+            gid for batch in batches.values() for gid in batch.manifest.gids
+        }
     assert second.lineage != first.lineage
 
 
-def test_open_is_refused_below_what_is_kept_and_above_what_was_taken(run: Run, trainer: Trainers) -> None:
+def test_open_is_refused_below_what_is_kept_and_above_what_was_taken(
+    run: Run, trainer: Trainers
+) -> None:
     first = trainer(run)
     with at_work(run, math=4):
         for step in (1, 2):
@@ -229,7 +241,9 @@ def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_i
         trainer(run)
 
 
-def test_open_works_once_the_trainer_before_was_silent_for_long_enough(run: Run, trainer: Trainers) -> None:
+def test_open_works_once_the_trainer_before_was_silent_for_long_enough(
+    run: Run, trainer: Trainers
+) -> None:
     die(trainer(run))
     with pytest.raises(RoleHeld):
         trainer(run)
@@ -274,7 +288,9 @@ def test_first_trainer_is_fenced_on_its_next_operation_when_a_second_one_takes_o
 
 
 @on_both
-def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(run: Run, trainer: Trainers) -> None:
+def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(
+    run: Run, trainer: Trainers
+) -> None:
     first = trainer(run)
     seconds: list[RolloutConsumer] = []
 
@@ -289,9 +305,18 @@ def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(run: Run, tra
 
 
 @on_both
-def test_heartbeat_tells_of_a_server_that_refuses(server: Server, run: Run, trainer: Trainers, store: Store) -> None:
+def test_heartbeat_tells_of_a_server_that_refuses(
+    server: Server, run: Run, trainer: Trainers, store: Store
+) -> None:
     raw: Any = store.control
-    raw.acl_setuser("limited", enabled=True, passwords=["+secret"], keys=["*"], channels=["*"], commands=["+@all"])
+    raw.acl_setuser(
+        "limited",
+        enabled=True,
+        passwords=["+secret"],
+        keys=["*"],
+        channels=["*"],
+        commands=["+@all"],
+    )
     limited = Store(server.url.replace("unix://", "unix://limited:secret@"), deadline_s=2.0)
     try:
         consumer = trainer(Run.open(limited, run.name))
@@ -328,7 +353,9 @@ def test_paused_continues_the_run_when_its_body_fails(run: Run, trainer: Trainer
     assert run.control.state().mode is Mode.RUN
 
 
-def test_pause_fences_a_worker_that_stays_silent(make_run: Callable[..., Run], trainer: Trainers) -> None:
+def test_pause_fences_a_worker_that_stays_silent(
+    make_run: Callable[..., Run], trainer: Trainers
+) -> None:
     run = make_run(pause_timeout_s=0.3, lease_ms=60_000, worker_timeout_ms=600_000)
     consumer = trainer(run)
     with at_work(run, math=0, deaf=True):
@@ -355,8 +382,12 @@ def test_finish_is_what_workers_and_producer_see(run: Run, trainer: Trainers) ->
 
 
 @on_both
-def test_evaluate_returns_exactly_what_was_asked_for_of_several_tasks_and_again(run: Run, trainer: Trainers) -> None:
-    """Each task counts for itself: a later evaluation of another task or size asks for no more, and gets all."""
+def test_evaluate_returns_exactly_what_was_asked_for_of_several_tasks_and_again(
+    run: Run, trainer: Trainers
+) -> None:
+    """Each task counts for itself: a later evaluation of another task or size asks for no more, and
+    gets all.
+    """
     consumer = trainer(run)
     with at_work(run, math=0):
         for task, count in (("quiz", 5), ("exam", 3), ("quiz", 2), ("exam", 4)):
@@ -379,7 +410,9 @@ def test_an_evaluation_in_the_background_goes_on_although_another_one_took_its_g
     assert (len(first), len(second), len(first | second)) == (3, 3, 6)
 
 
-def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_same(run: Run, trainer: Trainers) -> None:
+def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_same(
+    run: Run, trainer: Trainers
+) -> None:
     first = trainer(run)
     with at_work(run, math=0):
         run.evaluations.set_target(first.nonce, "quiz", 4)
@@ -391,7 +424,9 @@ def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_sam
     assert run.progress("quiz")["enqueued"] == "4"
 
 
-def test_evaluate_puts_away_what_older_weights_or_another_task_left(run: Run, trainer: Trainers) -> None:
+def test_evaluate_puts_away_what_older_weights_or_another_task_left(
+    run: Run, trainer: Trainers
+) -> None:
     consumer = trainer(run)
     with at_work(run, math=0):
         run.evaluations.set_target(consumer.nonce, "exam", 2)
@@ -437,13 +472,18 @@ def test_full_memory_is_an_error_for_who_gives_no_way_to_write_a_checkpoint(
         for step in range(1, 11):
             consumer.take_batch(step, {"math": 2})
 
-    with at_work(consumer._run, math=100), pytest.raises(CheckpointNow, match="not committed") as caught:
+    with (
+        at_work(consumer._run, math=100),
+        pytest.raises(CheckpointNow, match="not committed") as caught,
+    ):
         take_on()
     assert "commit" in caught.value.hint
 
 
 @on_both
-def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(run: Run, trainer: Trainers) -> None:
+def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(
+    run: Run, trainer: Trainers
+) -> None:
     consumer = trainer(run)
     producer = new_nonce()
     run.control.open_producer(producer)

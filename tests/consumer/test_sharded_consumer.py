@@ -36,7 +36,10 @@ def run_ranks(url: str, run: Run, folder: Path, *lives: dict[str, int]) -> list[
 
 
 def read(folder: Path, life: int, step: int) -> list[dict[str, Any]]:
-    return [orjson.loads((folder / str(life) / f"{step}-{rank}.json").read_bytes()) for rank in range(RANKS)]
+    return [
+        orjson.loads((folder / str(life) / f"{step}-{rank}.json").read_bytes())
+        for rank in range(RANKS)
+    ]
 
 
 def check_step(said: list[dict[str, Any]]) -> None:
@@ -56,7 +59,9 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
     bad = run.buffer.peek(6, "math")[5].gid  # of the second step
     run.store.control.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
 
-    ends = run_ranks(server.url, run, tmp_path, {"first": 1, "last": 4, "die_at": 3}, {"first": 3, "last": 4})
+    ends = run_ranks(
+        server.url, run, tmp_path, {"first": 1, "last": 4, "die_at": 3}, {"first": 3, "last": 4}
+    )
     assert ends[0][1] == KILLED
     assert ends[0][0] not in (0, KILLED)  # it noticed, and did not go on alone
     assert ends[1] == [0, 0]
@@ -73,7 +78,9 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
-def test_balanced_shares_hold_every_place_once_and_are_within_four_thirds(weights: list[int], ranks: int) -> None:
+def test_balanced_shares_hold_every_place_once_and_are_within_four_thirds(
+    weights: list[int], ranks: int
+) -> None:
     shares = balanced_shares(weights, ranks)
     assert len(shares) == ranks
     assert sorted(place for share in shares for place in share) == list(range(len(weights)))
@@ -89,7 +96,10 @@ def test_dataset_gives_whole_steps_through_a_data_loader(run: Run, trainer: Trai
     consumer = trainer(run)
     with at_work(run, math=6):
         dataset = BatchDataset(consumer, lambda step: {"math": step}, first=1, last=3)
-        sizes = [tuple(padded_tensors(batch)["scores"].shape) for batch in DataLoader(dataset, batch_size=None)]
+        sizes = [
+            tuple(padded_tensors(batch)["scores"].shape)
+            for batch in DataLoader(dataset, batch_size=None)
+        ]
     assert sizes == [(4,), (8,), (12,)]
     assert len(dataset) == 3
     assert run.ledger.steps()[0] == 3
@@ -111,7 +121,8 @@ def test_padded_rows_hold_every_token_where_it_belongs() -> None:
     for number, group in enumerate(groups):
         for state in group.states:
             assert state.prompt_ids is not None
-            length, start = int(tensors["attention_mask"][row].sum()), len(state.prompt_ids)
+            length = int(tensors["attention_mask"][row].sum())
+            start = len(state.prompt_ids)
             tokens = [*state.prompt_ids.tolist(), *state.response_ids.tolist()]
             mask = [0.0] * start + [float(m) for m in _mask(state)]
             assert tensors["input_ids"][row, :length].tolist() == tokens
@@ -124,4 +135,8 @@ def test_padded_rows_hold_every_token_where_it_belongs() -> None:
 
 
 def _mask(state: Any) -> list[int]:
-    return [1] * len(state.response_ids) if state.response_mask is None else state.response_mask.tolist()
+    return (
+        [1] * len(state.response_ids)
+        if state.response_mask is None
+        else state.response_mask.tolist()
+    )

@@ -1,4 +1,6 @@
-"""The pages of docs/: every block of "your own …" is executed as it stands; files and tests that pages name exist."""
+"""The pages of docs/: every block of "your own …" is executed as it stands; files and tests that
+pages name exist.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Block(NamedTuple):
 
 def blocks(page: str) -> Iterator[Block]:
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    for language, file, code in re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S):
+    for language, file, code in re.findall(
+        r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S
+    ):
         yield Block(language, file, code)
 
 
@@ -48,10 +52,13 @@ class Reader:
     """Does in a folder what the pages say."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.said = folder, ""
+        self.folder = folder
+        self.said = ""
         command = folder / "bin" / "rolloutmq"
         command.parent.mkdir()
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m rolloutmq "$@"\n', encoding="utf-8")
+        command.write_text(
+            f'#!/bin/sh\nexec {sys.executable} -m rolloutmq "$@"\n', encoding="utf-8"
+        )
         command.chmod(0o755)
 
     def follow(self, block: Block) -> None:
@@ -69,8 +76,12 @@ class Reader:
     def run(self, *words: str) -> str:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         env = os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT}:{self.folder}", "COLUMNS": "120"}
-        done = subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
-        logs = "".join(log.read_text(encoding="utf-8")[-2000:] for log in self.folder.glob("runs/*/logs/*.log"))
+        done = subprocess.run(
+            words, cwd=self.folder, env=env, capture_output=True, text=True, check=False
+        )
+        logs = "".join(
+            log.read_text(encoding="utf-8")[-2000:] for log in self.folder.glob("runs/*/logs/*.log")
+        )
         assert done.returncode == 0, done.stdout + done.stderr + logs
         return done.stdout
 
@@ -89,7 +100,9 @@ def test_your_own_data_set_judge_agent_loop_and_trainer_make_a_run(tmp_path: Pat
     lines = (tmp_path / "runs" / "mine" / "logs" / "trainer.log").read_text(encoding="utf-8")
     assert re.findall(r"^step (\d): 2 groups", lines, re.M) == ["1", "2", "3"]
     tests = sorted(path.name for path in tmp_path.glob("test_my_*.py"))
-    assert "5 passed" in reader.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert "5 passed" in reader.run(
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests
+    )
 
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md")))
@@ -97,5 +110,7 @@ def test_files_and_tests_that_a_page_names_exist(page: str) -> None:
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     for file, test in re.findall(r"`([\w./]+\.\w+)::(\w+)`", text):
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), (file, test)
-    for path in re.findall(r"`((?:buffer|producer_workers|consumer|configs|tests|docker|benchmarks)/[\w./]*)`", text):
+    for path in re.findall(
+        r"`((?:buffer|producer_workers|consumer|configs|tests|docker|benchmarks)/[\w./]*)`", text
+    ):
         assert (ROOT / path).exists(), path

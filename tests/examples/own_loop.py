@@ -1,9 +1,11 @@
-"""Your own loop that calls the parts one by one: produce, take, train, commit, publish. One process, a real server.
+"""Your own loop that calls the parts one by one: produce, take, train, commit, publish. One
+process, a real server.
 
     python -m tests.examples.own_loop FOLDER
 
-Put your model where `train` and `save_weights` are, an engine of yours (or vLLM, in processes of their own: `rolloutmq
-worker`) where the simulated one is, and your problems where PROBLEMS are. Nothing else is needed from this project.
+Put your model where `train` and `save_weights` are, an engine of yours (or vLLM, in processes of
+their own: `rolloutmq worker`) where the simulated one is, and your problems where PROBLEMS are.
+Nothing else is needed from this project.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def main(folder: Path, steps: int = 4) -> list[str]:
     """One line about each step."""
     with EmbeddedServer(folder / "server") as server:
         store = Store(server.url)
-        limits = RunLimits(steps=steps, batch_size=4, stale_threshold=2, tasks={"sums": TaskLimits()})
+        limits = RunLimits(
+            steps=steps, batch_size=4, stale_threshold=2, tasks={"sums": TaskLimits()}
+        )
         run = Run.create(store, "own-loop", new_nonce(), limits, FIRST, "")
         with serving(run):
             lines = loop(run, folder, steps)
@@ -88,14 +92,18 @@ def loop(run: Run, folder: Path, steps: int) -> list[str]:
             path = save_weights(folder / f"weights-{step}", weights)
             with consumer.paused("keep"):  # workers freeze, switch, and go on
                 consumer.publish_weights(step, path, "")
-            lines.append(f"step {step}: {len(batch.groups)} groups, made {made.made['sums'].produced_tokens} tokens")
+            lines.append(
+                f"step {step}: {len(batch.groups)} groups, made {made.made['sums'].produced_tokens} tokens"
+            )
     consumer.finish()
     consumer.close()
     return lines
 
 
 class serving:
-    """A worker on a thread of its own, for as long as the block lasts; in life, `rolloutmq worker` on every GPU."""
+    """A worker on a thread of its own, for as long as the block lasts; in life, `rolloutmq worker`
+    on every GPU.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._thread = run, threading.Thread(target=lambda: asyncio.run(self._work()))
@@ -111,11 +119,17 @@ class serving:
     async def _work(self) -> None:
         quick = Fixed(value=0.001)
         config = SimulatedConfig(
-            response_tokens=Fixed(value=16), first_token_s=quick, token_s=quick, vocab_size=95, eos_token_id=0
+            response_tokens=Fixed(value=16),
+            first_token_s=quick,
+            token_s=quick,
+            vocab_size=95,
+            eos_token_id=0,
         )
         engine = SimulatedEngine(config, FIRST)
         await engine.start()
-        agent_loop = SingleTurnAgentLoop(judge=FunctionJudge("judge", judge), tokenizer=Characters(), eos_ids={0})
+        agent_loop = SingleTurnAgentLoop(
+            judge=FunctionJudge("judge", judge), tokenizer=Characters(), eos_ids={0}
+        )
         await Worker(self._run, engine, {"sums": TaskRunner(agent_loop)}, worker_id="w0").run()
 
 

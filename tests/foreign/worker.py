@@ -1,10 +1,11 @@
-"""A whole rollout worker that imports nothing of rolloutmq: producer_workers/PROTOCOL.md in code. Copy it, and go on.
+"""A whole rollout worker that imports nothing of rolloutmq: producer_workers/PROTOCOL.md in code.
+Copy it, and go on.
 
     rolloutmq scripts --json > scripts.json
     python worker.py redis://localhost my_run scripts.json my-worker
 
-Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed. `worker.mjs`
-is the same in JavaScript.
+Where `respond` is, put your engine and your judge. One group at a time, on a single server,
+uncompressed. `worker.mjs` is the same in JavaScript.
 """
 
 import json
@@ -31,20 +32,36 @@ class Abort(Exception):
 class Worker:
     def __init__(self, url, run, scripts, name, token_s="0.001"):
         # what an outage cut off is sent again as it was, which does no harm
-        self.redis, self.prefix = redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.2), -1)), f"rmq:{{{run}}}:"
+        self.redis = redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.2), -1))
+        self.prefix = f"rmq:{{{run}}}:"
         self.scripts = json.loads(Path(scripts).read_text(encoding="utf-8"))["scripts"]
-        self.stopping, self.token_s, self.due = False, float(token_s), 0
+        self.stopping = False
+        self.token_s = float(token_s)
+        self.due = 0
         limits = self.redis.hgetall(self.prefix + "meta").items()
-        self.facts = {name.decode(): json.loads(value) for name, value in limits if name != b"nonce"}
-        self.facts |= {"worker": name, "nonce": token_hex(16), "ack": 0, "done": 0, "concurrency": 1}
+        self.facts = {
+            name.decode(): json.loads(value) for name, value in limits if name != b"nonce"
+        }
+        self.facts |= {
+            "worker": name,
+            "nonce": token_hex(16),
+            "ack": 0,
+            "done": 0,
+            "concurrency": 1,
+        }
         self.hear(self.call("register")[2:8])
 
     def call(self, script, task="", keys=(), more=(), **facts):
         """Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`."""
-        header, facts = self.scripts[script], {**self.facts, **facts}
+        header = self.scripts[script]
+        facts = {**self.facts, **facts}
         fixed = [slot["key"].replace("<task>", task) for slot in header["keys"] if not slot["tail"]]
         names = [self.prefix + key.replace("<worker>", facts["worker"]) for key in (*fixed, *keys)]
-        args = [facts.get(slot["names"][0], slot.get("default")) for slot in header["args"] if not slot["tail"]]
+        args = [
+            facts.get(slot["names"][0], slot.get("default"))
+            for slot in header["args"]
+            if not slot["tail"]
+        ]
         reply = self.redis.register_script(header["source"])(names, [*args, *more])
         return [part.decode() if isinstance(part, bytes) else part for part in reply]
 
@@ -54,17 +71,23 @@ class Worker:
             self.facts["weights"] = weights  # load what is at self.path, then say that it is loaded
 
     def beat(self, held):
-        """A sign of life, with (gid, token) of the group in work; raises Abort where its lease is lost."""
+        """A sign of life, with (gid, token) of the group in work; raises Abort where its lease is
+        lost.
+        """
         reply = self.call("heartbeat", more=held, state="working" if held else "idle")
         self.due = time.monotonic() + self.facts["heartbeat_ms"] / 1000
         if reply[0] == "REPLACED":
             sys.exit("another process has this name")
-        self.hear(reply[1:7] if reply[0] == "OK" else self.call("register")[2:8])  # else the server forgot us
+        self.hear(
+            reply[1:7] if reply[0] == "OK" else self.call("register")[2:8]
+        )  # else the server forgot us
         if held and (reply[0] != "OK" or len(reply) > 7):
             raise Abort
 
     def tick(self, held=()):
-        """Between any two tokens or groups: beat when it is time, do what the run says, then acknowledge it."""
+        """Between any two tokens or groups: beat when it is time, do what the run says, then
+        acknowledge it.
+        """
         while True:
             if time.monotonic() >= self.due:
                 self.beat(held)
@@ -86,18 +109,24 @@ class Worker:
         self.call("deregister")
 
     def work(self):
-        """Claim one group and hand it in; False where there is none, or none may start: the heartbeat will tell."""
+        """Claim one group and hand it in; False where there is none, or none may start: the
+        heartbeat will tell.
+        """
         served = [(task, lane) for lane in LANES for task in self.facts["tasks"]]
         keys = [key for task, lane in served for key in (f"jobs:{task}:{lane}", f"progress:{task}")]
         token = token_hex(16)
-        reply = self.call("claim", keys=keys, more=[lane for _, lane in served], token=token, limit=1)
+        reply = self.call(
+            "claim", keys=keys, more=[lane for _, lane in served], token=token, limit=1
+        )
         if reply[0] != "OK" or len(reply) < 8:
             return False
-        gid, task = reply[7], reply[7].rpartition("-")[0]
+        gid = reply[7]
+        task = reply[7].rpartition("-")[0]
         try:
             self.submit(gid, task, token, self.make(gid, token))
         except (Abort, ValueError, KeyError) as error:
-            kind, reason = "aborted" if isinstance(error, Abort) else "failed", json.dumps({"reason": str(error)})
+            kind = "aborted" if isinstance(error, Abort) else "failed"
+            reason = json.dumps({"reason": str(error)})
             self.call("release", task, gid=gid, token=token, kind=kind, reason=reason)
         return True
 
@@ -105,20 +134,30 @@ class Worker:
         """The finished document of a group: its prompt's, with responses."""
         group = msgpack.unpackb(self.redis.get(f"{self.prefix}payload:{gid}:init"))
         prompt = array("i", group["columns"]["prompt_ids"]["data"])
-        ids, logprobs, lengths = array("i"), array("f"), array("i")
+        ids = array("i")
+        logprobs = array("f")
+        lengths = array("i")
         for member in group["members"]:
             tokens, spans = self.respond(prompt, member["sample"], (gid, token))
             ids.extend(tokens)
             logprobs.extend([-1.0] * len(tokens))
             lengths.append(len(tokens))
             reward = {"score": float(sum(tokens) % 2)}
-            member.update(status="completed", finish_reason="length", spans=spans, reward=reward, response=str(tokens))
+            member.update(
+                status="completed",
+                finish_reason="length",
+                spans=spans,
+                reward=reward,
+                response=str(tokens),
+            )
         for name, column in (("response_ids", ids), ("logprobs", logprobs), ("lengths", lengths)):
             group["columns"][name]["data"] = column.tobytes()
         return group
 
     def respond(self, prompt, sample, held):
-        """(tokens, spans of [start, length, version, lineage]): each token with the weights that really made it."""
+        """(tokens, spans of [start, length, version, lineage]): each token with the weights that
+        really made it.
+        """
         tokens, spans = [], []
         while len(tokens) < sample["max_tokens"]:
             time.sleep(self.token_s)
@@ -132,21 +171,41 @@ class Worker:
 
     def submit(self, gid, task, token, group):
         """The bytes first, under the token; then the script that counts and keeps them."""
-        data, members = msgpack.packb(group), group["members"]
+        data = msgpack.packb(group)
+        members = group["members"]
         spans = [span for member in members for span in member["spans"]]
-        oldest = [word for made_by in {(span[3], span[2]) for span in spans} for word in ("oldest", *made_by)]
+        oldest = [
+            word
+            for made_by in {(span[3], span[2]) for span in spans}
+            for word in ("oldest", *made_by)
+        ]
         starts = range(0, len(data), CHUNK)
         keys = [f"payload:{gid}:{token}" + (f":{n}" if n else "") for n in range(len(starts))]
-        facts = {"gid": gid, "token": token, "status": "completed", "samples": len(members), "chunks": len(keys)}
-        facts |= {"tokens": sum(span[1] for span in spans), "size": len(data), "crc": f"{zlib.crc32(data):08x}"}
-        facts |= {"reward_sum": sum(member["reward"]["score"] for member in members), "reward_count": len(members)}
+        facts = {
+            "gid": gid,
+            "token": token,
+            "status": "completed",
+            "samples": len(members),
+            "chunks": len(keys),
+        }
+        facts |= {
+            "tokens": sum(span[1] for span in spans),
+            "size": len(data),
+            "crc": f"{zlib.crc32(data):08x}",
+        }
+        facts |= {
+            "reward_sum": sum(member["reward"]["score"] for member in members),
+            "reward_count": len(members),
+        }
         facts["order"] = "arrival" if self.facts["order"] == "fifo" else ""
         answer = ["MISSING"]
         while answer[0] == "MISSING":
             for key, start in zip(keys, starts, strict=True):
                 self.redis.set(self.prefix + key, data[start : start + CHUNK], ex=3600)
             answer = self.call("submit", task, keys, oldest, **facts)
-        self.facts["done"] += answer[0] == "OK"  # FENCED: somebody else has the group, this result is not wanted
+        self.facts["done"] += (
+            answer[0] == "OK"
+        )  # FENCED: somebody else has the group, this result is not wanted
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Run as a program: coverage-guided fuzz of the decoder (`make fuzz`). Bytes are mutated as bytes and as msgpack.
+"""Run as a program: coverage-guided fuzz of the decoder (`make fuzz`). Bytes are mutated as bytes
+and as msgpack.
 
-argv: those of libFuzzer (https://llvm.org/docs/LibFuzzer.html), the folder of the corpus last; it is filled with the
-golden files first. What breaks the promise is written to a file crash-…, which decodes the same way in a test.
+argv: those of libFuzzer (https://llvm.org/docs/LibFuzzer.html), the folder of the corpus last; it
+is filled with the golden files first. What breaks the promise is written to a file crash-…, which
+decodes the same way in a test.
 """
 
 from __future__ import annotations
@@ -33,10 +35,14 @@ def try_one(data: bytes) -> None:
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Half of the time bytes, as libFuzzer does; else the document, so that what is behind the unpacking is reached."""
+    """Half of the time bytes, as libFuzzer does; else the document, so that what is behind the
+    unpacking is reached.
+    """
     dice = random.Random(seed)
     try:
-        document = msgpack.unpackb(data, raw=False, strict_map_key=True) if dice.random() < 0.5 else None
+        document = (
+            msgpack.unpackb(data, raw=False, strict_map_key=True) if dice.random() < 0.5 else None
+        )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
         document = None
     if document is None:
@@ -52,7 +58,9 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 def _change(container: Any, dice: random.Random) -> None:
     """Replace, remove, double or add one thing somewhere below."""
     while isinstance(container, dict | list) and container:
-        place = dice.choice(list(container) if isinstance(container, dict) else range(len(container)))
+        place = dice.choice(
+            list(container) if isinstance(container, dict) else range(len(container))
+        )
         child = container[place]
         if isinstance(child, dict | list) and child and dice.random() < 0.8:
             container = child

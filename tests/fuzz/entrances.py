@@ -1,7 +1,8 @@
-"""Run as a program: coverage-guided fuzz of every entrance but the decoder of groups (`make fuzz`; that is decoder.py).
+"""Run as a program: coverage-guided fuzz of every entrance but the decoder of groups (`make fuzz`;
+that is decoder.py).
 
-argv: those of libFuzzer, the folder of the corpus last; it is filled with tests/bad_payloads.py first. The first byte
-says which entrance the rest is handed in at.
+argv: those of libFuzzer, the folder of the corpus last; it is filled with tests/bad_payloads.py
+first. The first byte says which entrance the rest is handed in at.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def control(data: bytes) -> None:
 
 def reward(data: bytes) -> None:
     try:
-        assert all(math.isfinite(value) for value in check_reward("judge", orjson.loads(data)).values())
+        assert all(
+            math.isfinite(value) for value in check_reward("judge", orjson.loads(data)).values()
+        )
     except (JudgeError, orjson.JSONDecodeError):
         return
 
@@ -93,7 +96,14 @@ def url(data: bytes) -> None:
         return
 
 
-ENTRANCES: tuple[Callable[[bytes], None], ...] = (control, reward, imported_line, prompt, question, url)
+ENTRANCES: tuple[Callable[[bytes], None], ...] = (
+    control,
+    reward,
+    imported_line,
+    prompt,
+    question,
+    url,
+)
 
 
 def try_one(data: bytes) -> None:
@@ -105,11 +115,21 @@ def seeds_of_corpus() -> dict[str, bytes]:
     """A good document for each entrance, and all that is done to one in tests/bad_payloads.py."""
     from tests.bad_payloads import CONTROL, LINE, REWARD
 
-    row = {"gid": "a", "task": "math", "response_ids": [1], "logprobs": [-1.0], "reward": {"score": 1.0}}
+    row = {
+        "gid": "a",
+        "task": "math",
+        "response_ids": [1],
+        "logprobs": [-1.0],
+        "reward": {"score": 1.0},
+    }
     message = {"question": "1 + 1", "answer": "2", "extra": {"level": 1}, "tools": [{"name": "f"}]}
     asked = {"$or": [{"staleness": {"$gte": 2}}, {"status": {"$in": ["completed"]}}], "reward": 0.5}
     address = b"redis+sentinel://user:a-long-secret@[::1]:1,host:2/service/0?ssl_ca_certs=x&sentinel_username=y"
-    good: tuple[bytes, ...] = (b"3\0run\0eval fresh\0l0:1\0/w\0sum", orjson.dumps({"score": 1.0}), orjson.dumps(row))
+    good: tuple[bytes, ...] = (
+        b"3\0run\0eval fresh\0l0:1\0/w\0sum",
+        orjson.dumps({"score": 1.0}),
+        orjson.dumps(row),
+    )
     good += (orjson.dumps(message), orjson.dumps(asked), address)
     found = {f"good-{place}": bytes([place]) + data for place, data in enumerate(good)}
     for place, kinds in enumerate((CONTROL, REWARD, LINE)):

@@ -1,5 +1,6 @@
-"""What `wire.decode` promises for any bytes: a WireError, or a group that can be used and written again; and the same
-document whether its own reader or the library's has read it."""
+"""What `wire.decode` promises for any bytes: a WireError, or a group that can be used and written
+again; and the same document whether its own reader or the library's has read it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,18 @@ from buffer.model.rollout import RolloutState
 
 
 def plain(state: RolloutState) -> dict[str, Any]:
-    """A state as comparable values; a mask of all ones is the same as none, and so is a column without tokens."""
+    """A state as comparable values; a mask of all ones is the same as none, and so is a column
+    without tokens.
+    """
     fields = dict(state)
     mask = fields.pop("response_mask")
     for name in ("ref_logprobs", "values"):
         fields[name] = None if fields[name] is None else fields[name].tolist() or None
     if isinstance(state.routed_experts, np.ndarray):
         fields["routed_experts"] = state.routed_experts.tolist()
-    columns = {name: fields.pop(name).tolist() for name in ("prompt_ids", "response_ids", "logprobs")}
+    columns = {
+        name: fields.pop(name).tolist() for name in ("prompt_ids", "response_ids", "logprobs")
+    }
     return fields | columns | {"mask": None if mask is None or all(mask) else mask.tolist()}
 
 
@@ -31,9 +36,13 @@ def read_alike(data: bytes) -> None:
     """What the quick reader accepts is what the library makes of it."""
     quick = wire_reader._read_own(memoryview(data))
     if quick is not None:
-        columns = {n: column | {"data": bytes(column["data"])} for n, column in quick["columns"].items()}
+        columns = {
+            n: column | {"data": bytes(column["data"])} for n, column in quick["columns"].items()
+        }
         # as text: a NaN does not equal itself
-        assert repr(quick | {"columns": columns}) == repr(msgpack.unpackb(data, strict_map_key=True))
+        assert repr(quick | {"columns": columns}) == repr(
+            msgpack.unpackb(data, strict_map_key=True)
+        )
 
 
 def keep(data: bytes) -> bool:
@@ -48,5 +57,7 @@ def keep(data: bytes) -> bool:
     assert len(group.states) == len(group)
     assert group.scores.shape == (len(group),)
     again = RolloutGroup(group.gid, group.task, group.states)
-    assert repr([plain(s) for s in wire.decode(wire.encode(again)).states]) == repr([plain(s) for s in group.states])
+    assert repr([plain(s) for s in wire.decode(wire.encode(again)).states]) == repr(
+        [plain(s) for s in group.states]
+    )
     return True

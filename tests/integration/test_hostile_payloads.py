@@ -1,4 +1,6 @@
-"""A worker that hands in garbage: the trainer puts it aside, says why and whose it was, and goes on with the rest."""
+"""A worker that hands in garbage: the trainer puts it aside, says why and whose it was, and goes on
+with the rest.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def scene(own_server: Server, run_name: str) -> Iterator[Scene]:
 
 
 def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: str) -> None:
-    """What a worker can do that writes its own bytes, and says of them what it should say of a good group."""
+    """What a worker can do that writes its own bytes, and says of them what it should say of a good
+    group.
+    """
     run = scene.run
     ref, commands = run.payloads.commands(job.gid, job.token, data)
     scene.store.write("payload write", commands)
@@ -76,7 +80,9 @@ def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:
 
 @pytest.mark.parametrize("samples", [1, 1024])
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_groups_of_one_and_of_many_samples_with_and_without_tokens(scene: Scene, samples: int, tokens: int) -> None:
+def test_groups_of_one_and_of_many_samples_with_and_without_tokens(
+    scene: Scene, samples: int, tokens: int
+) -> None:
     scene.open_trainer()
     scene.enqueue(1, samples=[samples])
     (job,) = scene.claim(1)
@@ -102,7 +108,20 @@ def test_a_group_of_64_megabytes_comes_and_goes_whole(scene: Scene) -> None:
     assert not list(scene.raw.scan_iter(f"{scene.keys.prefix}payload:*"))
 
 
-STRANGE = ("", " ", "a b", "a:b", "{a}", "a{b}c", "ä", "a\n", "a\0b", "../a", "x" * 65, "x" * 10_240)
+STRANGE = (
+    "",
+    " ",
+    "a b",
+    "a:b",
+    "{a}",
+    "a{b}c",
+    "ä",
+    "a\n",
+    "a\0b",
+    "../a",
+    "x" * 65,
+    "x" * 10_240,
+)
 
 
 @pytest.mark.parametrize("name", STRANGE, ids=range(len(STRANGE)))

@@ -1,7 +1,9 @@
-"""Servers that lose their last second, their last minutes, or everything; trainers that die while they put it right.
+"""Servers that lose their last second, their last minutes, or everything; trainers that die while
+they put it right.
 
-A real Redis with `appendfsync everysec` is killed, and its append-only file is cut at some byte: what a crash in the
-wrong moment does. The judge looks at the batches that led to the last checkpoint: every group once, and none too old.
+A real Redis with `appendfsync everysec` is killed, and its append-only file is cut at some byte:
+what a crash in the wrong moment does. The judge looks at the batches that led to the last
+checkpoint: every group once, and none too old.
 """
 
 from __future__ import annotations
@@ -32,17 +34,34 @@ from tests.consumer.conftest import die
 from tests.consumer.crew import at_work
 from tests.servers import start_redis
 
-EVERYSEC = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--auto-aof-rewrite-percentage", "0")
-LIMITS = RunLimits(
-    lease_ms=2000, heartbeat_ms=100, role_timeout_ms=60_000, stale_threshold=6, tasks={"math": TaskLimits()}
+EVERYSEC = (
+    "--appendonly",
+    "yes",
+    "--appendfsync",
+    "everysec",
+    "--save",
+    "",
+    "--auto-aof-rewrite-percentage",
+    "0",
 )
-GROUPS, STEPS, KEPT = 3, 4, 2
+LIMITS = RunLimits(
+    lease_ms=2000,
+    heartbeat_ms=100,
+    role_timeout_ms=60_000,
+    stale_threshold=6,
+    tasks={"math": TaskLimits()},
+)
+GROUPS = 3
+STEPS = 4
+KEPT = 2
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass
 class Checkpoint:
-    """What is on the trainer's disk: its position as JSON, and the batches that made its weights (for the judge)."""
+    """What is on the trainer's disk: its position as JSON, and the batches that made its weights
+    (for the judge).
+    """
 
     position: str
     history: list[Manifest] = field(default_factory=list)
@@ -52,7 +71,9 @@ class Site:
     """One run over many lives of its server and its trainer."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.nonce, self.random = folder, new_nonce(), random.Random(seed)
+        self.folder = folder
+        self.nonce = new_nonce()
+        self.random = random.Random(seed)
         self.checkpoints = [Checkpoint(Position().model_dump_json())]
         self.aof_bytes: list[int] = []
 
@@ -61,10 +82,13 @@ class Site:
         return next(self.folder.glob("server/appendonlydir/*.incr.aof"))
 
     def life(self, older: int = 0, *, regenerate: bool = False, steps: int = STEPS) -> Opening:
-        """Server and trainer start, some steps are trained and every second one saved; then both are killed."""
+        """Server and trainer start, some steps are trained and every second one saved; then both
+        are killed.
+        """
         with start_redis(self.folder / "server", *EVERYSEC) as url:
             run = self.connect(url)
-            consumer, checkpoint = RolloutConsumer(run), self.checkpoints[-1 - older]
+            consumer = RolloutConsumer(run)
+            checkpoint = self.checkpoints[-1 - older]
             self.checkpoints = self.checkpoints[: len(self.checkpoints) - older]
             position = Position.model_validate_json(checkpoint.position)
             try:
@@ -79,10 +103,22 @@ class Site:
         return opening
 
     def connect(self, url: str) -> Run:
-        return Run.create(Store(url, deadline_s=10.0), "demo", self.nonce, LIMITS, PolicyVersion("initial", 0), "/w")
+        return Run.create(
+            Store(url, deadline_s=10.0),
+            "demo",
+            self.nonce,
+            LIMITS,
+            PolicyVersion("initial", 0),
+            "/w",
+        )
 
     def train(
-        self, run: Run, consumer: RolloutConsumer, position: Position, history: list[Manifest], steps: int
+        self,
+        run: Run,
+        consumer: RolloutConsumer,
+        position: Position,
+        history: list[Manifest],
+        steps: int,
     ) -> None:
         for _ in range(steps):
             consumer.publish_weights(position.step, "/w", "")
@@ -93,17 +129,25 @@ class Site:
             if position.step % 2 == 0:
                 self.save(run, consumer, position, history)
 
-    def save(self, run: Run, consumer: RolloutConsumer, position: Position, history: list[Manifest]) -> None:
+    def save(
+        self, run: Run, consumer: RolloutConsumer, position: Position, history: list[Manifest]
+    ) -> None:
         steps = [Position.model_validate_json(saved.position).step for saved in self.checkpoints]
         keep = [*steps, position.step][-KEPT:][0]
         position.forget(keep)
         position.cursors = {"math": run.jobs.cursor("math")}
-        self.checkpoints = [*self.checkpoints, Checkpoint(position.model_dump_json(), list(history))][-KEPT:]
+        self.checkpoints = [
+            *self.checkpoints,
+            Checkpoint(position.model_dump_json(), list(history)),
+        ][-KEPT:]
         consumer.commit(position.step, keep=keep)
 
     def judge(self, run: Run) -> None:
-        """Every group at most once, none too old, all that was committed is archived, and the account adds up."""
-        audit, saved = run.account.fsck(), self.checkpoints[-1]
+        """Every group at most once, none too old, all that was committed is archived, and the
+        account adds up.
+        """
+        audit = run.account.fsck()
+        saved = self.checkpoints[-1]
         assert audit.clean, (audit.faults, audit.lost, audit.doubled)
         position = Position.model_validate_json(saved.position)
         assert [manifest.step for manifest in saved.history] == list(range(1, position.step + 1))
@@ -111,10 +155,16 @@ class Site:
         assert len(trained) == len(set(trained)) == GROUPS * position.step
         assert all(gid in position.trained for gid in trained)
         freed = run.ledger.steps()[2]
-        archived = {gid for manifest in saved.history if manifest.step <= freed for gid in manifest.gids}
+        archived = {
+            gid for manifest in saved.history if manifest.step <= freed for gid in manifest.gids
+        }
         assert audit.tasks[0].archived == len(archived)
         for manifest in saved.history:
-            ages = [staleness(manifest.step, entry.version) for entry in manifest.entries if entry.version is not None]
+            ages = [
+                staleness(manifest.step, entry.version)
+                for entry in manifest.entries
+                if entry.version is not None
+            ]
             assert max(ages) < LIMITS.stale_threshold
 
     def cut(self, steps_ago: int) -> None:
@@ -127,9 +177,12 @@ class Site:
 
 
 def transaction_ends(data: bytes) -> Iterator[int]:
-    """Where the file may end. Redis 7.0.15 itself does not cut a torn transaction off: at the second restart its first
-    half is carried out together with the next one (seen; Valkey 9.1 does it right)."""
-    place, in_transaction = 0, False
+    """Where the file may end. Redis 7.0.15 itself does not cut a torn transaction off: at the
+    second restart its first half is carried out together with the next one (seen; Valkey 9.1 does
+    it right).
+    """
+    place = 0
+    in_transaction = False
     while place < len(data):
         words, place = _number(data, place)
         command = []
@@ -189,14 +242,23 @@ def test_an_older_checkpoint_is_trained_again_when_asked_by_name(site: Site) -> 
     site.life()
 
 
-def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_ends_it(site: Site) -> None:
+def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_ends_it(
+    site: Site,
+) -> None:
     site.life(steps=10)
     site.cut(7)
     position = site.folder / "position.json"
     position.write_text(site.checkpoints[-1].position, encoding="utf-8")
     with start_redis(site.folder / "server", *EVERYSEC) as url:
         for calls in (1, 2, 3, 5):
-            program = [sys.executable, "-m", "tests.buffer.server.open_and_die", url, str(position), str(calls)]
+            program = [
+                sys.executable,
+                "-m",
+                "tests.buffer.server.open_and_die",
+                url,
+                str(position),
+                str(calls),
+            ]
             assert subprocess.run(program, cwd=ROOT, check=False).returncode == -signal.SIGKILL
             run = site.connect(url)
             assert run.control.state().mode == "run"

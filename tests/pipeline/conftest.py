@@ -1,4 +1,6 @@
-"""A yard for each test, on the embedded server (`on_both`: on Redis too); a server of its own where a test kills it."""
+"""A yard for each test, on the embedded server (`on_both`: on Redis too); a server of its own where
+a test kills it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,18 @@ from tests.servers import Server
 
 @pytest.fixture(autouse=True)
 def quick_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of a worker that listens for jobs ends between two waits, and the event loop ends after it."""
+    """The thread of a worker that listens for jobs ends between two waits, and the event loop ends
+    after it.
+    """
     monkeypatch.setattr(worker, "IDLE_S", 0.2)
 
 
 @pytest.fixture
 def make_yard(
-    request: pytest.FixtureRequest, server_of: Callable[[str], Server], run_name: str, tmp_path: Path
+    request: pytest.FixtureRequest,
+    server_of: Callable[[str], Server],
+    run_name: str,
+    tmp_path: Path,
 ) -> Iterator[Callable[..., Yard]]:
     """A yard with other limits: `make_yard(max_tries=1)`. Its parameter is the kind of server."""
     store = Store(server_of(getattr(request, "param", "valkey")).url, deadline_s=30.0)
@@ -44,8 +51,11 @@ def yard(make_yard: Callable[..., Yard]) -> Yard:
 def make_mixture(
     request: pytest.FixtureRequest, server_of: Callable[[str], Server], run_name: str
 ) -> Iterator[Callable[..., Mixture]]:
-    """A run of several tasks: `make_mixture({"batch_size": 3}, curriculum=f)`. Its parameter is the kind of server."""
-    server, made = server_of(getattr(request, "param", "valkey")), list[Mixture]()
+    """A run of several tasks: `make_mixture({"batch_size": 3}, curriculum=f)`. Its parameter is the
+    kind of server.
+    """
+    server = server_of(getattr(request, "param", "valkey"))
+    made = list[Mixture]()
     store = Store(server.url, deadline_s=20.0)
     with server.connect() as raw:
 

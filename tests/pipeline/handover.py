@@ -1,4 +1,5 @@
-"""The two ends of a transfer of weights in processes of their own, which stop in its middle and wait to be killed.
+"""The two ends of a transfer of weights in processes of their own, which stop in its middle and
+wait to be killed.
 
 What comes in and goes out:
 
@@ -33,13 +34,19 @@ def save(folder: Path) -> None:
     for number in (1, 2):
         weights = np.arange(NUMBERS, dtype=np.float32) * number
         file = folder / f"model-{number}.safetensors"
-        save_file({f"layer.{number}": weights.reshape(100, -1), f"bias.{number}": weights[:3]}, file)
+        save_file(
+            {f"layer.{number}": weights.reshape(100, -1), f"bias.{number}": weights[:3]}, file
+        )
     (folder / "config.json").write_text("{}")
 
 
-def announce(server: TensorServer, snapshot: MemorySnapshot, folder: Path, backend: str = "gloo") -> Announcement:
+def announce(
+    server: TensorServer, snapshot: MemorySnapshot, folder: Path, backend: str = "gloo"
+) -> Announcement:
     server.offer(snapshot)
-    facts, shapes, checksum = snapshot.facts(), snapshot.shapes(), snapshot.checksum
+    facts = snapshot.facts()
+    shapes = snapshot.shapes()
+    checksum = snapshot.checksum
     met = (snapshot.label, backend, "127.0.0.1", server.port, server.token)
     return Announcement(*met, str(folder), checksum, facts, shapes)
 
@@ -51,7 +58,8 @@ def say(line: str) -> None:
 
 def stop_in_the_middle() -> None:
     """After 25 chunks, in the second file: say so, and do nothing more."""
-    finish, chunks = ProcessGroup._finish, 0
+    finish = ProcessGroup._finish
+    chunks = 0
 
     def count(self: ProcessGroup, *moving: Any) -> Any:
         nonlocal chunks
@@ -72,7 +80,9 @@ def main(end: str) -> None:
         TensorReceiver(Announcement.parse(sys.stdin.readline()), limit_s=60)
     else:
         server = TensorServer("127.0.0.1", "gloo")
-        announced = announce(server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), Path("nowhere"))
+        announced = announce(
+            server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), Path("nowhere")
+        )
         say(announced.to_json().decode())
     threading.Event().wait()
 

@@ -1,4 +1,6 @@
-"""A run of several tasks on a real server: the real producer and trainer, and workers whose every move a test makes."""
+"""A run of several tasks on a real server: the real producer and trainer, and workers whose every
+move a test makes.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,11 @@ class Mixture:
         curriculum: WeightFunction | None = None,
         should_continue: Mapping[str, ShouldContinue | None] | None = None,
     ) -> None:
-        self.scene, self.run = scene, scene.run
+        self.scene = scene
+        self.run = scene.run
         self.rows = {task: Rows() for task in self.run.limits.tasks}
-        self._curriculum, self._should_continue = curriculum, should_continue
+        self._curriculum = curriculum
+        self._should_continue = should_continue
         self.manager = self.new_manager()
         self.consumer = RolloutConsumer(self.run)
         self.consumer.open()
@@ -55,7 +59,8 @@ class Mixture:
     def new_manager(self) -> AgentLoopManager:
         """As a producer that starts makes it."""
         samplers = {
-            task: Sampler(task, rows, Letters(), SampleParams(), prompt_repeat_k=2) for task, rows in self.rows.items()
+            task: Sampler(task, rows, Letters(), SampleParams(), prompt_repeat_k=2)
+            for task, rows in self.rows.items()
         }
         strategies = strategies_of(self.run.limits, self._should_continue)
         follows = Curriculum(self.run, self._curriculum) if self._curriculum else None
@@ -64,12 +69,16 @@ class Mixture:
     # -- moves ---------------------------------------------------------------
 
     def claim(self) -> list[Job]:
-        """All that waits; nothing where newer weights were published meanwhile, or a pause has begun."""
+        """All that waits; nothing where newer weights were published meanwhile, or a pause has
+        begun.
+        """
         weights = self.run.control.state().weights
         return self.run.jobs.claim("w0", self.scene.worker(), new_nonce(), weights, 100).jobs
 
     def work(self, **most: int) -> None:
-        """Complete what waits; where `most` is given, only so many groups of each task, and give the others back."""
+        """Complete what waits; where `most` is given, only so many groups of each task, and give
+        the others back.
+        """
         weights = self.run.control.state().weights
         for job in self.claim():
             if not most or most.get(job.task, 0) > 0:

@@ -1,4 +1,5 @@
-"""A producer as a process of its own, for tests that kill it: the real one, with a tokenizer that costs no import.
+"""A producer as a process of its own, for tests that kill it: the real one, with a tokenizer that
+costs no import.
 
 usage: python -m tests.pipeline.produce URL RUN DATASET TARGET [standby]
 """
@@ -21,14 +22,30 @@ from tests.pipeline.yard import TASK, Letters
 
 
 def make_producer(
-    run: Run, dataset: Path, share: int, *, steps: int = 1000, threshold: int = 1, slice_size: int = 7
+    run: Run,
+    dataset: Path,
+    share: int,
+    *,
+    steps: int = 1000,
+    threshold: int = 1,
+    slice_size: int = 7,
 ) -> AgentLoopManager:
     """A producer that starts `share` groups for every step that the newest weights may serve."""
     sampler = Sampler(
-        TASK, JsonlDataset(dataset), Letters(), SampleParams(), prompt_repeat_k=2, seed=3, max_prompt_tokens=50
+        TASK,
+        JsonlDataset(dataset),
+        Letters(),
+        SampleParams(),
+        prompt_repeat_k=2,
+        seed=3,
+        max_prompt_tokens=50,
     )
     # one task: every group of a batch is its own
-    run.limits.adopt(run.limits.model_copy(update={"batch_size": share, "steps": steps, "stale_threshold": threshold}))
+    run.limits.adopt(
+        run.limits.model_copy(
+            update={"batch_size": share, "steps": steps, "stale_threshold": threshold}
+        )
+    )
     strategy = AsyncProduceStrategy(TASK, run.limits)
     return AgentLoopManager(run, {TASK: sampler}, {TASK: strategy}, slice_size=slice_size)
 

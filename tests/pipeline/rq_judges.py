@@ -1,4 +1,6 @@
-"""Judges that misbehave on purpose, for rq's work-horses. `ground_truth` is a folder that they tell the test by."""
+"""Judges that misbehave on purpose, for rq's work-horses. `ground_truth` is a folder that they tell
+the test by.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run in a folder, as a user has it: a config file, a server, and real processes that can be killed."""
+"""A run in a folder, as a user has it: a config file, a server, and real processes that can be
+killed.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ class Site:
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
         (self.folder / "problems.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
-        text = CONFIG.format(**{k: getattr(self, k) for k in ("name", "folder", "steps", "model", "token_s")})
+        text = CONFIG.format(
+            **{k: getattr(self, k) for k in ("name", "folder", "steps", "model", "token_s")}
+        )
         self.config.write_text(text, encoding="utf-8")
 
     @property
@@ -149,7 +153,9 @@ class Site:
     def lines(self) -> list[tuple[int, tuple[str, ...]]]:
         """(step, gids) of every line that any trainer wrote, replaced ones too."""
         file = self.run_dir / "steps.jsonl"
-        rows = [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+        rows = (
+            [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+        )
         return [(row["step"], tuple(row["gids"])) for row in rows]
 
     def until_step(self, step: int) -> None:
@@ -165,7 +171,9 @@ class Site:
     def words(self) -> str:
         """The ends of all logs, for a test that failed."""
         logs = [*(p.log for p in self.processes), *(self.run_dir / "logs").glob("*.log")]
-        return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+        return "\n".join(
+            f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs
+        )
 
     def audit(self) -> Audit:
         """fsck, with the server started if it went away with the run."""
@@ -184,13 +192,17 @@ class Site:
         return audit
 
     def check(self) -> None:
-        """Nothing lost, nothing trained twice, every step there, and what was delivered again was the same."""
+        """Nothing lost, nothing trained twice, every step there, and what was delivered again was
+        the same.
+        """
         history = self.history()
         assert [step.step for step in history.steps] == list(range(1, self.steps + 1)), self.words()
         assert not history.trained_twice()
         batches: dict[int, tuple[str, ...]] = {}
         for step, gids in self.lines():
-            assert batches.setdefault(step, gids) == gids, f"step {step} was delivered with other groups"
+            assert batches.setdefault(step, gids) == gids, (
+                f"step {step} was delivered with other groups"
+            )
         audit = self.audit()
         assert audit.clean, (audit.faults, audit.lost, audit.doubled)
         assert audit.checked >= 4 * self.steps

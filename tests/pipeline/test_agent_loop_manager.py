@@ -1,4 +1,6 @@
-"""All tasks of a run, produced together: in a user's own loop, with one that breaks, and one that has enough."""
+"""All tasks of a run, produced together: in a user's own loop, with one that breaks, and one that
+has enough.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ STATUS = ProduceBatchStatus
 
 
 def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[..., Mixture]) -> None:
-    """Weights 2:1:0 of 7, three steps: exactly what the batches need, counted in each call by itself."""
+    """Weights 2:1:0 of 7, three steps: exactly what the batches need, counted in each call by
+    itself.
+    """
     site = make_mixture()
     working = threading.Event()
 
@@ -62,7 +66,9 @@ def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[...,
     site.scene.check()
 
 
-def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(make_mixture: Callable[..., Mixture]) -> None:
+def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     site = make_mixture()
     with site.manager.opened():
         with pytest.raises(RoleHeld):
@@ -71,13 +77,17 @@ def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(make_mixtu
             site.manager.produce_batch(1, deadline_s=0.0)
 
 
-def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(make_mixture: Callable[..., Mixture]) -> None:
+def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     site = make_mixture()
     site.rows["math"].broken = ZeroDivisionError("row of a user")
     with site.manager.opened():
         site.rounds()
         assert site.ready() == {"math": 0, "code": 2, "idle": 0}
-        with pytest.raises(TaskStopped, match=r"math is stopped: .*ZeroDivisionError: row of a user") as caught:
+        with pytest.raises(
+            TaskStopped, match=r"math is stopped: .*ZeroDivisionError: row of a user"
+        ) as caught:
             site.take(1)
         assert "rolloutmq continue --task math" in caught.value.hint
         with pytest.raises(TaskStopped, match="math is stopped"):
@@ -95,7 +105,9 @@ def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(make_mixture: 
     site.scene.check()
 
 
-def test_a_producer_that_starts_anew_tries_a_broken_task_again(make_mixture: Callable[..., Mixture]) -> None:
+def test_a_producer_that_starts_anew_tries_a_broken_task_again(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     first = make_mixture()
     first.rows["math"].broken = OSError("disk")
     with first.manager.opened():
@@ -109,19 +121,25 @@ def test_a_producer_that_starts_anew_tries_a_broken_task_again(make_mixture: Cal
 
 
 def test_a_slow_task_holds_up_no_other(make_mixture: Callable[..., Mixture]) -> None:
-    """Nothing of math is ever handed in: code goes on, step after step, as far as its weights allow."""
+    """Nothing of math is ever handed in: code goes on, step after step, as far as its weights
+    allow.
+    """
     site = make_mixture()
     with site.manager.opened():
         for step in (1, 2, 3):
             site.rounds(code=9)
             assert site.ready() == {"math": 0, "code": 2, "idle": 0}
-            batch = site.consumer.take_batch(step, {"math": 5, "code": 2}, strict=False, deadline_s=60.0)
+            batch = site.consumer.take_batch(
+                step, {"math": 5, "code": 2}, strict=False, deadline_s=60.0
+            )
             assert [group.task for group in batch.groups] == ["code", "code"]
             site.publish(step)
     site.scene.check()
 
 
-def test_enough_is_a_batch_of_what_there_is_and_is_not_made_up_for(make_mixture: Callable[..., Mixture]) -> None:
+def test_enough_is_a_batch_of_what_there_is_and_is_not_made_up_for(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     def three(completed: int, wanted: int, *, progress: TaskProgress) -> bool:
         return completed < 3
 
@@ -142,7 +160,9 @@ def test_enough_is_a_batch_of_what_there_is_and_is_not_made_up_for(make_mixture:
     site.scene.check()
 
 
-def test_should_continue_that_raises_stops_its_task_with_its_words(make_mixture: Callable[..., Mixture]) -> None:
+def test_should_continue_that_raises_stops_its_task_with_its_words(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     def broken(*_: int, **__: object) -> bool:
         raise KeyError("difficulty")
 
@@ -154,7 +174,9 @@ def test_should_continue_that_raises_stops_its_task_with_its_words(make_mixture:
             site.take(1)
 
 
-def test_enough_of_nothing_is_an_error_and_no_empty_batch(make_mixture: Callable[..., Mixture]) -> None:
+def test_enough_of_nothing_is_an_error_and_no_empty_batch(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     site = make_mixture(should_continue=dict.fromkeys(("math", "code"), lambda *_, **__: False))
     with site.manager.opened():
         site.rounds()
@@ -165,14 +187,17 @@ def test_enough_of_nothing_is_an_error_and_no_empty_batch(make_mixture: Callable
 def test_curriculum_is_asked_once_a_step_and_its_weights_hold_later(
     make_mixture: Callable[..., Mixture],
 ) -> None:
-    """Math gives way to idle once step 2 was taken: versioned, told in the events, and every batch adds up."""
+    """Math gives way to idle once step 2 was taken: versioned, told in the events, and every batch
+    adds up.
+    """
     asked: list[int] = []
 
     def weights(progress: ProduceProgress) -> dict[str, float] | None:
         asked.append(progress.tasks["math"].consumed)
         return {"math": 1, "idle": 1} if progress.next_consumer_step > 2 else None
 
-    site, taken = make_mixture(curriculum=weights), list[dict[str, int]]()
+    site = make_mixture(curriculum=weights)
+    taken = list[dict[str, int]]()
     with site.manager.opened():
         for step in range(1, 7):
             site.rounds(2)
@@ -224,7 +249,9 @@ def test_curriculum_that_is_wrong_changes_nothing_and_says_so_once_a_step(
     assert "curriculum" in {name for _, (_, name, _) in site.run.events.read()}
 
 
-def test_a_producer_that_was_taken_over_weighs_nothing(make_mixture: Callable[..., Mixture]) -> None:
+def test_a_producer_that_was_taken_over_weighs_nothing(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     """It was slow, in the user's function, while another one took over."""
 
     def weights(progress: ProduceProgress) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""A worker that finds out by itself how many groups keep its engine full, says so, and obeys whoever knows better."""
+"""A worker that finds out by itself how many groups keep its engine full, says so, and obeys
+whoever knows better.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def test_an_engine_with_room_is_filled_and_one_that_queues_is_given_less(yard: Y
         async with yard.working(
             yard.worker(token_s=SLOW_S, concurrency="auto", max_num_seqs=40, drain_timeout_s=0.0)
         ) as engine:
-            # two requests a group, so 20 groups fill it: the search doubles from 8 to 32 or more, and comes back
+            # two requests a group, so 20 groups fill it: the search doubles from 8 to 32 or more,
+            # and comes back
             await yard.until(lambda: engine.load().running == 40)
             await yard.until(lambda: 18 <= said(yard) < 32)
             yard.run.set(LiveSettings(concurrency=3))

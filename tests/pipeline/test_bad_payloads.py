@@ -1,5 +1,6 @@
-"""Every kind of bad payload at every entrance of a run: what it hits fails by itself and says why, and everything else
-goes on. What workers hand in: tests/integration/test_hostile_payloads.py."""
+"""Every kind of bad payload at every entrance of a run: what it hits fails by itself and says why,
+and everything else goes on. What workers hand in: tests/integration/test_hostile_payloads.py.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def dead(yard: Yard) -> dict[str, str]:
 
 def test_prompts(yard: Yard) -> None:
     yard.run.limits.max_tries = 1
-    bad, good = yard.enqueue(len(KINDS)), yard.enqueue(3)
+    bad = yard.enqueue(len(KINDS))
+    good = yard.enqueue(3)
     for gid, kind in zip(bad, KINDS, strict=True):
         key = yard.run.keys.payload(gid, "init")
         yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
@@ -49,7 +51,11 @@ def test_prompts(yard: Yard) -> None:
     asyncio.run(work())
     letters = dead(yard)
     assert set(letters) == set(bad)
-    untyped = {kind: letters[gid] for gid, kind in zip(bad, KINDS, strict=True) if not _is_told(letters[gid])}
+    untyped = {
+        kind: letters[gid]
+        for gid, kind in zip(bad, KINDS, strict=True)
+        if not _is_told(letters[gid])
+    }
     assert not untyped
     yard.check()
 
@@ -62,7 +68,9 @@ def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) 
     gids = yard.enqueue(len(KINDS), tokens=(5000, 5000))
 
     async def work() -> None:
-        async with yard.working(yard.worker(token_s=0.01, partial_rollout=True, concurrency=len(gids))) as engine:
+        async with yard.working(
+            yard.worker(token_s=0.01, partial_rollout=True, concurrency=len(gids))
+        ) as engine:
             await yard.until_generating(engine, 2 * len(gids))
             yard.control(Mode.ABORT)
             await yard.until_places(aborted=len(gids))
@@ -71,7 +79,9 @@ def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) 
             yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
         yard.control(Mode.RUN)
         assert yard.reissue() == len(gids)
-        async with yard.working(yard.worker("w1", token_s=0.0001, partial_rollout=True, concurrency=len(gids))):
+        async with yard.working(
+            yard.worker("w1", token_s=0.0001, partial_rollout=True, concurrency=len(gids))
+        ):
             await yard.until_places(completed=len(gids))
 
     asyncio.run(work())
@@ -83,7 +93,9 @@ async def _serve(yard: Yard, answers: dict[str, bytes], judge_of: Any) -> None:
 
     async def answer(request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
-        return web.Response(body=answers.get(asked["ground_truth"], GOOD), content_type="application/json")
+        return web.Response(
+            body=answers.get(asked["ground_truth"], GOOD), content_type="application/json"
+        )
 
     app = web.Application()
     app.router.add_post("/", answer)
@@ -99,7 +111,8 @@ async def _serve(yard: Yard, answers: dict[str, bytes], judge_of: Any) -> None:
 
 def test_answers_of_a_judge(yard: Yard) -> None:
     yard.run.limits.max_tries = 1
-    bad, good = yard.enqueue(len(KINDS)), yard.enqueue(3)
+    bad = yard.enqueue(len(KINDS))
+    good = yard.enqueue(3)
     answers = {gid: REWARD[kind](GOOD) for gid, kind in zip(bad, KINDS, strict=True)}
 
     async def judged(url: str) -> None:
@@ -107,7 +120,9 @@ def test_answers_of_a_judge(yard: Yard) -> None:
             await yard.until_places(dead=len(bad), completed=len(good))
 
     asyncio.run(_serve(yard, answers, judged))
-    untyped = {gid: reason for gid, reason in dead(yard).items() if "http://127.0.0.1" not in reason}
+    untyped = {
+        gid: reason for gid, reason in dead(yard).items() if "http://127.0.0.1" not in reason
+    }
     assert not untyped
     yard.check()
 
@@ -122,7 +137,10 @@ def test_answers_in_rqs_results(yard: Yard) -> None:
         while not stop.wait(0.01):
             for job in raw.lrange(judge._queue.key, 0, -1):
                 raw.lrem(judge._queue.key, 0, job)
-                raw.xadd(f"rq:results:{job.decode()}", {"type": "1", "return_value": b64encode(data).decode()})
+                raw.xadd(
+                    f"rq:results:{job.decode()}",
+                    {"type": "1", "return_value": b64encode(data).decode()},
+                )
 
     for kind in KINDS:
         stop = threading.Event()
@@ -138,8 +156,15 @@ def test_answers_in_rqs_results(yard: Yard) -> None:
 
 
 def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
-    line = {"gid": "a", "task": TASK, "response_ids": [1, 2], "logprobs": [-1.0, -1.0], "reward": {"score": 1.0}}
-    good, path = orjson.dumps(line), tmp_path / "lines.jsonl"
+    line = {
+        "gid": "a",
+        "task": TASK,
+        "response_ids": [1, 2],
+        "logprobs": [-1.0, -1.0],
+        "reward": {"score": 1.0},
+    }
+    good = orjson.dumps(line)
+    path = tmp_path / "lines.jsonl"
     before = yard.run.account.totals()
     for kind in KINDS:
         bad = LINE[kind](good)
@@ -162,7 +187,11 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
     gids = yard.enqueue(2)
 
     def lines() -> list[dict[str, str]]:
-        return [client for client in yard.store.control.client_list() if client["name"].endswith("-line")]
+        return [
+            client
+            for client in yard.store.control.client_list()
+            if client["name"].endswith("-line")
+        ]
 
     async def work() -> None:
         async with yard.working(yard.worker()):
@@ -171,7 +200,9 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
             heard_on = [line["id"] for line in lines()]
             for kind in KINDS:
                 yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
-            await yard.until(lambda: caplog.text.count("a hint that nobody can follow") == len(KINDS))
+            await yard.until(
+                lambda: caplog.text.count("a hint that nobody can follow") == len(KINDS)
+            )
             await yard.receipts(yard.control(Mode.DRAIN))
             await yard.receipts(yard.control(Mode.RUN))
             more = await asyncio.to_thread(yard.enqueue, 2)
@@ -183,14 +214,24 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_control_state_that_was_overwritten(yard: Yard, tmp_path: Path) -> None:
-    key, names = yard.run.keys.control, ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
+    key, names = (
+        yard.run.keys.control,
+        ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum"),
+    )
     yard.name(1, tmp_path, "sum")
     state = yard.run.control.state()
     good = b"\0".join(field or b"" for field in yard.store.control.hmget(key, *names))
     for kind in KINDS:
         fields = (CONTROL[kind](good).split(b"\0") + [b""] * 6)[:6]
         yard.store.control.hset(key, mapping=dict(zip(names, fields, strict=True)))
-        if kind in ("trailing bytes", "unknown field", "wrong lengths", "same key twice", "bad utf-8", "truncated"):
+        if kind in (
+            "trailing bytes",
+            "unknown field",
+            "wrong lengths",
+            "same key twice",
+            "bad utf-8",
+            "truncated",
+        ):
             continue  # more than six fields are no state of this hash; another path or none is one
         with pytest.raises(RolloutMQError):
             pytest.fail(f"{kind}: {yard.run.control.state()}")

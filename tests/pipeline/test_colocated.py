@@ -14,13 +14,15 @@ from tests.pipeline.yard import SLOW_S, TASK, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
-WORKERS, STEPS = 3, 4
+WORKERS = 3
+STEPS = 4
 
 
 @on_both
 def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batch(yard: Yard) -> None:
     consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # nobody closes it
-    consumer.nonce, consumer.lineage = yard.trainer, "l1"
+    consumer.nonce = yard.trainer
+    consumer.lineage = "l1"
     weights = {step: yard.write_weights(step) for step in range(1, STEPS + 1)}
     yard.enqueue(15 * STEPS, tokens=(30, 60))
     awake: list[bool] = []
@@ -37,8 +39,14 @@ def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batch(yard
             yard.reissue()
 
     async def scenario() -> None:
-        workers = [yard.worker(f"w{n}", token_s=0.002, sleeps=True, concurrency=2) for n in range(WORKERS)]
-        async with yard.working(workers[0]) as a, yard.working(workers[1]) as b, yard.working(workers[2]) as c:
+        workers = [
+            yard.worker(f"w{n}", token_s=0.002, sleeps=True, concurrency=2) for n in range(WORKERS)
+        ]
+        async with (
+            yard.working(workers[0]) as a,
+            yard.working(workers[1]) as b,
+            yard.working(workers[2]) as c,
+        ):
             await asyncio.to_thread(train, [a, b, c])
 
     asyncio.run(scenario())
@@ -66,7 +74,9 @@ def test_an_engine_stays_awake_while_a_lane_is_open_or_the_pause_keeps(yard: Yar
     asyncio.run(scenario())
 
 
-def test_the_receipt_of_a_sleeping_worker_comes_after_its_last_group(yard: Yard, tmp_path: Path) -> None:
+def test_the_receipt_of_a_sleeping_worker_comes_after_its_last_group(
+    yard: Yard, tmp_path: Path
+) -> None:
     yard.enqueue(2, tokens=(40, 40))
     slept = threading.Event()
 

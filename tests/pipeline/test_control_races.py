@@ -1,8 +1,9 @@
-"""Everybody pauses and continues at once, a trainer dies in its pause, messages come late and twice, a worker is deaf.
+"""Everybody pauses and continues at once, a trainer dies in its pause, messages come late and
+twice, a worker is deaf.
 
-One property, on a real server, with clients on threads of their own: whatever the order, an abort or drain that is
-confirmed holds nothing, the run can be continued, and each rollout is made once, as a whole, by tokens that are kept
-(I2, I9, I10).
+One property, on a real server, with clients on threads of their own: whatever the order, an abort
+or drain that is confirmed holds nothing, the run can be continued, and each rollout is made once,
+as a whole, by tokens that are kept (I2, I9, I10).
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ from producer_workers.worker.control_client import Listener
 from tests.pipeline.yard import TASK, Yard
 
 LENGTHS = (10, 60)
-"""Tokens of the two rollouts of each group: the short one is often completed when the long one is interrupted."""
+"""Tokens of the two rollouts of each group: the short one is often completed when the long one is
+interrupted.
+"""
 
-GROUPS, MOVES, PROMPT = 16, 9, 3
+GROUPS = 16
+MOVES = 9
+PROMPT = 3
 
 
 class Racers:
     """Who moves at random; `errors` of their threads are the test's."""
 
     def __init__(self, yard: Yard, seed: int) -> None:
-        self.yard, self._control, self._seed = yard, yard.run.control, seed
+        self.yard = yard
+        self._control = yard.run.control
+        self._seed = seed
         self.kept: dict[tuple[str, int], RolloutState] = {}
         self.judged: Counter[tuple[str, int]] = Counter()
         self.errors: list[BaseException] = []
@@ -49,7 +56,9 @@ class Racers:
         return 1.0
 
     def run(self, *moves: Callable[[random.Random], None]) -> None:
-        threads = [threading.Thread(target=self._guard, args=(move, n)) for n, move in enumerate(moves)]
+        threads = [
+            threading.Thread(target=self._guard, args=(move, n)) for n, move in enumerate(moves)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -76,7 +85,9 @@ class Racers:
         self._control.set_mode("operator", Mode.RUN)
 
     def train(self, chance: random.Random) -> None:
-        """New weights all the time; now and then a trainer dies in its pause, and another one takes over."""
+        """New weights all the time; now and then a trainer dies in its pause, and another one takes
+        over.
+        """
         consumer = self.open_trainer()
         for version in range(1, MOVES):
             folder, checksum = self.yard.write_weights(version)
@@ -84,7 +95,8 @@ class Racers:
             self.look(self._control.state())
             if chance.random() < 0.4:
                 consumer._closed.set()  # its heart stops, and it says no good-bye
-                dead, consumer = consumer, self.open_trainer()
+                dead = consumer
+                consumer = self.open_trainer()
                 with pytest.raises(Fenced):
                     dead.continue_()
             consumer.publish_weights(version, str(folder), checksum)
@@ -119,10 +131,13 @@ class Racers:
     # -- what must be so -----------------------------------------------------
 
     def look(self, state: ControlState) -> None:
-        """Once all have confirmed, and while nobody has changed it again: nothing is held, and tokens are kept."""
+        """Once all have confirmed, and while nobody has changed it again: nothing is held, and
+        tokens are kept.
+        """
         if state.mode not in (Mode.ABORT, Mode.DRAIN) or self._control.silent_workers(state.epoch):
             return
-        leases, aborted = self.yard.leases(), self.yard.run.buffer.get(GROUPS, TASK, "aborted")
+        leases = self.yard.leases()
+        aborted = self.yard.run.buffer.get(GROUPS, TASK, "aborted")
         if self._control.state().epoch != state.epoch:
             return
         assert leases == 0
@@ -137,7 +152,9 @@ def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
 ) -> None:
     hears = Listener.listen
     monkeypatch.setattr(
-        Listener, "listen", lambda listener: asyncio.Event().wait() if listener._worker == "deaf" else hears(listener)
+        Listener,
+        "listen",
+        lambda listener: asyncio.Event().wait() if listener._worker == "deaf" else hears(listener),
     )
     yard = make_yard(lease_ms=60_000, heartbeat_ms=100)
     racers = Racers(yard, seed)
@@ -147,8 +164,14 @@ def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
     async def scenario() -> None:
         options: dict[str, Any] = {"token_s": 0.004, "partial_rollout": True, "judge": racers.judge}
         workers = [yard.worker(name, **options) for name in ("w0", "w1", "deaf")]
-        async with yard.working(workers[0]) as a, yard.working(workers[1]) as b, yard.working(workers[2]) as c:
-            others = [asyncio.to_thread(racers.run, other) for other in (racers.produce, racers.gossip)]
+        async with (
+            yard.working(workers[0]) as a,
+            yard.working(workers[1]) as b,
+            yard.working(workers[2]) as c,
+        ):
+            others = [
+                asyncio.to_thread(racers.run, other) for other in (racers.produce, racers.gossip)
+            ]
             background = asyncio.gather(*others)
             try:
                 # one that is certain to interrupt something, for the races to begin with
@@ -169,13 +192,18 @@ def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
         for state in group.states:
             versions = [span.version for span in state.spans]
             assert versions == sorted(versions)
-            assert sum(span.length for span in state.spans) == len(state.response_ids) == len(state.logprobs)
+            assert (
+                sum(span.length for span in state.spans)
+                == len(state.response_ids)
+                == len(state.logprobs)
+            )
             if (before := racers.kept.get((gid, state.index))) is not None:
                 made = len(before.response_ids)
                 assert np.array_equal(state.response_ids[:made], before.response_ids)
                 assert np.array_equal(state.logprobs[:made], before.logprobs)
     for request_id, prompt, params in requests:
-        # a budget is for the whole response: what is there is subtracted, and what is whole is not asked for
+        # a budget is for the whole response: what is there is subtracted, and what is whole is not
+        # asked for
         assert params.max_tokens == LENGTHS[int(request_id.split("/")[1])] - (prompt - PROMPT) > 0
     assert set(racers.judged.values()) == {1}
     assert len(racers.judged) == GROUPS * len(LENGTHS)

@@ -1,4 +1,6 @@
-"""The disaggregated state machine on a real server: what a waiting trainer is told, and what then helps (I7, I8)."""
+"""The disaggregated state machine on a real server: what a waiting trainer is told, and what then
+helps (I7, I8).
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,26 @@ SHARE = 4
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
     path = tmp_path / "problems.jsonl"
-    path.write_bytes(b"\n".join(orjson.dumps({"question": f"{n:04d}", "answer": n}) for n in range(50)))
+    path.write_bytes(
+        b"\n".join(orjson.dumps({"question": f"{n:04d}", "answer": n}) for n in range(50))
+    )
     return path
 
 
 def consumer_of(yard: Yard) -> RolloutConsumer:
     """The handle of the trainer that the yard has opened."""
     consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # nobody closes it
-    consumer.nonce, consumer.lineage = yard.trainer, LINEAGE
+    consumer.nonce = yard.trainer
+    consumer.lineage = LINEAGE
     return consumer
 
 
 @contextmanager
 def producing(producer: AgentLoopManager) -> Iterator[None]:
     stop = threading.Event()
-    thread = threading.Thread(target=producer.produce_loop, args=(stop,), kwargs={"take_over": True})
+    thread = threading.Thread(
+        target=producer.produce_loop, args=(stop,), kwargs={"take_over": True}
+    )
     thread.start()
     try:
         yield
@@ -71,7 +78,9 @@ def take(consumer: RolloutConsumer, step: int, count: int = SHARE) -> Batch:
     return consumer.take_batch(step, {TASK: count}, deadline_s=60.0)
 
 
-def test_weights_that_are_too_old_are_told_and_newer_ones_serve_the_same_step(yard: Yard, dataset: Path) -> None:
+def test_weights_that_are_too_old_are_told_and_newer_ones_serve_the_same_step(
+    yard: Yard, dataset: Path
+) -> None:
     consumer = consumer_of(yard)
 
     def trainer() -> None:
@@ -81,19 +90,24 @@ def test_weights_that_are_too_old_are_told_and_newer_ones_serve_the_same_step(ya
                     take(consumer, step)
                 yard.publish(step - 1)
             batch = take(consumer, step)
-            assert batch.status is ProduceBatchStatus.EXPIRED_BATCH  # these weights serve one step each
+            assert (
+                batch.status is ProduceBatchStatus.EXPIRED_BATCH
+            )  # these weights serve one step each
             assert [entry.version for entry in batch.manifest.entries] == [step - 1] * SHARE
 
     with producing(make_producer(yard.run, dataset, SHARE)):
         play(yard, trainer)
 
 
-def test_a_batch_says_that_it_is_the_last_one_of_its_weights(make_yard: Callable[..., Yard], dataset: Path) -> None:
+def test_a_batch_says_that_it_is_the_last_one_of_its_weights(
+    make_yard: Callable[..., Yard], dataset: Path
+) -> None:
     yard = make_yard(stale_threshold=2)
     consumer = consumer_of(yard)
 
     def trainer() -> None:
-        normal, expired = ProduceBatchStatus.NORMAL, ProduceBatchStatus.EXPIRED_BATCH
+        normal = ProduceBatchStatus.NORMAL
+        expired = ProduceBatchStatus.EXPIRED_BATCH
         assert [take(consumer, step).status for step in (1, 2)] == [normal, expired]
         yard.publish(2)
         assert [take(consumer, step).status for step in (3, 4)] == [normal, expired]
@@ -110,7 +124,9 @@ def test_a_batch_that_nobody_will_ever_make_is_an_error_with_all_counters(
     consumer = consumer_of(yard)
 
     def trainer() -> None:
-        with pytest.raises(NoBatch, match=rf"target \d+, cursor {3 * SHARE}, completed {3 * SHARE}") as told:
+        with pytest.raises(
+            NoBatch, match=rf"target \d+, cursor {3 * SHARE}, completed {3 * SHARE}"
+        ) as told:
             take(consumer, 1, 4 * SHARE)
         assert "batch_size" in told.value.hint
         assert len(take(consumer, 1).groups) == SHARE
@@ -124,7 +140,9 @@ def test_a_batch_that_nobody_will_ever_make_is_an_error_with_all_counters(
         play(yard, trainer)
 
 
-def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(yard: Yard, dataset: Path) -> None:
+def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(
+    yard: Yard, dataset: Path
+) -> None:
     consumer = consumer_of(yard)
     told = threading.Event()
 
@@ -139,7 +157,10 @@ def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(yar
             if len(reasons) == 4:
                 told.set()
 
-        assert len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=60.0, waiting=hear).groups) == SHARE
+        assert (
+            len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=60.0, waiting=hear).groups)
+            == SHARE
+        )
         yard.control(Mode.FINISH)
         with pytest.raises(Stopped):
             take(consumer, 2)
@@ -149,11 +170,21 @@ def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(yar
 
 
 def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer_is_told(
-    make_yard: Callable[..., Yard], server_of: Callable[[str], Any], dataset: Path, caplog: pytest.LogCaptureFixture
+    make_yard: Callable[..., Yard],
+    server_of: Callable[[str], Any],
+    dataset: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     yard = make_yard(stale_threshold=1, role_timeout_ms=2_000)
     consumer = consumer_of(yard)
-    command = [sys.executable, "-m", "tests.pipeline.produce", server_of("valkey").url, yard.run.name, str(dataset)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.pipeline.produce",
+        server_of("valkey").url,
+        yard.run.name,
+        str(dataset),
+    ]
 
     def start(*more: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*command, str(SHARE), *more], cwd=ROOT)
@@ -175,7 +206,10 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
             consumer.producer_timeout_s = 3.0
             with pytest.raises(ProducerGone, match=f"the producer {second.nonce[:8]}… ") as gone:
                 take(consumer, 3)
-            assert f"(process {processes[1].pid} on {socket.gethostname()}) was last heard of" in str(gone.value)
+            assert (
+                f"(process {processes[1].pid} on {socket.gethostname()}) was last heard of"
+                in str(gone.value)
+            )
             assert "no standby took over" in str(gone.value)
             assert "rolloutmq producer" in gone.value.hint
         finally:

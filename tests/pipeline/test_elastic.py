@@ -1,4 +1,6 @@
-"""A worker whose network breaks, and that leaves: a real process, a real signal, a real connection that is cut."""
+"""A worker whose network breaks, and that leaves: a real process, a real signal, a real connection
+that is cut.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,21 @@ def yard(site: Site, tmp_path: Path) -> Iterator[Yard]:
 def test_a_worker_keeps_its_results_while_its_network_is_cut_and_hands_back_what_it_began_when_told_to_go(
     site: Site, yard: Yard
 ) -> None:
-    server, socket = site.server.url.removeprefix("unix://"), site.folder / "network"
+    server = site.server.url.removeprefix("unix://")
+    socket = site.folder / "network"
     network = CuttingProxy(server, socket)
     yard.enqueue(1, tokens=(100, 100))
     long = yard.enqueue(2, ENDLESS)
-    options = ["redis.deadline_s=1", "strategy.enable_partial_rollout=true", "worker.drain_timeout_s=1"]
+    options = [
+        "redis.deadline_s=1",
+        "strategy.enable_partial_rollout=true",
+        "worker.drain_timeout_s=1",
+    ]
     overrides = [part for option in options for part in ("--set", option)]
     worker = site.start("worker", "--id", "away", "--redis-url", network.url, *overrides)
-    site.until(lambda: any(told.requests in (4, 6) for told in yard.run.fleet.workers()), "a full engine")
+    site.until(
+        lambda: any(told.requests in (4, 6) for told in yard.run.fleet.workers()), "a full engine"
+    )
     network.close()
     if "completed" not in yard.places():  # on a slow machine it was quicker than we were
         site.until(lambda: "holding on to groups" in worker.said(), "the end of the short group")
@@ -55,7 +64,9 @@ def test_a_worker_keeps_its_results_while_its_network_is_cut_and_hands_back_what
     assert yard.places() == {"completed": 1, "aborted": 2}
     assert not yard.run.fleet.workers(), "it has said good-bye"
     begun = [len(state.response_ids) for gid in long for state in yard.group(gid).states]
-    assert all(0 < tokens < ENDLESS[0] for tokens in begun), "what was made of them goes on elsewhere"
+    assert all(0 < tokens < ENDLESS[0] for tokens in begun), (
+        "what was made of them goes on elsewhere"
+    )
     assert {record["tries"] for record in yard.records()} == {"0"}
     assert yard.counters().get("leases_lost", 0) == 0
     assert yard.counters()["produced_tokens"] == 200 + sum(begun), "each token was counted once"

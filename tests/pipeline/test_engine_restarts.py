@@ -1,4 +1,6 @@
-"""An engine that dies is replaced, later and later, until it is enough; its groups wait for nobody meanwhile."""
+"""An engine that dies is replaced, later and later, until it is enough; its groups wait for nobody
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Site:
-    """Workers `w0` of a yard, one after another, whose simulated engines die after so many requests each."""
+    """Workers `w0` of a yard, one after another, whose simulated engines die after so many requests
+    each.
+    """
 
     def __init__(self, yard: Yard, *lives: int | None) -> None:
-        self.yard, self.lives = yard, list(lives)
+        self.yard = yard
+        self.lives = list(lives)
         self.members: list[int] = []
 
     async def start(self) -> Engine:
@@ -64,10 +69,18 @@ def test_a_worker_gives_up_and_says_why_when_its_engine_dies_again_and_again(
 ) -> None:
     yard.enqueue(6, (50, 50))
     site = Site(yard, 0, 0, 0, None)
-    with pytest.raises(EngineDeadError, match="giving up after 2 restarts of the engine: the simulated engine died"):
+    with pytest.raises(
+        EngineDeadError, match="giving up after 2 restarts of the engine: the simulated engine died"
+    ):
         asyncio.run(engine_restarts.serve(site.start, site.work, 2))
     assert site.members == [0, 1, 2]
-    assert [word for line in caplog.messages if "restart" in line for word in line.split() if word[:2] == "0."] == [
+    assert [
+        word
+        for line in caplog.messages
+        if "restart" in line
+        for word in line.split()
+        if word[:2] == "0."
+    ] == [
         "0.01",
         "0.02",
     ]
@@ -94,7 +107,8 @@ class WatchedVllm:
     """A real engine that does what a test says when a request of a group comes to it."""
 
     def __init__(self, engine: Engine, seen: Callable[[str], None]) -> None:
-        self._engine, self._seen = engine, seen
+        self._engine = engine
+        self._seen = seen
 
     async def generate(self, request_id: str, *about: Any) -> Generation:
         asyncio.get_running_loop().call_later(0.1, self._seen, request_id.partition("/")[0])
@@ -109,14 +123,18 @@ class WatchedVllm:
 def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_it(
     make_yard: Callable[..., Yard], tmp_path: Path
 ) -> None:
-    """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine ends the work.
+    """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine
+    ends the work.
 
-    The first engine is a pair of shards, of which one is killed; those after it are one process each.
+    The first engine is a pair of shards, of which one is killed; those after it are one process
+    each.
     """
     yard = make_yard(max_tries=2)
     poison, *others = yard.enqueue(4, (400, 400))
     model = write_tiny_model(tmp_path / "model", seed=1)
-    config = VllmConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=32 << 20, omp_threads=1)
+    config = VllmConfig(
+        max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=32 << 20, omp_threads=1
+    )
     killed: list[int] = []
     sizes = [1, 1, 2]
     victims = "VLLM"
@@ -132,7 +150,9 @@ def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_
         nonlocal victims
         shards = sizes.pop()
         victims = "VLLM::Worker_TP1" if shards == 2 else "VLLM"
-        engine = build_engine(config.model_copy(update={"tensor_parallel_size": shards}), model, FIRST)
+        engine = build_engine(
+            config.model_copy(update={"tensor_parallel_size": shards}), model, FIRST
+        )
         await engine.start()
         return cast(Engine, WatchedVllm(engine, kill))
 

@@ -12,13 +12,18 @@ from tests.pipeline.site import Site
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_nothing_is_lost_or_trained_twice_when_each_kind_of_process_is_killed(make_site: Callable[..., Site]) -> None:
+def test_nothing_is_lost_or_trained_twice_when_each_kind_of_process_is_killed(
+    make_site: Callable[..., Site],
+) -> None:
     """Its weights come through Redis; in all other tests they lie in a folder."""
     site = make_site(steps=24)
-    text = site.config.read_text(encoding="utf-8").replace("[policy]", '[policy]\nweights_transport = "redis"')
+    text = site.config.read_text(encoding="utf-8").replace(
+        "[policy]", '[policy]\nweights_transport = "redis"'
+    )
     site.config.write_text(text, encoding="utf-8")
     site.server.start()
-    trainer, producer = site.start("train"), site.start("producer")
+    trainer = site.start("train")
+    producer = site.start("producer")
     worker = site.start("worker", "--id", "w0")
 
     site.until_step(3)

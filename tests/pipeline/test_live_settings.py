@@ -30,7 +30,11 @@ def change(yard: Yard, *assignments: str) -> None:
 def set_events(yard: Yard) -> list[str]:
     """field=value of every change, in order."""
     rows = [fields for _, fields in yard.store.control.xrange(yard.run.keys.events)]
-    return [f"{row[b'field'].decode()}={row[b'value'].decode()}" for row in rows if row[b"event"] == b"set"]
+    return [
+        f"{row[b'field'].decode()}={row[b'value'].decode()}"
+        for row in rows
+        if row[b"event"] == b"set"
+    ]
 
 
 def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
@@ -41,10 +45,14 @@ def test_the_producer_follows_weights_staleness_and_over_sampling_while_it_runs(
     (tmp_path / "problems.jsonl").write_bytes(b"\n".join(rows))
     run = Run.open(yard.store, yard.run.name)
     dataset = JsonlDataset(tmp_path / "problems.jsonl")
-    samplers = {name: Sampler(name, dataset, Letters(), SampleParams()) for name in run.limits.tasks}
+    samplers = {
+        name: Sampler(name, dataset, Letters(), SampleParams()) for name in run.limits.tasks
+    }
     producer = AgentLoopManager(run, samplers, strategies_of(run.limits))
     stop = threading.Event()
-    thread = threading.Thread(target=producer.produce_loop, args=(stop,), kwargs={"take_over": True})
+    thread = threading.Thread(
+        target=producer.produce_loop, args=(stop,), kwargs={"take_over": True}
+    )
 
     async def waiting(**counts: int) -> None:
         def found() -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""A whole run on a cluster of three nodes: a producer, a worker and a trainer, five steps, all of it freed (I1, I6)."""
+"""A whole run on a cluster of three nodes: a producer, a worker and a trainer, five steps, all of
+it freed (I1, I6).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ STEPS = 5
 def test_a_cluster_serves_a_whole_run(
     make_yard: Callable[..., Yard], server_of: Callable[[str], Server], tmp_path: Path
 ) -> None:
-    dataset, server = tmp_path / "problems.jsonl", server_of("cluster")
-    dataset.write_bytes(b"\n".join(orjson.dumps({"question": f"{n:04d}", "answer": n}) for n in range(50)))
+    dataset = tmp_path / "problems.jsonl"
+    server = server_of("cluster")
+    dataset.write_bytes(
+        b"\n".join(orjson.dumps({"question": f"{n:04d}", "answer": n}) for n in range(50))
+    )
     yard = make_yard(stale_threshold=2)
-    consumer, trained = consumer_of(yard), list[str]()
+    consumer = consumer_of(yard)
+    trained = list[str]()
     nodes_with_bytes = set[str]()
 
     def trainer() -> None:
@@ -37,7 +43,15 @@ def test_a_cluster_serves_a_whole_run(
             consumer.commit(step, keep=step)
             yard.publish(step)
 
-    command = [sys.executable, "-m", "tests.pipeline.produce", server.url, yard.run.name, str(dataset), str(SHARE)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.pipeline.produce",
+        server.url,
+        yard.run.name,
+        str(dataset),
+        str(SHARE),
+    ]
     producer = subprocess.Popen(command, cwd=ROOT)
     try:
         play(yard, trainer)
@@ -48,7 +62,10 @@ def test_a_cluster_serves_a_whole_run(
     assert len(set(trained)) == len(trained) == STEPS * SHARE
     assert len(nodes_with_bytes) > 1
     audit = account(yard)
-    assert (audit.tasks[0].archived, yard.run.ledger.steps()) == (STEPS * SHARE, (STEPS, STEPS, STEPS))
+    assert (audit.tasks[0].archived, yard.run.ledger.steps()) == (
+        STEPS * SHARE,
+        (STEPS, STEPS, STEPS),
+    )
     while yard.run.payloads.collect():
         pass
     assert not [gid for gid in trained if yard.run.record(gid)]
@@ -66,7 +83,10 @@ def nodes_of(yard: Yard, gids: list[str]) -> set[str]:
     """The masters that hold payloads of some groups."""
     found = set()
     for url, client in yard.store.servers.masters():
-        keys = [key.decode() for key in client.scan_iter(f"rmq:{{{yard.run.name}:*}}:payload:*", count=1000)]
+        keys = [
+            key.decode()
+            for key in client.scan_iter(f"rmq:{{{yard.run.name}:*}}:payload:*", count=1000)
+        ]
         if [key for key in keys if any(f":{gid}}}" in key for gid in gids)]:
             found.add(url)
     return found

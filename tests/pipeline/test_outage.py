@@ -1,4 +1,6 @@
-"""A long outage of the server: everybody waits, says so once, and nobody takes what the others could not keep."""
+"""A long outage of the server: everybody waits, says so once, and nobody takes what the others
+could not keep.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_call_outlasts_its_deadline_while_there_is_patience_and_says_so_once(
     own_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, asked = Store(own_server.url, deadline_s=0.1), threading.Semaphore(0)
+    store = Store(own_server.url, deadline_s=0.1)
+    asked = threading.Semaphore(0)
 
     def wait_on() -> bool:
         asked.release()
@@ -61,7 +64,10 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_says_so_once(
     with caplog.at_level(logging.INFO, "rolloutmq.store"):
         assert store.retrying("ping", lambda: store.control.ping())
     rescuer.join()
-    assert [record.message.split(":")[0] for record in caplog.records] == ["server away or full", "server back"]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "server away or full",
+        "server back",
+    ]
 
 
 def silent_since_long(yard: Yard) -> Yard:
@@ -71,7 +77,9 @@ def silent_since_long(yard: Yard) -> Yard:
     return yard
 
 
-def test_a_trainer_does_not_miss_a_producer_that_could_not_beat(make_yard: Callable[..., Yard], clock: Clock) -> None:
+def test_a_trainer_does_not_miss_a_producer_that_could_not_beat(
+    make_yard: Callable[..., Yard], clock: Clock
+) -> None:
     yard = silent_since_long(make_yard())
     outlook = BatchOutlook(yard.run, 1, producer_timeout_s=5.0)
     answer = NotReady({TASK: (0, 1)})
@@ -91,7 +99,8 @@ class Stop(threading.Event):
 
     def __init__(self, clock: Clock, seconds: Iterator[float]) -> None:
         super().__init__()
-        self._clock, self._seconds = clock, seconds
+        self._clock = clock
+        self._seconds = seconds
 
     def wait(self, timeout: float | None = None) -> bool:
         self._clock.now += next(self._seconds)

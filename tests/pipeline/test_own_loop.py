@@ -15,5 +15,7 @@ def test_a_loop_of_ones_own_calls_the_parts_one_by_one(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [f"step {n}: 4 groups" for n in (1, 2, 3, 4)]
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [
+        f"step {n}: 4 groups" for n in (1, 2, 3, 4)
+    ]
     assert (tmp_path / "checkpoint.npy").exists()

@@ -1,5 +1,6 @@
-"""A stranger's run: data set, judge, environment and agent loop of configs/README.md, and an agent program that
-knows HTTP and nothing of this project; real processes, a real (tiny) model, and what was trained is what was sampled.
+"""A stranger's run: data set, judge, environment and agent loop of configs/README.md, and an agent
+program that knows HTTP and nothing of this project; real processes, a real (tiny) model, and what
+was trained is what was sampled.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 
     few = "".join(f"[tasks.{name}.sample]\nmax_tokens = 40\n" for name in ("twice", "hints", "web"))
     text = site.config.read_text(encoding="utf-8")
     text = re.sub(r"\[tasks\.sums\].*(?=\[worker\])", "", text, flags=re.DOTALL)
-    text = text.replace("batch_size = 4", "batch_size = 6") + '[engine]\nkind = "transformers"\ndevice = "cpu"\n'
+    text = (
+        text.replace("batch_size = 4", "batch_size = 6")
+        + '[engine]\nkind = "transformers"\ndevice = "cpu"\n'
+    )
     text += '[retention]\npolicy = "last"\nbatches = 10\n' + tasks + web + few
     text = re.sub(r"(?m)^(judge = .*)$", r"\1\nprompt_repeat_k = 2", text)
     site.config.write_text(text, encoding="utf-8")
@@ -91,13 +95,22 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
     assert site.audit().clean
     groups = trained(site)
     tokenizer: Any = AutoTokenizer.from_pretrained(site.model)
-    by_task = {name: [group for group in groups if group.task == name] for name in ("twice", "hints", "web")}
-    assert {name: len(found) for name, found in by_task.items()} == dict.fromkeys(by_task, 2 * STEPS)
+    by_task = {
+        name: [group for group in groups if group.task == name]
+        for name in ("twice", "hints", "web")
+    }
+    assert {name: len(found) for name, found in by_task.items()} == dict.fromkeys(
+        by_task, 2 * STEPS
+    )
     for group in by_task["twice"]:
         for state in group.states:
             first, second = turns_of(state)
             assert tokenizer.decode(state.response_ids[first.stop : second.start]) == " Sure? "
-    assert {len(turns_of(state)) for group in by_task["hints"] for state in group.states} <= {1, 2, 3}
+    assert {len(turns_of(state)) for group in by_task["hints"] for state in group.states} <= {
+        1,
+        2,
+        3,
+    }
     check_sessions(by_task["web"], site.folder / "seen", tokenizer)
     check_logprobs([state for group in groups for state in group.states], site.model)
 
@@ -107,11 +120,18 @@ def trained(site: Site) -> list[RolloutGroup]:
     with site.server, closing(Store(site.server.url)) as store:
         run = Run.open(store, site.name)
         manifests = [run.ledger.manifest(step) for step in range(1, STEPS + 1)]
-        return [run.buffer.read(entry.payload) for manifest in manifests if manifest for entry in manifest.entries]
+        return [
+            run.buffer.read(entry.payload)
+            for manifest in manifests
+            if manifest
+            for entry in manifest.entries
+        ]
 
 
 def check_sessions(groups: list[RolloutGroup], folder: Path, tokenizer: Any) -> None:
-    """Every session was trained as its agent saw it: the same tokens, the same logprobs, in one rollout or two."""
+    """Every session was trained as its agent saw it: the same tokens, the same logprobs, in one
+    rollout or two.
+    """
     seen = [orjson.loads(file.read_bytes()) for file in folder.iterdir()]
     for group in groups:
         odd = int(group.states[0].messages[0]["content"].split()[0]) % 2
@@ -136,9 +156,15 @@ def check_logprobs(states: list[RolloutState], folder: Path) -> None:
     assert len(first) > 6
     for state in first:
         assert state.prompt_ids is not None
-        whole = torch.tensor(np.concatenate([state.prompt_ids, state.response_ids])[None].astype(np.int64))
+        whole = torch.tensor(
+            np.concatenate([state.prompt_ids, state.response_ids])[None].astype(np.int64)
+        )
         with torch.no_grad():
-            truth = torch.log_softmax(model(whole).logits[0, :-1], -1).gather(1, whole[0, 1:, None])[:, 0].numpy()
+            truth = (
+                torch.log_softmax(model(whole).logits[0, :-1], -1)
+                .gather(1, whole[0, 1:, None])[:, 0]
+                .numpy()
+            )
         sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in turns_of(state)])
         offset = len(state.prompt_ids) - 1
         np.testing.assert_allclose(state.logprobs[sampled], truth[sampled + offset], atol=1e-4)

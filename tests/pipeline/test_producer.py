@@ -1,4 +1,6 @@
-"""The producer on a real server: how far it runs ahead, and what a kill or a second one costs (I3, I7)."""
+"""The producer on a real server: how far it runs ahead, and what a kill or a second one costs (I3,
+I7).
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ def test_prompts_that_are_too_long_are_counted_and_replaced(yard: Yard, dataset:
     producer = make_producer(yard.run, dataset, share=95)
     take_the_role(producer, yard)
     play(producer, yard)
-    places, counters = yard.places(), yard.counters()
+    places = yard.places()
+    counters = yard.counters()
     assert places == {"waiting": 95, "dropped": counters["cursor"] - 95}
     assert places["dropped"] >= 10
     yard.check()
@@ -97,7 +100,9 @@ def test_a_second_producer_is_refused_while_the_first_beats(yard: Yard, dataset:
 
 
 @on_both
-def test_two_producers_never_overshoot_when_one_is_fenced_in_the_middle(yard: Yard, dataset: Path) -> None:
+def test_two_producers_never_overshoot_when_one_is_fenced_in_the_middle(
+    yard: Yard, dataset: Path
+) -> None:
     first = make_producer(yard.run, dataset, share=300, slice_size=3)
     ended: list[BaseException] = []
 
@@ -125,12 +130,19 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
     """A process of its own each time, killed at a random moment of its work (I3)."""
     yard = make_yard()
     chance = random.Random(11)
-    share, version = 120, 0
+    share = 120
+    version = 0
     for _ in range(6):
         version += 1
         yard.publish(version)
         start = yard.places().get("waiting", 0)
-        command = [sys.executable, "-m", "tests.pipeline.produce", server_of("valkey").url, yard.run.name]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.pipeline.produce",
+            server_of("valkey").url,
+            yard.run.name,
+        ]
         process = subprocess.Popen([*command, str(dataset), str(share)], cwd=ROOT)
         goal = start + chance.randrange(1, share)
         wait_until(lambda goal=goal: yard.places().get("waiting", 0) >= goal)  # type: ignore[misc]
@@ -151,7 +163,9 @@ def check_draws(yard: Yard) -> None:
     waiting = [fields[b"gid"].decode() for _, fields in stream]
     dropped = {draw for draw in range(cursor) if yard.run.account.places(TASK, draw) == ["dropped"]}
     assert waiting == [group_id(TASK, draw) for draw in range(cursor) if draw not in dropped]
-    rows = {(s.extra["epoch"], s.extra["row"]) for s in (yard.group(gid).states[0] for gid in waiting)}
+    rows = {
+        (s.extra["epoch"], s.extra["row"]) for s in (yard.group(gid).states[0] for gid in waiting)
+    }
     assert len(rows) == len(waiting)
 
 
@@ -169,7 +183,8 @@ def test_full_run_draws_no_prompts_says_so_once_and_goes_on_when_there_is_room(
     producer = make_producer(yard.run, dataset, share=40)
     take_the_role(producer, yard)
     producer.round(yard.run.control.state())
-    started, limits = yard.places()["waiting"], yard.run.limits
+    started = yard.places()["waiting"]
+    limits = yard.run.limits
     yard.run.limits.adopt(limits.model_copy(update={"low_bytes": 1, "high_bytes": 2}))
     for _ in range(3):
         assert producer.round(yard.run.control.state()) == 0

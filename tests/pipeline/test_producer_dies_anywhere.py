@@ -1,4 +1,6 @@
-"""A producer that dies between any two of its calls to the server: the next one ends what it began (I3)."""
+"""A producer that dies between any two of its calls to the server: the next one ends what it began
+(I3).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from producer_workers.producer.producer import AgentLoopManager
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
 
-CHANGES = {"batch_size": 7, "stale_threshold": 2, "tail_batch_trigger_size": 2, "over_sample_threshold": 0.5}
+CHANGES = {
+    "batch_size": 7,
+    "stale_threshold": 2,
+    "tail_batch_trigger_size": 2,
+    "over_sample_threshold": 0.5,
+}
 
 
 class Killed(BaseException):
@@ -29,7 +36,9 @@ def harder(progress: ProduceProgress) -> dict[str, float]:
 
 
 def prepare(make_mixture: Callable[..., Mixture]) -> Mixture:
-    """A run in which the next round starts groups from every pool, draws prompts, and sets task weights."""
+    """A run in which the next round starts groups from every pool, draws prompts, and sets task
+    weights.
+    """
     mixture = make_mixture(CHANGES, curriculum=harder)
     with mixture.manager.opened():
         mixture.rounds(2)
@@ -49,9 +58,16 @@ def produce(mixture: Mixture, manager: AgentLoopManager) -> None:
 
 
 def outcome(mixture: Mixture) -> dict[str, Any]:
-    """All that producing decides: what waits, in which line; how far each data set is; whose weights hold."""
-    scene, tasks = mixture.scene, mixture.run.limits.tasks
-    lines = {(task, lane): sorted(scene.stream(lane, task)) for task in tasks for lane in ("resume", "fresh")}
+    """All that producing decides: what waits, in which line; how far each data set is; whose
+    weights hold.
+    """
+    scene = mixture.scene
+    tasks = mixture.run.limits.tasks
+    lines = {
+        (task, lane): sorted(scene.stream(lane, task))
+        for task in tasks
+        for lane in ("resume", "fresh")
+    }
     cursors = {task: mixture.run.jobs.cursor(task) for task in tasks}
     return {"lines": lines, "cursors": cursors, "weights": mixture.run.limits.newest_weights()}
 
@@ -87,8 +103,12 @@ def dies(mixture: Mixture) -> bool:
 
 
 def kill_before_call(patch: pytest.MonkeyPatch, at: int) -> None:
-    """Raise Killed where this thread would make its `at`-th call to the server: the one before it is done."""
-    ask, calls, me = Store.retrying, count(1), threading.get_ident()
+    """Raise Killed where this thread would make its `at`-th call to the server: the one before it
+    is done.
+    """
+    ask = Store.retrying
+    calls = count(1)
+    me = threading.get_ident()
 
     def retrying(store: Store, *args: Any, **options: Any) -> Any:
         if threading.get_ident() == me and next(calls) == at:

@@ -1,4 +1,6 @@
-"""A group that was interrupted too often is finished: a pause waits for it, for nothing else, and not for ever."""
+"""A group that was interrupted too often is finished: a pause waits for it, for nothing else, and
+not for ever.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.pipeline.yard import FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
 def enqueue_tail(yard: Yard, tokens: tuple[int, int]) -> str:
     """A group that was interrupted once, which is too often, and waits again."""
     (gid,) = yard.enqueue(1, tokens)
-    nonce, jobs = new_nonce(), yard.run.jobs
+    nonce = new_nonce()
+    jobs = yard.run.jobs
     yard.run.fleet.register("hand", nonce, {})
     (job,) = jobs.claim("hand", nonce, new_nonce(), FIRST, 1).jobs
     jobs.release("hand", job, "aborted")
@@ -88,6 +91,13 @@ class OnlyWhatIsAsked:
 
     def __init__(self, engine: WatchedEngine) -> None:
         self.name = engine.name
-        self.start, self.generate, self.pause, self.resume = engine.start, engine.generate, engine.pause, engine.resume
-        self.load_weights, self.sleep, self.wake = engine.load_weights, engine.sleep, engine.wake
-        self.version, self.check_health, self.shutdown = engine.version, engine.check_health, engine.shutdown
+        self.start = engine.start
+        self.generate = engine.generate
+        self.pause = engine.pause
+        self.resume = engine.resume
+        self.load_weights = engine.load_weights
+        self.sleep = engine.sleep
+        self.wake = engine.wake
+        self.version = engine.version
+        self.check_health = engine.check_health
+        self.shutdown = engine.shutdown

@@ -1,7 +1,9 @@
-"""What the reference (XTuner v1) promises of producing, asked of ours; docstrings say where ours differs.
+"""What the reference (XTuner v1) promises of producing, asked of ours; docstrings say where ours
+differs.
 
-Its replay buffer: tests/buffer/groups/test_reference_behaviours.py. Shares by weight, should_continue_fn, several tasks:
-test_agent_loop_manager.py. Raw rewards before filtering: test_task_runner.py. Its state machine: test_disaggregated.py.
+Its replay buffer: tests/buffer/groups/test_reference_behaviours.py. Shares by weight,
+should_continue_fn, several tasks: test_agent_loop_manager.py. Raw rewards before filtering:
+test_task_runner.py. Its state machine: test_disaggregated.py.
 """
 
 from __future__ import annotations
@@ -38,14 +40,20 @@ def complete(mixture: Mixture, jobs: Iterable[Job]) -> None:
         mixture.scene.submit(job, mixture.run.control.state().weights)
 
 
-DONE, CUT, OLD = Status.COMPLETED, Status.ABORTED, Status.EXPIRED
+DONE = Status.COMPLETED
+CUT = Status.ABORTED
+OLD = Status.EXPIRED
 
 
 # -- progress ----------------------------------------------------------------
 
 
-def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(make_mixture: Make) -> None:
-    """The same: targets are absolute, so a batch that is consumed while producing is not produced twice."""
+def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
+    make_mixture: Make,
+) -> None:
+    """The same: targets are absolute, so a batch that is consumed while producing is not produced
+    twice.
+    """
     mixture = make_mixture(one_task(stale_threshold=2))
     with mixture.manager.opened():
         mixture.round()
@@ -72,7 +80,9 @@ def test_targets_are_the_same_however_often_they_are_asked_for(make_mixture: Mak
 
 
 def test_sync_starts_only_what_is_missing(make_mixture: Make) -> None:
-    """Unlike there, where the first launch ignores what is in the buffer already; so ours runs disaggregated, too."""
+    """Unlike there, where the first launch ignores what is in the buffer already; so ours runs
+    disaggregated, too.
+    """
     mixture = make_mixture(one_task(strategy="sync"))
     put(mixture, DONE, DONE, DONE)
     with mixture.manager.opened():
@@ -109,7 +119,9 @@ def test_sync_starts_aborted_groups_again_and_never_expired_ones(make_mixture: M
 # -- AsyncProduceStrategy ----------------------------------------------------
 
 
-def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(make_mixture: Make) -> None:
+def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(
+    make_mixture: Make,
+) -> None:
     """The same: batch 4, over-sampling 1.0, one group missing: 5 are started."""
     mixture = make_mixture(one_task(over_sample_threshold=1.0))
     put(mixture, DONE, DONE, DONE)
@@ -118,7 +130,9 @@ def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(make_m
 
 
 def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture: Make) -> None:
-    """The same: pending groups survive the round, and the next one starts only what is missing beyond them."""
+    """The same: pending groups survive the round, and the next one starts only what is missing
+    beyond them.
+    """
     mixture = make_mixture(one_task(over_sample_threshold=1.0))
     with mixture.manager.opened():
         assert mixture.round() == 8
@@ -139,8 +153,12 @@ def test_aborted_groups_are_started_before_new_prompts(make_mixture: Make) -> No
         assert [job.gid in cut for job in mixture.claim()] == [True, True, False, False]
 
 
-def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(make_mixture: Make) -> None:
-    """The same: three expired groups are the trigger, the fourth comes from the data set, none beyond the batch."""
+def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
+    make_mixture: Make,
+) -> None:
+    """The same: three expired groups are the trigger, the fourth comes from the data set, none
+    beyond the batch.
+    """
     mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3))
     old = put(mixture, OLD, OLD, OLD)
     with mixture.manager.opened():
@@ -177,8 +195,12 @@ def test_groups_in_flight_may_be_capped(make_mixture: Make) -> None:
         assert mixture.round() == 2
 
 
-def test_a_step_whose_weights_are_too_old_is_not_produced_until_newer_ones_come(make_mixture: Make) -> None:
-    """The same statuses. There, one task that expired expires the batch for all; here the threshold is the run's."""
+def test_a_step_whose_weights_are_too_old_is_not_produced_until_newer_ones_come(
+    make_mixture: Make,
+) -> None:
+    """The same statuses. There, one task that expired expires the batch for all; here the threshold
+    is the run's.
+    """
     mixture = make_mixture(one_task(stale_threshold=2))
     with mixture.manager.opened():
         mixture.rounds(2)

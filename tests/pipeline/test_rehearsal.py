@@ -1,4 +1,6 @@
-"""A rehearsal: a user's loop and judge go through a whole run in memory, and what fails there is told."""
+"""A rehearsal: a user's loop and judge go through a whole run in memory, and what fails there is
+told.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,18 @@ SUMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(5)]
 class Polite(SingleTurnAgentLoop):
     """A loop of a user's: as the single turn, and then says goodbye."""
 
-    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
         for state in await super().generate_group(states, engine, gid):
             state.extra = {**state.extra, "goodbye": gid}
         return states
 
 
 class Endless(Polite):
-    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
         await asyncio.sleep(3600)
         return states
 
@@ -59,11 +65,17 @@ def length(*, response: str, ground_truth: str, state: RolloutState) -> float:
 
 def test_lines_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (lines,) = [found for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "rehearse" in found]
+    (lines,) = [
+        found
+        for found in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "rehearse" in found
+    ]
     script = tmp_path / "test_mine.py"
     script.write_text(lines, encoding="utf-8")
     code = f"import runpy; runpy.run_path({str(script)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -91,7 +103,9 @@ async def ask_twice(task: AgentTask) -> None:
         ("gateway", {"agent": ask_twice}, 2),
     ],
 )
-def test_environments_tools_and_agents_are_rehearsed_by_their_options(loop: str, options: Any, turns: int) -> None:
+def test_environments_tools_and_agents_are_rehearsed_by_their_options(
+    loop: str, options: Any, turns: int
+) -> None:
     (group,) = rehearse(SUMS[:1], judge=length, agent_loop=loop, agent_loop_options=options)
     assert [len(turns_of(state)) for state in group.states] == [turns] * 2
 
@@ -99,8 +113,12 @@ def test_environments_tools_and_agents_are_rehearsed_by_their_options(loop: str,
 @pytest.mark.parametrize("loop", [Polite, "tests.pipeline.test_rehearsal:Polite"])
 def test_groups_come_back_in_the_order_of_the_problems(loop: Any) -> None:
     groups = rehearse(SUMS, judge=length, agent_loop=loop, samples=3)
-    assert [group.states[0].ground_truth for group in groups] == [problem["answer"] for problem in SUMS]
-    assert [group.scores.tolist() for group in groups] == [[32.0 + len(problem["answer"])] * 3 for problem in SUMS]
+    assert [group.states[0].ground_truth for group in groups] == [
+        problem["answer"] for problem in SUMS
+    ]
+    assert [group.scores.tolist() for group in groups] == [
+        [32.0 + len(problem["answer"])] * 3 for problem in SUMS
+    ]
     assert {state.extra["goodbye"] for state in groups[0].states} == {groups[0].gid}
 
 
@@ -115,7 +133,9 @@ def test_a_rehearsal_repeats_itself_and_leaves_nothing_behind() -> None:
 class Forgets:
     """A loop from nothing, that forgets what it is told to."""
 
-    def __init__(self, *, judge: Any, tokenizer: Any, eos_ids: Any, partial_rollout: bool, what: str = "") -> None:
+    def __init__(
+        self, *, judge: Any, tokenizer: Any, eos_ids: Any, partial_rollout: bool, what: str = ""
+    ) -> None:
         self.what = what
 
     async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> Any:
@@ -130,7 +150,8 @@ class Forgets:
         made = await engine.generate(name, state.prompt_ids, state.sample_params)
         state.append(made.token_ids, made.logprobs, made.spans)
         state.read(np.arange(3, dtype="<i4"))
-        state.reward, state.status = {"score": 1.0}, Status.COMPLETED
+        state.reward = {"score": 1.0}
+        state.status = Status.COMPLETED
         match self.what:
             case "status":
                 state.status = Status.INIT
@@ -190,16 +211,21 @@ def test_an_engine_that_dies_ends_the_rehearsal(loop: Any) -> None:
         rehearse(SUMS, judge=length, engine=engine, agent_loop=loop)
 
 
-def test_a_loop_without_end_is_an_error_that_says_where_groups_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_without_end_is_an_error_that_says_where_groups_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker, "HAND_BACK_S", 0.1)
     with pytest.raises(RehearsalError, match=r"after 0.5 s; groups are \{'running': 5\}"):
         rehearse(SUMS, judge=length, agent_loop=Endless, timeout_s=0.5)
 
 
 class FreeEngine(SimulatedEngine):
-    """It keeps to no structure, as the one of transformers, or one of a user's that says nothing of structures."""
+    """It keeps to no structure, as the one of transformers, or one of a user's that says nothing of
+    structures.
+    """
 
-    name, structures_output = "free", False
+    name = "free"
+    structures_output = False
 
 
 def test_a_row_with_a_structure_fails_its_group_on_an_engine_that_keeps_to_none() -> None:
@@ -211,9 +237,13 @@ def test_a_row_with_a_structure_fails_its_group_on_an_engine_that_keeps_to_none(
         rehearse(rows, judge=lambda response, **_: 0.0, engine=FreeEngine(SimulatedConfig(), FIRST))
 
 
-def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_none(tmp_path: Path) -> None:
+def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_none(
+    tmp_path: Path,
+) -> None:
     """But for one that serves only other tasks: that one goes on, and finds no model."""
-    task = '[tasks.{}]\njudge = "exact_match"\ndataset = {{ kind = "jsonl", path = "rows.jsonl" }}\n'
+    task = (
+        '[tasks.{}]\njudge = "exact_match"\ndataset = {{ kind = "jsonl", path = "rows.jsonl" }}\n'
+    )
     sample = 'sample = { structured = { choice = ["yes", "no"] } }\n'
     (tmp_path / "run.toml").write_text(
         f'[run]\nname = "r"\ndir = "{tmp_path}"\n[engine]\nkind = "transformers"\n'
@@ -224,7 +254,9 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
     with closing(Store("memory://structures")) as store:
         run = Run.create(store, "r", new_nonce(), config.limits(), FIRST, "")
         engine = build_engine(config.engine, tmp_path, FIRST)
-        with pytest.raises(ConfigError, match=r"transformers cannot keep to sample\.structured of task 'asked'"):
+        with pytest.raises(
+            ConfigError, match=r"transformers cannot keep to sample\.structured of task 'asked'"
+        ):
             make_worker(config, run, engine, "w0")
         section = config.worker.model_copy(update={"tasks": ["plain"]})
         with pytest.raises(ModelError):

@@ -54,7 +54,17 @@ def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     tasks = "".join(TASK.format(name=name, mine=MINE) for name in NAMES)
     tasks += TASK.format(name="python_tests", mine="")
     config.write_text(f'[run]\nname = "{RUN}"\n{tasks}', encoding="utf-8")
-    command = [sys.executable, "-m", "rolloutmq", "judge", str(config), "--workers", "2", "--redis-url", server.url]
+    command = [
+        sys.executable,
+        "-m",
+        "rolloutmq",
+        "judge",
+        str(config),
+        "--workers",
+        "2",
+        "--redis-url",
+        server.url,
+    ]
     process = subprocess.Popen(command, cwd=ROOT)
     yield server
     process.send_signal(signal.SIGTERM)
@@ -111,7 +121,9 @@ def is_pickle(value: bytes) -> bool:
 def test_reward_is_that_of_the_same_function_inline_and_no_pickle_is_stored(
     make_judge: Callable[..., RqJudge], pool: Server
 ) -> None:
-    state = RolloutState(response="four", messages=[{"role": "user", "content": "2 + 2"}], extra={"level": [1]})
+    state = RolloutState(
+        response="four", messages=[{"role": "user", "content": "2 + 2"}], extra={"level": [1]}
+    )
     inline = asyncio.run(judge_all(load_judge(MINE + "length"), [state]))[0]
     assert asyncio.run(make_judge("length").judge(state)) == inline == {"score": 4.0, "told": 1.0}
     values = list(stored(pool.connect()))
@@ -126,16 +138,27 @@ def test_groups_and_programs_are_judged_in_work_horses(pool: Server) -> None:
         judging = JudgingSection(kind="rq", retries=0)
         group = [RolloutState(response=text) for text in ("ccc", "a", "bb")]
         ranks = RqGroupJudge(MINE + "ranks", store, RUN, judging)
-        assert asyncio.run(judge_all(ranks, group)) == [{"score": 2.0}, {"score": 0.0}, {"score": 1.0}]
+        assert asyncio.run(judge_all(ranks, group)) == [
+            {"score": 2.0},
+            {"score": 0.0},
+            {"score": 1.0},
+        ]
         programs = RqJudge("python_tests", store, RUN, judging)
-        state = RolloutState(response="```python\nx = 5\n```", ground_truth=["assert x == 5", "assert x == 6"])
+        state = RolloutState(
+            response="```python\nx = 5\n```", ground_truth=["assert x == 5", "assert x == 6"]
+        )
         assert asyncio.run(programs.judge(state)) == {"score": 0.5, "passed_all": 0.0}
 
 
 def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Path) -> None:
-    client, before = pool.connect(), failed(pool)
-    pickled = rq.Queue(f"rmq-judge:{RUN}", connection=client).enqueue("os.mkdir", str(tmp_path / "pickled"))
-    assert any(is_pickle(value) for value in stored(client))  # what the other test looks for can be found
+    client = pool.connect()
+    before = failed(pool)
+    pickled = rq.Queue(f"rmq-judge:{RUN}", connection=client).enqueue(
+        "os.mkdir", str(tmp_path / "pickled")
+    )
+    assert any(
+        is_pickle(value) for value in stored(client)
+    )  # what the other test looks for can be found
     other = open_queue(client, RUN).enqueue("os.mkdir", str(tmp_path / "other"))
     foreign = open_queue(client, RUN).enqueue(FUNCTION, "os:mkdir", {}, 1.0, 4096)
     until(lambda: failed(pool) == before + 3)
@@ -194,8 +217,11 @@ def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str
 ) -> None:
     async def scene() -> None:
-        queue, client = open_queue(pool.connect(), run_name), pool.connect()
-        judging = asyncio.create_task(make_judge("length", run_name, retries=1).judge(RolloutState()))
+        queue = open_queue(pool.connect(), run_name)
+        client = pool.connect()
+        judging = asyncio.create_task(
+            make_judge("length", run_name, retries=1).judge(RolloutState())
+        )
         await asyncio.to_thread(until, lambda: queue.count == 1)
         lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
         await asyncio.to_thread(until, lambda: queue.count == 1)
@@ -210,12 +236,16 @@ def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
 def test_generation_goes_on_while_a_judge_that_will_fail_is_waited_for(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str, yard: Yard
 ) -> None:
-    """No rq worker serves this run: its first group waits for a reward, and the next one is generated meanwhile."""
+    """No rq worker serves this run: its first group waits for a reward, and the next one is
+    generated meanwhile.
+    """
     queue = open_queue(pool.connect(), run_name)
 
     async def scene() -> None:
         gids = yard.enqueue(2, tokens=(5,))
-        worker = yard.worker(judge=make_judge("length", run_name, retries=0), concurrency=2, drain_timeout_s=0.0)
+        worker = yard.worker(
+            judge=make_judge("length", run_name, retries=0), concurrency=2, drain_timeout_s=0.0
+        )
         async with yard.working(worker) as engine:
             await yard.until(lambda: queue.count == 2)
             assert {request.partition("/")[0] for request, *_ in engine.requests} == set(gids)

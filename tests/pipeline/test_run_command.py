@@ -1,4 +1,6 @@
-"""`rolloutmq run` and its parts as a user meets them: to the end, interrupted, killed, and asked for nonsense."""
+"""`rolloutmq run` and its parts as a user meets them: to the end, interrupted, killed, and asked
+for nonsense.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from tests.servers import SAFE, start_redis
 
 
 def children_of(process: Process) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.popen.pid).children() if "valkey" not in child.name()]
+    return [
+        child
+        for child in psutil.Process(process.popen.pid).children()
+        if "valkey" not in child.name()
+    ]
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
@@ -23,11 +29,15 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_run_goes_on_after_ctrl_c_and_after_a_kill_and_through_chaos(make_site: Callable[..., Site]) -> None:
+def test_run_goes_on_after_ctrl_c_and_after_a_kill_and_through_chaos(
+    make_site: Callable[..., Site],
+) -> None:
     """Four launchers, one of which comes too early."""
     site = make_site(steps=26)
     # with judges in processes of their own, which it starts and ends like all others
-    first = site.start("run", "--set", "tasks.sums.judging.kind=rq", "--set", "launch.judge_workers=2")
+    first = site.start(
+        "run", "--set", "tasks.sums.judging.kind=rq", "--set", "launch.judge_workers=2"
+    )
     site.until(lambda: "server" in first.said(), "the first launcher")
     code, said = site.tell("run")
     assert code == 5
@@ -63,7 +73,9 @@ def test_run_goes_on_after_ctrl_c_and_after_a_kill_and_through_chaos(make_site: 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_run_trains_a_warm_started_model_with_a_real_engine(tmp_path: Path) -> None:
-    """Everything real: generated problems, a model made on the spot, vLLM, weights in flight, an evaluation."""
+    """Everything real: generated problems, a model made on the spot, vLLM, weights in flight, an
+    evaluation.
+    """
     folder = tmp_path / "site"
     site = Site(folder, folder / "none", name="real", steps=3)
     site.config.write_text(
@@ -165,7 +177,9 @@ def test_a_second_trainer_is_refused_unless_it_takes_over(live: Site) -> None:
     assert second.popen.poll() is None
 
 
-def test_a_run_of_the_same_name_from_another_folder_is_refused(live: Site, make_site: Callable[..., Site]) -> None:
+def test_a_run_of_the_same_name_from_another_folder_is_refused(
+    live: Site, make_site: Callable[..., Site]
+) -> None:
     other = make_site(name="live")
     code, said = other.tell("run", "--redis-url", live.server.url)
     assert code == 5
@@ -191,7 +205,9 @@ def test_an_unknown_key_is_told_with_a_suggestion(make_site: Callable[..., Site]
     assert "batch_size" in said
 
 
-def test_an_unknown_key_of_the_other_side_is_told_before_anything_starts(make_site: Callable[..., Site]) -> None:
+def test_an_unknown_key_of_the_other_side_is_told_before_anything_starts(
+    make_site: Callable[..., Site],
+) -> None:
     site = make_site()
     change(site, "concurrency", "concurency")
     code, said = site.tell("run")
@@ -201,7 +217,9 @@ def test_an_unknown_key_of_the_other_side_is_told_before_anything_starts(make_si
     assert not site.server.is_running
 
 
-def test_a_line_that_is_not_json_is_told_with_file_and_number(make_site: Callable[..., Site]) -> None:
+def test_a_line_that_is_not_json_is_told_with_file_and_number(
+    make_site: Callable[..., Site],
+) -> None:
     site = make_site()
     file = site.folder / "problems.jsonl"
     file.write_bytes(file.read_bytes() + b"\n{not json}\n")
@@ -233,9 +251,13 @@ def test_a_server_that_is_not_there_is_told(make_site: Callable[..., Site]) -> N
     assert "127.0.0.1:1" in said
 
 
-def test_a_wrong_password_is_told_and_not_shown(make_site: Callable[..., Site], tmp_path: Path) -> None:
+def test_a_wrong_password_is_told_and_not_shown(
+    make_site: Callable[..., Site], tmp_path: Path
+) -> None:
     with start_redis(tmp_path / "redis", *SAFE, "--requirepass", "right") as url:
-        code, said = make_site().tell("run", "--redis-url", url.replace("unix://", "unix://:secret42@"))
+        code, said = make_site().tell(
+            "run", "--redis-url", url.replace("unix://", "unix://:secret42@")
+        )
     assert code == 3
     assert "password" in said.lower()
     assert "secret42" not in said
@@ -258,7 +280,9 @@ def test_a_server_that_would_lose_data_is_refused(
     assert word in said
 
 
-def test_a_signal_ends_a_process_that_still_waits_for_its_run(make_site: Callable[..., Site]) -> None:
+def test_a_signal_ends_a_process_that_still_waits_for_its_run(
+    make_site: Callable[..., Site],
+) -> None:
     site = make_site()
     site.server.start()
     for verb in ("producer", "worker"):

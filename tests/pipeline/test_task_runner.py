@@ -1,4 +1,6 @@
-"""What a task asks of the groups that a worker makes: which are worth keeping, and how long one may take."""
+"""What a task asks of the groups that a worker makes: which are worth keeping, and how long one may
+take.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 
 
 @on_both
-def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(yard: Yard, tmp_path: Path) -> None:
+def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
+    yard: Yard, tmp_path: Path
+) -> None:
     def even_rows_only(states: Sequence[RolloutState]) -> bool:
         return int(states[0].extra["row"]) % 2 == 0
 
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": f"{n}"}) + "\n" for n in range(40)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}", "answer": f"{n}"}) + "\n" for n in range(40))
+    )
     producer = make_producer(yard.run, path, share=6)
     yard.run.control.open_producer(producer.nonce, take_over=True)
 
@@ -50,7 +56,8 @@ def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(yard
                 await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
-    places, counters = yard.places(), yard.counters()
+    places = yard.places()
+    counters = yard.counters()
     assert places["completed"] == 6
     assert places["filtered"] > 0
     assert counters["raw_rewards_count"] == 2 * sum(places.values())
@@ -87,7 +94,9 @@ def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None
 
 
 @on_both
-def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(yard: Yard, tmp_path: Path) -> None:
+def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(
+    yard: Yard, tmp_path: Path
+) -> None:
     def broken(**_: object) -> float:
         raise ValueError("no verifier")
 
@@ -133,12 +142,17 @@ def mixed_worker(
     """A worker of all tasks of a mixture."""
 
     def runner(task: str) -> TaskRunner:
-        judge, is_partial = FunctionJudge("test", (judges or {}).get(task, right)), task in partial
-        loop = SingleTurnAgentLoop(judge=judge, tokenizer=Letters(), eos_ids={100}, partial_rollout=is_partial)
+        judge = FunctionJudge("test", (judges or {}).get(task, right))
+        is_partial = task in partial
+        loop = SingleTurnAgentLoop(
+            judge=judge, tokenizer=Letters(), eos_ids={100}, partial_rollout=is_partial
+        )
         return TaskRunner(loop, is_partial)
 
     runners = {task: runner(task) for task in TASKS}
-    return Worker(mixture.run, engine, runners, worker_id="w0", concurrency=concurrency, drain_timeout_s=0.0)
+    return Worker(
+        mixture.run, engine, runners, worker_id="w0", concurrency=concurrency, drain_timeout_s=0.0
+    )
 
 
 async def until(mixture: Mixture, task: str, place: str, groups: int) -> None:
@@ -150,7 +164,9 @@ async def until(mixture: Mixture, task: str, place: str, groups: int) -> None:
 def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mixture]) -> None:
     """One worker, one pause: math keeps its tokens, code starts again from its prompts."""
     mixture = make_mixture()
-    config = SimulatedConfig(response_tokens=Fixed(value=2000), token_s=Fixed(value=SLOW_S), vocab_size=100)
+    config = SimulatedConfig(
+        response_tokens=Fixed(value=2000), token_s=Fixed(value=SLOW_S), vocab_size=100
+    )
     engine = WatchedEngine(config, FIRST)
     worker = mixed_worker(mixture, engine, partial=frozenset({"math"}))
 
@@ -185,11 +201,17 @@ class StuckEngine(WatchedEngine):
         return await super().generate(request_id, prompt_ids, params)
 
 
-def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(make_mixture: Callable[..., Mixture]) -> None:
-    """16 of math and 8 of code wait for a worker with 8 places: math may stick in some of them, code goes through."""
+def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(
+    make_mixture: Callable[..., Mixture],
+) -> None:
+    """16 of math and 8 of code wait for a worker with 8 places: math may stick in some of them,
+    code goes through.
+    """
     mixture = make_mixture({"batch_size": 24})
     quick = Fixed(value=0.0)
-    engine = StuckEngine(SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST)
+    engine = StuckEngine(
+        SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST
+    )
     worker = mixed_worker(mixture, engine)
 
     async def scenario() -> None:
@@ -208,11 +230,18 @@ def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(make_mi
     mixture.scene.check()
 
 
-def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(make_mixture: Callable[..., Mixture]) -> None:
-    """More groups of math wait for their judge than the worker has places, but not all; code goes through."""
-    mixture, gate = make_mixture({"batch_size": 24}), asyncio.Event()
+def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(
+    make_mixture: Callable[..., Mixture],
+) -> None:
+    """More groups of math wait for their judge than the worker has places, but not all; code goes
+    through.
+    """
+    mixture = make_mixture({"batch_size": 24})
+    gate = asyncio.Event()
     quick = Fixed(value=0.0)
-    engine = WatchedEngine(SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST)
+    engine = WatchedEngine(
+        SimulatedConfig(response_tokens=Fixed(value=2), token_s=quick, first_token_s=quick), FIRST
+    )
 
     async def hang(**_: object) -> float:
         await gate.wait()
@@ -238,7 +267,9 @@ def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(make_mixtu
     mixture.scene.check()
 
 
-def test_what_waits_of_a_task_that_lost_its_weight_is_served_first(make_mixture: Callable[..., Mixture]) -> None:
+def test_what_waits_of_a_task_that_lost_its_weight_is_served_first(
+    make_mixture: Callable[..., Mixture],
+) -> None:
     mixture = make_mixture()
     with mixture.manager.opened():
         mixture.round()

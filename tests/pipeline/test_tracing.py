@@ -27,7 +27,9 @@ LIFE = ["enqueue", "wait", "claim", "generate", "submit", "take", "train", "comm
 
 
 class Collector:
-    """An OTLP endpoint. `spans`: those that came, by trace; `who`: the process of each, by its span id."""
+    """An OTLP endpoint. `spans`: those that came, by trace; `who`: the process of each, by its span
+    id.
+    """
 
     def __init__(self) -> None:
         self.spans: dict[str, list[Span]] = defaultdict(list)
@@ -114,13 +116,17 @@ def logged_by(process: Process) -> set[tuple[str, str, str]]:
 
 
 def check_life(collector: Collector, trace: str, root: str) -> None:
-    """Each stage once, in order, by the process that did it; all but the first are parts of the first."""
+    """Each stage once, in order, by the process that did it; all but the first are parts of the
+    first.
+    """
     told = {name: collector.named(trace, name) for name in LIFE}
     # a group that came between a look at the line and the claim has no wait
     assert [name for name in LIFE if len(told[name]) != 1] in ([], ["wait"])
     spans = [told[name][0] for name in LIFE if told[name]]
     # by its end, a stage has seen the beginning of the one before
-    assert all(before.start_time_unix_nano <= after.end_time_unix_nano for before, after in pairwise(spans))
+    assert all(
+        before.start_time_unix_nano <= after.end_time_unix_nano for before, after in pairwise(spans)
+    )
     for span in spans:
         assert collector.who[span.span_id.hex()] == WHO.get(span.name, "w0")
     assert (spans[0].span_id.hex(), spans[0].parent_span_id) == (root, b"")

@@ -1,4 +1,6 @@
-"""Weights from a trainer's memory to an engine's processes: all of it, bit by bit, or nothing; whoever dies."""
+"""Weights from a trainer's memory to an engine's processes: all of it, bit by bit, or nothing;
+whoever dies.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def trainer(tmp_path: Path) -> Iterator[tuple[TensorServer, Announcement]]:
     """One that offers the weights of `save`."""
     server = TensorServer("127.0.0.1", "gloo")
-    yield server, announce(server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path / "nowhere")
+    yield (
+        server,
+        announce(server, MemorySnapshot.take(LABEL, save, "rolloutmq-test-"), tmp_path / "nowhere"),
+    )
     server.close()
 
 
@@ -73,7 +78,11 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def written_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_whole(came: dict[str, torch.Tensor], folder: Path) -> None:
@@ -91,7 +100,8 @@ class CutInTheMiddle:
     """A relay in front of the trainer's port; `cut` ends all it relays."""
 
     def __init__(self, port: int) -> None:
-        self._upstream, self._open = port, list[socket.socket]()
+        self._upstream = port
+        self._open = list[socket.socket]()
         self._relays: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -113,7 +123,9 @@ class CutInTheMiddle:
         far = socket.create_connection(("127.0.0.1", self._upstream))
         self._open += [near, far]
         for source, target in ((near, far), (far, near)):
-            self._relays.append(threading.Thread(target=self._relay, args=(source, target), daemon=True))
+            self._relays.append(
+                threading.Thread(target=self._relay, args=(source, target), daemon=True)
+            )
             self._relays[-1].start()
 
     def _relay(self, source: socket.socket, target: socket.socket) -> None:
@@ -124,9 +136,12 @@ class CutInTheMiddle:
 
 def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[ProcessGroup], object]) -> None:
     """`do(group)` once, when a group has received 25 chunks: in the second file."""
-    receive, chunks = ProcessGroup.receive, 0
+    receive = ProcessGroup.receive
+    chunks = 0
 
-    def count(self: ProcessGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]) -> None:
+    def count(
+        self: ProcessGroup, data: torch.Tensor, arrived: Callable[[torch.Tensor], None]
+    ) -> None:
         def counted(part: torch.Tensor) -> None:
             nonlocal chunks
             chunks += 1
@@ -142,7 +157,9 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch, do: Callable[[ProcessGroup], 
 def test_many_workers_get_every_bit_at_the_same_time(
     trainer: tuple[TensorServer, Announcement], tmp_path: Path
 ) -> None:
-    receivers = [TensorReceiver(trainer[1], limit_s=DEADLINE_S) for _ in range(12)]  # more than get them at once
+    receivers = [
+        TensorReceiver(trainer[1], limit_s=DEADLINE_S) for _ in range(12)
+    ]  # more than get them at once
     for number, receiver in enumerate(receivers):
         until(receiver.is_done)
         assert_whole(dict(receiver.tensors()), tmp_path / str(number))
@@ -163,7 +180,9 @@ def test_a_stranger_gets_32_random_bytes_and_the_door(
         assert_whole(received(announced), tmp_path / "came")
 
 
-def test_a_worker_gives_its_proof_to_no_other_trainer(trainer: tuple[TensorServer, Announcement]) -> None:
+def test_a_worker_gives_its_proof_to_no_other_trainer(
+    trainer: tuple[TensorServer, Announcement],
+) -> None:
     other = TensorServer("127.0.0.1", "gloo")
     with pytest.raises(WireError, match="could not be authenticated"):
         received(moved(trainer[1], port=other.port))
@@ -193,15 +212,21 @@ def test_a_transfer_that_is_cut_is_thrown_away(
     assert_whole(received(announced), tmp_path / "came")
 
 
-def test_a_byte_that_changed_on_the_way_is_found(trainer: tuple[TensorServer, Announcement]) -> None:
+def test_a_byte_that_changed_on_the_way_is_found(
+    trainer: tuple[TensorServer, Announcement],
+) -> None:
     server, announced = trainer
     assert server._snapshot
     server._snapshot.weights["model-2.safetensors"][-1] ^= 1
-    with pytest.raises(WireError, match=r"model-2\.safetensors differs from the announced checksum"):
+    with pytest.raises(
+        WireError, match=r"model-2\.safetensors differs from the announced checksum"
+    ):
         received(announced)
 
 
-def test_older_weights_are_not_handed_over_as_the_newest(trainer: tuple[TensorServer, Announcement]) -> None:
+def test_older_weights_are_not_handed_over_as_the_newest(
+    trainer: tuple[TensorServer, Announcement],
+) -> None:
     server, announced = trainer
     server.offer(MemorySnapshot.take("l1:8", save, "rolloutmq-test-"))
     with pytest.raises(WireError, match="replaced by newer weights"):
@@ -227,7 +252,9 @@ def test_a_worker_is_killed_in_the_middle_and_the_others_get_all(
     trainer: tuple[TensorServer, Announcement], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = [sys.executable, "-m", "tests.pipeline.handover", "worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdin
         assert worker.stdout
         print(trainer[1].to_json().decode(), file=worker.stdin, flush=True)
@@ -276,7 +303,9 @@ class ReceivingEngine(WatchedEngine):
 
 @pytest.fixture
 def transfer(yard: Yard, tmp_path: Path) -> Iterator[TransferSender]:
-    transfer = TransferSender(yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2)
+    transfer = TransferSender(
+        yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2
+    )
     yield transfer
     transfer.close()
 
@@ -299,7 +328,8 @@ def make_engine(yard: Yard) -> ReceivingEngine:
 def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
     yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, late = make_engine(yard), make_engine(yard)
+    first = make_engine(yard)
+    late = make_engine(yard)
 
     async def scenario() -> None:
         async with yard.working(yard.worker(engine=first)):
@@ -315,24 +345,33 @@ def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
     for number, came in enumerate((*first.came.values(), *late.came.values())):
         assert isinstance(came, dict)
         assert_whole(came, tmp_path / str(number))
-    assert {key.decode() for key in yard.store.control.lrange(yard.run.keys.weights, 0, -1)} == {"l1:2", "l1:3"}
+    assert {key.decode() for key in yard.store.control.lrange(yard.run.keys.weights, 0, -1)} == {
+        "l1:2",
+        "l1:3",
+    }
 
 
 def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
     yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Then one whose trainer died before its folder was there: the worker stays, says so, and waits for the next."""
+    """Then one whose trainer died before its folder was there: the worker stays, says so, and waits
+    for the next.
+    """
     late = make_engine(yard)
     second = publish(yard, transfer, 2)
     transfer.close()
-    reborn = TransferSender(yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2)
+    reborn = TransferSender(
+        yard.run.store, yard.run.keys, FolderSender(tmp_path / "published"), "gloo", keep=2
+    )
     reborn.clear()
 
     async def scenario() -> None:
         async with yard.working(yard.worker(engine=late)):
             await yard.until(lambda: late.version() == second)
             lost = PolicyVersion(LINEAGE, 3)
-            gone = replace(_announced(yard), label=str(lost), folder=str(tmp_path / "never written"))
+            gone = replace(
+                _announced(yard), label=str(lost), folder=str(tmp_path / "never written")
+            )
             address = store_announcement(VersionStore(yard.store, yard.run.keys), gone)
             await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
             await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
@@ -347,7 +386,9 @@ def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_
     weights_manifest.verify(tmp_path / "published" / "l1-000004", _announced(yard).checksum)
 
 
-def test_an_engine_that_cannot_receive_reads_the_folder(yard: Yard, transfer: TransferSender) -> None:
+def test_an_engine_that_cannot_receive_reads_the_folder(
+    yard: Yard, transfer: TransferSender
+) -> None:
     async def scenario() -> None:
         async with yard.working(yard.worker()) as engine:
             weights = await asyncio.to_thread(publish, yard, transfer, 1)
@@ -356,9 +397,12 @@ def test_an_engine_that_cannot_receive_reads_the_folder(yard: Yard, transfer: Tr
     asyncio.run(scenario())
 
 
-def test_an_announcement_that_is_not_the_published_one_is_refused(yard: Yard, transfer: TransferSender) -> None:
+def test_an_announcement_that_is_not_the_published_one_is_refused(
+    yard: Yard, transfer: TransferSender
+) -> None:
     publish(yard, transfer, 1)
-    receiver, checksum = TransferReceiver(yard.store, yard.run.keys), yard.run.control.state().weights_checksum
+    receiver = TransferReceiver(yard.store, yard.run.keys)
+    checksum = yard.run.control.state().weights_checksum
     with pytest.raises(WireError, match="the manifest has checksum"):
         receiver.announcement(PublishedWeights(f"{SCHEME}l1:1", "0" * 32))
     with pytest.raises(WireError, match="the server has no weights l1:9"):

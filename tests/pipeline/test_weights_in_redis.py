@@ -1,4 +1,6 @@
-"""Weights that come in chunks through the run's own server: whole or not at all, and the old ones go."""
+"""Weights that come in chunks through the run's own server: whole or not at all, and the old ones
+go.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,24 @@ def chunks_of(yard: Yard) -> VersionStore:
 
 
 def keys_of(yard: Yard) -> set[str]:
-    return {key.decode() for key in yard.store.control.scan_iter(f"{yard.run.keys.weights}*", count=1000)}
+    return {
+        key.decode()
+        for key in yard.store.control.scan_iter(f"{yard.run.keys.weights}*", count=1000)
+    }
 
 
 def save(folder: Path) -> None:
     for seed, (name, size) in enumerate(SIZES.items()):
-        (folder / name).write_bytes(bytes((seed + place) % 251 for place in range(7)) * (size // 7) + b"x" * (size % 7))
+        (folder / name).write_bytes(
+            bytes((seed + place) % 251 for place in range(7)) * (size // 7) + b"x" * (size % 7)
+        )
 
 
 @on_both
 def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None:
-    address, checksum = RedisSender(yard.run.store, yard.run.keys).write(PolicyVersion("ab12cd34", 4), save)
+    address, checksum = RedisSender(yard.run.store, yard.run.keys).write(
+        PolicyVersion("ab12cd34", 4), save
+    )
     assert address == SCHEME + LABEL
     (came := tmp_path / "came").mkdir()
     chunks_of(yard).read(LABEL, checksum, came)
@@ -50,9 +59,14 @@ def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed", "unfinished", "other", "name"])
-def test_a_version_is_refused_that_is_not_what_was_published(yard: Yard, tmp_path: Path, damage: str) -> None:
-    _, checksum = RedisSender(yard.run.store, yard.run.keys).write(PolicyVersion("ab12cd34", 4), save)
-    raw, part = yard.store.control, yard.run.keys.weights_part
+def test_a_version_is_refused_that_is_not_what_was_published(
+    yard: Yard, tmp_path: Path, damage: str
+) -> None:
+    _, checksum = RedisSender(yard.run.store, yard.run.keys).write(
+        PolicyVersion("ab12cd34", 4), save
+    )
+    raw = yard.store.control
+    part = yard.run.keys.weights_part
     if damage == "gone":
         raw.delete(part(LABEL, 7))
     elif damage == "changed":
@@ -63,7 +77,9 @@ def test_a_version_is_refused_that_is_not_what_was_published(yard: Yard, tmp_pat
         checksum = "0" * 32
     else:
         (evil := tmp_path / "evil").mkdir()
-        (evil / weights_manifest.NAME).write_bytes(orjson.dumps({"files": {"../out": {"bytes": 1, "blake2b": ""}}}))
+        (evil / weights_manifest.NAME).write_bytes(
+            orjson.dumps({"files": {"../out": {"bytes": 1, "blake2b": ""}}})
+        )
         raw.set(part(LABEL), (evil / weights_manifest.NAME).read_bytes())
         checksum = weights_manifest.digest((evil / weights_manifest.NAME).read_bytes())
     (came := tmp_path / "came").mkdir()
@@ -79,7 +95,9 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
         transport.write(PolicyVersion(LINEAGE, version), save)
         transport.prune()
     assert chunks_of(yard).labels() == [f"{LINEAGE}:2", f"{LINEAGE}:3"]
-    yard.store.control.delete(yard.run.keys.weights_part(f"{LINEAGE}:2"))  # as a trainer leaves it that dies here
+    yard.store.control.delete(
+        yard.run.keys.weights_part(f"{LINEAGE}:2")
+    )  # as a trainer leaves it that dies here
     RedisSender(yard.run.store, yard.run.keys).clear()
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}

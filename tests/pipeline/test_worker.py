@@ -63,7 +63,8 @@ def test_worker_hands_in_whole_groups_when_there_are_jobs(yard: Yard) -> None:
 
     asyncio.run(scenario())
     for gid in gids:
-        short, long = yard.group(gid).states[1], yard.group(gid).states[0]
+        short = yard.group(gid).states[1]
+        long = yard.group(gid).states[0]
         assert (len(long.response_ids), len(short.response_ids)) == (7, 3)
         assert versions(long) == [FIRST] * 7
         assert long.reward is not None
@@ -103,7 +104,9 @@ def test_no_group_is_lost_when_the_engine_dies(yard: Yard) -> None:
 
     async def scenario() -> None:
         async with yard.working(yard.worker(token_s=SLOW_S, die_after=9)):
-            await yard.until(lambda: not yard.run.fleet.workers() and bool(yard.places().get("completed")))
+            await yard.until(
+                lambda: not yard.run.fleet.workers() and bool(yard.places().get("completed"))
+            )
 
     async def others() -> None:
         async with yard.working(yard.worker("w1")):
@@ -145,7 +148,9 @@ def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> No
 @on_both
 def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
     async def scenario() -> None:
-        work, keys, raw = await begin(yard), yard.run.keys, yard.run.store.control
+        work = await begin(yard)
+        keys = yard.run.keys
+        raw = yard.run.store.control
         raw.hset(keys.meta, "nonce", new_nonce())
         raw.unlink(keys.worker("w0"))
         await asyncio.wait_for(work, 60)
@@ -163,7 +168,9 @@ def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: Yard) 
             tokens = {gid: yard.run.record(gid)["token"] for gid in gids}
             assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
             # it hears of it, cancels, joins again, and may claim the same groups under new tokens
-            await yard.until(lambda: all(yard.run.record(g)["token"] not in ("", tokens[g]) for g in gids))
+            await yard.until(
+                lambda: all(yard.run.record(g)["token"] not in ("", tokens[g]) for g in gids)
+            )
             await yard.until(lambda: engine.unfinished() == 4)
             assert len(engine.requests) == 8
 
@@ -207,7 +214,9 @@ def test_stop_hands_back_what_does_not_end_in_time(yard: Yard) -> None:
     yard.check()
 
 
-def test_stop_hands_back_what_hangs_in_its_judge(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_hands_back_what_hangs_in_its_judge(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_module, "HAND_BACK_S", 0.2)
     yard.enqueue(2)
 
@@ -261,8 +270,12 @@ def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
 # -- outages -----------------------------------------------------------------
 
 
-def test_results_are_kept_and_handed_in_when_the_server_was_killed(own_server: EmbeddedServer, tmp_path: Path) -> None:
-    """The outage outlasts the deadline of a single operation, and everything ends its generation meanwhile."""
+def test_results_are_kept_and_handed_in_when_the_server_was_killed(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """The outage outlasts the deadline of a single operation, and everything ends its generation
+    meanwhile.
+    """
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "outage", tmp_path)
     yard.enqueue(6, (60, 60))
@@ -284,8 +297,12 @@ def test_results_are_kept_and_handed_in_when_the_server_was_killed(own_server: E
     store.close()
 
 
-def test_results_are_kept_and_handed_in_when_the_server_was_full(own_server: EmbeddedServer, tmp_path: Path) -> None:
-    """It is full for longer than one operation is tried; leases live on, and a pause is obeyed meanwhile."""
+def test_results_are_kept_and_handed_in_when_the_server_was_full(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """It is full for longer than one operation is tried; leases live on, and a pause is obeyed
+    meanwhile.
+    """
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "full", tmp_path)
     yard.enqueue(6, (60, 60))
@@ -314,10 +331,13 @@ def test_results_are_kept_and_handed_in_when_the_server_was_full(own_server: Emb
 def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """The worker keeps what it made, and hands it in when the network is back: too late, and told so."""
+    """The worker keeps what it made, and hands it in when the network is back: too late, and told
+    so.
+    """
     socket = tmp_path / "network"
     network = CuttingProxy(own_server.url.removeprefix("unix://"), socket)
-    store, behind = Store(own_server.url, deadline_s=5.0), Store(network.url, deadline_s=0.3)
+    store = Store(own_server.url, deadline_s=5.0)
+    behind = Store(network.url, deadline_s=0.3)
     yard = Yard(store, "broken", tmp_path)
     away = copy.copy(yard)
     away.run = Run.open(behind, "broken")
@@ -354,14 +374,18 @@ def test_workers_serve_only_the_lanes_that_they_are_for(yard: Yard) -> None:
     begun, fresh = yard.enqueue(2, LONG), []
 
     async def scenario() -> None:
-        async with yard.working(yard.worker("begins", token_s=SLOW_S, lanes=["fresh"], partial_rollout=True)) as engine:
+        async with yard.working(
+            yard.worker("begins", token_s=SLOW_S, lanes=["fresh"], partial_rollout=True)
+        ) as engine:
             await yard.until_generating(engine, 4)
             await yard.receipts(yard.control(Mode.ABORT))
             yard.control(Mode.RUN)
             assert yard.reissue() == 2
             fresh.extend(yard.enqueue(2))
             await yard.until(lambda: yard.places() == {"waiting": 2, "completed": 2})
-        async with yard.working(yard.worker("ends", token_s=FAST_S, lanes=["resume"], partial_rollout=True)):
+        async with yard.working(
+            yard.worker("ends", token_s=FAST_S, lanes=["resume"], partial_rollout=True)
+        ):
             await yard.until_places(completed=4)
 
     asyncio.run(scenario())
@@ -401,7 +425,9 @@ def test_a_worker_says_how_it_fares(yard: Yard) -> None:
 
 def _workers_by_state(yard: Yard) -> dict[str, float]:
     families = {family.name: family for family in RunCollector(yard.store, yard.run.name).collect()}
-    return {sample.labels["state"]: sample.value for sample in families["rolloutmq_workers"].samples}
+    return {
+        sample.labels["state"]: sample.value for sample in families["rolloutmq_workers"].samples
+    }
 
 
 def test_a_worker_without_a_job_waits_for_one_in_every_view(yard: Yard) -> None:
@@ -412,14 +438,22 @@ def test_a_worker_without_a_job_waits_for_one_in_every_view(yard: Yard) -> None:
             await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["idle"])
             history.observe(await asyncio.to_thread(take_snapshot, yard.run))
             states = await asyncio.to_thread(_workers_by_state, yard)
-            assert states == {"starting": 0, "idle": 1, "working": 0, "paused": 0, "draining": 0, "silent": 0}
+            assert states == {
+                "starting": 0,
+                "idle": 1,
+                "working": 0,
+                "paused": 0,
+                "draining": 0,
+                "silent": 0,
+            }
 
     asyncio.run(scenario())
     assert history.waits[WORKERS] == 1.0
 
 
 def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
-    judged, sampled = yard.enqueue(1, (3, 3))[0], asyncio.Event()
+    judged = yard.enqueue(1, (3, 3))[0]
+    sampled = asyncio.Event()
 
     async def judge(*, ground_truth: str, **_: Any) -> float:
         if ground_truth == judged:
@@ -457,7 +491,8 @@ def test_worker_hands_in_routed_experts_as_files_of_the_run_where_they_are_large
         await engine.shutdown()
 
     asyncio.run(scenario())
-    group, media = yard.group(gid), yard.run.media
+    group = yard.group(gid)
+    media = yard.run.media
     assert media is not None
     assert len(media.names(gid)) == (0 if most else 2)
     assert (group.routed_experts is None) == (most == 0)

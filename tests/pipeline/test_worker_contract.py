@@ -1,7 +1,9 @@
-"""What every rollout worker must do (producer_workers/PROTOCOL.md), whoever wrote it: ours, and two that share no code
-with the project (`tests/foreign`, in Python and in JavaScript), as processes, on a real server.
+"""What every rollout worker must do (producer_workers/PROTOCOL.md), whoever wrote it: ours, and two
+that share no code with the project (`tests/foreign`, in Python and in JavaScript), as processes, on
+a real server.
 
-The one in JavaScript is tried where Node.js is and `make test-foreign` has installed its two libraries.
+The one in JavaScript is tried where Node.js is and `make test-foreign` has installed its two
+libraries.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
 
 SLOW_S = 0.01
 
-FOREIGN, INSTALLED = ROOT / "tests" / "foreign", ROOT / "build" / "foreign"
-"""Workers that import nothing of this project, and where the libraries of the one in JavaScript are."""
+FOREIGN = ROOT / "tests" / "foreign"
+INSTALLED = ROOT / "build" / "foreign"
+"""Workers that import nothing of this project, and where the libraries of the one in JavaScript
+are.
+"""
 
 
 class Launch(Protocol):
@@ -48,7 +53,8 @@ def until(yard: Yard, condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def ours(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
-    loop, worker = asyncio.new_event_loop(), yard.worker(token_s=token_s, drain_timeout_s=30.0)
+    loop = asyncio.new_event_loop()
+    worker = yard.worker(token_s=token_s, drain_timeout_s=30.0)
     stop, failures = asyncio.Event(), []
 
     async def work() -> None:
@@ -79,7 +85,12 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `rolloutmq scripts --json` says."""
     path = tmp_path_factory.mktemp("foreign") / "scripts.json"
     with path.open("wb") as file:
-        subprocess.run([sys.executable, "-m", "rolloutmq", "scripts", "--json"], cwd=ROOT, stdout=file, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "rolloutmq", "scripts", "--json"],
+            cwd=ROOT,
+            stdout=file,
+            check=True,
+        )
     return path
 
 
@@ -107,7 +118,9 @@ def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
     @contextmanager
     def start(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
         url = yard.store.servers.masters()[0][0]
-        process = subprocess.Popen(program(request.param, url, yard.run.name, str(scripts), "w0", str(token_s)))
+        process = subprocess.Popen(
+            program(request.param, url, yard.run.name, str(scripts), "w0", str(token_s))
+        )
         try:
             yield
             process.send_signal(signal.SIGTERM)
@@ -122,16 +135,24 @@ def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
 
 def test_foreign_worker_imports_nothing_of_this_project() -> None:
     text = (FOREIGN / "worker.py").read_text(encoding="utf-8")
-    imported = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import", "from"))}
+    imported = {
+        line.split()[1].partition(".")[0]
+        for line in text.splitlines()
+        if line.startswith(("import", "from"))
+    }
     assert imported - set(sys.stdlib_module_names) == {"msgpack", "redis"}
     script = (FOREIGN / "worker.mjs").read_text(encoding="utf-8")
     imported = {line.split('"')[1] for line in script.splitlines() if line.startswith("import")}
-    assert {name for name in imported if not name.startswith("node:")} == {"@msgpack/msgpack", "ioredis"}
+    assert {name for name in imported if not name.startswith("node:")} == {
+        "@msgpack/msgpack",
+        "ioredis",
+    }
 
 
 @everybody
 def test_worker_claims_makes_and_hands_in_groups_of_any_size(yard: Yard, launch: Launch) -> None:
-    small, large = yard.enqueue(3, tokens=(7, 7)), yard.enqueue(1, tokens=(3,) * 9)
+    small = yard.enqueue(3, tokens=(7, 7))
+    large = yard.enqueue(1, tokens=(3,) * 9)
     with launch(yard):
         until(yard, lambda: yard.places() == {"completed": 4})
     for gid in small + large:
@@ -148,7 +169,9 @@ def test_worker_claims_makes_and_hands_in_groups_of_any_size(yard: Yard, launch:
 
 
 @foreign
-def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(yard: Yard, launch: Launch) -> None:
+def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(
+    yard: Yard, launch: Launch
+) -> None:
     yard.enqueue(1, tokens=(3000, 3000))
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.places() == {"running": 1})
@@ -163,7 +186,9 @@ def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(yard: Y
 
 
 @everybody
-def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(yard: Yard, launch: Launch) -> None:
+def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(
+    yard: Yard, launch: Launch
+) -> None:
     yard.enqueue(6, tokens=(3000, 3000))  # more than it holds at once
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.leases() > 0)
@@ -233,7 +258,14 @@ def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
 @foreign
 def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) -> None:
     """Whoever decodes and encodes it again: other languages know other numbers."""
-    carried = {"id": 2**60 + 1, "least": -(2**63), "share": 0.1, "whole": 2.0, "text": "\u20ac\0", "none": None}
+    carried = {
+        "id": 2**60 + 1,
+        "least": -(2**63),
+        "share": 0.1,
+        "whole": 2.0,
+        "text": "\u20ac\0",
+        "none": None,
+    }
     (gid,) = yard.enqueue(1, tokens=(3,), extra=carried)
     with launch(yard):
         until(yard, lambda: yard.places() == {"completed": 1})

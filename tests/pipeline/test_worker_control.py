@@ -25,7 +25,9 @@ on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 
 @on_both
 @pytest.mark.parametrize("partial", [True, False], ids=["partial", "whole"])
-def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_is_on(yard: Yard, partial: bool) -> None:
+def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_is_on(
+    yard: Yard, partial: bool
+) -> None:
     gids = yard.enqueue(3, LONG)
 
     async def scenario() -> None:
@@ -69,7 +71,9 @@ def test_group_starts_again_from_its_prompt_when_its_tokens_were_lost(yard: Yard
     yard.check()
 
 
-def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_middle(yard: Yard) -> None:
+def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_the_middle(
+    yard: Yard,
+) -> None:
     gids = yard.enqueue(2, (100, 100))
 
     async def scenario() -> None:
@@ -193,7 +197,8 @@ def test_an_evaluation_runs_when_only_its_lane_is_open(make_yard: Callable[..., 
     async def scenario() -> None:
         async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
             await yard.until_generating(engine, 6)
-            # 'resume' is open in this pause: what is taken from it must not be aborted again before the receipt
+            # 'resume' is open in this pause: what is taken from it must not be aborted again before
+            # the receipt
             state = yard.run.control.set_mode("operator", Mode.ABORT, lanes="resume")
             await yard.receipts(state)
             assert yard.places() == {"aborted": 3}
@@ -261,7 +266,9 @@ def test_torn_weights_are_refused_without_harm_until_good_ones_come(
     yard.check()
 
 
-def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded(yard: Yard) -> None:
+def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded(
+    yard: Yard,
+) -> None:
     folder, _ = yard.write_weights(1)
     _, foreign = yard.write_weights(2)
 
@@ -297,7 +304,8 @@ def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was(yard:
         assert yard.reissue() == 1
         async with yard.working(yard.worker("second", partial_rollout=True)) as engine:
             await yard.until_places(completed=1)
-            # the completed member is not asked for again; the others only for what is left, behind what they have
+            # the completed member is not asked for again; the others only for what is left, behind
+            # what they have
             asked = sorted((prompt, params.max_tokens) for _, prompt, params in engine.requests)
             assert asked == sorted((3 + length, 200 - length) for length in done[1:])
         after = yard.group(gid)
@@ -307,10 +315,17 @@ def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was(yard:
             made = len(old.response_ids)
             assert np.array_equal(new.response_ids[:made], old.response_ids)
             assert np.array_equal(new.logprobs[:made], old.logprobs)
-            assert versions(new) == [FIRST] * made + [PolicyVersion(LINEAGE, 3)] * (len(new.response_ids) - made)
+            assert versions(new) == [FIRST] * made + [PolicyVersion(LINEAGE, 3)] * (
+                len(new.response_ids) - made
+            )
 
     asyncio.run(scenario())
     record = yard.run.record(gid)
-    assert (record["version"], record["lineage"], record["aborts"], record["tokens"]) == ("0", INITIAL, "1", "405")
+    assert (record["version"], record["lineage"], record["aborts"], record["tokens"]) == (
+        "0",
+        INITIAL,
+        "1",
+        "405",
+    )
     assert yard.counters()["produced_tokens"] == 405
     yard.check()

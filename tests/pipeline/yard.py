@@ -35,7 +35,11 @@ from tests.pipeline.judges import by_chance
 
 TASK = "sums"
 LIMITS = RunLimits(
-    lease_ms=1500, heartbeat_ms=100, worker_timeout_ms=4500, role_timeout_ms=60_000, tasks={TASK: TaskLimits()}
+    lease_ms=1500,
+    heartbeat_ms=100,
+    worker_timeout_ms=4500,
+    role_timeout_ms=60_000,
+    tasks={TASK: TaskLimits()},
 )
 DEADLINE_S = 60.0
 LINEAGE = "l1"
@@ -44,12 +48,17 @@ FIRST = PolicyVersion(INITIAL, 0)
 LONG = (5000, 5000)
 """More than a slow engine makes while a test looks; a fast one makes it in half a second."""
 
-SLOW_S, FAST_S = 0.01, 0.0001
+SLOW_S = 0.01
+FAST_S = 0.0001
 
 
 def versions(state: RolloutState) -> list[PolicyVersion]:
     """The weights of each token, from its spans, which must cover the response."""
-    stamps = [PolicyVersion(span.lineage, span.version) for span in state.spans for _ in range(span.length)]
+    stamps = [
+        PolicyVersion(span.lineage, span.version)
+        for span in state.spans
+        for _ in range(span.length)
+    ]
     assert len(stamps) == len(state.response_ids) == len(state.logprobs)
     return stamps
 
@@ -77,18 +86,24 @@ class WatchedEngine(SimulatedEngine):
 
 
 class Yard:
-    """One run with an open producer and an open trainer. `folder` holds the weights that are published."""
+    """One run with an open producer and an open trainer. `folder` holds the weights that are
+    published.
+    """
 
     def __init__(self, store: Store, name: str, folder: Path, limits: RunLimits = LIMITS) -> None:
-        self.store, self.folder = store, folder
+        self.store = store
+        self.folder = folder
         self.run = Run.create(store, name, new_nonce(), limits, FIRST, "")
-        self.producer, self.trainer = new_nonce(), new_nonce()
+        self.producer = new_nonce()
+        self.trainer = new_nonce()
         self.run.control.open_producer(self.producer)
         self.run.trainers.open(self.trainer, step=0, lineage=LINEAGE)
 
     # -- moves ---------------------------------------------------------------
 
-    def enqueue(self, count: int, tokens: Sequence[int] = (10, 10), extra: dict[str, Any] | None = None) -> list[str]:
+    def enqueue(
+        self, count: int, tokens: Sequence[int] = (10, 10), extra: dict[str, Any] | None = None
+    ) -> list[str]:
         """Groups whose members generate exactly so many tokens each."""
         cursor = self.run.jobs.cursor(TASK)
         gids = [group_id(TASK, cursor + i) for i in range(count)]
@@ -105,7 +120,9 @@ class Yard:
                 for place, length in enumerate(tokens)
             ]
             self.run.payloads.write_prompts({gid: wire.encode(RolloutGroup(gid, TASK, states))})
-        done = self.run.jobs.enqueue(self.producer, new_nonce(), TASK, cursor, [len(tokens)] * count, 10_000)
+        done = self.run.jobs.enqueue(
+            self.producer, new_nonce(), TASK, cursor, [len(tokens)] * count, 10_000
+        )
         assert done.count == count
         return gids
 
@@ -131,9 +148,13 @@ class Yard:
         self.run.control.publish_weights(self.trainer, weights, str(path), checksum)
         return weights
 
-    def worker(self, name: str = "w0", *, token_s: float = 0.001, judge: Any = by_chance, **options: Any) -> Worker:
+    def worker(
+        self, name: str = "w0", *, token_s: float = 0.001, judge: Any = by_chance, **options: Any
+    ) -> Worker:
         """A worker with an engine of its own, if none is given (`worker.engine`)."""
-        engine_options = {key: options.pop(key) for key in ("die_after", "max_num_seqs") if key in options}
+        engine_options = {
+            key: options.pop(key) for key in ("die_after", "max_num_seqs") if key in options
+        }
         config = SimulatedConfig(
             first_token_s=Fixed(value=0.0),
             token_s=Fixed(value=token_s),
@@ -143,7 +164,11 @@ class Yard:
         )
         engine = options.pop("engine", None) or WatchedEngine(config, FIRST)
         partial = options.pop("partial_rollout", False)
-        chosen = {key: options.pop(key) for key in ("is_valid_sample", "group_time_limit_s") if key in options}
+        chosen = {
+            key: options.pop(key)
+            for key in ("is_valid_sample", "group_time_limit_s")
+            if key in options
+        }
         loop = SingleTurnAgentLoop(
             judge=judge if hasattr(judge, "judge") else FunctionJudge("test", judge),
             tokenizer=Letters(),
@@ -151,7 +176,9 @@ class Yard:
             partial_rollout=partial,
         )
         options = {"concurrency": 4, **options}
-        worker = Worker(self.run, engine, {TASK: TaskRunner(loop, partial, **chosen)}, worker_id=name, **options)
+        worker = Worker(
+            self.run, engine, {TASK: TaskRunner(loop, partial, **chosen)}, worker_id=name, **options
+        )
         worker.engine = engine  # type: ignore[attr-defined]
         return worker
 
@@ -170,7 +197,11 @@ class Yard:
     # -- sights --------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        return {name: int(float(value)) for name, value in self.run.progress(TASK).items() if value.isdigit()}
+        return {
+            name: int(float(value))
+            for name, value in self.run.progress(TASK).items()
+            if value.isdigit()
+        }
 
     def leases(self) -> int:
         return self.run.account.totals().leases
@@ -182,7 +213,13 @@ class Yard:
     def group(self, gid: str) -> RolloutGroup:
         """A group as its newest payload has it."""
         record = self.run.record(gid)
-        ref = PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
+        ref = PayloadRef(
+            gid,
+            record["payload"],
+            int(record["chunks"]),
+            int(record["size"]),
+            record.get("crc", ""),
+        )
         return self.run.buffer.read(ref)
 
     def records(self) -> list[dict[str, str]]:

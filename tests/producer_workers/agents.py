@@ -16,14 +16,21 @@ TOOL: Any = {
 
 
 async def wander(task: Any) -> float:
-    """What agents do: go on, try again, cut the history, edit it, ask twice at once; by a seed in the question."""
-    client, dice = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key), random.Random(task.question)
+    """What agents do: go on, try again, cut the history, edit it, ask twice at once; by a seed in
+    the question.
+    """
+    client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+    dice = random.Random(task.question)
     messages: list[Any] = list(task.messages)
     async with client:
         for _ in range(dice.randint(2, 6)):
             async with asyncio.TaskGroup() as asked:
                 asks = [
-                    asked.create_task(client.chat.completions.create(model="any", messages=messages, temperature=0.1))
+                    asked.create_task(
+                        client.chat.completions.create(
+                            model="any", messages=messages, temperature=0.1
+                        )
+                    )
                     for _ in range(2 if dice.random() < 0.3 else 1)
                 ]
             if dice.random() < 0.3:
@@ -42,7 +49,9 @@ async def wander(task: Any) -> float:
 
 
 async def write_on(client: openai.AsyncOpenAI, text: str, dice: random.Random) -> None:
-    """Asks for text behind a text, with some of its own in between; sometimes for text behind tokens."""
+    """Asks for text behind a text, with some of its own in between; sometimes for text behind
+    tokens.
+    """
     for _ in range(dice.randint(1, 3)):
         prompt: Any = list(text.encode()) if dice.random() < 0.3 else text
         reply = await client.completions.create(model="any", prompt=prompt, max_tokens=50)
@@ -54,18 +63,24 @@ async def reason_and_act(task: Any) -> None:
     messages: list[Any] = list(task.messages)
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         for _ in range(2):
-            reply = await client.chat.completions.create(model="any", messages=messages, stop=["\nSeen:"])
+            reply = await client.chat.completions.create(
+                model="any", messages=messages, stop=["\nSeen:"]
+            )
             assert "Seen" not in str(reply.choices[0].message.content)
             assert not reply.choices[0].message.tool_calls, "none were offered"
             messages += [reply.choices[0].message, {"role": "user", "content": "Seen: 5"}]
 
 
 async def calculate(task: Any) -> None:
-    """Runs the calls of the model until it makes none; sends them back with other spaces than they came."""
+    """Runs the calls of the model until it makes none; sends them back with other spaces than they
+    came.
+    """
     messages: list[Any] = list(task.messages)
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         while True:
-            reply = await client.chat.completions.create(model="any", messages=messages, tools=[TOOL])
+            reply = await client.chat.completions.create(
+                model="any", messages=messages, tools=[TOOL]
+            )
             message = reply.choices[0].message
             if not message.tool_calls:
                 assert reply.choices[0].finish_reason == "stop"
@@ -74,7 +89,9 @@ async def calculate(task: Any) -> None:
             messages.append(message.model_dump(exclude_none=True))
             for call, copy in zip(message.tool_calls, messages[-1]["tool_calls"], strict=True):
                 assert call.type == "function"
-                copy["function"]["arguments"] = json.dumps(json.loads(call.function.arguments), indent=1)
+                copy["function"]["arguments"] = json.dumps(
+                    json.loads(call.function.arguments), indent=1
+                )
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
 
 

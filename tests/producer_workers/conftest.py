@@ -1,4 +1,6 @@
-"""A real Hugging Face tokenizer that needs no download: bytes, three special tokens, a chat template."""
+"""A real Hugging Face tokenizer that needs no download: bytes, three special tokens, a chat
+template.
+"""
 
 from __future__ import annotations
 

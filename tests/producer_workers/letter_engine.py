@@ -18,20 +18,27 @@ ANSWER = "the answer is 42"
 class LetterEngine:
     """Says `ANSWER` and ends, letter by letter, from wherever prompt and tokens leave off.
 
-    `abort_at` cuts every request when the response has that many tokens; `broken` raises for one rollout.
+    `abort_at` cuts every request when the response has that many tokens; `broken` raises for one
+    rollout.
     """
 
     name = "letters"
 
-    def __init__(self, tokenizer: Any, prompt: NDArray[np.int32], abort_at: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: NDArray[np.int32], abort_at: int | None = None
+    ) -> None:
         self.script = [*tokenizer.encode(ANSWER), tokenizer.eos_token_id]
-        self.prompt, self.abort_at, self.now = prompt, abort_at, PolicyVersion("a", 0)
+        self.prompt = prompt
+        self.abort_at = abort_at
+        self.now = PolicyVersion("a", 0)
         self.requests: list[tuple[str, int, SampleParams]] = []
         self.broken: dict[int, Exception] = {}
         self.hangs = False
         self.cancelled = 0
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         done = len(prompt_ids) - len(self.prompt)
         assert prompt_ids[: len(self.prompt)].tolist() == self.prompt.tolist()
         assert prompt_ids[len(self.prompt) :].tolist() == self.script[:done]
@@ -42,7 +49,8 @@ class LetterEngine:
         end = min(len(self.script), done + params.max_tokens)
         reason: Any = "stop" if end == len(self.script) else "length"
         if self.abort_at is not None and self.abort_at < end:
-            end, reason = max(done, self.abort_at), "abort"
+            end = max(done, self.abort_at)
+            reason = "abort"
         ids = np.array(self.script[done:end], "<i4")
         spans = (VersionSpan(0, len(ids), self.now.version, self.now.lineage),) if len(ids) else ()
         return Generation(ids, -np.arange(done, end, dtype="<f4"), spans, reason)

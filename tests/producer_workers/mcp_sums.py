@@ -29,7 +29,8 @@ def answer(method: str, params: dict) -> dict | None:  # type: ignore[type-arg]
     if method == "tools/call":
         if params["arguments"]["a"] == 15:
             return None  # refused as a request, not as a call
-        a, b = params["arguments"]["a"], params["arguments"]["b"]
+        a = params["arguments"]["a"]
+        b = params["arguments"]["b"]
         if a == 13:
             os._exit(1)  # a number that this server does not survive
         if a < 0:
@@ -46,6 +47,10 @@ for line in sys.stdin:
         continue  # it never says anything about this one
     reply = {"jsonrpc": "2.0", "id": request["id"]}
     result = answer(request["method"], request.get("params", {}))
-    reply |= {"error": {"code": -32601, "message": "no such method"}} if result is None else {"result": result}
+    reply |= (
+        {"error": {"code": -32601, "message": "no such method"}}
+        if result is None
+        else {"result": result}
+    )
     sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()

@@ -17,22 +17,26 @@ MINE = "tests.producer_workers.agents:"
 
 
 class Recorder(LetterEngine):
-    """Says the turns of a script, or random bytes that no tokenizer would give back; notes all it read and said.
+    """Says the turns of a script, or random bytes that no tokenizer would give back; notes all it
+    read and said.
 
-    Every token has a logprob of its own, every request weights of its own. `cut`: sessions that are aborted when they
-    ask for the second time.
+    Every token has a logprob of its own, every request weights of its own. `cut`: sessions that are
+    aborted when they ask for the second time.
     """
 
     def __init__(self, tokenizer: Any, script: list[str] | None = None) -> None:
         super().__init__(tokenizer, np.empty(0, "<i4"))
-        self.tokenizer, self.dice = tokenizer, np.random.default_rng(0)
+        self.tokenizer = tokenizer
+        self.dice = np.random.default_rng(0)
         self.lines = script
         self.read: list[NDArray[np.int32]] = []
         self.said: list[Generation] = []
         self.cut: set[int] = set()
         self.dead = False
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         self.requests.append((request_id, len(prompt_ids), params))
         await self._hang()
         await asyncio.sleep(0.001)
@@ -43,43 +47,73 @@ class Recorder(LetterEngine):
             return Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "abort")
         number = len(self.said)
         if self.lines is None:
-            ids = [*self.dice.integers(3, 259, self.dice.integers(1, 9)).tolist(), self.tokenizer.eos_token_id]
+            ids = [
+                *self.dice.integers(3, 259, self.dice.integers(1, 9)).tolist(),
+                self.tokenizer.eos_token_id,
+            ]
         else:
-            odd = self.tokenizer.get_vocab()["ÿ"]  # no text: it would come back from the agent as other tokens
+            odd = self.tokenizer.get_vocab()[
+                "ÿ"
+            ]  # no text: it would come back from the agent as other tokens
             ids = [odd, *self.tokenizer.encode(self.lines[number]), self.tokenizer.eos_token_id]
         cut = ids[: params.max_tokens]
         logprobs = (-number - np.arange(len(cut)) / 1024).astype("<f4")
         spans = (VersionSpan(0, len(cut), number, self.now.lineage),)
-        made = Generation(np.array(cut, "<i4"), logprobs, spans, "stop" if len(cut) == len(ids) else "length")
+        made = Generation(
+            np.array(cut, "<i4"), logprobs, spans, "stop" if len(cut) == len(ids) else "length"
+        )
         self.read.append(prompt_ids.copy())
         self.said.append(made)
         return made
 
     def check(self, states: list[RolloutState]) -> None:
-        """All that was read and sampled is there, exactly so; every sampled token is trained once; nothing else is."""
+        """All that was read and sampled is there, exactly so; every sampled token is trained once;
+        nothing else is.
+        """
         whole, trained = [], []
         for state in states:
             assert state.prompt_ids is not None
             assert state.response_mask is not None
             whole.append(np.concatenate([state.prompt_ids, state.response_ids]).tolist())
             places = np.flatnonzero(state.response_mask)
-            versions = {n: s.version for s in state.spans for n in range(s.start, s.start + s.length)}
+            versions = {
+                n: s.version for s in state.spans for n in range(s.start, s.start + s.length)
+            }
             assert sorted(versions) == places.tolist()
             assert not state.logprobs[state.response_mask == 0].any()
-            trained += [(versions[n], int(state.response_ids[n]), float(state.logprobs[n])) for n in places.tolist()]
+            trained += [
+                (versions[n], int(state.response_ids[n]), float(state.logprobs[n]))
+                for n in places.tolist()
+            ]
         sampled = []
         for number, (read, made) in enumerate(zip(self.read, self.said, strict=True)):
             context = [*read.tolist(), *made.token_ids.tolist()]
-            assert any(ids[: len(context)] == context for ids in whole), f"request {number} is in no rollout"
+            assert any(ids[: len(context)] == context for ids in whole), (
+                f"request {number} is in no rollout"
+            )
             pairs = zip(made.token_ids.tolist(), made.logprobs.tolist(), strict=True)
             sampled += [(number, token, logprob) for token, logprob in pairs]
         assert sorted(trained) == sorted(sampled)
-        assert len({tuple(state.prompt_ids.tolist()) for state in states if state.prompt_ids is not None}) == 1
+        assert (
+            len(
+                {
+                    tuple(state.prompt_ids.tolist())
+                    for state in states
+                    if state.prompt_ids is not None
+                }
+            )
+            == 1
+        )
 
 
 def loop_of(tokenizer: Any, agent: Any = "wander", **options: Any) -> GatewayAgentLoop:
     agent = MINE + agent if isinstance(agent, str) and ":" not in agent else agent
-    common = {"judge": None, "tokenizer": tokenizer, "eos_ids": [tokenizer.eos_token_id], "agent": agent}
+    common = {
+        "judge": None,
+        "tokenizer": tokenizer,
+        "eos_ids": [tokenizer.eos_token_id],
+        "agent": agent,
+    }
     return GatewayAgentLoop(**{**common, **options})
 
 
@@ -99,5 +133,3 @@ def run(loop: GatewayAgentLoop, engine: Any, states: list[RolloutState]) -> list
         return made
 
     return asyncio.run(scene())
-
-

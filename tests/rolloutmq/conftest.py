@@ -1,4 +1,6 @@
-"""A real embedded server, a populated run on it, and the real command: in this process, or in one of its own."""
+"""A real embedded server, a populated run on it, and the real command: in this process, or in one
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +57,24 @@ def command(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Command:
         where = [] if cwd else ["--run-dir", str(server.folder)]
         monkeypatch.chdir(cwd or ROOT)
         monkeypatch.setattr(sys, "argv", ["rolloutmq", *args, *where])
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
             main()
-        return subprocess.CompletedProcess(sys.argv, int(left.value.code or 0), out.getvalue(), err.getvalue())
+        return subprocess.CompletedProcess(
+            sys.argv, int(left.value.code or 0), out.getvalue(), err.getvalue()
+        )
 
     return run
 
 
 def rolloutmq(*args: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own, on a screen of 80 columns."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "ROLLOUTMQ_DEBUG")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("REDIS_URL", "ROLLOUTMQ_DEBUG")
+    }
     return subprocess.run(
         [sys.executable, "-m", "rolloutmq", *args],
         cwd=cwd,

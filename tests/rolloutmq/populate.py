@@ -29,11 +29,22 @@ class Scene:
 
     def __init__(self, store: Store, name: str, **limits: object) -> None:
         tasks = {"math": TaskLimits(), "exam": TaskLimits(eval_of="math")}
-        settings = {"stale_threshold": 2, "max_tries": 1, "lease_ms": 600_000, "role_timeout_ms": 600_000} | limits
+        settings = {
+            "stale_threshold": 2,
+            "max_tries": 1,
+            "lease_ms": 600_000,
+            "role_timeout_ms": 600_000,
+        } | limits
         self.run = Run.create(
-            store, name, new_nonce(), RunLimits.model_validate(settings | {"tasks": tasks}), WEIGHTS, "/weights/0"
+            store,
+            name,
+            new_nonce(),
+            RunLimits.model_validate(settings | {"tasks": tasks}),
+            WEIGHTS,
+            "/weights/0",
         )
-        self.producer, self.trainer = new_nonce(), new_nonce()
+        self.producer = new_nonce()
+        self.trainer = new_nonce()
         self.workers: dict[str, str] = {}
         self.running: Job
 
@@ -42,13 +53,20 @@ class Scene:
             self._enqueue(min(groups - first, 128))
 
     def _enqueue(self, groups: int) -> None:
-        run, start = self.run, self.run.jobs.cursor("math")
+        run = self.run
+        start = self.run.jobs.cursor("math")
         states = [
-            RolloutState(index=i, messages=[{"role": "user", "content": "What is 1 + 1?"}], prompt_ids=[1, 2, 3])
+            RolloutState(
+                index=i,
+                messages=[{"role": "user", "content": "What is 1 + 1?"}],
+                prompt_ids=[1, 2, 3],
+            )
             for i in range(2)
         ]
         gids = [group_id("math", start + i) for i in range(groups)]
-        run.payloads.write_prompts({gid: wire.encode(RolloutGroup(gid, "math", states)) for gid in gids})
+        run.payloads.write_prompts(
+            {gid: wire.encode(RolloutGroup(gid, "math", states)) for gid in gids}
+        )
         run.control.open_producer(self.producer)
         run.jobs.enqueue(self.producer, new_nonce(), "math", start, [2] * groups, start + groups)
 
@@ -57,7 +75,9 @@ class Scene:
         self.run.fleet.register(worker, self.workers[worker], {"engine": "simulated"})
         self.beat(worker, ack=1)
 
-    def beat(self, worker: str, *, ack: int, state: WorkerState = WorkerState.IDLE, judging: int = 0) -> None:
+    def beat(
+        self, worker: str, *, ack: int, state: WorkerState = WorkerState.IDLE, judging: int = 0
+    ) -> None:
         pulse = Pulse(
             ack, WEIGHTS, state, tokens_per_s=120.0, done=4, concurrency=8, judging=judging, judged=40, judging_ms=8000,
             judge_failures=3, judge_p50_ms=150, judge_p99_ms=2500,
@@ -67,20 +87,29 @@ class Scene:
     def claim(self, worker: str, limit: int) -> list[Job]:
         return self.run.jobs.claim(worker, self.workers[worker], new_nonce(), WEIGHTS, limit).jobs
 
-    def submit(self, worker: str, job: Job, status: Status = Status.COMPLETED, *, filtered: bool = False) -> None:
+    def submit(
+        self, worker: str, job: Job, status: Status = Status.COMPLETED, *, filtered: bool = False
+    ) -> None:
         group = self.run.buffer.read(job.payload)
         for place, state in enumerate(group.states):
             spans = [VersionSpan(0, 2, 0, "l0"), VersionSpan(2, 1, 1, "l0")]
             state.append(np.array([5, 6, 7], "<i4"), np.array([-0.1, -0.2, -0.3], "<f4"), spans)
-            state.response, state.status, state.finish_reason = f"It is {ESCAPE} 2.", status, "stop"
+            state.response = f"It is {ESCAPE} 2."
+            state.status = status
+            state.finish_reason = "stop"
             state.reward = {"score": float(place), "length": 3.0}
-        self.run.buffer.submit(worker, job, RolloutGroup(job.gid, job.task, group.states), 6, filtered=filtered)
+        self.run.buffer.submit(
+            worker, job, RolloutGroup(job.gid, job.task, group.states), 6, filtered=filtered
+        )
 
     def write_as(self, worker: str, job: Job, states: list[RolloutState]) -> None:
         """Hand in what a worker made, whatever it is."""
         for state in states:
-            state.append(np.array([5], "<i4"), np.array([-0.1], "<f4"), [VersionSpan(0, 1, 0, "l0")])
-            state.status, state.finish_reason = Status.COMPLETED, "stop"
+            state.append(
+                np.array([5], "<i4"), np.array([-0.1], "<f4"), [VersionSpan(0, 1, 0, "l0")]
+            )
+            state.status = Status.COMPLETED
+            state.finish_reason = "stop"
         self.run.buffer.submit(worker, job, RolloutGroup(job.gid, job.task, states), 2)
 
     def open_trainer(self) -> None:
@@ -88,7 +117,9 @@ class Scene:
 
 
 def populate(store: Store, name: str = "demo") -> Scene:
-    """12 groups of `math`: 2 archived, 1 taken, 1 ready, 1 aborted, 1 dead, 1 filtered, 1 running, 4 waiting."""
+    """12 groups of `math`: 2 archived, 1 taken, 1 ready, 1 aborted, 1 dead, 1 filtered, 1 running,
+    4 waiting.
+    """
     scene = Scene(store, name)
     scene.enqueue(12)
     scene.join("w0")
@@ -109,7 +140,8 @@ def populate(store: Store, name: str = "demo") -> Scene:
 
 def forge(scene: Scene, text: str) -> None:
     """A text of a hostile worker wherever the keys that it may write hold one."""
-    keys, client = scene.run.keys, cast(Any, scene.run.store.control)
+    keys = scene.run.keys
+    client = cast(Any, scene.run.store.control)
     for worker in client.zrange(keys.workers, 0, -1):
         names = {field.name for field in fields(WorkerRecord)} | {"host", "surprise"}
         # but for those without which it would be silent
@@ -128,7 +160,12 @@ def write_steps(folder: Path, steps: list[tuple[int, str, list[str]]]) -> Path:
     """A trainer's steps.jsonl."""
     path = folder / "steps.jsonl"
     lines = [
-        {"step": step, "lineage": lineage, "gids": gids, "metrics": {"rewards/mean": step / 10, "time/step_s": 1.5}}
+        {
+            "step": step,
+            "lineage": lineage,
+            "gids": gids,
+            "metrics": {"rewards/mean": step / 10, "time/step_s": 1.5},
+        }
         for step, lineage, gids in steps
     ]
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))

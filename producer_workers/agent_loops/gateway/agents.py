@@ -52,12 +52,16 @@ class AgentTask:
     @property
     def question(self) -> str:
         """The last thing that the user said."""
-        return next((str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), "")
+        return next(
+            (str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), ""
+        )
 
 
 class AgentRunner(Protocol):
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """The reward that the agent gave itself, or None. Raises AgentError; cancelling it ends the agent."""
+        """The reward that the agent gave itself, or None. Raises AgentError; cancelling it ends the
+        agent.
+        """
         ...
 
 
@@ -65,8 +69,10 @@ class FunctionAgent:
     """A function in this process."""
 
     def __init__(self, name: str, function: Callable[[AgentTask], Any]) -> None:
-        self._name, self._function = name, function
-        # its own: the worker's threads load weights and hand in groups while agents wait for a frozen engine
+        self._name = name
+        self._function = function
+        # its own: the worker's threads load weights and hand in groups while agents wait for a
+        # frozen engine
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
@@ -74,20 +80,31 @@ class FunctionAgent:
             if inspect.iscoroutinefunction(self._function):
                 result = await self._function(task)
             else:
-                result = await asyncio.get_running_loop().run_in_executor(self._threads, self._function, task)
+                result = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._function, task
+                )
         except Exception as error:  # the agent's failure is its rollout's
-            raise AgentError(f"agent {self._name} raised {type(error).__name__}: {error}") from error
+            raise AgentError(
+                f"agent {self._name} raised {type(error).__name__}: {error}"
+            ) from error
         return None if result is None else check_reward(self._name, result)
 
 
 class ProgramAgent:
-    """A program; `{question}`, `{base_url}`, `{api_key}` and `{model}` in its arguments are filled in."""
+    """A program; `{question}`, `{base_url}`, `{api_key}` and `{model}` in its arguments are filled
+    in.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = [str(part) for part in command]
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        known = {"question": task.question, "base_url": task.base_url, "api_key": task.api_key, "model": task.model}
+        known = {
+            "question": task.question,
+            "base_url": task.base_url,
+            "api_key": task.api_key,
+            "model": task.model,
+        }
         told = {"messages": task.messages, "data_source": task.data_source, "extra": task.extra}
         process = await asyncio.create_subprocess_exec(
             *(_fill(part, known) for part in self._command),

@@ -1,11 +1,12 @@
-"""The agent loop whose turns are somebody else's: an agent program that speaks the OpenAI API to a local endpoint.
+"""The agent loop whose turns are somebody else's: an agent program that speaks the OpenAI API to a
+local endpoint.
 
     group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent runs ──▶ its segments ──judge──▶ rollouts of the group
                                                             └ interrupted by a pause: ended, started again later
 
-A session gives as many rollouts as it has segments, which share `index`, `session_id` and reward; so the groups of a
-task vary in size. The prompt of the group is what all its segments have in common; what else a segment read before its
-first turn is in its response, with mask 0.
+A session gives as many rollouts as it has segments, which share `index`, `session_id` and reward;
+so the groups of a task vary in size. The prompt of the group is what all its segments have in
+common; what else a segment read before its first turn is in its response, with mask 0.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ Rollouts = list[tuple[RolloutState, Segment | None]]
 
 
 class GatewayAgentLoop:
-    """`agent`: "module:function" or a function; or `command`: a program. `parser`: see tool_parsers.py, "" for none.
+    """`agent`: "module:function" or a function; or `command`: a program. `parser`: see
+    tool_parsers.py, "" for none.
 
-    An agent cannot be continued elsewhere: an interrupted session starts anew. Sessions of its group that had ended
-    are handed back as they are, and kept where the task has partial rollout. `time_limit_s`: of one agent, seconds.
+    An agent cannot be continued elsewhere: an interrupted session starts anew. Sessions of its
+    group that had ended are handed back as they are, and kept where the task has partial rollout.
+    `time_limit_s`: of one agent, seconds.
     """
 
     def __init__(
@@ -59,19 +62,30 @@ class GatewayAgentLoop:
     ) -> None:
         if (agent is None) == (not command):
             raise ConfigError(
-                "the gateway needs an agent or a command", hint='agent = "module:function", or command = [...]'
+                "the gateway needs an agent or a command",
+                hint='agent = "module:function", or command = [...]',
             )
         if parser and parser not in PARSERS:
-            raise ConfigError(f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}")
+            raise ConfigError(
+                f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}"
+            )
         self._agent = ProgramAgent(command) if command else _function(agent)
-        self._judge, self._tokenizer, self._eos_ids = judge, tokenizer, frozenset(eos_ids)
-        self._delta, self._parser = ChatDelta(tokenizer, eos_ids), parser
+        self._judge = judge
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._delta = ChatDelta(tokenizer, eos_ids)
+        self._parser = parser
         self._time_limit_s = time_limit_s
 
-    async def generate_group(self, states: list[RolloutState], engine: Engine, gid: str) -> list[RolloutState]:
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str
+    ) -> list[RolloutState]:
         """See `AgentLoop`; more rollouts may come back than were given."""
         if any(state.multimodal for state in states):
-            raise ConfigError(f"{gid} has images, which agents cannot be given", hint="another agent_loop for its task")
+            raise ConfigError(
+                f"{gid} has images, which agents cannot be given",
+                hint="another agent_loop for its task",
+            )
         made: dict[int, Rollouts] = {}
         for state in states:
             if state.status is Status.COMPLETED:
@@ -89,26 +103,32 @@ class GatewayAgentLoop:
             sessions = await self._judge_together(sessions)
         return _as_group([rollout for session in sessions for rollout in session])
 
-    async def _session(self, state: RolloutState, engine: Engine, endpoint: Endpoint, gid: str) -> Rollouts:
+    async def _session(
+        self, state: RolloutState, engine: Engine, endpoint: Endpoint, gid: str
+    ) -> Rollouts:
         state.reset_response()
         name = f"{gid}/{state.index}"
         session = Session(
             name, engine, self._tokenizer, self._delta, self._eos_ids, state.sample_params, self._parser
         )  # fmt: skip
         key = endpoint.admit(session)
-        task = AgentTask(endpoint.url, key, state.messages, state.data_source, state.extra, state.ground_truth)
+        task = AgentTask(
+            endpoint.url, key, state.messages, state.data_source, state.extra, state.ground_truth
+        )
         state.session_id = name
         try:
             reward = await self._run(task, session)
         except AgentError as error:
-            # an agent that stumbles over a session that ended is not to blame; it has earned nothing, if it is to say
+            # an agent that stumbles over a session that ended is not to blame; it has earned
+            # nothing, if it is to say
             reward = None if self._judge else {"score": 0.0}
             if not session.interrupted.is_set() and not session.is_full:
                 return [(_failed(state, str(error)), None)]
         finally:
             endpoint.dismiss(key)
         if session.interrupted.is_set():
-            state.status, state.finish_reason = Status.ABORTED, "abort"
+            state.status = Status.ABORTED
+            state.finish_reason = "abort"
             return [(state, None)]
         if not session.segments:
             return [(_failed(state, "the agent ended without an answer of the model"), None)]
@@ -120,7 +140,9 @@ class GatewayAgentLoop:
         interrupted = asyncio.ensure_future(session.interrupted.wait())
         try:
             done, _ = await asyncio.wait(
-                {running, interrupted}, timeout=self._time_limit_s, return_when=asyncio.FIRST_COMPLETED
+                {running, interrupted},
+                timeout=self._time_limit_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:
                 raise AgentError(f"the agent took longer than {self._time_limit_s:g} s")
@@ -142,22 +164,31 @@ class GatewayAgentLoop:
         return list(rollouts)
 
     async def _reward(self, sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
-        """What the agents gave themselves, and what the judge says of the last turn of each session."""
+        """What the agents gave themselves, and what the judge says of the last turn of each
+        session.
+        """
         lasts = [session[-1][0] for session in sessions]
         try:
             rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
         except JudgeError as error:
             for session in sessions:
                 for rollout, _ in session:
-                    rollout.status, rollout.error = Status.FAILED, str(error)
+                    rollout.status = Status.FAILED
+                    rollout.error = str(error)
             return
         for session, reward in zip(sessions, rewards, strict=True):
             for rollout, _ in session:
-                rollout.status, rollout.reward = Status.COMPLETED, (rollout.reward or {}) | reward or None
+                rollout.status = Status.COMPLETED
+                rollout.reward = (rollout.reward or {}) | reward or None
 
     async def _judge_together(self, sessions: list[Rollouts]) -> list[Rollouts]:
-        """For a judge that sees the group; where a session was interrupted, the others start anew with it."""
-        ended = [[(state, segment) for state, segment in session if segment is not None] for session in sessions]
+        """For a judge that sees the group; where a session was interrupted, the others start anew
+        with it.
+        """
+        ended = [
+            [(state, segment) for state, segment in session if segment is not None]
+            for session in sessions
+        ]
         if all(ended):
             await self._reward(ended)
             return sessions
@@ -165,7 +196,9 @@ class GatewayAgentLoop:
         for state in again:
             state.reset_response()
             state.status = Status.ABORTED
-        open_ones: list[Rollouts] = [session for session, end in zip(sessions, ended, strict=True) if not end]
+        open_ones: list[Rollouts] = [
+            session for session, end in zip(sessions, ended, strict=True) if not end
+        ]
         return [[(state, None) for state in again], *open_ones]
 
 
@@ -173,12 +206,15 @@ def _function(agent: Any) -> AgentRunner:
     function = load_object(agent, kind="agent") if isinstance(agent, str) else agent
     if not callable(function):
         raise ConfigError(f"agent {agent!r} is not a function", hint='give "module:function"')
-    return FunctionAgent(agent if isinstance(agent, str) else getattr(agent, "__name__", "agent"), function)
+    return FunctionAgent(
+        agent if isinstance(agent, str) else getattr(agent, "__name__", "agent"), function
+    )
 
 
 def _failed(state: RolloutState, reason: str) -> RolloutState:
     state.reset_response()
-    state.status, state.error = Status.FAILED, reason
+    state.status = Status.FAILED
+    state.error = reason
     return state
 
 

@@ -1,8 +1,10 @@
-"""What requests and answers of OpenAI's two ways to ask have in common, as far as a policy under training can speak it.
+"""What requests and answers of OpenAI's two ways to ask have in common, as far as a policy under
+training can speak it.
 
-What would make the recorded logprobs untrue (several choices, forced tools, biases), or what the model reads other than
-asked, is refused; temperature and top_p are those of the task, whatever a request says, since the trainer counts on
-them. Fields that are not known are not looked at, as servers have fields of their own.
+What would make the recorded logprobs untrue (several choices, forced tools, biases), or what the
+model reads other than asked, is refused; temperature and top_p are those of the task, whatever a
+request says, since the trainer counts on them. Fields that are not known are not looked at, as
+servers have fields of their own.
 
 POST /v1/chat/completions: messages in, a message out.
 
@@ -51,7 +53,9 @@ REFUSED = {
     "continue_final_message": "ask /v1/completions",
     "logit_bias": "the logprobs would not be the policy's",
 }
-"""Fields that would change what is read or sampled, and what to do instead; null and empty ones mean nothing."""
+"""Fields that would change what is read or sampled, and what to do instead; null and empty ones
+mean nothing.
+"""
 
 
 class Asked(Protocol):
@@ -120,11 +124,18 @@ class Request(BaseModel):
 
 def usage(turn: Turn) -> dict[str, int]:
     made = len(turn.made.token_ids)
-    return {"prompt_tokens": turn.prompt_tokens, "completion_tokens": made, "total_tokens": turn.prompt_tokens + made}
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": turn.prompt_tokens + made,
+    }
 
 
-def refusal(message: str, code: str, kind: str = "invalid_request_error", field: str | None = None) -> Json:
+def refusal(
+    message: str, code: str, kind: str = "invalid_request_error", field: str | None = None
+) -> Json:
     return {"error": {"message": message, "type": kind, "code": code, "param": field}}
+
 
 _WORDS = ("role", "name", "tool_call_id")
 _MESSAGE_KEYS = (*_WORDS, "tool_calls")
@@ -149,7 +160,9 @@ class ChatRequest(Request):
 
     async def ask(self, session: Session) -> Turn:
         tools = None if self.tool_choice == "none" else self.tools or None
-        return await session.chat(self.messages, tools, self.wishes(self.max_completion_tokens or self.max_tokens))
+        return await session.chat(
+            self.messages, tools, self.wishes(self.max_completion_tokens or self.max_tokens)
+        )
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
         choice = {
@@ -158,15 +171,24 @@ class ChatRequest(Request):
             "finish_reason": _finish(turn),
             "logprobs": self._logprobs(turn, pieces),
         }
-        return self.frame(f"chatcmpl-{name}", "chat.completion") | {"choices": [choice], "usage": usage(turn)}
+        return self.frame(f"chatcmpl-{name}", "chat.completion") | {
+            "choices": [choice],
+            "usage": usage(turn),
+        }
 
     def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
         frame = self.frame(f"chatcmpl-{name}", "chat.completion.chunk") | self.no_usage
-        calls = [call | {"index": place} for place, call in enumerate(turn.message.get("tool_calls", ()))]
+        calls = [
+            call | {"index": place} for place, call in enumerate(turn.message.get("tool_calls", ()))
+        ]
         delta = turn.message | ({"tool_calls": calls} if calls else {})
         logprobs = self._logprobs(turn, pieces)
-        yield frame | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]}
-        yield frame | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(turn), "logprobs": None}]}
+        yield frame | {
+            "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]
+        }
+        yield frame | {
+            "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(turn), "logprobs": None}]
+        }
         if self.wants_usage:
             yield frame | {"choices": [], "usage": usage(turn)}
 
@@ -174,12 +196,17 @@ class ChatRequest(Request):
         if not self.logprobs:
             return None
         pairs = zip(pieces, turn.made.logprobs.tolist(), strict=True)
-        content = [{"token": piece, "logprob": value, "bytes": None, "top_logprobs": []} for piece, value in pairs]
+        content = [
+            {"token": piece, "logprob": value, "bytes": None, "top_logprobs": []}
+            for piece, value in pairs
+        ]
         return {"content": content, "refusal": None}
 
 
 def plain_message(message: Json) -> Json:
-    """What a message says, in one form: the same conversation shall compare equal. ValueError for anything but text."""
+    """What a message says, in one form: the same conversation shall compare equal. ValueError for
+    anything but text.
+    """
     kept = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
     if not all(isinstance(kept.get(key, ""), str) for key in _WORDS) or "role" not in kept:
         raise ValueError(f"a message has a role; {', '.join(_WORDS)} are texts")
@@ -204,11 +231,18 @@ def _text(part: Any) -> str:
 
 
 def _plain_call(call: Any) -> Json:
-    """A call as this gateway writes it: agents send it back with other spaces, or with fields of their own."""
+    """A call as this gateway writes it: agents send it back with other spaces, or with fields of
+    their own.
+    """
     try:
-        function = {"name": str(call["function"]["name"]), "arguments": call["function"]["arguments"]}
+        function = {
+            "name": str(call["function"]["name"]),
+            "arguments": call["function"]["arguments"],
+        }
     except (KeyError, TypeError) as error:
-        raise ValueError("tool_calls: each has an id, and a function with name and arguments") from error
+        raise ValueError(
+            "tool_calls: each has an id, and a function with name and arguments"
+        ) from error
     if isinstance(function["arguments"], str):
         with suppress(orjson.JSONDecodeError):
             function["arguments"] = orjson.loads(function["arguments"])
@@ -219,6 +253,7 @@ def _plain_call(call: Any) -> Json:
 
 def _finish(turn: Turn) -> str:
     return "tool_calls" if turn.message.get("tool_calls") else turn.made.finish_reason
+
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
@@ -252,20 +287,34 @@ class TextRequest(Request):
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
         choice = self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}
-        return self.frame(f"cmpl-{name}", "text_completion") | {"choices": [choice], "usage": usage(turn)}
+        return self.frame(f"cmpl-{name}", "text_completion") | {
+            "choices": [choice],
+            "usage": usage(turn),
+        }
 
     def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
         frame = self.frame(f"cmpl-{name}", "text_completion") | self.no_usage
-        yield frame | {"choices": [self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}]}
+        yield frame | {
+            "choices": [self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}]
+        }
         if self.wants_usage:
             yield frame | {"choices": [], "usage": usage(turn)}
 
     def _choice(self, turn: Turn, pieces: list[str]) -> Json:
-        return {"index": 0, "text": turn.message["content"], "logprobs": self._logprobs(turn, pieces)}
+        return {
+            "index": 0,
+            "text": turn.message["content"],
+            "logprobs": self._logprobs(turn, pieces),
+        }
 
     def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
         if self.logprobs is None:
             return None
         values = turn.made.logprobs.tolist()
         starts = list(accumulate(map(len, pieces), initial=0))[:-1]
-        return {"tokens": pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}
+        return {
+            "tokens": pieces,
+            "token_logprobs": values,
+            "top_logprobs": None,
+            "text_offset": starts,
+        }

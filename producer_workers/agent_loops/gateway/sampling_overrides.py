@@ -1,4 +1,6 @@
-"""What of a request's sampling is the agent's to say; all else is the task's, for the trainer counts on it."""
+"""What of a request's sampling is the agent's to say; all else is the task's, for the trainer
+counts on it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from producer_workers.engines.base import Engine, structures
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """max_tokens: None for all that the session has left. structured: what `response_format` asks for."""
+    """max_tokens: None for all that the session has left. structured: what `response_format` asks
+    for.
+    """
 
     max_tokens: int | None = None
     stops: Sequence[str] = ()
@@ -24,12 +28,18 @@ class Wishes:
         if self.structured is None:
             return
         if not structures(engine):
-            raise ConfigError(f"response_format: the engine {engine.name} cannot keep to a structure")
+            raise ConfigError(
+                f"response_format: the engine {engine.name} cannot keep to a structure"
+            )
         if params.structured is not None:
-            raise ConfigError("response_format: the task has a structure of its own (sample.structured)")
+            raise ConfigError(
+                "response_format: the task has a structure of its own (sample.structured)"
+            )
 
     def applied_to(self, params: SampleParams, number: int, allowed: int) -> SampleParams:
-        """The task's parameters for request `number` of a session, which may sample `allowed` tokens."""
+        """The task's parameters for request `number` of a session, which may sample `allowed`
+        tokens.
+        """
         return params.model_copy(
             update={
                 "max_tokens": allowed,
@@ -43,7 +53,9 @@ class Wishes:
 
 
 def structure_of(response_format: Any) -> StructuredOutput | None:
-    """OpenAI's `response_format` as a structure; None for plain text. ValueError for what is neither."""
+    """OpenAI's `response_format` as a structure; None for plain text. ValueError for what is
+    neither.
+    """
     match response_format:
         case None | {"type": "text"}:
             return None

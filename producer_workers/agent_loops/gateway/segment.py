@@ -1,7 +1,8 @@
-"""A segment: one context of the model from its first token to the last one sampled, as a trainer needs it.
+"""A segment: one context of the model from its first token to the last one sampled, as a trainer
+needs it.
 
-Invariant: token-exact. `ids` are what the engine was given and what it sampled, never a text that was tokenized again,
-and a token is trained in one segment at most.
+Invariant: token-exact. `ids` are what the engine was given and what it sampled, never a text that
+was tokenized again, and a token is trained in one segment at most.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ Messages = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """ids int32[n], mask uint8[n] (1 = sampled and trained), logprobs float32[n]; spans over ids. experts: those that
-    were chosen for all ids but the last, where the engine tells.
+    """ids int32[n], mask uint8[n] (1 = sampled and trained), logprobs float32[n]; spans over ids.
+    experts: those that were chosen for all ids but the last, where the engine tells.
 
-    messages: the conversation that `ids` say, as the agent sees it; tools: what the model was told it may call.
+    messages: the conversation that `ids` say, as the agent sees it; tools: what the model was told
+    it may call.
     """
 
     messages: Messages
@@ -46,7 +48,11 @@ class Segment:
     def is_continued_by(self, messages: Messages, tools: Any) -> bool:
         """Whether `messages` are the ones of this segment, and more."""
         known = len(self.messages)
-        return len(messages) > known and list(messages[:known]) == list(self.messages) and tools == self.tools
+        return (
+            len(messages) > known
+            and list(messages[:known]) == list(self.messages)
+            and tools == self.tools
+        )
 
     def read(self, tokens: NDArray[np.int32], messages: Messages) -> Segment:
         """This context, and what somebody else said behind it."""
@@ -59,8 +65,12 @@ class Segment:
             logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
         )
 
-    def say(self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]) -> Segment:
-        """This context, and the model's turn behind it; `messages` are the conversation with that turn."""
+    def say(
+        self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
+    ) -> Segment:
+        """This context, and the model's turn behind it; `messages` are the conversation with that
+        turn.
+        """
         start = len(self.ids)
         return replace(
             self,
@@ -87,7 +97,11 @@ class Segment:
         """What a finished rollout of a resumed group was."""
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
-        trained = np.ones(len(state.response_ids), "u1") if state.response_mask is None else state.response_mask
+        trained = (
+            np.ones(len(state.response_ids), "u1")
+            if state.response_mask is None
+            else state.response_mask
+        )
         return cls(
             [],
             None,
@@ -102,18 +116,26 @@ class Segment:
         )
 
     def fill(self, state: RolloutState, prompt: int) -> None:
-        """Make `state` this segment, its first `prompt` tokens being the prompt that a group has in common."""
+        """Make `state` this segment, its first `prompt` tokens being the prompt that a group has in
+        common.
+        """
         state.prompt_ids = self.ids[:prompt]
-        state.response_ids, state.logprobs = self.ids[prompt:], self.logprobs[prompt:]
+        state.response_ids = self.ids[prompt:]
+        state.logprobs = self.logprobs[prompt:]
         state.response_mask = self.mask[prompt:]
         state.spans = [span._replace(start=span.start - prompt) for span in self.spans]
-        state.response, state.tool_calls, state.finish_reason = self.text, list(self.calls), self.finish_reason
+        state.response = self.text
+        state.tool_calls = list(self.calls)
+        state.finish_reason = self.finish_reason
         state.routed_experts = self.experts
 
 
 def common_prompt(segments: Sequence[Segment]) -> int:
     """How many first tokens all segments have in common and train in none."""
-    shortest = min(int(segment.mask.argmax()) if segment.mask.any() else len(segment.ids) for segment in segments)
+    shortest = min(
+        int(segment.mask.argmax()) if segment.mask.any() else len(segment.ids)
+        for segment in segments
+    )
     first = segments[0].ids[:shortest]
     for segment in segments[1:]:
         same = segment.ids[:shortest] == first[:shortest]

@@ -1,6 +1,8 @@
-"""The endpoint that agents speak to: on a loopback port of its own, for as long as one group is made.
+"""The endpoint that agents speak to: on a loopback port of its own, for as long as one group is
+made.
 
-Who asks is known by the token of a session, which is random, stands in place of the API key, and ends with the group.
+Who asks is known by the token of a session, which is random, stands in place of the API key, and
+ends with the group.
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ log = logging.getLogger("rolloutmq.worker")
 LARGEST_REQUEST = 64 * 2**20
 """Bytes of one request: a whole conversation."""
 
-MOST_FAULTS, LONGEST_REFUSAL = 8, 4096
-"""Faults of a request that are told of, and characters of what is said: a request may have a million."""
+MOST_FAULTS = 8
+LONGEST_REFUSAL = 4096
+"""Faults of a request that are told of, and characters of what is said: a request may have a
+million.
+"""
 
 
 class Endpoint:
-    """`async with Endpoint(tokenizer) as endpoint`: `url` is what an OpenAI client calls its base URL.
+    """`async with Endpoint(tokenizer) as endpoint`: `url` is what an OpenAI client calls its base
+    URL.
 
     failure: what the engine died of, for whoever waits for an agent.
     """
@@ -47,7 +53,8 @@ class Endpoint:
         self._tokenizer = tokenizer
         self._sessions: dict[str, Session] = {}
         self._answering: dict[str, set[asyncio.Task[Any]]] = {}
-        self.url, self.failure = "", None
+        self.url = ""
+        self.failure = None
 
     url: str
     failure: EngineDeadError | None
@@ -59,7 +66,9 @@ class Endpoint:
         return key
 
     def dismiss(self, key: str) -> None:
-        """The agent of this session has ended. What it, or what it left behind, still asks for is not sampled."""
+        """The agent of this session has ended. What it, or what it left behind, still asks for is
+        not sampled.
+        """
         del self._sessions[key]
         for request in self._answering.pop(key):
             request.cancel()
@@ -74,7 +83,9 @@ class Endpoint:
                 web.route("*", "/{path:.*}", _unknown),
             ],
         )
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -83,7 +94,10 @@ class Endpoint:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._runner.cleanup()
 
@@ -91,13 +105,18 @@ class Endpoint:
         """The key that a request has, if it is one of a session."""
         kind, _, said = request.headers.get("Authorization", "").partition(" ")
         told = said.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
-        return next((key for key in self._sessions if hmac.compare_digest(key.encode(), told)), None)
+        return next(
+            (key for key in self._sessions if hmac.compare_digest(key.encode(), told)), None
+        )
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._key(request) is None:
             return _refuse(401, "this key belongs to no session", "invalid_api_key")
         return web.json_response(
-            {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "rolloutmq"}]}
+            {
+                "object": "list",
+                "data": [{"id": "policy", "object": "model", "owned_by": "rolloutmq"}],
+            }
         )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -106,10 +125,15 @@ class Endpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, TextRequest)
 
-    async def _serve(self, request: web.Request, kind: type[ChatRequest | TextRequest]) -> web.StreamResponse:
-        key, answering = self._key(request), asyncio.current_task()
+    async def _serve(
+        self, request: web.Request, kind: type[ChatRequest | TextRequest]
+    ) -> web.StreamResponse:
+        key = self._key(request)
+        answering = asyncio.current_task()
         if key is None:
-            return _refuse(401, "this key belongs to no session, or to one that has ended", "invalid_api_key")
+            return _refuse(
+                401, "this key belongs to no session, or to one that has ended", "invalid_api_key"
+            )
         assert answering is not None
         requests = self._answering[key]
         requests.add(answering)
@@ -130,7 +154,9 @@ class Endpoint:
         except SessionClosed as error:
             interrupted = session.interrupted.is_set()
             return _refuse(
-                503 if interrupted else 400, str(error), "interrupted" if interrupted else "context_length_exceeded"
+                503 if interrupted else 400,
+                str(error),
+                "interrupted" if interrupted else "context_length_exceeded",
             )
         except (ConfigError, GenerationError) as error:
             return _refuse(400, str(error), "refused")
@@ -153,7 +179,9 @@ class Endpoint:
 
 
 async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     await response.prepare(request)
     for chunk in chunks:
         await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
@@ -181,19 +209,29 @@ async def _in_their_form(request: web.Request, handler: Handler) -> web.StreamRe
         return _refuse(400, str(error), "bad_request")
     except OSError:  # the agent has gone
         raise
-    except Exception as error:  # a fault of this program, or of a tokenizer: whoever asked shall know
+    except (
+        Exception
+    ) as error:  # a fault of this program, or of a tokenizer: whoever asked shall know
         log.exception("a request of an agent failed", extra={"path": request.path})
         return _refuse(500, f"{type(error).__name__}: {error}", "internal_error")
 
 
 def _refuse_fields(error: ValidationError) -> web.Response:
     wrong = error.errors(include_url=False, include_input=False)
-    told = "; ".join(": ".join(filter(None, [".".join(map(str, e["loc"])), e["msg"]])) for e in wrong[:MOST_FAULTS])
+    told = "; ".join(
+        ": ".join(filter(None, [".".join(map(str, e["loc"])), e["msg"]]))
+        for e in wrong[:MOST_FAULTS]
+    )
     field = str(wrong[0]["loc"][0]) if wrong[0]["loc"] else None
-    return _refuse(400, f"this request cannot be recorded for training: {told}", "unsupported", field)
+    return _refuse(
+        400, f"this request cannot be recorded for training: {told}", "unsupported", field
+    )
 
 
 def _refuse(status: int, message: str, code: str, field: str | None = None) -> web.Response:
     # a client that would try again is told not to: what was refused now is refused then
-    headers, kind = {"x-should-retry": "false"}, "server_error" if status >= 500 else "invalid_request_error"
-    return web.json_response(refusal(message[:LONGEST_REFUSAL], code, kind, field), status=status, headers=headers)
+    headers = {"x-should-retry": "false"}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return web.json_response(
+        refusal(message[:LONGEST_REFUSAL], code, kind, field), status=status, headers=headers
+    )

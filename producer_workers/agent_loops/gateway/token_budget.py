@@ -1,7 +1,8 @@
 """The tokens that all requests of a session share, however many of them run at once.
 
-Invariant: what was sampled, and what running requests may still sample, is never more than the session has. A request
-takes what it may need before it is sampled and gives back what it did not use.
+Invariant: what was sampled, and what running requests may still sample, is never more than the
+session has. A request takes what it may need before it is sampled and gives back what it did not
+use.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ class TokenBudget:
     """`left`: tokens that are not sampled yet, those of running requests included."""
 
     def __init__(self, tokens: int) -> None:
-        self.left, self._reserved = tokens, 0
-        self._line, self._returned = asyncio.Lock(), asyncio.Event()
+        self.left = tokens
+        self._reserved = 0
+        self._line = asyncio.Lock()
+        self._returned = asyncio.Event()
 
     @asynccontextmanager
     async def reserve(self, wanted: int | None) -> AsyncIterator[int]:
-        """How many may be sampled: `wanted`, or what is left (None: all of it); 0 if that is nothing.
+        """How many may be sampled: `wanted`, or what is left (None: all of it); 0 if that is
+        nothing.
 
-        Where others run, waits until they leave as many: first come, first served. So requests that name no
-        `wanted` run one after another.
+        Where others run, waits until they leave as many: first come, first served. So requests that
+        name no `wanted` run one after another.
         """
         async with self._line:
-            while self._reserved and self.left - self._reserved < (self.left if wanted is None else wanted):
+            while self._reserved and self.left - self._reserved < (
+                self.left if wanted is None else wanted
+            ):
                 self._returned.clear()
                 await self._returned.wait()
             allowed = min(self.left if wanted is None else wanted, self.left)

@@ -1,11 +1,12 @@
 """Environments of `verifiers` (0.1.14 to 0.4) as agents: each plays its own rollout, tools and all.
 
-    # my_env.py; agent_loop = "gateway", agent_loop_options = { agent = "my_env:agent" }, judge = "environment"
+    # my_env.py; agent_loop = "gateway", agent_loop_options = { agent = "my_env:agent" }, judge =
+    # "environment"
     agent = verifiers_agent(vf.load_environment("wordle"))          # 0.1.14 to 0.3
     agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # 0.4 (import verifiers.v1 as vf)
 
-Its rubric gives the reward: "score", and each of its metrics by name. A problem of 0.4 is the data of a task: what
-`task.data.model_dump(mode="json")` says, as the problem's `extra`.
+Its rubric gives the reward: "score", and each of its metrics by name. A problem of 0.4 is the data
+of a task: what `task.data.model_dump(mode="json")` says, as the problem's `extra`.
 """
 
 from __future__ import annotations
@@ -32,20 +33,26 @@ class EpisodeError(RolloutMQError):
 
 
 def verifiers_agent(environment: Any) -> Agent:
-    """The agent that plays `environment`, one of verifiers. Raises ConfigError for what is none that it knows."""
+    """The agent that plays `environment`, one of verifiers. Raises ConfigError for what is none
+    that it knows.
+    """
     if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
         return _EpisodePlayer(environment).play
     if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
         return _rollout_player(environment)
     hint = "one of vf.load_environment, of verifiers 0.1.14 to 0.4"
-    raise ConfigError(f"{type(environment).__name__} has neither rollout and rubric nor run_episode", hint=hint)
+    raise ConfigError(
+        f"{type(environment).__name__} has neither rollout and rubric nor run_episode", hint=hint
+    )
 
 
 def _rollout_player(environment: Any) -> Agent:
     """Until 0.3: it asks by an OpenAI client that it is given."""
 
     async def play(task: AgentTask) -> dict[str, float]:
-        async with import_module("openai").AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as asks:
+        async with import_module("openai").AsyncOpenAI(
+            base_url=task.base_url, api_key=task.api_key
+        ) as asks:
             client = import_module("verifiers.clients").OpenAIChatCompletionsClient(asks)
             state = await environment.rollout(_row(task), client, task.model, {})
         if state.get("error") is not None:
@@ -59,7 +66,12 @@ def _rollout_player(environment: Any) -> Agent:
 
 def _row(task: AgentTask) -> dict[str, Any]:
     """A problem as a row of an environment's data set."""
-    return {"prompt": task.messages, "answer": task.ground_truth, "info": task.extra, "example_id": 0}
+    return {
+        "prompt": task.messages,
+        "answer": task.ground_truth,
+        "info": task.extra,
+        "example_id": 0,
+    }
 
 
 class _EpisodePlayer:
@@ -69,7 +81,8 @@ class _EpisodePlayer:
     """
 
     def __init__(self, environment: Any) -> None:
-        self._environment, self._playing = environment, 0
+        self._environment = environment
+        self._playing = 0
         self._server: asyncio.Task[None] | None = None
 
     async def play(self, task: AgentTask) -> dict[str, float]:
@@ -77,16 +90,23 @@ class _EpisodePlayer:
             episode = await self._ask(task)
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if episode.ok and len(traces) == 1:
-            metrics = {name: float(value) for name, value in traces[0].metrics.items() if value is not None}
+            metrics = {
+                name: float(value) for name, value in traces[0].metrics.items() if value is not None
+            }
             return metrics | {"score": float(traces[0].reward)}
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeError(
-            f"{errors[-1].type}: {errors[-1].message}" if errors else f"{len(traces)} agents to train; one is supported"
+            f"{errors[-1].type}: {errors[-1].message}"
+            if errors
+            else f"{len(traces)} agents to train; one is supported"
         )
 
     async def _ask(self, task: AgentTask) -> Any:
-        vf, variable = import_module("verifiers.v1"), f"ROLLOUTMQ_SESSION_{token_hex(8)}"
-        os.environ[variable] = task.api_key  # a client's key is known by the name of its variable only
+        vf = import_module("verifiers.v1")
+        variable = f"ROLLOUTMQ_SESSION_{token_hex(8)}"
+        os.environ[variable] = (
+            task.api_key
+        )  # a client's key is known by the name of its variable only
         try:
             client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=variable)
             context = vf.ModelContext(client=client, model=task.model, sampling=vf.SamplingConfig())
@@ -103,8 +123,11 @@ class _EpisodePlayer:
     async def _served(self) -> AsyncIterator[None]:
         self._playing += 1
         if self._playing == 1:
-            self._closing, self._ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-            self._server = asyncio.create_task(self._serve(self._server, self._ready, self._closing))
+            self._closing = asyncio.Event()
+            self._ready = asyncio.get_running_loop().create_future()
+            self._server = asyncio.create_task(
+                self._serve(self._server, self._ready, self._closing)
+            )
         try:
             await asyncio.shield(self._ready)
             yield
@@ -116,7 +139,9 @@ class _EpisodePlayer:
     async def _serve(
         self, before: asyncio.Task[None] | None, ready: asyncio.Future[None], closing: asyncio.Event
     ) -> None:
-        """In a task of its own, as its scopes may not leave their task; after the one `before` is gone."""
+        """In a task of its own, as its scopes may not leave their task; after the one `before` is
+        gone.
+        """
         try:
             if before is not None and not before.done():
                 await asyncio.wait({before})

@@ -1,7 +1,9 @@
-"""A small model on any device that torch knows, one token of every request in turn: slow, simple and exact.
+"""A small model on any device that torch knows, one token of every request in turn: slow, simple
+and exact.
 
-Invariant: requests change only between two steps, and so do the weights. A step runs in a thread and makes one token
-for each request that runs; a request keeps its keys and values until the weights change, which drops them.
+Invariant: requests change only between two steps, and so do the weights. A step runs in a thread
+and makes one token for each request that runs; a request keeps its keys and values until the
+weights change, which drops them.
 """
 
 from __future__ import annotations
@@ -47,12 +49,17 @@ logger = logging.getLogger(__name__)
 class _Request(GrowingResponse):
     """A response, how it is sampled, and the model's memory of it."""
 
-    def __init__(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> None:
+    def __init__(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> None:
         super().__init__()
         self.group = request_id.partition("/")[0]
-        self.prompt, self.params = prompt_ids.tolist(), params
+        self.prompt = prompt_ids.tolist()
+        self.params = params
         self.generator = torch.Generator()
-        self.generator.manual_seed(params.seed) if params.seed is not None else self.generator.seed()
+        self.generator.manual_seed(
+            params.seed
+        ) if params.seed is not None else self.generator.seed()
         self.cache: Any = None
         self.experts = RoutedTokens()
         self.error: Exception | None = None
@@ -66,7 +73,9 @@ class _Request(GrowingResponse):
         if self.ended.done():
             return
         if self.error:
-            self.ended.set_exception(GenerationError(f"a request failed in transformers: {self.error!r}"))
+            self.ended.set_exception(
+                GenerationError(f"a request failed in transformers: {self.error!r}")
+            )
         elif self.finish_reason:
             self.ended.set_result(self.generation())
 
@@ -77,8 +86,16 @@ class TransformersEngine:
     name = "transformers"
 
     def __init__(self, config: TransformersConfig, model_dir: Path, version: PolicyVersion) -> None:
-        self._config, self._model_dir, self._version = config, model_dir, version
-        self._device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self._config = config
+        self._model_dir = model_dir
+        self._version = version
+        self._device = (
+            config.device
+            if config.device != "auto"
+            else "cuda"
+            if torch.cuda.is_available()
+            else "cpu"
+        )
         self._model: Any = None
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
@@ -104,11 +121,15 @@ class TransformersEngine:
         self._dead = None
         self._driver = asyncio.create_task(self._drive())
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         self.check_health()
         self._check_prompt(prompt_ids)
         if params.structured:
-            raise GenerationError("the transformers engine cannot keep to a structure", hint="use kind vllm or http")
+            raise GenerationError(
+                "the transformers engine cannot keep to a structure", hint="use kind vllm or http"
+            )
         request = _Request(request_id, prompt_ids, params)
         if params.stops and self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._model_dir)
@@ -130,7 +151,9 @@ class TransformersEngine:
     async def abort_others(self, spared: Collection[str]) -> None:
         self.check_health()
         async with self._lock:
-            self._abort([request for request in self._requests.values() if request.group not in spared])
+            self._abort(
+                [request for request in self._requests.values() if request.group not in spared]
+            )
 
     async def resume(self) -> None:
         self.check_health()
@@ -151,7 +174,9 @@ class TransformersEngine:
             self._switch(model, recorder, version)
 
     async def sleep(self) -> None:
-        raise EngineError("the transformers engine cannot sleep", hint="use an engine of kind vllm on shared GPUs")
+        raise EngineError(
+            "the transformers engine cannot sleep", hint="use an engine of kind vllm on shared GPUs"
+        )
 
     async def wake(self) -> None:
         self.check_health()
@@ -161,7 +186,9 @@ class TransformersEngine:
 
     def check_health(self) -> None:
         if self._dead is not None:
-            raise EngineDeadError(f"the transformers engine is gone: {self._dead}", hint="restart the worker")
+            raise EngineDeadError(
+                f"the transformers engine is gone: {self._dead}", hint="restart the worker"
+            )
 
     def load(self) -> EngineLoad:
         """Those of the batch, and those that wait for a place in it; the cache grows with them."""
@@ -186,7 +213,11 @@ class TransformersEngine:
         while True:
             await self._wake.wait()
             async with self._lock:
-                batch = [] if self._paused else list(islice(self._requests.values(), self._config.max_num_seqs))
+                batch = (
+                    []
+                    if self._paused
+                    else list(islice(self._requests.values(), self._config.max_num_seqs))
+                )
                 if not batch:
                     self._wake.clear()
                     continue
@@ -213,11 +244,15 @@ class TransformersEngine:
         known = 0 if request.cache is None else len(tokens) - 1
         ids = torch.tensor([tokens[known:]], device=self._device)
         output = self._model(ids, past_key_values=request.cache, use_cache=True, logits_to_keep=1)
-        request.cache, params = output.past_key_values, request.params
+        request.cache = output.past_key_values
+        params = request.params
         if self._recorder:
             request.experts.add(known, self._recorder.take())
-        logits, stop_ids = output.logits[0, -1].cpu(), self._stop_ids.union(params.stop_token_ids)
-        token, logprob = sample(logits, params, request.prompt, request.token_ids, stop_ids, request.generator)
+        logits = output.logits[0, -1].cpu()
+        stop_ids = self._stop_ids.union(params.stop_token_ids)
+        token, logprob = sample(
+            logits, params, request.prompt, request.token_ids, stop_ids, request.generator
+        )
         request.add([token], [logprob])
         request.stamp(self._version)
         if token in stop_ids or self._meets_stop(request):
@@ -226,8 +261,13 @@ class TransformersEngine:
             request.finish("length")
 
     def _meets_stop(self, request: _Request) -> bool:
-        stops, enough = request.params.stops, len(request.token_ids) > request.params.min_tokens
-        return bool(stops) and enough and any(stop in self._tokenizer.decode(request.token_ids) for stop in stops)
+        stops = request.params.stops
+        enough = len(request.token_ids) > request.params.min_tokens
+        return (
+            bool(stops)
+            and enough
+            and any(stop in self._tokenizer.decode(request.token_ids) for stop in stops)
+        )
 
     def _abort(self, requests: list[_Request]) -> None:
         for request in requests:
@@ -240,7 +280,8 @@ class TransformersEngine:
     async def _load_adapter(self, path: Path, version: PolicyVersion) -> None:
         """Into the model that this engine started with, wherever the last weights came from."""
         await asyncio.to_thread(self._adapter.check, path)
-        model, recorder = self._model, self._recorder
+        model = self._model
+        recorder = self._recorder
         if not self._has_first_model:
             model, recorder = await self._read(self._model_dir)
         async with self._lock:
@@ -252,10 +293,14 @@ class TransformersEngine:
         try:
             return await asyncio.to_thread(self._load, path)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise WeightsError(f"transformers cannot load {path}: {error}", hint="the old weights still run") from error
+            raise WeightsError(
+                f"transformers cannot load {path}: {error}", hint="the old weights still run"
+            ) from error
 
     def _switch(self, model: Any, recorder: RoutingRecorder | None, version: PolicyVersion) -> None:
-        self._model, self._recorder, self._version = model, recorder, version
+        self._model = model
+        self._recorder = recorder
+        self._version = version
         for request in self._requests.values():
             request.cache = None
 
@@ -263,7 +308,9 @@ class TransformersEngine:
 
     def _check_prompt(self, prompt_ids: NDArray[np.int32]) -> None:
         if len(prompt_ids) >= self._longest:
-            raise GenerationError(f"a prompt of {len(prompt_ids)} tokens is too long: the model has {self._longest}")
+            raise GenerationError(
+                f"a prompt of {len(prompt_ids)} tokens is too long: the model has {self._longest}"
+            )
         size = int(self._model.config.vocab_size)
         if not len(prompt_ids) or int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= size:
             raise GenerationError(f"a prompt is empty, or has ids outside of the model's {size}")

@@ -1,6 +1,8 @@
-"""LoRA adapters inside of a transformers model, by PEFT: one at a time, a newer one takes its place.
+"""LoRA adapters inside of a transformers model, by PEFT: one at a time, a newer one takes its
+place.
 
-Invariant: until the newer one is whole and inside, the model computes with the older one, or with none.
+Invariant: until the newer one is whole and inside, the model computes with the older one, or with
+none.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class TransformersAdapter(AdapterCheck):
     _names = count()  # PEFT calls an adapter by a name, and forgets none by itself
 
     def put_into(self, model: Any, folder: Path) -> None:
-        """The adapter of `folder`, which `check` has passed, in place of the one that `model` has. While nothing runs.
+        """The adapter of `folder`, which `check` has passed, in place of the one that `model` has.
+        While nothing runs.
 
         Raises WeightsError, and nothing changed.
         """
@@ -31,7 +34,9 @@ class TransformersAdapter(AdapterCheck):
             config = peft.PeftConfig.from_pretrained(folder)
             tensors = peft.load_peft_weights(str(folder), device=str(model.device))
         except (OSError, ValueError, TypeError, SafetensorError) as error:
-            raise WeightsError(f"PEFT cannot read {folder}: {error}", hint="the old weights still run") from error
+            raise WeightsError(
+                f"PEFT cannot read {folder}: {error}", hint="the old weights still run"
+            ) from error
         name = f"adapter-{next(self._names)}"
         older = self._make_room(peft, model, config, name)
         try:
@@ -44,7 +49,9 @@ class TransformersAdapter(AdapterCheck):
             self._inside.delete_adapter(other)
 
     def _make_room(self, peft: Any, model: Any, config: Any, name: str) -> list[str]:
-        """Put an adapter that changes nothing (B is zero) into the model; the names of those that were there."""
+        """Put an adapter that changes nothing (B is zero) into the model; the names of those that
+        were there.
+        """
         if self._inside is None or self._inside.get_base_model() is not model:
             self._inside = peft.PeftModel(model, config, adapter_name=name)
             return []
@@ -61,7 +68,9 @@ class TransformersAdapter(AdapterCheck):
 
     def _fill(self, peft: Any, tensors: dict[str, Any], name: str, folder: Path) -> None:
         wanted = peft.get_peft_model_state_dict(self._inside, adapter_name=name).keys()
-        if different := sorted(wanted ^ tensors.keys()):  # PEFT would pass by what is too much or missing
+        if different := sorted(
+            wanted ^ tensors.keys()
+        ):  # PEFT would pass by what is too much or missing
             raise WeightsError(
                 f"{folder} has other tensors than its config says: {len(different)} differ, first {different[0]}",
                 hint="the old weights still run",

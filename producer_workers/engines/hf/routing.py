@@ -1,7 +1,9 @@
-"""Which experts a transformers model chooses, for the trainer that will choose them again (arXiv:2510.11370).
+"""Which experts a transformers model chooses, for the trainer that will choose them again
+(arXiv:2510.11370).
 
-Invariant: a row is of the forward pass that sampled the token behind it. Where tokens are read once more, by other
-weights or in the prefill of a rollout that goes on, the rows that are there already stay.
+Invariant: a row is of the forward pass that sampled the token behind it. Where tokens are read once
+more, by other weights or in the prefill of a rollout that goes on, the rows that are there already
+stay.
 """
 
 from __future__ import annotations
@@ -18,17 +20,22 @@ from producer_workers.engines.base import EngineError
 
 
 class RoutingRecorder:
-    """Listens to the gates of `model`. EngineError where it has none, or they do not say what they choose."""
+    """Listens to the gates of `model`. EngineError where it has none, or they do not say what they
+    choose.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._layers, self._chosen = layers_of(model), dict[int, torch.Tensor]()
+        self._layers = layers_of(model)
+        self._chosen = dict[int, torch.Tensor]()
         for layer, gate in expert_gates(model).items():
             gate.register_forward_hook(partial(self._hear, layer))
         with torch.inference_mode():
             model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
         if not self._chosen:
             hint = "set [engine] routed_experts only for a mixture of experts"
-            raise EngineError(f"{type(model).__name__} has no gates that say which experts they choose", hint=hint)
+            raise EngineError(
+                f"{type(model).__name__} has no gates that say which experts they choose", hint=hint
+            )
 
     def take(self) -> NDArray[np.int16]:
         """Of the last forward pass, of one request: int16[tokens, layers, top_k]."""

@@ -1,4 +1,5 @@
-"""From logits to a token and its logprob, in the order that vLLM has: penalties, temperature, top-k, top-p.
+"""From logits to a token and its logprob, in the order that vLLM has: penalties, temperature,
+top-k, top-p.
 
 Invariant: the logprob is that of the very distribution which the token was drawn from.
 """
@@ -24,7 +25,9 @@ def sample(
     stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Sampled:
-    """One token after `prompt` and `response`. logits: float[V]; `stop_ids` may not come before `min_tokens` others."""
+    """One token after `prompt` and `response`. logits: float[V]; `stop_ids` may not come before
+    `min_tokens` others.
+    """
     logits = _penalize(logits.float(), params, prompt, response)
     if len(response) < params.min_tokens:
         logits[list(stop_ids)] = -torch.inf
@@ -37,13 +40,19 @@ def sample(
     return token, float(logprobs[token])
 
 
-def _penalize(logits: Tensor, params: SampleParams, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """Repetition counts tokens of the prompt, too; presence and frequency only those of the response."""
+def _penalize(
+    logits: Tensor, params: SampleParams, prompt: Sequence[int], response: Sequence[int]
+) -> Tensor:
+    """Repetition counts tokens of the prompt, too; presence and frequency only those of the
+    response.
+    """
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*prompt, *response}), device=logits.device)
         worth = logits[seen]
-        logits[seen] = torch.where(worth > 0, worth / params.repetition_penalty, worth * params.repetition_penalty)
+        logits[seen] = torch.where(
+            worth > 0, worth / params.repetition_penalty, worth * params.repetition_penalty
+        )
     if response and (params.presence_penalty or params.frequency_penalty):
         counts = torch.bincount(torch.tensor(response, device=logits.device), minlength=len(logits))
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)

@@ -1,10 +1,13 @@
-"""An engine that runs elsewhere: a server of the OpenAI API that gives token ids, such as `vllm serve`.
+"""An engine that runs elsewhere: a server of the OpenAI API that gives token ids, such as `vllm
+serve`.
 
-Invariant: no part of a response spans two versions. Every part is asked for under the weights that the server then
-has, and an update first ends all parts: those that run get what they have from the server, a connection that still
-says nothing is closed. Then the request goes on behind its tokens. So no label per token is needed.
+Invariant: no part of a response spans two versions. Every part is asked for under the weights that
+the server then has, and an update first ends all parts: those that run get what they have from the
+server, a connection that still says nothing is closed. Then the request goes on behind its tokens.
+So no label per token is needed.
 
-One worker to a server, as it is paused and updated as a whole. What the server must offer is checked at the start.
+One worker to a server, as it is paused and updated as a whole. What the server must offer is
+checked at the start.
 
 One response that a server makes in one or more parts, each behind the tokens of those before.
 """
@@ -54,18 +57,24 @@ REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 class HttpRequest(GrowingResponse):
     """A response and what to ask the server for next."""
 
-    def __init__(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> None:
+    def __init__(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> None:
         super().__init__()
         self.group = request_id.partition("/")[0]
-        self._prompt, self._params = prompt_ids.tolist(), params
+        self._prompt = prompt_ids.tolist()
+        self._params = params
 
     def prompt(self) -> list[int]:
         """What the next part comes behind."""
         return [*self._prompt, *self.token_ids]
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of a completion request for what is left; every one, as servers have defaults of their own."""
-        params, done = self._params, len(self.token_ids)
+        """The fields of a completion request for what is left; every one, as servers have defaults
+        of their own.
+        """
+        params = self._params
+        done = len(self.token_ids)
         return {
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -79,11 +88,17 @@ class HttpRequest(GrowingResponse):
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            **({"structured_outputs": structure_arguments(params.structured)} if params.structured else {}),
+            **(
+                {"structured_outputs": structure_arguments(params.structured)}
+                if params.structured
+                else {}
+            ),
         }
 
     def end_part(self) -> None:
-        """Where it is not the last: a structure cannot be gone on with in its middle, so the next part begins anew."""
+        """Where it is not the last: a structure cannot be gone on with in its middle, so the next
+        part begins anew.
+        """
         if self._params.structured and not self.finish_reason:
             self.forget()
 
@@ -94,6 +109,7 @@ class HttpRequest(GrowingResponse):
             self.finish_reason = reason
         elif len(self.token_ids) >= self._params.max_tokens:
             self.finish_reason = "length"
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +126,17 @@ class HttpEngine:
     name = "http"
 
     def __init__(self, config: HttpConfig, model_dir: Path, version: PolicyVersion) -> None:
-        self._config, self._loaded_from, self._version = config, model_dir, version
+        self._config = config
+        self._loaded_from = model_dir
+        self._version = version
         self._server = CompletionServer(config.url, config.model, config.api_key)
         self._updates = config.weights != "static"
         self._weights = weights_of(self._server, config, model_dir)
         self.structures_output = False
         self._requests: set[HttpRequest] = set()
         self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
-        self._closed, self._paused = True, False
+        self._closed = True
+        self._paused = False
         self._changed = asyncio.Condition()
         self._lock = asyncio.Lock()  # pause, resume and updates come one after another
         self._watch: asyncio.Task[None] | None = None
@@ -142,18 +161,23 @@ class HttpEngine:
         self._watch = asyncio.create_task(self._watch_server())
         logger.info("%s serves %s as %s", self._config.url, self._server.model, self._version)
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         self.check_health()
         if params.structured and not self.structures_output:
             raise GenerationError(
-                f"{self._config.url} does not keep to `structured_outputs`", hint="see sample.structured of the task"
+                f"{self._config.url} does not keep to `structured_outputs`",
+                hint="see sample.structured of the task",
             )
         request = HttpRequest(request_id, prompt_ids, params)
         self._requests.add(request)
         try:
             while not request.finish_reason:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: bool(request.finish_reason or self._dead or not self._closed))
+                    await self._changed.wait_for(
+                        lambda: bool(request.finish_reason or self._dead or not self._closed)
+                    )
                 self.check_health()
                 if not request.finish_reason:
                     await self._ask(request)
@@ -196,12 +220,16 @@ class HttpEngine:
                 hint="[engine] weights = 'update' lets the worker load new ones",
             )
         await self._weights.check(path)
-        # Shielded: a caller that gives up must not leave the server paused between two sets of weights.
+        # Shielded: a caller that gives up must not leave the server paused between two sets of
+        # weights.
         self._updating = asyncio.create_task(self._update(path, version))
         await asyncio.shield(self._updating)
 
     async def sleep(self) -> None:
-        raise EngineError(f"{self._config.url} cannot sleep: it belongs to others", hint="use an engine of kind vllm")
+        raise EngineError(
+            f"{self._config.url} cannot sleep: it belongs to others",
+            hint="use an engine of kind vllm",
+        )
 
     async def wake(self) -> None:
         self.check_health()
@@ -211,7 +239,9 @@ class HttpEngine:
 
     def check_health(self) -> None:
         if self._dead is not None:
-            raise EngineDeadError(f"the server is gone: {self._dead}", hint="restart it, then the worker")
+            raise EngineDeadError(
+                f"the server is gone: {self._dead}", hint="restart it, then the worker"
+            )
 
     def unfinished(self) -> int:
         """How many requests wait for an answer."""
@@ -225,7 +255,9 @@ class HttpEngine:
         await gather_quietly(set(self._parts.values()))
         if self._dead is None and self._updates:
             try:
-                await self._server.resume(self._config.control_timeout_s)  # for whoever uses it next
+                await self._server.resume(
+                    self._config.control_timeout_s
+                )  # for whoever uses it next
             except RolloutMQError as error:
                 logger.warning("the server was left paused: %s", error)
         self._dead = self._dead or "shut down"
@@ -290,12 +322,15 @@ class HttpEngine:
             await self._interrupt()
             try:
                 await self._weights.load(path, version)
-                self._loaded_from, self._version = path, version
+                self._loaded_from = path
+                self._version = version
             except ServerGone as error:
                 raise await self._declare_dead(str(error)) from error
             except ServerRefusal as error:
                 await self._restore(error)
-                raise WeightsError(f"the server could not load {path}: {error}", hint="the old weights run") from error
+                raise WeightsError(
+                    f"the server could not load {path}: {error}", hint="the old weights run"
+                ) from error
             finally:
                 if not self._paused and self._dead is None:
                     await self._go_on()
@@ -305,7 +340,9 @@ class HttpEngine:
         try:
             await self._weights.load(self._loaded_from, self._version)
         except (ServerGone, ServerRefusal) as error:
-            raise await self._declare_dead(f"an update failed ({cause}), and so did the way back ({error})") from error
+            raise await self._declare_dead(
+                f"an update failed ({cause}), and so did the way back ({error})"
+            ) from error
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -317,7 +354,9 @@ class HttpEngine:
             raise await self._declare_dead(str(error)) from error
 
     async def _watch_server(self) -> None:
-        """Notice the end of a server that nobody talks to, and weights that somebody else has changed."""
+        """Notice the end of a server that nobody talks to, and weights that somebody else has
+        changed.
+        """
         while self._dead is None:
             await asyncio.sleep(WATCH_S)
             try:
@@ -328,11 +367,16 @@ class HttpEngine:
                 await self._declare_dead(str(error))
 
     async def _check_label(self) -> None:
-        expected, label = self._version, await self._server.weight_label()
+        expected = self._version
+        label = await self._server.weight_label()
         if label != str(expected) and self._version == expected and not self._lock.locked():
-            await self._declare_dead(f"somebody else changed its weights from {expected} to {label}")
+            await self._declare_dead(
+                f"somebody else changed its weights from {expected} to {label}"
+            )
 
     async def _declare_dead(self, why: str) -> EngineDeadError:
         self._dead = self._dead or why
         await self._set_closed(True)
-        return EngineDeadError(f"the server is gone: {self._dead}", hint="restart it, then the worker")
+        return EngineDeadError(
+            f"the server is gone: {self._dead}", hint="restart it, then the worker"
+        )

@@ -1,7 +1,9 @@
-"""The HTTP side of a server of the OpenAI API: completions with token ids, and vLLM's endpoints for its weights.
+"""The HTTP side of a server of the OpenAI API: completions with token ids, and vLLM's endpoints for
+its weights.
 
-Invariant: what comes back has an id and a logprob for every token; a server that gives text alone is an error, never
-tokenized again. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in its development mode, `entrypoints/rl`.
+Invariant: what comes back has an id and a logprob for every token; a server that gives text alone
+is an error, never tokenized again. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in
+its development mode, `entrypoints/rl`.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import orjson
 from buffer.errors import ModelError
 from producer_workers.engines.base import EngineError, GenerationError
 
-CONNECT_S, HEALTH_S = 10.0, 60.0
+CONNECT_S = 10.0
+HEALTH_S = 60.0
 """A server that is gone refuses at once; one that is only busy may take its time."""
 
 MAX_LINE_BYTES = 32 << 20
 """One line of a stream; the first carries the ids of the prompt."""
 
 STREAM_INTERVAL = 32
-"""Tokens in one line of the stream, asked for: a line for each would keep both sides busy with JSON."""
+"""Tokens in one line of the stream, asked for: a line for each would keep both sides busy with
+JSON.
+"""
 
 IDS_HINT = "the server must answer `return_token_ids` or `return_tokens_as_token_ids`, as vLLM does"
 
@@ -42,7 +47,9 @@ class ServerRefusal(ModelError):
 
 
 class Piece(NamedTuple):
-    """One line of a stream: int ids, float logprobs of the same length, and at the end why it ended."""
+    """One line of a stream: int ids, float logprobs of the same length, and at the end why it
+    ended.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -53,7 +60,8 @@ class CompletionServer:
     """One server at `url`. All methods raise ServerGone where nobody answers."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
-        self.url, self.model = url.rstrip("/"), model
+        self.url = url.rstrip("/")
+        self.model = model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -61,7 +69,8 @@ class CompletionServer:
         """Find the model that is served. Raises EngineError where there is none."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            # one kept open may be closed by the server just as it is used again, which looks like a dead server
+            # one kept open may be closed by the server just as it is used again, which looks like a
+            # dead server
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
             read_bufsize=MAX_LINE_BYTES,
@@ -69,7 +78,9 @@ class CompletionServer:
         served = await self.names()
         self.model = self.model or (served[0] if served else None)
         if self.model not in served:
-            raise EngineError(f"{self.url} serves {', '.join(served) or 'no model'}, not {self.model}")
+            raise EngineError(
+                f"{self.url} serves {', '.join(served) or 'no model'}, not {self.model}"
+            )
 
     async def names(self) -> list[str]:
         """What it serves: models, then adapters."""
@@ -79,20 +90,28 @@ class CompletionServer:
         if self._session:
             await self._session.close()
 
-    async def stream(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> AsyncIterator[Piece]:
-        """Sample one response. Closing the iterator, or cancelling, closes the connection, which aborts the request.
+    async def stream(
+        self, prompt_ids: list[int], sampling: Mapping[str, Any]
+    ) -> AsyncIterator[Piece]:
+        """Sample one response. Closing the iterator, or cancelling, closes the connection, which
+        aborts the request.
 
-        Raises GenerationError for this request alone. A stream that ends without a reason was aborted.
+        Raises GenerationError for this request alone. A stream that ends without a reason was
+        aborted.
         """
         body = {"model": self.model, "prompt": prompt_ids, "logprobs": 0, **sampling}
         body |= {"stream": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
         body |= {"stream_interval": STREAM_INTERVAL}
         try:
             async with self._open_session.post(
-                f"{self.url}/v1/completions", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+                f"{self.url}/v1/completions",
+                data=orjson.dumps(body),
+                headers={"Content-Type": "application/json"},
             ) as response:
                 if response.status != 200:
-                    raise GenerationError(f"{self.url} refused a request: {await _message(response)}")
+                    raise GenerationError(
+                        f"{self.url} refused a request: {await _message(response)}"
+                    )
                 async for line in response.content:
                     if line.startswith(b"data: {") and (piece := _piece(orjson.loads(line[6:]))):
                         yield piece
@@ -102,8 +121,16 @@ class CompletionServer:
             raise GenerationError(f"the connection to {self.url} broke: {error!r}") from error
 
     async def top_logprobs(self, prompt_ids: list[int], temperature: float) -> list[float]:
-        """The two largest logprobs of the token after a prompt, as the server reports them at a temperature."""
-        body = {"model": self.model, "prompt": prompt_ids, "max_tokens": 1, "logprobs": 2, "temperature": temperature}
+        """The two largest logprobs of the token after a prompt, as the server reports them at a
+        temperature.
+        """
+        body = {
+            "model": self.model,
+            "prompt": prompt_ids,
+            "max_tokens": 1,
+            "logprobs": 2,
+            "temperature": temperature,
+        }
         body |= {"top_p": 1.0, "return_tokens_as_token_ids": True}
         answer = await self._call("POST", "/v1/completions", 60.0, body)
         try:
@@ -154,18 +181,26 @@ class CompletionServer:
                 raise
 
     async def load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
-        await self._send("POST", "/v1/load_lora_adapter", timeout_s, {"lora_name": name, "lora_path": folder})
+        await self._send(
+            "POST", "/v1/load_lora_adapter", timeout_s, {"lora_name": name, "lora_path": folder}
+        )
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None:
         await self._send("POST", "/v1/unload_lora_adapter", timeout_s, {"lora_name": name})
 
-    async def _call(self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
+    async def _call(
+        self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
+    ) -> Any:
         """The answer, which is JSON or empty."""
         text = await self._send(verb, path, timeout_s, body)
         return orjson.loads(text) if text else None
 
-    async def _send(self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> bytes:
-        """Raises ServerRefusal where it answers with an error, ServerGone where it does not answer, or with 503."""
+    async def _send(
+        self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
+    ) -> bytes:
+        """Raises ServerRefusal where it answers with an error, ServerGone where it does not answer,
+        or with 503.
+        """
         data = orjson.dumps(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data else {}
         limit = aiohttp.ClientTimeout(total=timeout_s)
@@ -177,11 +212,15 @@ class CompletionServer:
                 if response.status == 200:
                     return text
                 kind = ServerGone if response.status == 503 else ServerRefusal
-                error = kind(f"{self.url}{path} says {response.status}: {text[:300].decode(errors='replace')}")
+                error = kind(
+                    f"{self.url}{path} says {response.status}: {text[:300].decode(errors='replace')}"
+                )
                 error.status = response.status
                 raise error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise ServerGone(f"{self.url}{path} does not answer: {error!r}", hint="does the server run?") from error
+            raise ServerGone(
+                f"{self.url}{path} does not answer: {error!r}", hint="does the server run?"
+            ) from error
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:
@@ -207,7 +246,9 @@ def _piece(line: Mapping[str, Any]) -> Piece | None:
     if token_ids is None:
         token_ids = [_id_of(token) for token in logprobs.get("tokens") or []]
     if len(token_ids) != len(values):
-        raise GenerationError(f"the server gave {len(token_ids)} token ids and {len(values)} logprobs", hint=IDS_HINT)
+        raise GenerationError(
+            f"the server gave {len(token_ids)} token ids and {len(values)} logprobs", hint=IDS_HINT
+        )
     return Piece(token_ids, values, choice.get("finish_reason"))
 
 

@@ -1,8 +1,11 @@
-"""How new weights get into a server that runs elsewhere: whole ones over those it has, or LoRA adapters beside them.
+"""How new weights get into a server that runs elsewhere: whole ones over those it has, or LoRA
+adapters beside them.
 
-Both read folders that the server sees under the same path. Endpoints: vLLM 0.32, see `completion_server.py`.
+Both read folders that the server sees under the same path. Endpoints: vLLM 0.32, see
+`completion_server.py`.
 
-What a server does, by experiment, since no API says it: what its logprobs are of, if it keeps to a structure.
+What a server does, by experiment, since no API says it: what its logprobs are of, if it keeps to a
+structure.
 """
 
 from __future__ import annotations
@@ -37,12 +40,16 @@ class ServerWeights:
     """what a server must have been started with"""
 
     def __init__(self, server: CompletionServer, config: HttpConfig, model_dir: Path) -> None:
-        self._server, self._config, self._model_dir = server, config, model_dir
+        self._server = server
+        self._config = config
+        self._model_dir = model_dir
         self._shapes: Shapes = {}
         self._tied_head = False
 
     async def take_over(self, version: PolicyVersion) -> None:
-        """Load the first weights: the server may have others, of an earlier worker or half an update of its."""
+        """Load the first weights: the server may have others, of an earlier worker or half an
+        update of its.
+        """
         control_s = self._config.control_timeout_s
         self._shapes = await asyncio.to_thread(read_shapes, self._model_dir)
         self._tied_head = has_tied_head(self._model_dir)
@@ -73,8 +80,10 @@ class ServerWeights:
 
 
 class ServerAdapters(ServerWeights):
-    """LoRA adapters over the first weights. A newer one has a new name, by which it is then asked for: one that took
-    the other's place would be read from its folder again in every forward pass (vLLM 0.32)."""
+    """LoRA adapters over the first weights. A newer one has a new name, by which it is then asked
+    for: one that took the other's place would be read from its folder again in every forward pass
+    (vLLM 0.32).
+    """
 
     hint = (
         f"{ServerWeights.hint.partition('; or')[0]}, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora "
@@ -94,7 +103,8 @@ class ServerAdapters(ServerWeights):
         await asyncio.to_thread(self._fits.check, path)
 
     async def load(self, path: Path, version: PolicyVersion) -> None:
-        older, newer = self._server.model, self._base
+        older = self._server.model
+        newer = self._base
         if path != self._model_dir:  # the way back from a first adapter that could not be loaded
             newer = PREFIX + uuid4().hex[:12]
             await self._server.load_adapter(newer, str(path.resolve()), self._config.load_timeout_s)
@@ -106,7 +116,10 @@ class ServerAdapters(ServerWeights):
 
 def weights_of(server: CompletionServer, config: HttpConfig, model_dir: Path) -> ServerWeights:
     """As [engine] weights says."""
-    return (ServerAdapters if config.weights == "adapters" else ServerWeights)(server, config, model_dir)
+    return (ServerAdapters if config.weights == "adapters" else ServerWeights)(
+        server, config, model_dir
+    )
+
 
 PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
 ENOUGH = 1e-3
@@ -114,9 +127,11 @@ ENOUGH = 1e-3
 
 
 async def check_logprobs(server: CompletionServer) -> None:
-    """Raises EngineError unless tokens come with ids, and with logprobs of what they were drawn from.
+    """Raises EngineError unless tokens come with ids, and with logprobs of what they were drawn
+    from.
 
-    Half the temperature doubles the distance between two logprobs; where they are taken before it, nothing moves.
+    Half the temperature doubles the distance between two logprobs; where they are taken before it,
+    nothing moves.
     """
     try:
         async for _ in server.stream(PROBES[0], {"max_tokens": 1}):
@@ -125,21 +140,28 @@ async def check_logprobs(server: CompletionServer) -> None:
         raise EngineError(error.message, hint=error.hint) from error
     for prompt in PROBES:
         plain, cold = [await server.top_logprobs(prompt, temperature) for temperature in (1.0, 0.5)]
-        near, far = plain[-1] - plain[0], cold[-1] - cold[0]
+        near = plain[-1] - plain[0]
+        far = cold[-1] - cold[0]
         if near <= ENOUGH:
             continue
         if far < 1.5 * near:
             hint = "start vLLM with --logprobs-mode processed_logprobs"
-            raise EngineError(f"{server.url} reports logprobs before temperature and top-p", hint=hint)
+            raise EngineError(
+                f"{server.url} reports logprobs before temperature and top-p", hint=hint
+            )
         return
-    raise EngineError(f"{server.url} gave the same logprob to any two tokens", hint="is it a language model?")
+    raise EngineError(
+        f"{server.url} gave the same logprob to any two tokens", hint="is it a language model?"
+    )
 
 
 async def keeps_to_a_structure(server: CompletionServer) -> bool:
     """Whether `structured_outputs` counts: most servers pass over a field that they do not know."""
     only = "a7-b8"
     try:
-        said = await server.text(PROBES[0], {"max_tokens": 16, "structured_outputs": {"choice": [only]}})
+        said = await server.text(
+            PROBES[0], {"max_tokens": 16, "structured_outputs": {"choice": [only]}}
+        )
     except ServerRefusal:
         return False
     return said == only

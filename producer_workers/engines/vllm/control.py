@@ -1,9 +1,11 @@
-"""Calls to a running vLLM that end in time, and the death of one: its processes end, or one no longer answers.
+"""Calls to a running vLLM that end in time, and the death of one: its processes end, or one no
+longer answers.
 
-Invariant: whoever waits for a dead engine hears of it. vLLM never answers a call that is pending when its engine dies,
-nor any request of an engine one of whose shards hangs.
+Invariant: whoever waits for a dead engine hears of it. vLLM never answers a call that is pending
+when its engine dies, nor any request of an engine one of whose shards hangs.
 
-What vLLM says of its own scheduler, after every step: how many requests run and wait, and how full its cache is.
+What vLLM says of its own scheduler, after every step: how many requests run and wait, and how full
+its cache is.
 
 vLLM calls it like one of its own loggers; only the few names that it needs are relied on.
 """
@@ -29,7 +31,9 @@ class VllmControl:
     """Of one `llm`. `limit_s`: what pause, resume and the like may take."""
 
     def __init__(self, api: VllmApi, llm: Any, limit_s: float) -> None:
-        self._api, self._llm, self._limit_s = api, llm, limit_s
+        self._api = api
+        self._llm = llm
+        self._limit_s = limit_s
         self._watching: set[asyncio.Task[None]] = set()
         self.dead: str | None = None
 
@@ -38,7 +42,9 @@ class VllmControl:
         if self.dead is None and self._llm.errored:
             self.dead = "vLLM's engine process ended"
         if self.dead is not None:
-            raise EngineDeadError(f"the vLLM engine is gone: {self.dead}", hint="restart the worker")
+            raise EngineDeadError(
+                f"the vLLM engine is gone: {self.dead}", hint="restart the worker"
+            )
 
     def declare_dead(self, why: str) -> EngineDeadError:
         """Every request ends with an EngineDeadError; one for the caller to raise, too."""
@@ -47,7 +53,9 @@ class VllmControl:
         return EngineDeadError(f"the vLLM engine is gone: {self.dead}", hint="restart the worker")
 
     async def ask(self, call: Awaitable[T], what: str, limit_s: float | None = None) -> T:
-        """The answer to a control call. Raises EngineDeadError where there is none, and what vLLM raises."""
+        """The answer to a control call. Raises EngineDeadError where there is none, and what vLLM
+        raises.
+        """
         limit_s = self._limit_s if limit_s is None else limit_s
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
@@ -69,20 +77,28 @@ class VllmControl:
         except self._api.engine_dead as error:
             raise self.declare_dead(f"vLLM's engine process ended during: {what}") from error
 
-    async def ask_shards(self, method: str, *args: object, limit_s: float | None = None) -> list[Any]:
-        """Call a method of `vllm_worker_extension` in every shard of every replica; what each answered."""
+    async def ask_shards(
+        self, method: str, *args: object, limit_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of `vllm_worker_extension` in every shard of every replica; what each
+        answered.
+        """
         core = self._llm.engine_core
         if not hasattr(core, "call_utility_all_async"):
-            answers: list[Any] = await self.ask(self._llm.collective_rpc(method, args=args), method, limit_s)
+            answers: list[Any] = await self.ask(
+                self._llm.collective_rpc(method, args=args), method, limit_s
+            )
             return answers
         # `collective_rpc` hands on what the first replica answered, alone
         calls = core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for replica in await self.ask(calls, method, limit_s) for answer in replica]
 
     def watch(self, busy: asyncio.Lock, every_s: float, limit_s: float) -> None:
-        """Ask all shards for a sign of life, again and again; the first that gives none in `limit_s` is the end.
+        """Ask all shards for a sign of life, again and again; the first that gives none in
+        `limit_s` is the end.
 
-        Not while `busy` is held: an update may take longer than any forward pass, and has a limit of its own.
+        Not while `busy` is held: an update may take longer than any forward pass, and has a limit
+        of its own.
         """
         self._watching.add(asyncio.create_task(self._watch(busy, every_s, limit_s)))
 
@@ -113,7 +129,9 @@ class VllmControl:
         await self._stop_listening()
 
     async def _stop_listening(self) -> None:
-        """End vLLM's own loop: it would report the end of the process that it reads from as an error."""
+        """End vLLM's own loop: it would report the end of the process that it reads from as an
+        error.
+        """
         handler = getattr(self._llm, "output_handler", None)
         if handler is None:
             return
@@ -135,7 +153,8 @@ class VllmStatistics:
         loads = self._replicas.values()
         if not loads:
             return None
-        running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+        running = sum(load.running for load in loads)
+        waiting = sum(load.waiting for load in loads)
         return EngineLoad(running, waiting, max(load.kv_usage for load in loads))
 
     def of_engine(self, _config: Any, _index: int = 0) -> VllmStatistics:

@@ -1,9 +1,9 @@
 """The real engine: vLLM's AsyncLLM inside the rollout worker.
 
-Invariant: the engine runs the weights it names, in every shard. An update happens between two forward passes, while
-the engine is paused, with every cache of the old weights dropped; each shard loads its own part, and the version is
-named once all have it. If one fails all load the old weights again, and if that fails or any stays silent the
-engine counts as dead.
+Invariant: the engine runs the weights it names, in every shard. An update happens between two
+forward passes, while the engine is paused, with every cache of the old weights dropped; each shard
+loads its own part, and the version is named once all have it. If one fails all load the old weights
+again, and if that fails or any stays silent the engine counts as dead.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class VllmEngine:
             raise
         except Exception as error:
             hint = "its own log lines above say why"
-            raise EngineError(f"vLLM could not load {self._model_dir}: {error}", hint=hint) from error
+            raise EngineError(
+                f"vLLM could not load {self._model_dir}: {error}", hint=hint
+            ) from error
         self._api, self._control = api, VllmControl(api, self._llm, self._config.control_timeout_s)
         await self._control.ask_shards("rolloutmq_ready")
         if self._adapter:
@@ -106,7 +108,9 @@ class VllmEngine:
         self._control.watch(self._lock, PULSE_S, self._config.hang_timeout_s)
         logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         control = self._running()
         assert self._api is not None
         submitted = self._version
@@ -117,7 +121,9 @@ class VllmEngine:
             shown = await self.images.prompt(self._llm, request_id, prompt_ids)
             prompt = shown or self._api.wrap_prompt(prompt_ids.tolist())
             adapter = self._adapter.request(self._loaded_from) if self._adapter else None
-            async for output in self._llm.generate(prompt, sampling, request_id, lora_request=adapter):
+            async for output in self._llm.generate(
+                prompt, sampling, request_id, lora_request=adapter
+            ):
                 final = output
         except self._api.engine_dead as error:
             raise control.declare_dead("vLLM's engine process ended") from error
@@ -135,9 +141,15 @@ class VllmEngine:
 
     def _sampling(self, params: SampleParams) -> Any:
         assert self._api is not None
-        structure = self._api.structured(**structure_arguments(params.structured)) if params.structured else None
+        structure = (
+            self._api.structured(**structure_arguments(params.structured))
+            if params.structured
+            else None
+        )
         return self._api.sampling(
-            **sampling_arguments(params), structured_outputs=structure, output_kind=self._api.final_only
+            **sampling_arguments(params),
+            structured_outputs=structure,
+            output_kind=self._api.final_only,
         )
 
     async def pause(self, mode: PauseMode) -> None:
@@ -145,7 +157,9 @@ class VllmEngine:
         async with self._lock:
             self._paused = True
             # The caches stay: they are dropped when weights change, and only then are they wrong.
-            await control.ask(self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})")
+            await control.ask(
+                self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})"
+            )
 
     async def abort_others(self, spared: Collection[str]) -> None:
         control = self._running()
@@ -175,11 +189,16 @@ class VllmEngine:
         except (EngineDeadError, WeightsError):
             raise
         except Exception as error:
-            raise WeightsError(f"vLLM could not receive the weights {announced.label}: {error}") from error
+            raise WeightsError(
+                f"vLLM could not receive the weights {announced.label}: {error}"
+            ) from error
         await self._switch(path, version, lambda: load_received(self._call_workers))
 
-    async def _switch(self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
-        # Shielded: a caller that gives up must not leave the engine paused between two sets of weights.
+    async def _switch(
+        self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]
+    ) -> None:
+        # Shielded: a caller that gives up must not leave the engine paused between two sets of
+        # weights.
         self._updating = asyncio.create_task(self._update(path, version, load))
         await asyncio.shield(self._updating)
 
@@ -188,10 +207,15 @@ class VllmEngine:
         return await self._running().ask_shards(method, *args, limit_s=self._config.load_timeout_s)
 
     async def sleep(self) -> None:
-        """vLLM's sleep of level 1: weights go to the host's memory, the KV cache is dropped. CUDA only."""
+        """vLLM's sleep of level 1: weights go to the host's memory, the KV cache is dropped. CUDA
+        only.
+        """
         control = self._running()
         if not self._config.enable_sleep_mode:
-            raise EngineError("this vLLM engine cannot sleep", hint="set [engine] enable_sleep_mode = true (CUDA only)")
+            raise EngineError(
+                "this vLLM engine cannot sleep",
+                hint="set [engine] enable_sleep_mode = true (CUDA only)",
+            )
         async with self._lock:
             await control.ask(self._llm.sleep(level=1), "sleep")
 
@@ -200,7 +224,10 @@ class VllmEngine:
         async with self._lock:
             await control.ask(self._llm.wake_up(), "wake up")
             if self._paused:  # vLLM samples again once it is awake
-                await control.ask(self._llm.pause_generation(mode="keep", clear_cache=False), "pause after waking up")
+                await control.ask(
+                    self._llm.pause_generation(mode="keep", clear_cache=False),
+                    "pause after waking up",
+                )
 
     def version(self) -> PolicyVersion:
         return self._version
@@ -216,19 +243,26 @@ class VllmEngine:
 
     def unfinished(self) -> int:
         """How many requests run or wait inside vLLM."""
-        return 0 if self._llm is None else int(self._llm.output_processor.get_num_unfinished_requests())
+        return (
+            0
+            if self._llm is None
+            else int(self._llm.output_processor.get_num_unfinished_requests())
+        )
 
     def load(self) -> EngineLoad | None:
         return self._statistics.load
 
     async def shutdown(self) -> None:
-        llm, control, self._llm = self._llm, self._control, None
+        llm = self._llm
+        control = self._control
+        self._llm = None
         if llm is None:
             return
         if control:
             await control.close()
         await asyncio.to_thread(llm.shutdown)
-        # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by then.
+        # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by
+        # then.
         llm.shutdown = lambda *_: None
         if self._adapter:
             self._adapter.close()
@@ -236,26 +270,35 @@ class VllmEngine:
     def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
         api = import_vllm()
         adapter = self._adapter.arguments() if self._adapter else {}
-        arguments = api.arguments(**engine_arguments(self._config, self._model_dir, on_cpu=on_cpu), **adapter)
+        arguments = api.arguments(
+            **engine_arguments(self._config, self._model_dir, on_cpu=on_cpu), **adapter
+        )
         loggers = [self._statistics.of_engine] if self._config.report_load else None
         return api, api.engine.from_engine_args(arguments, stat_loggers=loggers)
 
-    async def _update(self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
+    async def _update(
+        self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]
+    ) -> None:
         control = self._running()
         async with self._lock:
             assert self._api is not None
             # Without version labels per token, a response must not span two versions.
             mode = "keep" if self._api.tracks_versions else "abort"
-            await control.ask(self._llm.pause_generation(mode=mode, clear_cache=True), "pausing for an update")
+            await control.ask(
+                self._llm.pause_generation(mode=mode, clear_cache=True), "pausing for an update"
+            )
             try:
                 await load()
                 await self._name_weights(version)
-                self._loaded_from, self._version = path, version
+                self._loaded_from = path
+                self._version = version
             except EngineDeadError:
                 raise
             except Exception as error:
                 await self._restore(control, error)
-                raise WeightsError(f"vLLM could not load {path}: {error}", hint="the old weights still run") from error
+                raise WeightsError(
+                    f"vLLM could not load {path}: {error}", hint="the old weights still run"
+                ) from error
             finally:
                 if not self._paused and control.dead is None:
                     await control.ask(self._llm.resume_generation(), "resuming after an update")
@@ -269,13 +312,17 @@ class VllmEngine:
     async def _load(self, path: Path) -> None:
         """Every shard has the weights in `path`, or this raises."""
         folder = str(path.resolve())
-        call = self._adapter.loading(folder) if self._adapter else ("rolloutmq_load_weights", folder)
+        call = (
+            self._adapter.loading(folder) if self._adapter else ("rolloutmq_load_weights", folder)
+        )
         await self._call_workers(*call)
 
     async def _name_weights(self, version: PolicyVersion) -> None:
         """From here on vLLM stamps every token with `version`, in every replica."""
         if self._api is not None and self._api.tracks_versions:
-            await self._running().ask(self._llm.update_weight_version(str(version)), "naming the weights")
+            await self._running().ask(
+                self._llm.update_weight_version(str(version)), "naming the weights"
+            )
 
     async def _restore(self, control: VllmControl, cause: Exception) -> None:
         """Load the old weights again: a failed load may have replaced some of them, in some shards."""

@@ -1,7 +1,8 @@
-"""Sampling with a LoRA adapter over the model that the engine started with: only the adapter is published.
+"""Sampling with a LoRA adapter over the model that the engine started with: only the adapter is
+published.
 
-The engine has one adapter at all times, at first one of zeros; a newer one takes its place. So a request goes on under
-the newer one, as it does with whole weights.
+The engine has one adapter at all times, at first one of zeros; a newer one takes its place. So a
+request goes on under the newer one, as it does with whole weights.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from buffer.weights.safetensors_files import ADAPTER_CONFIG, ADAPTER_TENSORS, PE
 from producer_workers.engines.base import EngineError
 from producer_workers.engines.model_folder import AdapterCheck, Shapes
 
-NAME, NUMBER = "policy", 1
+NAME = "policy"
+NUMBER = 1
 ZEROED = "q_proj"
 """The layer that the adapter of zeros is made for."""
 
 
 class VllmAdapter(AdapterCheck):
-    """Of one engine. `shapes`: of its model; `most`: the largest rank. Raises EngineError where it has no `q_proj`."""
+    """Of one engine. `shapes`: of its model; `most`: the largest rank. Raises EngineError where it
+    has no `q_proj`.
+    """
 
     def __init__(self, model_dir: Path, shapes: Shapes, most: int) -> None:
         super().__init__(model_dir, shapes, most)
@@ -42,7 +46,9 @@ class VllmAdapter(AdapterCheck):
         return import_module("vllm.lora.request").LoRARequest(NAME, NUMBER, str(folder.resolve()))
 
     def loading(self, folder: str) -> tuple[str, str, int, str]:
-        """The call to every shard that puts the adapter from `folder` in place of the one that is there."""
+        """The call to every shard that puts the adapter from `folder` in place of the one that is
+        there.
+        """
         return "rolloutmq_load_adapter", NAME, NUMBER, folder
 
     def close(self) -> None:
@@ -52,7 +58,9 @@ class VllmAdapter(AdapterCheck):
 def _write_zeros(folder: Path, shapes: Shapes) -> None:
     name = next((name for name in sorted(shapes) if name.endswith(f".{ZEROED}.weight")), None)
     if name is None:
-        raise EngineError(f"the model has no {ZEROED}, with which an adapter begins", hint="unset max_lora_rank")
+        raise EngineError(
+            f"the model has no {ZEROED}, with which an adapter begins", hint="unset max_lora_rank"
+        )
     out, into = shapes[name]
     stem = PEFT_PREFIX + name.removesuffix(".weight")
     zeros = {
@@ -60,5 +68,11 @@ def _write_zeros(folder: Path, shapes: Shapes) -> None:
         f"{stem}.lora_B.weight": np.zeros((out, 8), "<f4"),
     }
     save_file(zeros, folder / ADAPTER_TENSORS)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8, "target_modules": [ZEROED]}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": [ZEROED],
+    }
     (folder / ADAPTER_CONFIG).write_bytes(orjson.dumps(config | {"bias": "none"}))

@@ -1,11 +1,12 @@
 """The part of the vLLM engine that runs inside vLLM's worker processes.
 
-vLLM mixes `WeightLoader` into its worker class (`worker_extension_cls`); its methods are then called with
-`collective_rpc`, in every shard: each tensor and pipeline rank of each data-parallel replica. Importing this module
-in a child also ties the child's life to the rollout worker's.
+vLLM mixes `WeightLoader` into its worker class (`worker_extension_cls`); its methods are then
+called with `collective_rpc`, in every shard: each tensor and pipeline rank of each data-parallel
+replica. Importing this module in a child also ties the child's life to the rollout worker's.
 
-Invariant: one call is one whole weight update. vLLM runs no forward pass during a call, so no token is ever
-made by a mixture of old and new weights; and the call succeeds only where it did in every shard.
+Invariant: one call is one whole weight update. vLLM runs no forward pass during a call, so no token
+is ever made by a mixture of old and new weights; and the call succeeds only where it did in every
+shard.
 
 Receiving weights in all processes of a vLLM engine, before any of them loads them.
 """
@@ -23,7 +24,9 @@ from typing import Any
 from buffer.weights.announcement import Announcement
 from producer_workers.engines.base import WeightsError
 
-OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"  # also in environment.py, which this process has no need to import
+OWNER_VARIABLE = (
+    "ROLLOUTMQ_ENGINE_OWNER"  # also in environment.py, which this process has no need to import
+)
 OWNER_LOST = 1
 PROBLEM_BYTES = 1024
 """What a shard can tell the others of what went wrong with it."""
@@ -32,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Methods that vLLM's worker gains. Names carry the project's: vLLM refuses ones that it has itself."""
+    """Methods that vLLM's worker gains. Names carry the project's: vLLM refuses ones that it has
+    itself.
+    """
 
     model_runner: Any
     parallel_config: Any
@@ -43,7 +48,9 @@ class WeightLoader:
     _rolloutmq_receiver: Any = None
 
     def rolloutmq_ready(self) -> None:
-        """Say that this class is there and its process alive; at first, make up for what vLLM's start left out."""
+        """Say that this class is there and its process alive; at first, make up for what vLLM's
+        start left out.
+        """
         if self.device.type == "cpu" and self.parallel_config.pipeline_parallel_size > 1:
             _make_stage_buffers(self.model_runner)
 
@@ -52,7 +59,9 @@ class WeightLoader:
         _do_in_every_shard(self, lambda: self._rolloutmq_reload(weights_path=path))
 
     def rolloutmq_load_adapter(self, name: str, number: int, path: str) -> None:
-        """Load this shard's part of the LoRA adapter in the folder `path`, in place of the one with this number."""
+        """Load this shard's part of the LoRA adapter in the folder `path`, in place of the one with
+        this number.
+        """
         _do_in_every_shard(self, lambda: _take_adapter(self, name, number, path))
 
     def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
@@ -71,7 +80,10 @@ class WeightLoader:
 
     def rolloutmq_load_received(self) -> None:
         """Load this shard's part of them over the running model."""
-        _do_in_every_shard(self, lambda: self._rolloutmq_reload(weights_iterator=self._rolloutmq_receiver.tensors()))
+        _do_in_every_shard(
+            self,
+            lambda: self._rolloutmq_reload(weights_iterator=self._rolloutmq_receiver.tensors()),
+        )
 
     def rolloutmq_forget_received(self) -> None:
         """Free their memory."""
@@ -91,10 +103,12 @@ class WeightLoader:
 
 
 def _do_in_every_shard(worker: WeightLoader, act: Callable[[], object]) -> None:
-    """`act`, and hear how it went in the others. What went wrong in any of them is raised by the last one, alone.
+    """`act`, and hear how it went in the others. What went wrong in any of them is raised by the
+    last one, alone.
 
-    For vLLM reads the answers of its processes in their order, up to the first error: what stands behind that one
-    would be taken for the answers to the next call, which then returned before all had done it.
+    For vLLM reads the answers of its processes in their order, up to the first error: what stands
+    behind that one would be taken for the answers to the next call, which then returned before all
+    had done it.
     """
     problem = ""
     try:
@@ -115,7 +129,9 @@ def _tell_all(problem: str) -> list[str]:
     group = get_world_group()
     if group.world_size == 1:
         return [problem]
-    mine = torch.frombuffer(bytearray(problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")), dtype=torch.uint8)
+    mine = torch.frombuffer(
+        bytearray(problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")), dtype=torch.uint8
+    )
     told = [torch.empty_like(mine) for _ in range(group.world_size)]
     torch.distributed.all_gather(told, mine, group=group.cpu_group)
     return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in told]
@@ -131,8 +147,8 @@ def _take_adapter(worker: WeightLoader, name: str, number: int, path: str) -> No
 def _make_stage_buffers(runner: Any) -> None:
     """Give a later stage of a pipeline the buffers for what it gets from the stage before.
 
-    Up to 0.32 vLLM makes them in its warm-up alone, which a CPU engine that compiles nothing passes over: its first
-    forward pass would end the engine.
+    Up to 0.32 vLLM makes them in its warm-up alone, which a CPU engine that compiles nothing passes
+    over: its first forward pass would end the engine.
     """
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -145,7 +161,8 @@ def _make_stage_buffers(runner: Any) -> None:
 def _forget_packed_experts(model: Any) -> None:
     """Make vLLM pack mixture-of-experts weights for the CPU again.
 
-    Up to 0.32 it packs them once: after an update such a model went on with its old experts, silently.
+    Up to 0.32 it packs them once: after an update such a model went on with its old experts,
+    silently.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -156,8 +173,9 @@ def _forget_packed_experts(model: Any) -> None:
 def _pack_heads(model: Any) -> None:
     """Pack the output layer for the CPU again.
 
-    Up to 0.32 a head that is tied to the embeddings keeps the packed copy of its first weights: the checkpoint
-    names no tensor for it, so the reload passes it by, and every later version samples with the first head.
+    Up to 0.32 a head that is tied to the embeddings keeps the packed copy of its first weights: the
+    checkpoint names no tensor for it, so the reload passes it by, and every later version samples
+    with the first head.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -168,8 +186,9 @@ def _pack_heads(model: Any) -> None:
 def _abandon_reload(model: Any, model_config: Any) -> None:
     """Close a reload that failed half-way, so that another can begin.
 
-    vLLM buffers tensors layer by layer; what a failed reload left in the buffers would be mixed into the
-    next one. Layers that were finished keep the new weights: the caller loads the old ones over them.
+    vLLM buffers tensors layer by layer; what a failed reload left in the buffers would be mixed
+    into the next one. Layers that were finished keep the new weights: the caller loads the old ones
+    over them.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -200,13 +219,14 @@ def _wait_and_exit(owner: int) -> None:
     os._exit(OWNER_LOST)  # no clean-up: the main thread may be inside a forward pass
 
 
-# It warns at every update of modules that have no weights of their own (rotary embeddings). Missing tensors
-# are found before, by model_folder.
+# It warns at every update of modules that have no weights of their own (rotary embeddings). Missing
+# tensors are found before, by model_folder.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 if _owner := os.environ.get(OWNER_VARIABLE):
     end_with_owner(int(_owner))
 
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05
+FIRST_POLL_S = 0.002
+LAST_POLL_S = 0.05
 """Waits between polls of the processes; doubled each time. A poll costs vLLM's loop one message."""
 
 Call = Callable[..., Awaitable[list[Any]]]

@@ -11,7 +11,9 @@ from buffer.model.ids import group_id
 from buffer.model.rollout import Status
 from tests.buffer.scene import Scene
 
-WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (group_id("math", i) for i in range(9))
+WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (
+    group_id("math", i) for i in range(9)
+)
 
 
 @pytest.fixture
@@ -75,9 +77,11 @@ def test_fsck_finds_a_lost_waiting_job(busy: Scene) -> None:
 def test_fsck_tells_entries_of_two_lanes_apart_that_have_the_same_id(scene: Scene) -> None:
     """Streams number entries by the millisecond, each for itself."""
     scene.enqueue(2)
-    fresh, resumed = group_id("math", 0), group_id("math", 1)
+    fresh = group_id("math", 0)
+    resumed = group_id("math", 1)
     line = scene.keys.jobs("math", "resume")
-    entry, other = scene.record(fresh)["entry"], scene.record(resumed)["entry"]
+    entry = scene.record(fresh)["entry"]
+    other = scene.record(resumed)["entry"]
     ((_, fields),) = scene.raw.xrange(scene.keys.jobs("math", "fresh"), other, other)
     scene.raw.xdel(scene.keys.jobs("math", "fresh"), other)
     scene.raw.xadd(line, fields, id=entry)

@@ -86,7 +86,9 @@ def test_take_refuses_gaps_and_freed_steps(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_take_never_hands_out_what_is_too_stale_even_without_refresh(scene: Scene, strict: bool) -> None:
+def test_take_never_hands_out_what_is_too_stale_even_without_refresh(
+    scene: Scene, strict: bool
+) -> None:
     scene.open_trainer()
     gids = scene.ready(0, 0, 0)
     scene.take(1), scene.take(2)
@@ -117,7 +119,8 @@ def test_refresh_drops_what_is_too_old(scene: Scene, status: str) -> None:
     scene.enqueue(2)
     for job, version in zip(scene.claim(2), (0, 1), strict=True):
         scene.submit(job, PolicyVersion("l0", version), status=Status(status))
-    old, young = group_id("math", 0), group_id("math", 1)
+    old = group_id("math", 0)
+    young = group_id("math", 1)
     scene.ready(0, 0, task="code")
     scene.take(1, code=1), scene.take(2, code=1)
     token = scene.record(old)["payload"]
@@ -145,7 +148,10 @@ def test_refresh_keeps_prompts_for_another_try_when_expired_groups_are_retried(
     scene.run.janitor.sweep()
     assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
     (job,) = scene.claim()
-    assert [s.status for s in scene.run.buffer.read(job.payload).states] == [Status.INIT, Status.INIT]
+    assert [s.status for s in scene.run.buffer.read(job.payload).states] == [
+        Status.INIT,
+        Status.INIT,
+    ]
     scene.check()
 
 
@@ -161,7 +167,8 @@ def test_refresh_goes_on_until_nothing_is_left_when_slices_are_small(scene: Scen
 def test_commit_frees_only_up_to_the_oldest_kept_checkpoint(scene: Scene) -> None:
     scene.open_trainer()
     gids = scene.ready(0, 0, 0, 0)
-    first, second = scene.take(1, math=2), scene.take(2, math=2)
+    first = scene.take(1, math=2)
+    second = scene.take(2, math=2)
     scene.run.ledger.commit(scene.trainer, 2, 1)
     assert scene.run.ledger.steps() == (2, 2, 1)
     assert (scene.run.ledger.manifest(1), scene.run.ledger.manifest(2)) == (None, second)
@@ -175,7 +182,9 @@ def test_commit_frees_only_up_to_the_oldest_kept_checkpoint(scene: Scene) -> Non
     scene.check()
 
 
-def test_commit_frees_in_slices_and_a_half_freed_batch_is_never_delivered_again(scene: Scene) -> None:
+def test_commit_frees_in_slices_and_a_half_freed_batch_is_never_delivered_again(
+    scene: Scene,
+) -> None:
     scene.open_trainer()
     scene.ready(0, 0, 0)
     scene.take(1, math=3)

@@ -1,6 +1,7 @@
 """A batch that is not of the trainer's history is let go: how old its groups are then (I8).
 
-The first test is what the machine of tests/buffer/machine found, once it lost changes of batches often, cut short.
+The first test is what the machine of tests/buffer/machine found, once it lost changes of batches
+often, cut short.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from tests.buffer.scene import FIRST, Scene, rollout
 
 
 @pytest.mark.parametrize("tokens", [None, 2])
-def test_a_fork_since_the_batch_was_taken_counts(make_scene: Callable[..., Scene], tokens: int | None) -> None:
+def test_a_fork_since_the_batch_was_taken_counts(
+    make_scene: Callable[..., Scene], tokens: int | None
+) -> None:
     a_fork_counts_for_groups_in_a_batch(make_scene(stale_threshold=3, token_threshold=tokens))
 
 
@@ -28,7 +31,9 @@ def test_a_fork_since_the_batch_was_taken_counts(make_scene: Callable[..., Scene
 def test_tokens_that_no_record_tells_of_count_as_old_as_they_may_be(
     make_scene: Callable[..., Scene], tokens: int | None, score: int
 ) -> None:
-    """A batch came back with bytes whose submit the server had forgotten: no manifest says whose tokens they are."""
+    """A batch came back with bytes whose submit the server had forgotten: no manifest says whose
+    tokens they are.
+    """
     scene = make_scene(stale_threshold=3, token_threshold=tokens)
     scene.open_producer()
     trainer = Trainer(scene)
@@ -47,8 +52,12 @@ def test_tokens_that_no_record_tells_of_count_as_old_as_they_may_be(
     scene.check()
 
 
-def test_a_group_that_was_trained_in_a_later_step_is_let_go_by_an_earlier_batch(scene: Scene) -> None:
-    """Swapped out of batch 1, generated again and trained in step 2; the server went back to before all that."""
+def test_a_group_that_was_trained_in_a_later_step_is_let_go_by_an_earlier_batch(
+    scene: Scene,
+) -> None:
+    """Swapped out of batch 1, generated again and trained in step 2; the server went back to before
+    all that.
+    """
     scene.open_producer()
     trainer = Trainer(scene)
     again, _ = scene.ready(0, 0)
@@ -84,7 +93,9 @@ def test_a_batch_of_other_bytes_is_another_batch(scene: Scene) -> None:
     trained = trainer.train(1)
     trainer.save(keep=0)
     token = trained.entries[0].payload.token
-    trainer.lose_all_since(taken | {key: value for key, value in trainer.now().items() if token in key})
+    trainer.lose_all_since(
+        taken | {key: value for key, value in trainer.now().items() if token in key}
+    )
     recovery = trainer.open().recovery
     assert (recovery.dissolved, recovery.restored) == (1, 1)
     trainer.open(Position())

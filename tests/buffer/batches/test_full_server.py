@@ -1,4 +1,6 @@
-"""A server at its maxmemory: nothing new is started, what was begun ends, nothing is lost, and it goes on (I12)."""
+"""A server at its maxmemory: nothing new is started, what was begun ends, nothing is lost, and it
+goes on (I12).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.buffer.store.test_store import Mortal
 ROOM = 4 * 2**20
 """Bytes that the server has for payloads: about 24 groups of 165 KB."""
 
-GROUPS, BATCH = 60, 8
+GROUPS = 60
+BATCH = 8
 
 
 @pytest.fixture(params=["valkey", "redis"])
@@ -64,7 +67,11 @@ def test_nothing_new_is_started_and_nobody_waits_to_hear_that(scene: Scene) -> N
     done, held = fill(scene)
     scene.store.deadline_s = 3600.0
     scene.raw.config_set("maxmemory", 1)
-    for start in (lambda: scene.enqueue(1), scene.claim, lambda: scene.run.jobs.requeue(done[0].gid)):
+    for start in (
+        lambda: scene.enqueue(1),
+        scene.claim,
+        lambda: scene.run.jobs.requeue(done[0].gid),
+    ):
         with pytest.raises(StoreFull, match=r"memory of .* is full"):
             start()
     scene.beat(held)
@@ -75,7 +82,9 @@ def test_nothing_new_is_started_and_nobody_waits_to_hear_that(scene: Scene) -> N
     scene.check()
 
 
-def test_all_that_was_begun_is_handed_in_as_the_trainer_frees_and_the_run_goes_on(scene: Scene) -> None:
+def test_all_that_was_begun_is_handed_in_as_the_trainer_frees_and_the_run_goes_on(
+    scene: Scene,
+) -> None:
     _, held = fill(scene)
     taken: list[str] = []
     step = 0

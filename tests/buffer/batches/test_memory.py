@@ -1,4 +1,6 @@
-"""Memory is bounded in bytes (I12): what a group costs, that every byte is counted, and who waits for room."""
+"""Memory is bounded in bytes (I12): what a group costs, that every byte is counted, and who waits
+for room.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from buffer.run import Run
 from tests.buffer.scene import FIRST, Scene, prompt
 
 GROUPS = 64
-SAMPLES, PROMPT, RESPONSE = 8, 512, 1_268
+SAMPLES = 8
+PROMPT = 512
+RESPONSE = 1_268
 """A group of 165,888 bytes and some header."""
 
 
@@ -30,11 +34,17 @@ def large_group(gid: str, seed: int) -> RolloutGroup:
     prompt_ids = random.integers(0, 150_000, PROMPT).astype("<i4")
     states = []
     for index in range(SAMPLES):
-        state = RolloutState(index=index, prompt_ids=prompt_ids, messages=[{"role": "user", "content": gid}])
+        state = RolloutState(
+            index=index, prompt_ids=prompt_ids, messages=[{"role": "user", "content": gid}]
+        )
         ids = random.integers(0, 150_000, RESPONSE).astype("<i4")
-        state.append(ids, random.normal(size=RESPONSE).astype("<f4"), [VersionSpan(0, RESPONSE, 0, "l0")])
+        state.append(
+            ids, random.normal(size=RESPONSE).astype("<f4"), [VersionSpan(0, RESPONSE, 0, "l0")]
+        )
         state.response = "word" * (2 * RESPONSE)
-        state.status, state.finish_reason, state.reward = Status.COMPLETED, "stop", {"score": 1.0}
+        state.status = Status.COMPLETED
+        state.finish_reason = "stop"
+        state.reward = {"score": 1.0}
         states.append(state)
     return RolloutGroup(gid, "math", states)
 
@@ -87,7 +97,9 @@ def test_fsck_finds_a_byte_that_is_counted_wrong(scene: Scene, by: int) -> None:
     assert any("payload bytes are counted" in fault for fault in scene.run.account.fsck().faults)
 
 
-def test_fsck_of_the_bytes_holds_while_groups_move(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsck_of_the_bytes_holds_while_groups_move(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What moves between the two looks may be seen or not; it is no fault either way."""
     scene.open_trainer()
     scene.ready(0, 0, 0)
@@ -113,7 +125,9 @@ def test_fsck_of_the_bytes_holds_while_groups_move(scene: Scene, monkeypatch: py
 
 @pytest.fixture
 def bounded(make_scene: Callable[..., Scene]) -> Callable[[int, int], Scene]:
-    """A run with ready, waiting (fresh and resume), aborted groups, then marks that many bytes from what it holds."""
+    """A run with ready, waiting (fresh and resume), aborted groups, then marks that many bytes from
+    what it holds.
+    """
 
     def make(low: int, high: int) -> Scene:
         scene = make_scene()
@@ -124,8 +138,12 @@ def bounded(make_scene: Callable[..., Scene]) -> Callable[[int, int], Scene]:
         scene.run.jobs.release("w0", held, "handback")
         scene.submit(aborted, status=Status.ABORTED)
         now = scene.run.memory.count().held
-        limits = scene.run.limits.model_copy(update={"low_bytes": now + low, "high_bytes": now + high})
-        scene.run = Run.create(scene.store, scene.name, scene.run.nonce, limits, FIRST, "/weights/0")
+        limits = scene.run.limits.model_copy(
+            update={"low_bytes": now + low, "high_bytes": now + high}
+        )
+        scene.run = Run.create(
+            scene.store, scene.name, scene.run.nonce, limits, FIRST, "/weights/0"
+        )
         return scene
 
     return make
@@ -146,7 +164,9 @@ def test_below_the_low_mark_everything_is_started(bounded: Callable[[int, int], 
     assert lanes(claim_all(scene)) == ["resume", "resume", "fresh", "fresh"]
 
 
-def test_from_the_low_mark_on_only_begun_groups_are_started(bounded: Callable[[int, int], Scene]) -> None:
+def test_from_the_low_mark_on_only_begun_groups_are_started(
+    bounded: Callable[[int, int], Scene],
+) -> None:
     scene = bounded(0, 10_000)
     before = scene.counters()
     assert scene.enqueue(1) == Enqueued(0, 4, refusal="FULL")
@@ -159,7 +179,9 @@ def test_from_the_low_mark_on_only_begun_groups_are_started(bounded: Callable[[i
     scene.check()
 
 
-def test_from_the_high_mark_on_nothing_is_started_but_results_are_taken(bounded: Callable[[int, int], Scene]) -> None:
+def test_from_the_high_mark_on_nothing_is_started_but_results_are_taken(
+    bounded: Callable[[int, int], Scene],
+) -> None:
     scene = bounded(0, 10_000)
     (job,) = scene.claim()
     high = scene.run.memory.count().held
@@ -191,7 +213,9 @@ def test_who_was_refused_is_rung_when_bytes_are_freed(bounded: Callable[[int, in
     assert scene.enqueue(1).count == 1
 
 
-def test_import_stops_at_the_high_mark_and_says_where(bounded: Callable[[int, int], Scene], tmp_path: Path) -> None:
+def test_import_stops_at_the_high_mark_and_says_where(
+    bounded: Callable[[int, int], Scene], tmp_path: Path
+) -> None:
     scene = bounded(0, 10_000)
     file = tmp_path / "groups.jsonl"
     line = {"response_ids": [1, 2], "logprobs": [-0.5, -0.25], "reward": {"score": 1.0}}
@@ -219,7 +243,9 @@ def taken(make_scene: Callable[..., Scene]) -> Scene:
 def limit(scene: Scene, low: int, high: int) -> None:
     """Marks so many bytes from what the run holds now."""
     held = scene.run.memory.count().held
-    scene.run.limits.adopt(scene.run.limits.model_copy(update={"low_bytes": held + low, "high_bytes": held + high}))
+    scene.run.limits.adopt(
+        scene.run.limits.model_copy(update={"low_bytes": held + low, "high_bytes": held + high})
+    )
 
 
 def test_take_asks_for_a_checkpoint_where_only_that_can_make_room(taken: Scene) -> None:
@@ -229,7 +255,9 @@ def test_take_asks_for_a_checkpoint_where_only_that_can_make_room(taken: Scene) 
     assert "not committed" in str(answer)
     assert taken.try_take(2, strict=False).checkpoint_now
     taken.run.ledger.commit(taken.trainer, 1, 0)
-    assert taken.try_take(2).checkpoint_now, "an older checkpoint is kept: the batch is not freed yet"
+    assert taken.try_take(2).checkpoint_now, (
+        "an older checkpoint is kept: the batch is not freed yet"
+    )
     taken.run.ledger.commit(taken.trainer, 1, 1)
     assert not taken.try_take(2).checkpoint_now
     taken.ready(1)
@@ -265,7 +293,9 @@ def test_evaluation_is_not_waited_for_behind_batches_either(taken: Scene) -> Non
 # -- never for ever ----------------------------------------------------------------------------------
 
 
-def test_prompts_that_fill_the_memory_by_themselves_are_claimed_one_by_one(make_scene: Callable[..., Scene]) -> None:
+def test_prompts_that_fill_the_memory_by_themselves_are_claimed_one_by_one(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene()
     scene.open_trainer()
     scene.enqueue(5)
@@ -282,7 +312,9 @@ def test_prompts_that_fill_the_memory_by_themselves_are_claimed_one_by_one(make_
     scene.check()
 
 
-def test_what_fills_the_memory_for_good_slows_a_run_and_does_not_stop_it(make_scene: Callable[..., Scene]) -> None:
+def test_what_fills_the_memory_for_good_slows_a_run_and_does_not_stop_it(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(max_tries=1)
     scene.open_trainer()
     scene.enqueue(1)
@@ -299,7 +331,9 @@ def test_what_fills_the_memory_for_good_slows_a_run_and_does_not_stop_it(make_sc
     scene.check()
 
 
-def test_one_call_starts_no_more_prompts_than_fit_below_the_mark(make_scene: Callable[..., Scene]) -> None:
+def test_one_call_starts_no_more_prompts_than_fit_below_the_mark(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene()
     size = len(prompt(group_id("math", 0)))
     limit(scene, 3 * size, 9 * size)
@@ -310,7 +344,9 @@ def test_one_call_starts_no_more_prompts_than_fit_below_the_mark(make_scene: Cal
 # -- compression ---------------------------------------------------------------------------------------
 
 
-def test_run_with_zstd_stores_less_and_gives_the_same(make_scene: Callable[..., Scene], tmp_path: Path) -> None:
+def test_run_with_zstd_stores_less_and_gives_the_same(
+    make_scene: Callable[..., Scene], tmp_path: Path
+) -> None:
     scene = make_scene(compression="zstd")
     scene.open_trainer()
     scene.enqueue(2)
@@ -319,7 +355,9 @@ def test_run_with_zstd_stores_less_and_gives_the_same(make_scene: Callable[..., 
     scene.run.buffer.submit("w0", first, group, 4)
     stored = scene.payload(first.gid)
     assert stored.size < 0.9 * len(wire.encode(group))
-    assert scene.run.memory.count().held == stored.size + sum(job.payload.size for job in (first, second))
+    assert scene.run.memory.count().held == stored.size + sum(
+        job.payload.size for job in (first, second)
+    )
     # a run that changes its mind reads what it has
     limits = scene.run.limits.model_copy(update={"compression": "none"})
     plain = Run.create(scene.store, scene.name, scene.run.nonce, limits, FIRST, "/weights/0")

@@ -1,4 +1,6 @@
-"""The server loses what the trainer's checkpoint knows: it is told again, and nothing is trained twice (I6)."""
+"""The server loses what the trainer's checkpoint knows: it is told again, and nothing is trained
+twice (I6).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_nothing_is_written_where_nothing_is_lost(scene: Scene, trainer: Trainer
     assert {name for name in after if after[name] != before[name]} == {"control", "lineages"}
 
 
-def test_a_batch_comes_back_as_it_was_when_its_bytes_are_there(scene: Scene, trainer: Trainer) -> None:
+def test_a_batch_comes_back_as_it_was_when_its_bytes_are_there(
+    scene: Scene, trainer: Trainer
+) -> None:
     waiting, running, ready = gids(2, 1, 0)
     scene.enqueue(3)
     jobs = scene.claim(2)
@@ -118,7 +122,9 @@ def test_a_batch_without_its_bytes_is_archived_and_older_checkpoints_only_open_b
     assert scene.stream("fresh") == gids(3, 1, 2)
 
 
-def test_groups_that_came_back_to_life_anywhere_are_archived(make_scene: Callable[..., Scene]) -> None:
+def test_groups_that_came_back_to_life_anywhere_are_archived(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(max_tries=1, tail_batch_trigger_size=0)
     scene.open_producer()
     trainer = Trainer(scene)
@@ -126,7 +132,10 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(make_scene: Callabl
     ready, expired, aborted, dead, running, partial, _ = jobs = scene.claim(7)
     scene.submit(ready)
     scene.submit(expired)
-    scene.raw.zadd(scene.keys.pool("math", "completed"), {f"{scene.record(expired.gid)['arrival']}:{expired.gid}": -9})
+    scene.raw.zadd(
+        scene.keys.pool("math", "completed"),
+        {f"{scene.record(expired.gid)['arrival']}:{expired.gid}": -9},
+    )
     scene.run.buffer.refresh_staleness("math")
     scene.submit(aborted, status=Status.ABORTED)
     scene.submit(partial, status=Status.ABORTED)
@@ -134,10 +143,21 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(make_scene: Callabl
     scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000, limit=1)
     moment = trainer.now()
     places = [place(scene, draw) for draw in range(8)]
-    assert places == [["pool"], ["pool"], ["waiting"], ["dead"], ["running"], ["pool"], ["running"], ["waiting"]]
+    assert places == [
+        ["pool"],
+        ["pool"],
+        ["waiting"],
+        ["dead"],
+        ["running"],
+        ["pool"],
+        ["running"],
+        ["waiting"],
+    ]
 
     trained = [job.gid for job in jobs] + gids(7, 9, 12)
-    trainer.position.add(Manifest.parse(1, ["step=1", *(f"{gid} lost 1 9 - 2 -" for gid in trained)]))
+    trainer.position.add(
+        Manifest.parse(1, ["step=1", *(f"{gid} lost 1 9 - 2 -" for gid in trained)])
+    )
     trainer.position.forget(1)
     trainer.position.cursors = {"math": 15}
     trainer.lose_all_since(moment)
@@ -145,7 +165,9 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(make_scene: Callabl
     assert (opening.recovery.changed, opening.recovery.lost) == (10, 5)
     assert [place(scene, draw) for draw in (*range(8), 9, 12)] == [["archived"]] * 10
     assert [place(scene, draw) for draw in (8, 10, 11, 13)] == [[]] * 4
-    assert scene.run.account.totals().tasks[0].places == dict.fromkeys(places_of(scene), 0) | {"archived": 10}
+    assert scene.run.account.totals().tasks[0].places == dict.fromkeys(places_of(scene), 0) | {
+        "archived": 10
+    }
     assert list(scene.beat([running]).lost) == [running]
     assert scene.raw.scard(scene.keys.holds("w0")) == 0
     with pytest.raises(Fenced):
@@ -164,7 +186,9 @@ def places_of(scene: Scene) -> dict[str, int]:
     return scene.run.account.totals().tasks[0].places
 
 
-def test_an_empty_server_is_refused_and_filled_again_when_asked_by_name(scene: Scene, trainer: Trainer) -> None:
+def test_an_empty_server_is_refused_and_filled_again_when_asked_by_name(
+    scene: Scene, trainer: Trainer
+) -> None:
     scene.ready(*[0] * 6)
     for step in (1, 2, 3):
         trainer.train(step)
@@ -193,7 +217,9 @@ def test_an_empty_server_is_refused_and_filled_again_when_asked_by_name(scene: S
     again.check()
 
 
-def test_an_empty_server_with_the_nonce_of_the_run_is_refused_too(scene: Scene, trainer: Trainer) -> None:
+def test_an_empty_server_with_the_nonce_of_the_run_is_refused_too(
+    scene: Scene, trainer: Trainer
+) -> None:
     scene.ready(0)
     trainer.train(1)
     position = trainer.save()
@@ -208,7 +234,9 @@ def test_an_empty_server_with_the_nonce_of_the_run_is_refused_too(scene: Scene, 
     scene.check()
 
 
-def test_another_run_of_the_name_is_never_told_what_this_one_trained(scene: Scene, trainer: Trainer) -> None:
+def test_another_run_of_the_name_is_never_told_what_this_one_trained(
+    scene: Scene, trainer: Trainer
+) -> None:
     scene.ready(0)
     trainer.train(1)
     position = trainer.save()
@@ -219,7 +247,9 @@ def test_another_run_of_the_name_is_never_told_what_this_one_trained(scene: Scen
         trainer.open(position, regenerate=True)
 
 
-def test_going_back_below_what_is_freed_generates_what_came_after(scene: Scene, trainer: Trainer) -> None:
+def test_going_back_below_what_is_freed_generates_what_came_after(
+    scene: Scene, trainer: Trainer
+) -> None:
     scene.ready(*[0] * 8)
     trainer.train(1)
     first = trainer.save()
@@ -238,15 +268,22 @@ def test_going_back_below_what_is_freed_generates_what_came_after(scene: Scene, 
     scene.check()
     for job in scene.claim(2):
         scene.submit(job)
-    trained = [gid for step, count in ((2, 2), (3, 2), (4, 3)) for gid in trainer.train(step, math=count).gids]
+    trained = [
+        gid
+        for step, count in ((2, 2), (3, 2), (4, 3))
+        for gid in trainer.train(step, math=count).gids
+    ]
     assert sorted(trained) == gids(*range(1, 8))
     trainer.save()
     scene.check()
 
+
 def test_what_was_trained_only_before_a_regenerate_that_the_server_forgot_is_drawn_again(
     scene: Scene, trainer: Trainer
 ) -> None:
-    """All checkpoints were lost, training began anew with other groups, and the server fell back to before that."""
+    """All checkpoints were lost, training began anew with other groups, and the server fell back to
+    before that.
+    """
     scene.ready(0, 0)
     trainer.train(1)
     trainer.save()
@@ -270,7 +307,9 @@ def test_imported_groups_that_the_server_forgot_are_dropped_unless_they_were_tra
     scene: Scene, trainer: Trainer
 ) -> None:
     outside = [group_id("math", IMPORTED_FROM + number) for number in (0, 2)]
-    trainer.position.add(Manifest.parse(1, ["step=1", *(f"{gid} lost 1 9 - 2 -" for gid in outside)]))
+    trainer.position.add(
+        Manifest.parse(1, ["step=1", *(f"{gid} lost 1 9 - 2 -" for gid in outside)])
+    )
     trainer.position.forget(1)
     trainer.open()
     assert [place(scene, IMPORTED_FROM + number) for number in range(4)] == [
@@ -289,7 +328,8 @@ def test_a_batch_of_another_history_is_dissolved(scene: Scene, trainer: Trainer)
     trainer.train(1, math=2)
     trained = trainer.save(keep=0)
     trainer.lose_all_since(moment)
-    # an operator went back to the start, and somebody took another first batch, then the checkpoint was found again
+    # an operator went back to the start, and somebody took another first batch, then the checkpoint
+    # was found again
     trainer.open(Position())
     scene.take(1, math=3)
     scene.take(2)
@@ -323,7 +363,9 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
     trainer.train(2, math=4)
     trainer.train(3, math=1)
     position = trainer.save(keep=1)
-    die_after, said, call = 0, list[str](), Store.call
+    die_after = 0
+    said = list[str]()
+    call = Store.call
 
     def dying(store: Store, script: str, *args: Any, **options: Any) -> Any:
         reply = call(store, script, *args, **options)
@@ -358,7 +400,8 @@ def test_a_fenced_trainer_asserts_nothing(scene: Scene, trainer: Trainer) -> Non
     scene.ready(0, 0)
     trainer.train(1)
     position = trainer.save()
-    run, old = scene.run, scene.trainer
+    run = scene.run
+    old = scene.trainer
     trainer.lose_all_since({})
     again = Scene(scene.store, scene.raw, scene.name, scene.run.limits)
     again.open_trainer()
@@ -369,7 +412,9 @@ def test_a_fenced_trainer_asserts_nothing(scene: Scene, trainer: Trainer) -> Non
     assert again.dump() == before
 
 
-def test_a_live_trainer_learns_of_a_loss_when_it_takes_or_commits(scene: Scene, trainer: Trainer) -> None:
+def test_a_live_trainer_learns_of_a_loss_when_it_takes_or_commits(
+    scene: Scene, trainer: Trainer
+) -> None:
     scene.ready(0, 0, 0)
     trainer.train(1)
     moment = trainer.now()

@@ -43,7 +43,9 @@ def test_nothing_is_left_of_archived_batches_when_none_are_retained(scene: Scene
     scene.check()
 
 
-def test_the_last_batches_stay_readable_until_they_fall_out(make_scene: Callable[..., Scene]) -> None:
+def test_the_last_batches_stay_readable_until_they_fall_out(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(retain_batches=2)
     scene.open_trainer()
     batches = train(scene, range(1, 5))
@@ -78,7 +80,9 @@ def test_a_restart_goes_on_from_its_checkpoint_with_retained_batches_behind_it(
     scene.check()
 
 
-def test_batches_wait_for_their_export_when_that_is_the_policy(make_scene: Callable[..., Scene]) -> None:
+def test_batches_wait_for_their_export_when_that_is_the_policy(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(retain_until_exported=True)
     scene.open_trainer()
     train(scene, range(1, 4))
@@ -92,7 +96,9 @@ def test_batches_wait_for_their_export_when_that_is_the_policy(make_scene: Calla
     scene.check()
 
 
-def test_what_was_retained_is_freed_by_anybody_when_the_run_retains_less(make_scene: Callable[..., Scene]) -> None:
+def test_what_was_retained_is_freed_by_anybody_when_the_run_retains_less(
+    make_scene: Callable[..., Scene],
+) -> None:
     kept = make_scene(retain_batches=9)
     kept.open_trainer()
     train(kept, range(1, 4))
@@ -142,7 +148,9 @@ def test_nothing_is_freed_before_the_export_is_on_disk(
     assert scene.run.ledger.archive.steps() == range(3, 3)
 
 
-def test_an_unreadable_group_does_not_keep_its_batch_for_ever(make_scene: Callable[..., Scene], tmp_path: Path) -> None:
+def test_an_unreadable_group_does_not_keep_its_batch_for_ever(
+    make_scene: Callable[..., Scene], tmp_path: Path
+) -> None:
     scene = make_scene(retain_until_exported=True, retain_batches=1)
     scene.open_trainer()
     batches = train(scene, range(1, 3))

@@ -1,4 +1,6 @@
-"""Token-level staleness: old tokens are masked, and a rollout with no other ones expires its group (I5, I8)."""
+"""Token-level staleness: old tokens are masked, and a rollout with no other ones expires its group
+(I5, I8).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Make = Callable[..., Scene]
 Spans = list[tuple[int, int, int, str]]
 
 
-def state(index: int, spans: Spans, mask: list[int] | None = None, status: Status = Status.COMPLETED) -> RolloutState:
+def state(
+    index: int, spans: Spans, mask: list[int] | None = None, status: Status = Status.COMPLETED
+) -> RolloutState:
     """Four tokens."""
     return RolloutState(
         index=index,
@@ -32,7 +36,10 @@ def state(index: int, spans: Spans, mask: list[int] | None = None, status: Statu
 
 def old_and_new(old: int, new: int, lineage: str = "l1") -> list[RolloutState]:
     """A rollout of two weights, and one of the newer ones."""
-    return [state(0, [(0, 2, old, lineage), (2, 2, new, lineage)]), state(1, [(0, 4, new, lineage)])]
+    return [
+        state(0, [(0, 2, old, lineage), (2, 2, new, lineage)]),
+        state(1, [(0, 4, new, lineage)]),
+    ]
 
 
 @pytest.fixture
@@ -61,12 +68,16 @@ def masks(groups: list[RolloutGroup]) -> list[list[int]]:
         ([[]], {}),
     ],
 )
-def test_rollout_runs_out_with_its_last_weights(members: list[Spans], expected: dict[str, int]) -> None:
+def test_rollout_runs_out_with_its_last_weights(
+    members: list[Spans], expected: dict[str, int]
+) -> None:
     group = RolloutGroup("g-0000000000", "g", [state(i, spans) for i, spans in enumerate(members)])
     assert group.last_by_lineage() == expected
 
 
-@pytest.mark.parametrize(("mask", "expected"), [([1, 1, 0, 0], {"a": 3}), ([0, 0, 0, 1], {"a": 5}), ([0] * 4, {})])
+@pytest.mark.parametrize(
+    ("mask", "expected"), [([1, 1, 0, 0], {"a": 3}), ([0, 0, 0, 1], {"a": 5}), ([0] * 4, {})]
+)
 def test_only_trained_tokens_count(mask: list[int], expected: dict[str, int]) -> None:
     group = RolloutGroup("g-0000000000", "g", [state(0, [(0, 2, 3, "a"), (2, 2, 5, "a")], mask)])
     assert group.last_by_lineage() == expected
@@ -92,7 +103,9 @@ def test_group_with_a_rollout_that_has_nothing_left_is_not_handed_out(scene: Sce
     assert scene.run.account.totals().clean
 
 
-def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered(scene: Scene) -> None:
+def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered(
+    scene: Scene,
+) -> None:
     buffer = scene.run.buffer
     pass_steps(scene, 1)
     buffer.put("math", [old_and_new(0, 1)])
@@ -100,7 +113,8 @@ def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered
     assert isinstance(taken, dict)
     assert masks(taken["math"]) == [[0, 0, 1, 1, 1, 1, 1, 1]]
     assert taken["math"][0].states[0].response_mask is not None
-    # a fork at step 0 makes version 1 of this lineage count as 0, but not in a batch that is recorded
+    # a fork at step 0 makes version 1 of this lineage count as 0, but not in a batch that is
+    # recorded
     scene.open_trainer(step=0, lineage="l2", take_over=True)
     again = buffer.load(scene.take(2))
     assert masks(again) == masks(taken["math"])

@@ -13,7 +13,9 @@ from buffer.model.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene, extend
 
 
-def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(scene: Scene) -> None:
+def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(
+    scene: Scene,
+) -> None:
     scene.open_trainer()
     scene.ready(0, 0, 0)
     batches = [scene.take(step) for step in (1, 2)]
@@ -50,7 +52,9 @@ def test_trainer_cannot_open_below_what_is_freed_nor_ahead_of_the_server(scene: 
     assert scene.dump() == before
 
 
-def test_trainer_is_refused_while_another_beats_unless_it_takes_over(make_scene: Callable[..., Scene]) -> None:
+def test_trainer_is_refused_while_another_beats_unless_it_takes_over(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(role_timeout_ms=60_000)
     first = scene.open_trainer()
     with pytest.raises(RoleHeld, match="trainer"):
@@ -110,12 +114,15 @@ def test_take_waits_until_the_pools_are_clamped(scene: Scene) -> None:
         ([("l2", 9)], "9"),
         ([("l1", 2)], "2"),
         ([("unknown", 9)], "0"),
-        # the oldest by number is of living weights; the other one counts as the fork, which is older
+        # the oldest by number is of living weights; the other one counts as the fork, which is
+        # older
         ([("l1", 9), ("l2", 6)], "4"),
         ([("l2", 6), ("l2", 5)], "5"),
     ],
 )
-def test_submit_counts_dead_weights_as_the_fork(scene: Scene, spans: list[tuple[str, int]], version: str) -> None:
+def test_submit_counts_dead_weights_as_the_fork(
+    scene: Scene, spans: list[tuple[str, int]], version: str
+) -> None:
     scene.raw.rpush(scene.keys.lineages, "l0:0", "l1:3", "l2:4")
     scene.enqueue(1)
     (job,) = scene.claim()

@@ -55,7 +55,10 @@ def problems(folder: Path, text: str, *overrides: str) -> str:
 
 
 def test_what_cannot_change_in_a_run_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="group_time_limit_s: cannot change while a run goes on: each worker reads"):
+    with pytest.raises(
+        ConfigError,
+        match="group_time_limit_s: cannot change while a run goes on: each worker reads",
+    ):
         parse_settings(LiveSettings, ["tasks.math.group_time_limit_s=3"])
 
 
@@ -102,12 +105,18 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
             "tasks.a.dataset.kind = \"csv\": expected 'jsonl', 'parquet',",
         ),
         ("[tasks.a.dataset]\npath = 'x'\n", "tasks.a.dataset.kind: missing"),
-        ("[tasks.a]\njudge = 'reasoning_gim'\n", 'tasks.a.judge = "reasoning_gim": expected reasoning_gym,'),
+        (
+            "[tasks.a]\njudge = 'reasoning_gim'\n",
+            'tasks.a.judge = "reasoning_gim": expected reasoning_gym,',
+        ),
         ("[tasks.'a b']\n", 'tasks."a b"'),
         ("[run]\nname = '../x'\n", 'run.name = "../x": expected letters'),
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
         ("[lease]\nheartbeat_ms = 5000\n", "must be at most a third of lease_ms = 10000"),
-        ("[policy]\nmax_token_staleness = 1\n", "policy.max_token_staleness = 1: expected at most max_staleness = 0"),
+        (
+            "[policy]\nmax_token_staleness = 1\n",
+            "policy.max_token_staleness = 1: expected at most max_staleness = 0",
+        ),
         ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
         ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
         ("[strategy]\nenable_partial_rollout = 1\n", "expected a valid boolean"),
@@ -134,7 +143,9 @@ def test_a_missing_file_and_a_binary_file_are_config_errors(tmp_path: Path) -> N
 def test_passwords_are_masked_wherever_a_value_is_shown(tmp_path: Path) -> None:
     assert "hunter2" not in problems(tmp_path, GOOD + '[redis]\nurl = "http://me:hunter2@host"\n')
     assert "hunter2" not in problems(tmp_path, "[redis]\nurl redis://me:hunter2@host\n")
-    assert "hunter2" not in problems(tmp_path, GOOD, "redis.url.x=redis://me:hunter2@h", "redis.url=1")
+    assert "hunter2" not in problems(
+        tmp_path, GOOD, "redis.url.x=redis://me:hunter2@h", "redis.url=1"
+    )
     assert "hunter2" not in repr(RedisSection(url="redis://me:hunter2@host"))
 
 
@@ -171,7 +182,9 @@ def test_set_overrides_the_file_with_toml_values_and_bare_words(tmp_path: Path) 
     assert config.redis.url == "unix:///tmp/x?db=1"
 
 
-@pytest.mark.parametrize("override", ["lease", "=3", "a b=3", "run.name.first=3", "run.seed=1\nname=2\n=", "[x]=3"])
+@pytest.mark.parametrize(
+    "override", ["lease", "=3", "a b=3", "run.name.first=3", "run.seed=1\nname=2\n=", "[x]=3"]
+)
 def test_set_of_nonsense_is_a_config_error(tmp_path: Path, override: str) -> None:
     problems(tmp_path, GOOD, override)
 
@@ -186,13 +199,19 @@ def test_an_eval_task_inherits_from_its_training_task_and_is_greedy(tmp_path: Pa
 
 
 def test_an_eval_task_may_bring_a_data_set_of_its_own(tmp_path: Path) -> None:
-    own = load(tmp_path, GOOD + HELD_OUT + 'dataset = { kind = "jsonl", path = "x.jsonl" }\n').tasks["math_eval"]
+    own = load(
+        tmp_path, GOOD + HELD_OUT + 'dataset = { kind = "jsonl", path = "x.jsonl" }\n'
+    ).tasks["math_eval"]
     assert own.dataset == JsonlDataset(kind="jsonl", path=Path("x.jsonl"))
 
 
 def test_an_eval_task_of_no_training_task_is_refused(tmp_path: Path) -> None:
-    assert "not a training task; known: math" in problems(tmp_path, GOOD + '[tasks.e]\neval_of = "maths"\n')
-    assert "not a training task" in problems(tmp_path, GOOD + HELD_OUT + '[tasks.e]\neval_of = "math_eval"\n')
+    assert "not a training task; known: math" in problems(
+        tmp_path, GOOD + '[tasks.e]\neval_of = "maths"\n'
+    )
+    assert "not a training task" in problems(
+        tmp_path, GOOD + HELD_OUT + '[tasks.e]\neval_of = "math_eval"\n'
+    )
 
 
 def test_a_mistake_is_told_once_although_an_eval_task_inherits_it(tmp_path: Path) -> None:
@@ -219,23 +238,36 @@ def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None
     path = tmp_path / "run.toml"
     path.write_text(GOOD, encoding="utf-8")
     limits = load_config(ConfigFile, path).limits()
-    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == ("staleness", 0, False)
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
+        "staleness",
+        0,
+        False,
+    )
     changes = ("policy.order=my.module:score", "retention.policy=export", "retention.batches=3")
     limits = load_config(ConfigFile, path, changes).limits()
-    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == ("my.module:score", 3, True)
+    assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
+        "my.module:score",
+        3,
+        True,
+    )
     assert RunLimits.from_meta(dict(batched(limits.to_meta()))) == limits
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("policy.order=shortest", "expected staleness, fifo, freshest, length_fair or package.module:function"),
+        (
+            "policy.order=shortest",
+            "expected staleness, fifo, freshest, length_fair or package.module:function",
+        ),
         ("policy.order=my-module:score", "expected staleness"),
         ("retention.policy=last", "needs batches = N"),
         ("retention.batches=2", "only used by policy"),
     ],
 )
-def test_orders_and_retentions_that_make_no_sense_are_refused(tmp_path: Path, change: str, told: str) -> None:
+def test_orders_and_retentions_that_make_no_sense_are_refused(
+    tmp_path: Path, change: str, told: str
+) -> None:
     path = tmp_path / "run.toml"
     path.write_text(GOOD, encoding="utf-8")
     with pytest.raises(ConfigError, match=told):
@@ -250,4 +282,9 @@ def test_stale_threshold_counts_train_steps() -> None:
     assert PolicySection(max_staleness=0, sync_weights_interval=4).stale_threshold == 4
     assert PolicySection(max_staleness=1, sync_weights_interval=4).stale_threshold == 8
     assert PolicySection(max_staleness=1, sync_weights_interval=4).token_threshold is None
-    assert PolicySection(max_staleness=2, max_token_staleness=1, sync_weights_interval=4).token_threshold == 8
+    assert (
+        PolicySection(
+            max_staleness=2, max_token_staleness=1, sync_weights_interval=4
+        ).token_threshold
+        == 8
+    )

@@ -1,4 +1,6 @@
-"""Every example in configs/ is right to the last key, and configs/README.md names every key there is."""
+"""Every example in configs/ is right to the last key, and configs/README.md names every key there
+is.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,18 @@ SIDES: list[type[ConfigFile]] = [ProducingConfig, TrainingConfig]
 
 
 def both(path: Path, *overrides: str) -> tuple[ProducingConfig, TrainingConfig]:
-    return load_config(ProducingConfig, path, overrides), load_config(TrainingConfig, path, overrides)
+    return load_config(ProducingConfig, path, overrides), load_config(
+        TrainingConfig, path, overrides
+    )
 
 
 def test_all_examples_are_here() -> None:
-    assert {path.name for path in FILES} >= {"demo.toml", "gpu_check.toml", "lora.toml", "qwen3_0.6b_gsm8k.toml"}
+    assert {path.name for path in FILES} >= {
+        "demo.toml",
+        "gpu_check.toml",
+        "lora.toml",
+        "qwen3_0.6b_gsm8k.toml",
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -73,7 +82,8 @@ def _problem(side: type[ConfigFile], path: Path, override: str) -> str:
 
 def test_gpu_example_trains_on_gsm8k_with_files_of_its_own_for_the_test() -> None:
     producing, training = both(CONFIGS / "qwen3_0.6b_gsm8k.toml")
-    train, test = training.tasks["gsm8k"], training.tasks["gsm8k_test"]
+    train = training.tasks["gsm8k"]
+    test = training.tasks["gsm8k_test"]
     assert train.dataset != test.dataset
     assert (train.judge, test.judge) == ("gsm8k", "gsm8k")
     assert (test.sample.temperature, test.prompt_repeat_k, test.shuffle) == (0.0, 1, False)
@@ -85,7 +95,9 @@ def test_gpu_example_trains_on_gsm8k_with_files_of_its_own_for_the_test() -> Non
 
 def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None:
     warm = "tasks.chain_sum.sample.temperature=0.7"
-    assert "task chain_sum is sampled with temperature 0.7" in _problem(TrainingConfig, CONFIGS / "demo.toml", warm)
+    assert "task chain_sum is sampled with temperature 0.7" in _problem(
+        TrainingConfig, CONFIGS / "demo.toml", warm
+    )
     both(CONFIGS / "demo.toml", warm, "learner.temperature=0.7")
     both(CONFIGS / "demo.toml", warm, "trainer.loop=mine:train")
 
@@ -96,7 +108,12 @@ def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
     where = f"tasks.gsm8k_test.dataset.path={file}"
     path = CONFIGS / "qwen3_0.6b_gsm8k.toml"
     assert load_config(TrainingConfig, path, [where]).evaluation_size("gsm8k_test") == 2
-    assert load_config(TrainingConfig, path, [where, "evaluation.groups=7"]).evaluation_size("gsm8k_test") == 7
+    assert (
+        load_config(TrainingConfig, path, [where, "evaluation.groups=7"]).evaluation_size(
+            "gsm8k_test"
+        )
+        == 7
+    )
     with pytest.raises(ConfigError, match=r"test\.jsonl"):
         load_config(TrainingConfig, path).evaluation_size("gsm8k_test")
     assert load_config(TrainingConfig, CONFIGS / "demo.toml").evaluation_size("held_out") == 500
@@ -146,5 +163,9 @@ def test_readme_names_every_section_and_key_and_no_other() -> None:
 
 def test_readme_names_every_file() -> None:
     text = (CONFIGS / "README.md").read_text(encoding="utf-8")
-    names = [path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*") if path.suffix in (".toml", ".jsonl")]
+    names = [
+        path.relative_to(CONFIGS).as_posix()
+        for path in CONFIGS.rglob("*")
+        if path.suffix in (".toml", ".jsonl")
+    ]
     assert all(f"`{name}`" in text for name in names), names

@@ -1,4 +1,6 @@
-"""[memory]: sizes that people write, and a budget that cannot hold a checkpoint interval is refused (I12)."""
+"""[memory]: sizes that people write, and a budget that cannot hold a checkpoint interval is refused
+(I12).
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_sizes_are_shown_with_a_unit() -> None:
 def test_marks_are_shares_of_the_budget(tmp_path: Path) -> None:
     limits = load(tmp_path).limits()
     assert (limits.low_bytes, limits.high_bytes) == (int(2**30 * 0.7), int(2**30 * 0.9))
-    limits = load(tmp_path, 'memory.budget_bytes="2GiB"', "memory.low_water=0.5").limits(maxmemory_bytes=2**20)
+    limits = load(tmp_path, 'memory.budget_bytes="2GiB"', "memory.low_water=0.5").limits(
+        maxmemory_bytes=2**20
+    )
     assert (limits.low_bytes, limits.high_bytes) == (2**30, int(2**31 * 0.9))
 
 
@@ -83,19 +87,33 @@ def test_without_a_budget_the_server_says_it_or_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["memory.low_water=0.95", "memory.low_water=0", "memory.high_water=1.1", 'memory.budget_bytes="0"']
+    "override",
+    [
+        "memory.low_water=0.95",
+        "memory.low_water=0",
+        "memory.high_water=1.1",
+        'memory.budget_bytes="0"',
+    ],
 )
 def test_marks_that_make_no_sense_are_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="memory"):
         load(tmp_path, override)
 
 
-def test_budget_that_cannot_hold_a_checkpoint_interval_is_refused_with_numbers(tmp_path: Path) -> None:
+def test_budget_that_cannot_hold_a_checkpoint_interval_is_refused_with_numbers(
+    tmp_path: Path,
+) -> None:
     load(tmp_path, "trainer.checkpoint_every_steps=17")
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "trainer.checkpoint_every_steps=20")
     text = str(caught.value)
-    for number in ("1.0 GiB", "40 batches of 100 groups", "checkpoint_every_steps", "budget_bytes", "group_bytes"):
+    for number in (
+        "1.0 GiB",
+        "40 batches of 100 groups",
+        "checkpoint_every_steps",
+        "budget_bytes",
+        "group_bytes",
+    ):
         assert number in text
     assert load(tmp_path, "trainer.checkpoint_every_steps=20", 'memory.group_bytes="100KiB"')
     assert load(tmp_path, "trainer.checkpoint_every_steps=20", 'memory.budget_bytes="2GiB"')
@@ -114,6 +132,7 @@ def test_what_the_error_asks_for_is_just_enough() -> None:
 
 
 def test_estimate_covers_a_group_as_large_as_it_may_be() -> None:
-    # measured: 8 x 2,048 tokens with a text of 4 bytes per token, and a prompt of 512, are 201,811 bytes on the wire
+    # measured: 8 x 2,048 tokens with a text of 4 bytes per token, and a prompt of 512, are 201,811
+    # bytes on the wire
     assert 201_811 < estimate_group_bytes(8, 2048, 512) < 201_811 * 1.1
     assert estimate_group_bytes(8, 2048, None) > estimate_group_bytes(8, 2048, 512)

@@ -43,7 +43,9 @@ def test_operators_pause_survives_the_trainers_continue(scene: Scene) -> None:
         (Mode.DRAIN, Mode.FINISH, Mode.FINISH),
     ],
 )
-def test_the_stricter_of_two_holders_rules(scene: Scene, operator: Mode, trainer: Mode, mode: Mode) -> None:
+def test_the_stricter_of_two_holders_rules(
+    scene: Scene, operator: Mode, trainer: Mode, mode: Mode
+) -> None:
     nonce = scene.open_trainer()
     scene.run.control.set_mode("operator", operator)
     assert scene.run.control.set_mode("trainer", trainer, nonce=nonce).mode is mode
@@ -53,14 +55,19 @@ def test_only_lanes_that_both_leave_open_are_open(scene: Scene) -> None:
     nonce = scene.open_trainer()
     state = scene.run.control.set_mode("trainer", Mode.ABORT, lanes="eval", nonce=nonce)
     assert state.lanes == ("eval",)
-    assert scene.run.control.set_mode("operator", Mode.DRAIN, lanes="eval resume").lanes == ("eval",)
+    assert scene.run.control.set_mode("operator", Mode.DRAIN, lanes="eval resume").lanes == (
+        "eval",
+    )
     assert scene.run.control.set_mode("trainer", Mode.ABORT, nonce=nonce).lanes == ()
 
 
-def test_continue_ends_the_pause_of_a_trainer_that_is_gone_and_of_no_other(make_scene: Callable[..., Scene]) -> None:
+def test_continue_ends_the_pause_of_a_trainer_that_is_gone_and_of_no_other(
+    make_scene: Callable[..., Scene],
+) -> None:
     """It died between pause and continue: nobody else would ever let the run go on."""
     scene = make_scene(role_timeout_ms=60_000)
-    nonce, set_mode = scene.open_trainer(), scene.run.control.set_mode
+    nonce = scene.open_trainer()
+    set_mode = scene.run.control.set_mode
     set_mode("trainer", Mode.ABORT, nonce=nonce)
     set_mode("operator", Mode.KEEP)
     assert set_mode("operator", Mode.RUN, orphan=True).mode is Mode.ABORT  # it lives
@@ -91,7 +98,9 @@ def test_trainer_that_was_replaced_changes_nothing(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("role", ["trainer", "producer"])
-def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(scene: Scene, role: Role) -> None:
+def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(
+    scene: Scene, role: Role
+) -> None:
     def opened() -> None:
         scene.open_trainer() if role == "trainer" else scene.run.control.open_producer(new_nonce())
 
@@ -126,7 +135,10 @@ def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(sce
     def hear(count: int) -> None:
         while len(heard) + len(answered) < count:
             assert select.select([line], [], [], 60)[0]
-            line.hear(lambda state: heard.append(state.epoch), lambda *what: answered.append((what[0].mode, *what[1:])))
+            line.hear(
+                lambda state: heard.append(state.epoch),
+                lambda *what: answered.append((what[0].mode, *what[1:])),
+            )
 
     with closing(scene.run.fleet.open_line("w0", scene.worker())) as line:
         line.say(0, heard=1)
@@ -141,7 +153,11 @@ def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(sce
         line.say(epoch, heard=epoch)
         hear(4)
         assert scene.run.control.silent_workers() == []
-        assert answered == [(Mode.RUN, 0, 1), (Mode.ABORT, epoch, epoch), (Mode.ABORT, epoch, epoch)]
+        assert answered == [
+            (Mode.RUN, 0, 1),
+            (Mode.ABORT, epoch, epoch),
+            (Mode.ABORT, epoch, epoch),
+        ]
 
 
 def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -> None:
@@ -165,7 +181,11 @@ def test_published_weights_are_the_only_ones_that_may_claim(scene: Scene) -> Non
     nonce = scene.open_trainer()
     scene.enqueue(1)
     state = scene.run.control.publish_weights(nonce, PolicyVersion("l1", 4), "/w/4", "abc")
-    assert (state.weights, state.weights_path, state.weights_checksum) == (PolicyVersion("l1", 4), "/w/4", "abc")
+    assert (state.weights, state.weights_path, state.weights_checksum) == (
+        PolicyVersion("l1", 4),
+        "/w/4",
+        "abc",
+    )
     assert state.epoch == 2
     claim = scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1)
     assert claim.refusal == "STALE"

@@ -22,10 +22,20 @@ def test_register_tells_the_run_and_its_control_state(scene: Scene) -> None:
     run_nonce, state = scene.run.fleet.register("w0", nonce, {"engine": "simulated", "host": "h"})
     assert (run_nonce, state.mode, state.weights) == (scene.run.nonce, Mode.RUN, FIRST)
     record = {k.decode(): v.decode() for k, v in scene.raw.hgetall(scene.keys.worker("w0")).items()}
-    assert (record["engine"], record["host"], record["ack"], record["nonce"]) == ("simulated", "h", "0", nonce)
+    assert (record["engine"], record["host"], record["ack"], record["nonce"]) == (
+        "simulated",
+        "h",
+        "0",
+        nonce,
+    )
     assert scene.raw.zrange(scene.keys.workers, 0, -1) == [b"w0"]
     (row,) = scene.run.fleet.workers()
-    assert (row.id, row.state, row.engine, row.facts) == ("w0", WorkerState.STARTING, "simulated", {"host": "h"})
+    assert (row.id, row.state, row.engine, row.facts) == (
+        "w0",
+        WorkerState.STARTING,
+        "simulated",
+        {"host": "h"},
+    )
     assert (row.holds, row.silent_ms < 60_000, row.is_barred) == (0, True, False)
 
 
@@ -79,9 +89,12 @@ def test_heartbeat_of_a_forgotten_worker_says_so(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "counts"), [(Mode.ABORT, False), (Mode.DRAIN, False), (Mode.FINISH, False), (Mode.KEEP, True)]
+    ("mode", "counts"),
+    [(Mode.ABORT, False), (Mode.DRAIN, False), (Mode.FINISH, False), (Mode.KEEP, True)],
 )
-def test_receipt_counts_only_without_leases_where_work_must_end(scene: Scene, mode: Mode, counts: bool) -> None:
+def test_receipt_counts_only_without_leases_where_work_must_end(
+    scene: Scene, mode: Mode, counts: bool
+) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
     epoch = scene.pause(mode)
@@ -119,12 +132,19 @@ def test_reap_takes_back_what_ran_out_and_nothing_else(scene: Scene) -> None:
     assert scene.stream("resume") == [jobs[0].gid, jobs[2].gid]
     assert scene.raw.smembers(scene.keys.holds("w0")) == {jobs[1].gid.encode()}
     record = scene.record(jobs[0].gid)
-    assert (record["stage"], record["token"], record["owner"], record["tries"]) == ("waiting", "", "", "1")
+    assert (record["stage"], record["token"], record["owner"], record["tries"]) == (
+        "waiting",
+        "",
+        "",
+        "1",
+    )
     assert (scene.counters()["running"], scene.counters()["leases_lost"]) == ("1", "2")
     scene.check()
 
 
-def test_reap_buries_a_group_that_lost_its_lease_max_tries_times(make_scene: Callable[..., Scene]) -> None:
+def test_reap_buries_a_group_that_lost_its_lease_max_tries_times(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(max_tries=2)
     scene.enqueue(1)
     for _ in range(2):
@@ -213,9 +233,12 @@ def test_deregister_needs_empty_hands(scene: Scene) -> None:
     assert scene.run.fleet.deregister("w0", nonce)
 
 
-def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_still_held(scene: Scene) -> None:
+def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_still_held(
+    scene: Scene,
+) -> None:
     scene.enqueue(4)
-    token, nonce = new_nonce(), scene.worker()
+    token = new_nonce()
+    nonce = scene.worker()
     first = scene.run.jobs.claim("w0", nonce, token, FIRST, 3)
     before = scene.dump()
     assert scene.run.jobs.claim("w0", nonce, token, FIRST, 3).jobs == first.jobs
@@ -230,17 +253,31 @@ def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_
 
 
 def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
-    pulse = Pulse(1, PolicyVersion("l1", 4), WorkerState.PAUSED, tokens_per_s=12.34, done=7, judging=2)
+    pulse = Pulse(
+        1, PolicyVersion("l1", 4), WorkerState.PAUSED, tokens_per_s=12.34, done=7, judging=2
+    )
     scene.run.fleet.heartbeat("w0", scene.worker(), pulse, [])
     (row,) = scene.run.fleet.workers()
-    assert (row.weights, row.state, row.tokens_per_s, row.done, row.ack) == ("l1:4", "paused", 12.3, 7, 1)
+    assert (row.weights, row.state, row.tokens_per_s, row.done, row.ack) == (
+        "l1:4",
+        "paused",
+        12.3,
+        7,
+        1,
+    )
     assert (row.judging, row.requests) == (2, None)
 
 
 def test_whatever_a_foreign_worker_writes_its_record_can_be_read(scene: Scene) -> None:
     scene.beat([])
     numbers = dict.fromkeys(("done", "requests", "tokens_per_s", "seen_ms", "ack"), b"1\xff")
-    texts = {"state": b"alive\xff", "id": "someone else", "holds": "9", "facts": "x", "model": "tiny"}
+    texts = {
+        "state": b"alive\xff",
+        "id": "someone else",
+        "holds": "9",
+        "facts": "x",
+        "model": "tiny",
+    }
     scene.raw.hset(scene.keys.worker("w0"), mapping={**numbers, **texts})
     (row,) = scene.run.fleet.workers()
     assert (row.id, row.holds, row.state) == ("w0", 0, "alive\ufffd")
@@ -274,7 +311,8 @@ def test_fence_wakes_the_producer_for_what_it_buries_and_workers_for_what_waits(
 ) -> None:
     scene = make_scene(max_tries=2)
     scene.enqueue(1)
-    workers, producer = scene.keys.bell("workers"), scene.keys.bell("producer")
+    workers = scene.keys.bell("workers")
+    producer = scene.keys.bell("producer")
     for rings in ((1, 0), (0, 1)):
         scene.claim()
         scene.raw.delete(workers, producer)

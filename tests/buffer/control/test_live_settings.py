@@ -1,4 +1,6 @@
-"""Settings that change while a run goes on: checked, versioned, heard by every handle, and by no step too early."""
+"""Settings that change while a run goes on: checked, versioned, heard by every handle, and by no
+step too early.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def wanted(*assignments: str) -> LiveSettings:
 
 def test_a_change_is_heard_by_every_part_of_another_handle(scene: Scene) -> None:
     other = Run.open(scene.store, scene.name)
-    changes = scene.run.set(wanted("max_staleness=4", "max_tries=9", "tasks.code.over_sample_threshold=0.5"))
+    changes = scene.run.set(
+        wanted("max_staleness=4", "max_tries=9", "tasks.code.over_sample_threshold=0.5")
+    )
     assert changes["stale_threshold"] == (2, 5)
     assert changes["max_tries"] == (3, 9)
     assert other.limits.max_tries == 3
@@ -60,7 +64,9 @@ def test_new_weights_hold_from_the_first_step_without_a_target(scene: Scene) -> 
         ("concurrency", "expected section.key=value"),
     ],
 )
-def test_a_wrong_setting_is_named_and_changes_nothing(scene: Scene, assignment: str, told: str) -> None:
+def test_a_wrong_setting_is_named_and_changes_nothing(
+    scene: Scene, assignment: str, told: str
+) -> None:
     before = scene.dump()
     with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
         scene.run.set(wanted(assignment))

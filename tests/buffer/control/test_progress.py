@@ -17,7 +17,12 @@ def test_progress_counts_what_the_scripts_moved(scene: Scene) -> None:
     scene.take(1, math=2)
     progress = scene.run.read_progress()
     math = progress.since(before)["math"]
-    assert (progress.next_consumer_step, math.consumed, math.filtered, math.enqueued) == (2, 2, 1, 4)
+    assert (progress.next_consumer_step, math.consumed, math.filtered, math.enqueued) == (
+        2,
+        2,
+        1,
+        4,
+    )
     assert (math.raw_rewards_sum, math.raw_rewards_count) == (8.0, 8)
     assert (math.produced_samples, math.produced_tokens, math.target) == (8, 16, 1000)
     assert progress.leftovers["math"] == Leftovers(completed=1, aborted=0, expired=0)

@@ -1,4 +1,6 @@
-"""How a batch stands follows from control state, step and limits alone, in the reference's order of precedence."""
+"""How a batch stands follows from control state, step and limits alone, in the reference's order of
+precedence.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def state(mode: Mode = Mode.RUN, lanes: tuple[str, ...] = ALL, version: int = 4)
 
 def test_weights_of_step_4_serve_steps_5_to_8_and_are_expired_at_9() -> None:
     limits = RunLimits(stale_threshold=4, sync_weights_interval=4)
-    assert [batch_status(state(), step, limits) for step in (5, 8, 9)] == [STATUS.NORMAL] * 2 + [STATUS.EXPIRED_BATCH]
+    assert [batch_status(state(), step, limits) for step in (5, 8, 9)] == [STATUS.NORMAL] * 2 + [
+        STATUS.EXPIRED_BATCH
+    ]
 
 
 def test_tokens_that_expire_earlier_expire_the_batch_earlier() -> None:

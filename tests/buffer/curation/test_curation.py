@@ -1,4 +1,6 @@
-"""Groups to a file and back: nothing changes on the way, every wrong line is named, and the account adds up (I1)."""
+"""Groups to a file and back: nothing changes on the way, every wrong line is named, and the account
+adds up (I1).
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,31 @@ from buffer.store.store import Store
 from tests.buffer.scene import Scene
 from tests.buffer.snapshot.test_snapshot import resumed
 
-has_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
+has_pyarrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"
+)
 ENDINGS = ["jsonl", pytest.param("parquet", marks=has_pyarrow)]
 FIRST_GID = group_id("math", IMPORTED_FROM)
 
 
 def line(gid: str = "a", **changes: Any) -> dict[str, Any]:
     """What a curator has to write at least."""
-    least = {"gid": gid, "task": "math", "response_ids": [1, 2], "logprobs": [-0.5, -0.1], "reward": {"score": 1}}
+    least = {
+        "gid": gid,
+        "task": "math",
+        "response_ids": [1, 2],
+        "logprobs": [-0.5, -0.1],
+        "reward": {"score": 1},
+    }
     return least | changes
 
 
 def write(path: Path, *lines: Any) -> Path:
-    path.write_bytes(b"".join((part if isinstance(part, bytes) else orjson.dumps(part)) + b"\n" for part in lines))
+    path.write_bytes(
+        b"".join(
+            (part if isinstance(part, bytes) else orjson.dumps(part)) + b"\n" for part in lines
+        )
+    )
     return path
 
 
@@ -54,13 +68,23 @@ def test_export_has_one_line_per_rollout_with_everything(scene: Scene, tmp_path:
     done = scene.run.export(tmp_path / "f.jsonl", task="math")
     lines = read(tmp_path / "f.jsonl")
     assert (done.groups, done.rollouts, len(lines)) == (2, 4, 4)
-    assert [(row["gid"], row["index"], row["samples"]) for row in lines] == [(g, i, 2) for g in gids for i in (0, 1)]
+    assert [(row["gid"], row["index"], row["samples"]) for row in lines] == [
+        (g, i, 2) for g in gids for i in (0, 1)
+    ]
     assert [row["stage"] for row in lines] == ["taken", "taken", "pool", "pool"]
     assert [row["staleness"] for row in lines] == [0, 0, 0, 0]
     row = lines[2]
     assert row["messages"][0]["content"] == f"what is {gids[1]}?"
-    assert (row["prompt_ids"], row["response_ids"], row["logprobs"]) == ([0, 1, 2], [5, 6], [-0.5, -0.25])
-    assert (row["spans"], row["reward"], row["status"]) == ([[0, 2, 1, "l0"]], {"score": 1.0}, "completed")
+    assert (row["prompt_ids"], row["response_ids"], row["logprobs"]) == (
+        [0, 1, 2],
+        [5, 6],
+        [-0.5, -0.25],
+    )
+    assert (row["spans"], row["reward"], row["status"]) == (
+        [[0, 2, 1, "l0"]],
+        {"score": 1.0},
+        "completed",
+    )
     assert scene.run.export(tmp_path / "all.jsonl").groups == 3
     assert scene.run.export(tmp_path / "init.jsonl", status="init").groups == 1
 
@@ -72,7 +96,8 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
     (job,) = scene.claim()
     group = scene.run.buffer.read(job.payload)
     for state in group.states:
-        state.extra, state.ground_truth = {"row": 7, "deep": [{"a": None}]}, {"answer": 2}
+        state.extra = {"row": 7, "deep": [{"a": None}]}
+        state.ground_truth = {"answer": 2}
     weights = PolicyVersion("l0", 1)
     scene.submit(job, weights)
     old = scene.payload(job.gid)
@@ -80,22 +105,35 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
     done = scene.run.import_groups(tmp_path / f"f.{ending}")
     assert (done.groups, done.rollouts) == (1, 2)
     assert scene.pool("completed") == [(job.gid, 1.0), (FIRST_GID, 1.0)]
-    was, now = scene.run.buffer.read(old), scene.run.buffer.read(scene.payload(FIRST_GID))
+    was = scene.run.buffer.read(old)
+    now = scene.run.buffer.read(scene.payload(FIRST_GID))
     assert now.gid == FIRST_GID
-    assert [s.model_dump_json(exclude={"prompt_ids", "response_ids", "logprobs"}) for s in was.states] == [
-        s.model_dump_json(exclude={"prompt_ids", "response_ids", "logprobs"}) for s in now.states
-    ]
+    assert [
+        s.model_dump_json(exclude={"prompt_ids", "response_ids", "logprobs"}) for s in was.states
+    ] == [s.model_dump_json(exclude={"prompt_ids", "response_ids", "logprobs"}) for s in now.states]
     for column in ("prompt_ids", "response_ids", "logprobs", "lengths", "mask"):
         assert getattr(was, column).tobytes() == getattr(now, column).tobytes()
     assert (account(scene).enqueued, account(scene).imported, account(scene).cursor) == (1, 1, 1)
     scene.check()
 
 
-def test_imported_groups_live_like_others_and_take_no_draw(make_scene: Callable[..., Scene], tmp_path: Path) -> None:
+def test_imported_groups_live_like_others_and_take_no_draw(
+    make_scene: Callable[..., Scene], tmp_path: Path
+) -> None:
     scene = make_scene(tail_batch_trigger_size=1)
     scene.open_trainer(lineage="l0")
-    spans = {"spans": [[0, 2, 0, "l0"]], "prompt_ids": [9], "messages": [{"role": "user", "content": "1 + 1"}]}
-    rows = [line("a", **spans), line("a", **spans), line("b"), line("c", **spans), line("d", **spans)]
+    spans = {
+        "spans": [[0, 2, 0, "l0"]],
+        "prompt_ids": [9],
+        "messages": [{"role": "user", "content": "1 + 1"}],
+    }
+    rows = [
+        line("a", **spans),
+        line("a", **spans),
+        line("b"),
+        line("c", **spans),
+        line("d", **spans),
+    ]
     scene.run.import_groups(write(tmp_path / "f.jsonl", *rows))
     gids = [group_id("math", IMPORTED_FROM + i) for i in range(4)]
     assert scene.run.jobs.cursor("math") == 0
@@ -148,17 +186,25 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(response_ids=[], logprobs=[])], "line 1: response_ids: empty"),
     ([line(status="aborted")], "line 1: status: aborted; only completed"),
     ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span lies outside"),
-    ([line(), line("b"), line("b", messages=[{"role": "user"}])], "lines 2 to 3: group b: .*different messages"),
+    (
+        [line(), line("b"), line("b", messages=[{"role": "user"}])],
+        "lines 2 to 3: group b: .*different messages",
+    ),
     ([line(samples=2), line("b", samples=1)], "lines 1 to 1: group a has 1 lines of 2"),
     ([line(index=0), line(index=0)], "lines 1 to 2: group a: the index"),
     ([line(), line("b", task="chess")], "line 2: there is no training task 'chess'"),
     ([line(task="quiz")], "line 1: there is no training task 'quiz'"),
-    ([line(spans=[[0, 1, -1, "l0"]])], r"lines 1 to 1: group a: .*spans\.0\.2: Expected `int` >= 0"),
+    (
+        [line(spans=[[0, 1, -1, "l0"]])],
+        r"lines 1 to 1: group a: .*spans\.0\.2: Expected `int` >= 0",
+    ),
 ]
 
 
 @pytest.mark.parametrize("which", range(len(WRONG)))
-def test_wrong_lines_are_named_and_nothing_is_imported(scene: Scene, tmp_path: Path, which: int) -> None:
+def test_wrong_lines_are_named_and_nothing_is_imported(
+    scene: Scene, tmp_path: Path, which: int
+) -> None:
     lines, words = WRONG[which]
     before = scene.dump()
     with pytest.raises(DatasetError, match=f"f.jsonl, {words}"):
@@ -178,7 +224,9 @@ def test_file_that_changes_or_a_server_that_fails_says_what_is_in(
         return original(self, script, *args, **options)
 
     monkeypatch.setattr(Store, "call", refuse)
-    with pytest.raises(StoreError, match=r"2 groups \(up to line 2\) were imported .*--from-line 3"):
+    with pytest.raises(
+        StoreError, match=r"2 groups \(up to line 2\) were imported .*--from-line 3"
+    ):
         scene.run.import_groups(path)
     monkeypatch.undo()
     assert scene.run.import_groups(path, from_line=3).groups == 2
@@ -186,14 +234,20 @@ def test_file_that_changes_or_a_server_that_fails_says_what_is_in(
     scene.check()
 
 
-def test_two_imports_at_once_take_turns(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_imports_at_once_take_turns(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = write(tmp_path / "a.jsonl", *(line(f"a{i}", messages=[{"n": i}]) for i in range(4)))
-    second = write(tmp_path / "b.jsonl", *(line(f"b{i}", messages=[{"n": 10 + i}]) for i in range(4)))
+    second = write(
+        tmp_path / "b.jsonl", *(line(f"b{i}", messages=[{"n": 10 + i}]) for i in range(4))
+    )
     scene.run.import_groups(first)
     monkeypatch.setattr(Intake, "_next_draw", lambda self, task: IMPORTED_FROM)
     scene.run.import_groups(second)
     seen = [
-        scene.run.buffer.read(scene.payload(group_id("math", IMPORTED_FROM + i))).states[0].messages[0]["n"]
+        scene.run.buffer.read(scene.payload(group_id("math", IMPORTED_FROM + i)))
+        .states[0]
+        .messages[0]["n"]
         for i in range(8)
     ]
     assert seen == [0, 1, 2, 3, 10, 11, 12, 13]
@@ -222,7 +276,9 @@ def test_import_whose_reply_was_lost_is_made_once(
 
 def test_fsck_finds_a_lost_imported_group_and_a_wrong_count(scene: Scene, tmp_path: Path) -> None:
     scene.run.import_groups(write(tmp_path / "f.jsonl", line("a"), line("b")))
-    scene.raw.zrem(scene.keys.pool("math", "completed"), f"{scene.record(FIRST_GID)['arrival']}:{FIRST_GID}")
+    scene.raw.zrem(
+        scene.keys.pool("math", "completed"), f"{scene.record(FIRST_GID)['arrival']}:{FIRST_GID}"
+    )
     found = scene.run.account.fsck()
     assert found.lost == [FIRST_GID]
     assert found.faults == ["math: 0 enqueued and 2 imported, but 1 in all places"]
@@ -258,7 +314,11 @@ def test_torn_parquet_file_is_named(scene: Scene, tmp_path: Path) -> None:
 def test_trained_draws_stay_small_with_imported_groups() -> None:
     trained = TrainedDraws()
     trained.add_batch(1, ["math-0000000000", FIRST_GID])
-    assert (len(trained.tasks["math"]), len(trained.imported["math"]), trained.count("math")) == (1, 1, 2)
+    assert (len(trained.tasks["math"]), len(trained.imported["math"]), trained.count("math")) == (
+        1,
+        1,
+        2,
+    )
     assert FIRST_GID in trained
     with pytest.raises(Exception, match=FIRST_GID):
         trained.add_batch(2, [FIRST_GID])

@@ -22,12 +22,15 @@ from tests.buffer.snapshot.test_snapshot_of_order import (
 
 def rows(*lengths: int) -> list[dict[str, object]]:
     return [
-        line(f"g{i}", response_ids=[1] * n, logprobs=[-0.5] * n, spans=[[0, n, 0, "l0"]]) for i, n in enumerate(lengths)
+        line(f"g{i}", response_ids=[1] * n, logprobs=[-0.5] * n, spans=[[0, n, 0, "l0"]])
+        for i, n in enumerate(lengths)
     ]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_imported_groups_are_taken_in_the_order_of_the_policy(make_scene: Make, tmp_path: Path, order: str) -> None:
+def test_imported_groups_are_taken_in_the_order_of_the_policy(
+    make_scene: Make, tmp_path: Path, order: str
+) -> None:
     scene = make_scene(order=order)
     scene.run.buffer.order_function = longest_first
     scene.open_trainer(lineage="l0")
@@ -38,7 +41,11 @@ def test_imported_groups_are_taken_in_the_order_of_the_policy(make_scene: Make, 
     scene.run.import_groups(write(tmp_path / "f.jsonl", *rows(100, 2)))
     far, near = (group_id("math", IMPORTED_FROM + i) for i in (0, 1))
     if order not in ("staleness", "freshest"):
-        assert scene.raw.zcard(scene.keys.order("math")) == scene.raw.zcard(scene.keys.pool("math", "completed")) == 4
+        assert (
+            scene.raw.zcard(scene.keys.order("math"))
+            == scene.raw.zcard(scene.keys.pool("math", "completed"))
+            == 4
+        )
     expected = {
         "staleness": [long, late, far, near],
         "fifo": [long, late, far, near],
@@ -51,7 +58,9 @@ def test_imported_groups_are_taken_in_the_order_of_the_policy(make_scene: Make, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_imported_groups_keep_their_place_in_a_snapshot(make_scene: Make, tmp_path: Path, order: str) -> None:
+def test_imported_groups_keep_their_place_in_a_snapshot(
+    make_scene: Make, tmp_path: Path, order: str
+) -> None:
     scene = make_scene(order=order)
     scene.run.buffer.order_function = longest_first
     scene.open_trainer(lineage="l0")
@@ -63,7 +72,9 @@ def test_imported_groups_keep_their_place_in_a_snapshot(make_scene: Make, tmp_pa
     other.check()
 
 
-def test_import_without_the_function_of_the_policy_imports_nothing(make_scene: Make, tmp_path: Path) -> None:
+def test_import_without_the_function_of_the_policy_imports_nothing(
+    make_scene: Make, tmp_path: Path
+) -> None:
     scene = make_scene(order=CUSTOM)
     file = write(tmp_path / "f.jsonl", *rows(2, 4))
     with pytest.raises(ConfigError, match="not loaded"):

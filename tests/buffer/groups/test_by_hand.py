@@ -1,4 +1,6 @@
-"""requeue, drop, quarantine: what people and trainers do with groups that are no good (I1, I5, I8, I11)."""
+"""requeue, drop, quarantine: what people and trainers do with groups that are no good (I1, I5, I8,
+I11).
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ def bury(scene: Scene, reason: str = "no good") -> Job:
     return job
 
 
-def quarantine(scene: Scene, step: int, entry: ManifestEntry, reason: str = "bad bytes") -> Manifest:
+def quarantine(
+    scene: Scene, step: int, entry: ManifestEntry, reason: str = "bad bytes"
+) -> Manifest:
     return scene.run.ledger.quarantine(scene.trainer, step, entry, reason)
 
 
 # -- requeue -------------------------------------------------------------------------------------------
 
 
-def test_requeue_lets_a_dead_group_wait_again_from_its_prompt_with_all_its_tries(scene: Scene) -> None:
+def test_requeue_lets_a_dead_group_wait_again_from_its_prompt_with_all_its_tries(
+    scene: Scene,
+) -> None:
     job = bury(scene)
     assert scene.run.jobs.requeue(job.gid) == "dead"
     assert (scene.stream("resume"), scene.raw.zcard(scene.keys.dead)) == ([job.gid], 0)
@@ -51,7 +57,9 @@ def test_requeue_lets_a_dead_group_wait_again_from_its_prompt_with_all_its_tries
 
 
 @pytest.mark.parametrize("status", ["completed", "aborted"])
-def test_requeue_of_a_pooled_group_keeps_tokens_only_of_an_aborted_one(scene: Scene, status: str) -> None:
+def test_requeue_of_a_pooled_group_keeps_tokens_only_of_an_aborted_one(
+    scene: Scene, status: str
+) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
     scene.submit(job, status=Status(status))
@@ -71,7 +79,9 @@ def test_requeue_of_an_evaluation_group_stays_in_its_lane(scene: Scene) -> None:
     scene.check()
 
 
-def test_requeue_repeated_after_a_lost_reply_does_not_throw_away_what_was_made_since(scene: Scene) -> None:
+def test_requeue_repeated_after_a_lost_reply_does_not_throw_away_what_was_made_since(
+    scene: Scene,
+) -> None:
     operation = new_nonce()
     (gid,) = scene.ready(0)
     scene.run.jobs.requeue(gid, operation=operation)
@@ -94,7 +104,9 @@ def test_a_worker_that_repeats_its_submit_after_a_requeue_is_fenced(scene: Scene
 
 
 @pytest.mark.parametrize("operation", ["requeue", "drop"])
-def test_groups_that_run_are_taken_or_have_ended_are_left_alone(scene: Scene, operation: str) -> None:
+def test_groups_that_run_are_taken_or_have_ended_are_left_alone(
+    scene: Scene, operation: str
+) -> None:
     move: Callable[[str], str] = getattr(scene.run.jobs, operation)
     scene.open_trainer()
     taken, archived = scene.ready(0, 0)
@@ -128,7 +140,13 @@ def test_drop_ends_groups_wherever_they_may_be_dropped(make_scene: Callable[...,
     (job,) = scene.claim()
     scene.submit(job, status=Status.ABORTED)
     waiting = group_id("math", 4)
-    gids = {dead.gid: "dead", ready: "completed", old: "expired", job.gid: "aborted", waiting: "waiting"}
+    gids = {
+        dead.gid: "dead",
+        ready: "completed",
+        old: "expired",
+        job.gid: "aborted",
+        waiting: "waiting",
+    }
     assert {gid: scene.run.jobs.drop(gid) for gid in gids} == gids
     assert scene.run.account.totals().tasks[0].dropped == len(gids)
     assert all(scene.record(gid) == {} and f"{gid} init 1" in scene.garbage() for gid in gids)
@@ -165,7 +183,11 @@ def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_place(scene: Sce
     assert revised.gids == [gids[0], gids[3], gids[2]]
     assert revised.revision == 1
     assert scene.take(1, math=9) == scene.run.ledger.manifest(1) == revised
-    assert scene.run.dead_letters.reason(gids[1]) == {"reason": "bad bytes", "worker": "w0", "step": 1}
+    assert scene.run.dead_letters.reason(gids[1]) == {
+        "reason": "bad bytes",
+        "worker": "w0",
+        "step": 1,
+    }
     assert {w.id: w.quarantined for w in scene.run.fleet.workers()} == {"w0": 1}
     assert {n: scene.counters()[n] for n in ("taken", "dead", "consumed", "quarantined")} == {
         "taken": "3", "dead": "1", "consumed": "3", "quarantined": "1"
@@ -219,7 +241,9 @@ def test_quarantine_repeated_changes_nothing_even_when_the_group_comes_back(scen
     scene.check()
 
 
-def test_quarantine_is_refused_to_a_zombie_after_commit_and_outside_of_the_batch(scene: Scene) -> None:
+def test_quarantine_is_refused_to_a_zombie_after_commit_and_outside_of_the_batch(
+    scene: Scene,
+) -> None:
     zombie = scene.open_trainer()
     scene.ready(0, 0, 0)
     first = scene.take(1)
@@ -244,7 +268,11 @@ def test_dead_letters_are_listed_newest_first_with_strange_reasons(scene: Scene)
     letters = {letter.gid: letter for letter in scene.run.dead_letters.newest()}
     assert len(scene.run.dead_letters) == 2
     assert (letters[first.gid].reason, letters[first.gid].tries) == ('he said "no"\n\x1b[31m', 3)
-    assert (letters[gid].reason, letters[gid].step, letters[gid].worker) == ('bytes "\\" \x00', 1, "w0")
+    assert (letters[gid].reason, letters[gid].step, letters[gid].worker) == (
+        'bytes "\\" \x00',
+        1,
+        "w0",
+    )
     assert all(letter.age_ms >= 0 and letter.task == "math" for letter in letters.values())
 
 

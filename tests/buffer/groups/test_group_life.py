@@ -20,11 +20,17 @@ GID = group_id("math", 0)
 
 
 def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -> None:
-    keys, raw = scene.keys, scene.raw
+    keys = scene.keys
+    raw = scene.raw
     assert scene.enqueue(1).count == 1
     assert scene.stream("fresh") == [GID]
     record = scene.record(GID)
-    assert (record["stage"], record["tries"], record["payload"], record["lane"]) == ("waiting", "0", "init", "fresh")
+    assert (record["stage"], record["tries"], record["payload"], record["lane"]) == (
+        "waiting",
+        "0",
+        "init",
+        "fresh",
+    )
     assert raw.ttl(keys.payload(GID, "init")) == -1
     scene.check()
 
@@ -33,7 +39,12 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     assert raw.zrange(keys.leases, 0, -1) == [GID.encode()]
     assert raw.smembers(keys.holds("w0")) == {GID.encode()}
     record = scene.record(GID)
-    assert (record["stage"], record["tries"], record["token"], record["owner"]) == ("running", "1", job.token, "w0")
+    assert (record["stage"], record["tries"], record["token"], record["owner"]) == (
+        "running",
+        "1",
+        job.token,
+        "w0",
+    )
     assert scene.counters()["running"] == "1"
     scene.check()
 
@@ -43,7 +54,11 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     assert scene.pool("completed") == [(GID, 0.0)]
     assert raw.ttl(keys.payload(GID, job.token)) == -1
     counters = scene.counters()
-    assert (counters["running"], counters["produced_samples"], counters["produced_tokens"]) == ("0", "2", "4")
+    assert (counters["running"], counters["produced_samples"], counters["produced_tokens"]) == (
+        "0",
+        "2",
+        "4",
+    )
     assert (counters["raw_rewards_sum"], counters["raw_rewards_count"]) == ("2", "2")
     scene.check()
 
@@ -51,10 +66,15 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     manifest = scene.take(1)
     assert scene.pool("completed") == []
     assert raw.llen(keys.batch("train", 1)) == 2
-    assert manifest.header.startswith("step=1 cut=-1 asked=math=1 strict=1 order=staleness taken_ms=")
+    assert manifest.header.startswith(
+        "step=1 cut=-1 asked=math=1 strict=1 order=staleness taken_ms="
+    )
     assert scene.record(GID)["stage"] == "taken"
     assert (scene.counters()["consumed"], scene.counters()["taken"]) == ("1", "1")
-    assert scene.run.buffer.read(manifest.entries[0].payload).states[0].response_ids.tolist() == [5, 6]
+    assert scene.run.buffer.read(manifest.entries[0].payload).states[0].response_ids.tolist() == [
+        5,
+        6,
+    ]
     scene.check()
 
     scene.run.ledger.commit(scene.trainer, 1, 1)
@@ -83,7 +103,11 @@ def test_partial_group_keeps_its_tokens_when_it_is_resumed(scene: Scene) -> None
     assert scene.pool("aborted") == []
     assert scene.stream("resume") == [GID]
     (again,) = scene.claim()
-    assert (again.lane, again.payload.token, again.token != job.token) == ("resume", job.token, True)
+    assert (again.lane, again.payload.token, again.token != job.token) == (
+        "resume",
+        job.token,
+        True,
+    )
     scene.submit(again)
     group = scene.run.buffer.read(scene.payload(GID))
     assert [len(s.response_ids) for s in group.states] == [4, 4]
@@ -102,8 +126,12 @@ def test_filtered_group_leaves_only_a_bit(scene: Scene) -> None:
     scene.check()
 
 
-@pytest.mark.parametrize(("kind", "place", "tries"), [("handback", "waiting", "0"), ("aborted", "pool", "0")])
-def test_clean_release_gives_the_try_back(scene: Scene, kind: ReleaseKind, place: str, tries: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place", "tries"), [("handback", "waiting", "0"), ("aborted", "pool", "0")]
+)
+def test_clean_release_gives_the_try_back(
+    scene: Scene, kind: ReleaseKind, place: str, tries: str
+) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
     assert scene.run.jobs.release("w0", job, kind) == place
@@ -130,7 +158,9 @@ def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> No
     scene.check()
 
 
-def test_result_gives_the_try_back_when_the_group_is_made_again(make_scene: Callable[..., Scene]) -> None:
+def test_result_gives_the_try_back_when_the_group_is_made_again(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(tail_batch_trigger_size=0)
     scene.open_trainer()
     for round_ in range(5):

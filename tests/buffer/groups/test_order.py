@@ -1,4 +1,6 @@
-"""The order in which ready groups are taken: every policy keeps the staleness cut (I8) and survives what happens."""
+"""The order in which ready groups are taken: every policy keeps the staleness cut (I8) and survives
+what happens.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def with_order(make_scene: Make, order: str, **limits: object) -> Scene:
 
 
 def index(scene: Scene) -> list[str]:
-    return [member.decode().partition(":")[2] for member in scene.raw.zrange(scene.keys.order("math"), 0, -1)]
+    return [
+        member.decode().partition(":")[2]
+        for member in scene.raw.zrange(scene.keys.order("math"), 0, -1)
+    ]
 
 
 # -- each policy ---------------------------------------------------------------------------------------
@@ -70,7 +75,8 @@ def test_length_fair_lets_short_and_long_responses_take_turns(make_scene: Make) 
         submit(scene, job)
     for job in jobs[6:]:
         submit(scene, job, length=40)
-    short, long = [job.gid for job in jobs[:6]], [job.gid for job in jobs[6:]]
+    short = [job.gid for job in jobs[:6]]
+    long = [job.gid for job in jobs[6:]]
     assert scene.take(1, math=3).gids == [short[0], long[0], short[1]]
     # a bucket that was empty does not catch up on the turns it missed
     scene.enqueue(2)
@@ -92,10 +98,14 @@ def test_a_policy_of_a_user_decides_by_what_it_is_told(make_scene: Make) -> None
     scene.run.buffer.order_function = note
     gids = scene.ready(0, 0, 0)
     assert scene.take(1, math=2).gids == [gids[2], gids[1]]
-    assert seen[1] == Finished(gids[1], "math", 1, samples=2, tokens=4, longest=2, reward=1.0, version=0)
+    assert seen[1] == Finished(
+        gids[1], "math", 1, samples=2, tokens=4, longest=2, reward=1.0, version=0
+    )
 
 
-@pytest.mark.parametrize(("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "gave nan")])
+@pytest.mark.parametrize(
+    ("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "gave nan")]
+)
 def test_a_policy_that_gives_no_score_is_an_error_of_that_group(
     make_scene: Make, function: Callable[[Finished], float] | None, why: str
 ) -> None:
@@ -134,7 +144,9 @@ def test_no_policy_hands_out_what_is_too_stale(make_scene: Make, order: str) -> 
 
 
 @pytest.mark.parametrize("order", INDEXED)
-def test_order_survives_refresh_and_a_trainer_that_starts_again(make_scene: Make, order: str) -> None:
+def test_order_survives_refresh_and_a_trainer_that_starts_again(
+    make_scene: Make, order: str
+) -> None:
     scene = with_order(make_scene, order, tail_batch_trigger_size=0)
     scene.ready(0, 0, 2, 0, 1, 2, 2, 0)
     scene.take(1), scene.take(2)

@@ -1,4 +1,6 @@
-"""Reading the pools, and taking from them without a trainer's process: counts never rely on expiry (I8)."""
+"""Reading the pools, and taking from them without a trainer's process: counts never rely on expiry
+(I8).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def test_counts_are_of_the_next_step_whether_or_not_anything_was_expired(make_sc
     scene.enqueue(1)
     scene.submit(scene.claim()[0], status=Status.ABORTED)
     buffer = scene.run.buffer
-    assert buffer.count_statuses("math", "code") == {"math": PoolSizes(3, 1, 0, 0), "code": PoolSizes(1, 0, 0, 0)}
+    assert buffer.count_statuses("math", "code") == {
+        "math": PoolSizes(3, 1, 0, 0),
+        "code": PoolSizes(1, 0, 0, 0),
+    }
     pass_steps(scene, 2)
     assert buffer.count_statuses() == {
         "math": PoolSizes(1, 0, 0, 3),
@@ -41,7 +46,11 @@ def test_counts_are_of_the_next_step_whether_or_not_anything_was_expired(make_sc
     }
     assert buffer.refresh_staleness() == {"math": 3, "code": 1}
     assert buffer.count_statuses("math") == {"math": PoolSizes(1, 0, 3, 0)}
-    assert [buffer.count("math", status) for status in ("completed", "aborted", "expired")] == [1, 0, 3]
+    assert [buffer.count("math", status) for status in ("completed", "aborted", "expired")] == [
+        1,
+        0,
+        3,
+    ]
     assert buffer.refresh_staleness() == {"math": 0, "code": 0}
 
 
@@ -71,11 +80,14 @@ def test_ready_is_what_the_next_step_can_take(make_scene: Make) -> None:
 
 
 @pytest.mark.parametrize("order", ["staleness", "fifo", "freshest"])
-def test_get_reads_in_the_order_of_the_policy_and_takes_nothing(make_scene: Make, order: str) -> None:
+def test_get_reads_in_the_order_of_the_policy_and_takes_nothing(
+    make_scene: Make, order: str
+) -> None:
     scene = make_scene(order=order, stale_threshold=4)
     scene.open_trainer()
     made = dict(zip((2, 0, 1, 2), scene.ready(2, 0, 1, 2, lineage="l1"), strict=False))
-    buffer, before = scene.run.buffer, scene.dump()
+    buffer = scene.run.buffer
+    before = scene.dump()
     chosen = gids(buffer.get(3, "math"))
     assert gids(buffer.get(9, "math"))[:3] == chosen
     if order == "staleness":
@@ -122,20 +134,27 @@ def test_get_answers_while_the_index_is_not_settled_or_blocked(make_scene: Make)
     new, old = scene.ready(1, 0, lineage="l1")
     assert gids(scene.run.buffer.get(2, "math")) == [new, old]
     scene.raw.unlink(scene.keys.order("math"))
-    assert gids(scene.run.buffer.get(2, "math")) == [old, new]  # by age, until the trainer settles it
+    assert gids(scene.run.buffer.get(2, "math")) == [
+        old,
+        new,
+    ]  # by age, until the trainer settles it
     assert scene.take(1, math=2).gids == [new, old]
 
 
 def test_take_batch_gives_groups_by_task_or_says_what_is_missing(scene: Scene) -> None:
     scene.open_trainer()
-    math, code = scene.ready(0, 0), scene.ready(0, task="code")
+    math = scene.ready(0, 0)
+    code = scene.ready(0, task="code")
     buffer = scene.run.buffer
     answer = buffer.take_batch(scene.trainer, 1, {"math": 2, "code": 2})
     assert isinstance(answer, NotReady)
     assert answer.missing == {"math": (2, 2), "code": (1, 2)}
     taken = buffer.take_batch(scene.trainer, 1, {"math": 1, "code": 2, "quiz": 0}, strict=False)
     assert not isinstance(taken, NotReady)
-    assert {task: gids(groups) for task, groups in taken.items()} == {"math": math[:1], "code": code}
+    assert {task: gids(groups) for task, groups in taken.items()} == {
+        "math": math[:1],
+        "code": code,
+    }
     again = buffer.take_batch(scene.trainer, 1, {"math": 1, "code": 2})
     assert isinstance(again, dict)
     assert gids(again["math"]) == math[:1]

@@ -24,7 +24,9 @@ def test_enqueue_starts_no_more_than_there_is_room_for(scene: Scene) -> None:
     scene.check()
 
 
-def test_enqueue_counts_every_stage_in_which_a_group_may_still_become_a_result(scene: Scene) -> None:
+def test_enqueue_counts_every_stage_in_which_a_group_may_still_become_a_result(
+    scene: Scene,
+) -> None:
     scene.open_trainer()
     scene.ready(0, 0)
     scene.take(1)
@@ -57,7 +59,9 @@ def test_enqueue_moves_nothing_when_another_draw_was_expected(scene: Scene) -> N
 def test_enqueue_says_the_same_again_when_its_reply_was_lost(scene: Scene) -> None:
     scene.open_producer()
     operation = new_nonce()
-    scene.run.payloads.write_prompts({group_id("math", i): prompt(group_id("math", i)) for i in range(3)})
+    scene.run.payloads.write_prompts(
+        {group_id("math", i): prompt(group_id("math", i)) for i in range(3)}
+    )
     first = scene.run.jobs.enqueue(scene.producer, operation, "math", 0, [2, 2, 2], 2)
     before = scene.dump()
     scene.claim()
@@ -83,7 +87,9 @@ def test_enqueue_passes_over_draws_that_cannot_be_used(scene: Scene) -> None:
     scene.check()
 
 
-def test_enqueue_does_not_repeat_draws_that_exist_or_ended_when_the_cursor_was_lost(scene: Scene) -> None:
+def test_enqueue_does_not_repeat_draws_that_exist_or_ended_when_the_cursor_was_lost(
+    scene: Scene,
+) -> None:
     scene.open_trainer()
     scene.enqueue(4)
     for job, filtered in zip(scene.claim(2), (True, False), strict=True):
@@ -111,7 +117,9 @@ def test_closed_lanes_take_no_new_work(scene: Scene) -> None:
     assert scene.enqueue(1).refusal == "CLOSED"
     assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 0
     after = scene.dump()
-    assert {name for name in after if after[name] != before.get(name)} <= {"payload:math-0000000001:init"}
+    assert {name for name in after if after[name] != before.get(name)} <= {
+        "payload:math-0000000001:init"
+    }
     assert scene.enqueue(1, task="quiz").count == 1
 
 
@@ -146,7 +154,9 @@ def test_reissue_takes_the_oldest_first_and_never_more_than_the_room(scene: Scen
     scene.enqueue(4)
     jobs = scene.claim(4)
     for job, version in zip(jobs, (3, 1, 2, None), strict=True):
-        scene.submit(job, FIRST._replace(version=version) if version else None, status=Status.ABORTED)
+        scene.submit(
+            job, FIRST._replace(version=version) if version else None, status=Status.ABORTED
+        )
     reissue = scene.run.jobs.reissue
     assert reissue(scene.producer, "math", "aborted", 1000, at_least=5) == 0
     assert reissue(scene.producer, "math", "aborted", 3, limit=2) == 2
@@ -179,7 +189,9 @@ def interrupt(scene: Scene) -> Job:
     return job
 
 
-def test_a_group_interrupted_too_often_waits_with_the_expired_ones(make_scene: Callable[..., Scene]) -> None:
+def test_a_group_interrupted_too_often_waits_with_the_expired_ones(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(tail_batch_max_tries=2)
     scene.enqueue(1)
     reissue = scene.run.jobs.reissue
@@ -188,7 +200,8 @@ def test_a_group_interrupted_too_often_waits_with_the_expired_ones(make_scene: C
     reissue(scene.producer, "math", "aborted", 1000)
     assert interrupt(scene).aborts == 1
     assert (len(scene.pool("aborted")), len(scene.pool("expired"))) == (0, 1)
-    # it does not age there, counts towards the trigger, and says at its next claim how often it was interrupted
+    # it does not age there, counts towards the trigger, and says at its next claim how often it was
+    # interrupted
     scene.run.buffer.refresh_staleness("math")
     assert reissue(scene.producer, "math", "expired", 1000, at_least=2) == 0
     assert reissue(scene.producer, "math", "expired", 1000, at_least=1) == 1
@@ -199,7 +212,9 @@ def test_a_group_interrupted_too_often_waits_with_the_expired_ones(make_scene: C
     scene.check()
 
 
-def test_a_group_with_tokens_keeps_them_however_often_it_was_interrupted(make_scene: Callable[..., Scene]) -> None:
+def test_a_group_with_tokens_keeps_them_however_often_it_was_interrupted(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(tail_batch_max_tries=1)
     scene.enqueue(1)
     (job,) = scene.claim()

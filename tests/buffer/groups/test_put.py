@@ -22,10 +22,15 @@ Make = Callable[..., Scene]
 FIRST_GID = group_id("math", IMPORTED_FROM)
 
 
-def rollouts(*statuses: Status, version: int | None = 0, lineage: str = "l0", **fields: Any) -> list[RolloutState]:
+def rollouts(
+    *statuses: Status, version: int | None = 0, lineage: str = "l0", **fields: Any
+) -> list[RolloutState]:
     """One rollout of two tokens for each status (default: two that are completed)."""
     made = None if version is None else PolicyVersion(lineage, version)
-    return [rollout(status, made, i, **fields) for i, status in enumerate(statuses or (Status.COMPLETED,) * 2)]
+    return [
+        rollout(status, made, i, **fields)
+        for i, status in enumerate(statuses or (Status.COMPLETED,) * 2)
+    ]
 
 
 def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> None:
@@ -40,7 +45,11 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
     manifest = scene.take(1, math=3)
     assert manifest.gids == [drawn, first, second]
     group = scene.run.buffer.read(manifest.entries[1].payload)
-    assert (group.gid, group.status, group.response_ids.tolist()) == (first, Status.COMPLETED, [5, 6, 5, 6])
+    assert (group.gid, group.status, group.response_ids.tolist()) == (
+        first,
+        Status.COMPLETED,
+        [5, 6, 5, 6],
+    )
     scene.run.ledger.commit(scene.trainer, 1, 1)
     assert scene.bit("archived", IMPORTED_FROM) == 1
     scene.check()
@@ -55,7 +64,9 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
         ((Status.COMPLETED, Status.EXPIRED), "expired"),
     ],
 )
-def test_put_goes_by_the_worst_status_of_a_group(make_scene: Make, statuses: tuple[Status, ...], place: str) -> None:
+def test_put_goes_by_the_worst_status_of_a_group(
+    make_scene: Make, statuses: tuple[Status, ...], place: str
+) -> None:
     scene = make_scene(tail_batch_trigger_size=0)
     placed = scene.run.buffer.put("math", [rollouts(*statuses)])
     assert placed == {FIRST_GID: place}
@@ -65,7 +76,10 @@ def test_put_goes_by_the_worst_status_of_a_group(make_scene: Make, statuses: tup
         assert scene.run.jobs.reissue(scene.producer, "math", place, 10) == 1
         (job,) = scene.claim()
         kept = 2 if place == "aborted" else 0  # an expired group starts from its prompt
-        assert [len(s.response_ids) for s in scene.run.buffer.read(job.payload).states] == [kept, kept]
+        assert [len(s.response_ids) for s in scene.run.buffer.read(job.payload).states] == [
+            kept,
+            kept,
+        ]
         scene.submit(job)
     scene.check()
 
@@ -117,7 +131,9 @@ def test_ageless_groups_never_expire(make_scene: Make) -> None:
     scene = make_scene()
     scene.open_trainer()
     scene.raw.hset(scene.keys.ledger("train"), "taken", 99)
-    assert scene.run.buffer.put("math", [rollouts(version=None)], ageless=True) == {FIRST_GID: "completed"}
+    assert scene.run.buffer.put("math", [rollouts(version=None)], ageless=True) == {
+        FIRST_GID: "completed"
+    }
     assert scene.pool("completed") == [(FIRST_GID, float("inf"))]
     assert scene.take(100).gids == [FIRST_GID]
 
@@ -138,7 +154,9 @@ def test_what_is_too_old_expires_when_it_is_put(
     placed = scene.run.buffer.put("math", groups, retryable=retryable)
     assert list(placed.values()) == [place, "completed"]
     (first, _) = placed
-    assert scene.run.account.places("math", IMPORTED_FROM) == ["pool" if place == "expired" else "dropped"]
+    assert scene.run.account.places("math", IMPORTED_FROM) == [
+        "pool" if place == "expired" else "dropped"
+    ]
     while scene.run.payloads.collect():
         pass
     left = {key for key in payload_keys(scene.raw, scene.name) if first in key}
@@ -146,14 +164,18 @@ def test_what_is_too_old_expires_when_it_is_put(
     scene.check()
 
 
-def test_versions_of_weights_that_a_trainer_forked_away_from_count_as_the_fork(make_scene: Make) -> None:
+def test_versions_of_weights_that_a_trainer_forked_away_from_count_as_the_fork(
+    make_scene: Make,
+) -> None:
     scene = make_scene()
     scene.open_trainer()
     scene.run.buffer.put("math", [rollouts(version=7)])
     assert scene.pool("completed") == [(FIRST_GID, 0.0)]  # l0 ended at step 0
 
 
-@pytest.mark.parametrize("order", ["fifo", "freshest", "length_fair", "tests.buffer.groups.test_put:latest_draw"])
+@pytest.mark.parametrize(
+    "order", ["fifo", "freshest", "length_fair", "tests.buffer.groups.test_put:latest_draw"]
+)
 def test_put_groups_are_taken_in_the_order_of_the_policy(make_scene: Make, order: str) -> None:
     scene = make_scene(order=order)
     scene.open_trainer()
@@ -194,8 +216,12 @@ def test_put_whose_reply_was_lost_is_made_once_whatever_happened_since(
 
 
 @pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
-def test_put_whose_bytes_did_not_arrive_counts_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene.run.payloads, "write", lambda *_: PayloadRef(FIRST_GID, "t", 1, 99, "0"))
+def test_put_whose_bytes_did_not_arrive_counts_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        scene.run.payloads, "write", lambda *_: PayloadRef(FIRST_GID, "t", 1, 99, "0")
+    )
     with pytest.raises(PayloadMissing, match="0 bytes arrived"):
         scene.run.buffer.put("math", [rollouts()])
     assert "put" not in scene.counters()

@@ -1,4 +1,6 @@
-"""What the reference (XTuner v1) promises of its replay buffer, asked of ours; docstrings say where ours differs."""
+"""What the reference (XTuner v1) promises of its replay buffer, asked of ours; docstrings say where
+ours differs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from buffer.run import Run
 from tests.buffer.scene import Scene, rollout
 
 Make = Callable[..., Scene]
-DONE, CUT, OLD = Status.COMPLETED, Status.ABORTED, Status.EXPIRED
+DONE = Status.COMPLETED
+CUT = Status.ABORTED
+OLD = Status.EXPIRED
 
 
 def made(version: int) -> PolicyVersion:
@@ -23,7 +27,9 @@ def made(version: int) -> PolicyVersion:
 
 
 def put(scene: Scene, *versions: int, status: Status = DONE, task: str = "math") -> list[str]:
-    return list(scene.run.buffer.put(task, [[rollout(status, made(version))] for version in versions]))
+    return list(
+        scene.run.buffer.put(task, [[rollout(status, made(version))] for version in versions])
+    )
 
 
 def take(scene: Scene, step: int, strict: bool = False, **counts: int) -> dict[str, list[str]]:
@@ -68,9 +74,22 @@ def test_tasks_and_statuses_are_apart(scene: Scene) -> None:
     put(scene, 0, status=OLD)
     put(scene, 0, task="code")
     buffer = scene.run.buffer
-    assert [buffer.count("math", status) for status in ("completed", "aborted", "expired")] == [2, 1, 1]
-    assert buffer.count_statuses("math", "code") == {"math": PoolSizes(2, 1, 1, 0), "code": PoolSizes(1, 0, 0, 0)}
-    assert sum(size.completed + size.aborted + size.expired for size in buffer.count_statuses().values()) == 5
+    assert [buffer.count("math", status) for status in ("completed", "aborted", "expired")] == [
+        2,
+        1,
+        1,
+    ]
+    assert buffer.count_statuses("math", "code") == {
+        "math": PoolSizes(2, 1, 1, 0),
+        "code": PoolSizes(1, 0, 0, 0),
+    }
+    assert (
+        sum(
+            size.completed + size.aborted + size.expired
+            for size in buffer.count_statuses().values()
+        )
+        == 5
+    )
     with pytest.raises(ConfigError, match="no task"):
         buffer.count("unknown")
 
@@ -87,19 +106,27 @@ def test_counts_that_ask_for_nothing_get_nothing(scene: Scene) -> None:
 
 
 def test_take_batch_of_several_tasks_gives_what_there_is(scene: Scene) -> None:
-    """The same with `strict=False`. Here the default is all or nothing, in one step: there, is_ready and take are
-    two, and several consumers take each other's groups. A best effort that finds nothing is NotReady."""
-    math, code = put(scene, 0, 0), put(scene, 0, task="code")
+    """The same with `strict=False`. Here the default is all or nothing, in one step: there,
+    is_ready and take are two, and several consumers take each other's groups. A best effort that
+    finds nothing is NotReady.
+    """
+    math = put(scene, 0, 0)
+    code = put(scene, 0, task="code")
     buffer = scene.run.buffer
     assert isinstance(buffer.take_batch(scene.trainer, 1, {"math": 1, "code": 2}), NotReady)
     assert take(scene, 1, math=1, code=2) == {"math": math[:1], "code": code}
     counters = scene.counters()
-    assert (counters["consumed"], buffer.count("math")) == ("1", 1)  # moved together: no gap to over-produce in
+    assert (counters["consumed"], buffer.count("math")) == (
+        "1",
+        1,
+    )  # moved together: no gap to over-produce in
     assert isinstance(buffer.take_batch(scene.trainer, 2, {"code": 1}, strict=False), NotReady)
 
 
 def test_put_of_no_groups_is_nothing_and_of_an_empty_one_an_error(scene: Scene) -> None:
-    """There, an empty list is one group, silently not stored, and a group of INIT members counts as COMPLETED."""
+    """There, an empty list is one group, silently not stored, and a group of INIT members counts as
+    COMPLETED.
+    """
     assert scene.run.buffer.put("math", []) == {}
     for states in ([], [rollout(Status.INIT, made(0))]):
         with pytest.raises(WireError):
@@ -115,10 +142,16 @@ def test_failed_and_filtered_groups_never_enter(scene: Scene, status: Status) ->
 
 
 def test_new_tokens_are_stamped_and_old_versions_never_rewritten(scene: Scene) -> None:
-    """The same arithmetic, spans for lists: [1, 3, 3]. There, `put` stamps with the weights of the moment, in the
-    caller's own objects; here the caller names the weights, and its objects stay as they are."""
+    """The same arithmetic, spans for lists: [1, 3, 3]. There, `put` stamps with the weights of the
+    moment, in the caller's own objects; here the caller names the weights, and its objects stay as
+    they are.
+    """
     state = RolloutState(
-        prompt_ids=[1], response_ids=[5, 6, 7], logprobs=[0.0] * 3, spans=[VersionSpan(0, 1, 1, "l1")], status=DONE
+        prompt_ids=[1],
+        response_ids=[5, 6, 7],
+        logprobs=[0.0] * 3,
+        spans=[VersionSpan(0, 1, 1, "l1")],
+        status=DONE,
     )
     (gid,) = scene.run.buffer.put("math", [[state]], weights=made(3))
     stored = scene.run.buffer.read(scene.payload(gid)).states[0]
@@ -129,8 +162,10 @@ def test_new_tokens_are_stamped_and_old_versions_never_rewritten(scene: Scene) -
 
 @pytest.mark.parametrize("status", [DONE, CUT])
 def test_put_expires_what_is_too_old_and_resets_it(scene: Scene, status: Status) -> None:
-    """The same threshold: at interval 4, version 4 serves steps 5 to 8. There, fresh siblings of an expired rollout
-    keep their tokens; here a group starts again as a whole: its members are compared with each other."""
+    """The same threshold: at interval 4, version 4 serves steps 5 to 8. There, fresh siblings of an
+    expired rollout keep their tokens; here a group starts again as a whole: its members are
+    compared with each other.
+    """
     pass_steps(scene, 7)
     (young,) = put(scene, 4, status=status)
     pass_steps(scene, 8)
@@ -140,7 +175,9 @@ def test_put_expires_what_is_too_old_and_resets_it(scene: Scene, status: Status)
 
 
 def test_put_keeps_nothing_of_what_is_not_retried(scene: Scene) -> None:
-    """The same: expired_groups_retryable=False stores nothing. Here it is still counted, as dropped (I1)."""
+    """The same: expired_groups_retryable=False stores nothing. Here it is still counted, as dropped
+    (I1).
+    """
     pass_steps(scene, 9)
     placed = scene.run.buffer.put("math", [[rollout(DONE, made(0))]], retryable=False)
     assert list(placed.values()) == ["dropped"]
@@ -149,8 +186,9 @@ def test_put_keeps_nothing_of_what_is_not_retried(scene: Scene) -> None:
 
 
 def test_refresh_expires_and_keeps_the_order_of_the_others(make_scene: Make) -> None:
-    """The same, but for counting twice what had expired before, and for the step: the ledger's, not the caller's.
-    Readiness does not wait for it: what is too old is not counted."""
+    """The same, but for counting twice what had expired before, and for the step: the ledger's, not
+    the caller's. Readiness does not wait for it: what is too old is not counted.
+    """
     scene = make_scene(order="fifo", stale_threshold=4, tail_batch_trigger_size=0)
     scene.open_trainer()
     gids = put(scene, 3, 0, 2, 3)
@@ -185,7 +223,9 @@ def test_groups_without_tokens_have_no_age(scene: Scene) -> None:
 
 
 def test_tokens_too_old_are_masked_and_a_rollout_without_others_expires(make_scene: Make) -> None:
-    """The same formula, per token. There, refresh must have run, and walks every token; here the score knows."""
+    """The same formula, per token. There, refresh must have run, and walks every token; here the
+    score knows.
+    """
     scene = make_scene(stale_threshold=4, token_threshold=2, tail_batch_trigger_size=0)
     scene.open_trainer()
     mixed = RolloutState(
@@ -201,7 +241,9 @@ def test_tokens_too_old_are_masked_and_a_rollout_without_others_expires(make_sce
 
 
 def test_what_is_put_again_goes_to_the_end_and_an_update_does_not(make_scene: Make) -> None:
-    """Put again: the same, as a new group. `update` is what the reference does inside `refresh`, for everybody."""
+    """Put again: the same, as a new group. `update` is what the reference does inside `refresh`,
+    for everybody.
+    """
     scene = make_scene(order="fifo")
     scene.open_trainer()
     first, second = put(scene, 0, 0)
@@ -229,7 +271,9 @@ def test_a_batch_that_was_taken_is_not_lost_with_who_took_it(scene: Scene) -> No
 
 
 def test_resume_is_refused_into_what_is_not_empty(scene: Scene, tmp_path: Path) -> None:
-    """The same; orders and numbers go on where they were (tests/buffer/snapshot/test_snapshot.py, test_snapshot_of_order.py)."""
+    """The same; orders and numbers go on where they were (tests/buffer/snapshot/test_snapshot.py,
+    test_snapshot_of_order.py).
+    """
     put(scene, 0)
     scene.run.save(tmp_path / "saved")
     with pytest.raises(RunExists):

@@ -40,7 +40,9 @@ def test_begun_groups_wait_in_their_pool_when_too_many_are_in_flight(make_scene:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_task_is_stopped_after_failures_in_a_row_and_forgiven_by_hand(make_scene: MakeScene, filtered: bool) -> None:
+def test_a_task_is_stopped_after_failures_in_a_row_and_forgiven_by_hand(
+    make_scene: MakeScene, filtered: bool
+) -> None:
     scene = bounded(make_scene, max_consecutive_failures=3)
     scene.enqueue(4)
     for count, job in enumerate(scene.claim(3), start=1):

@@ -105,10 +105,14 @@ def test_update_is_refused_where_the_group_is_not_as_it_was_seen(scene: Scene) -
 
 
 @pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
-def test_update_whose_bytes_did_not_arrive_changes_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_whose_bytes_did_not_arrive_changes_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (gid,) = scene.ready(0)
     before = scene.record(gid)
-    monkeypatch.setattr(scene.run.payloads, "write", lambda *_: PayloadRef(gid, "t", 1, 99, "0" * 8))
+    monkeypatch.setattr(
+        scene.run.payloads, "write", lambda *_: PayloadRef(gid, "t", 1, 99, "0" * 8)
+    )
     with pytest.raises(PayloadMissing, match="0 of"):
         scene.run.buffer.update(gid, [rollout(DONE, FIRST)])
     assert scene.record(gid) == before

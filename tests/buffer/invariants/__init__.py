@@ -1,1 +1,3 @@
-"""One short story for each invariant that a script enforces, and the mutations of the scripts that must break it."""
+"""One short story for each invariant that a script enforces, and the mutations of the scripts that
+must break it.
+"""

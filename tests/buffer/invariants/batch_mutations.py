@@ -7,7 +7,8 @@ from tests.buffer.invariants.batches import FIFO, RETAINED
 from tests.buffer.invariants.mutation import Mutation
 
 FENCED = "if redis.call('HGET', control, '{role}') ~= nonce then return {{'FENCED'}} end\n"
-TRAINER, PRODUCER = FENCED.format(role="trainer"), FENCED.format(role="producer")
+TRAINER = FENCED.format(role="trainer")
+PRODUCER = FENCED.format(role="producer")
 
 BATCHES = [
     Mutation(
@@ -23,9 +24,17 @@ BATCHES = [
         batches.a_step_is_taken_once_and_in_turn,
     ),
     Mutation(
-        "I5", "take_batch", "if ready_in_all == 0 then return {'EMPTY'} end\n", batches.a_step_is_taken_once_and_in_turn
+        "I5",
+        "take_batch",
+        "if ready_in_all == 0 then return {'EMPTY'} end\n",
+        batches.a_step_is_taken_once_and_in_turn,
     ),
-    Mutation("I5", "quarantine", "redis.call('LSET', batch, 0, header)\n", batches.a_changed_batch_is_its_record),
+    Mutation(
+        "I5",
+        "quarantine",
+        "redis.call('LSET', batch, 0, header)\n",
+        batches.a_changed_batch_is_its_record,
+    ),
     Mutation(
         "I5",
         "quarantine",
@@ -112,7 +121,11 @@ BATCHES = [
     Mutation("I7", "rescore", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation("I7", "set_target", TRAINER, batches.who_was_replaced_changes_nothing),
     Mutation(
-        "I7", "control", "if who == 'trainer' and ", batches.who_was_replaced_changes_nothing, new="if false and "
+        "I7",
+        "control",
+        "if who == 'trainer' and ",
+        batches.who_was_replaced_changes_nothing,
+        new="if false and ",
     ),
     Mutation(
         "I7",
@@ -139,9 +152,19 @@ BATCHES = [
         limits=FIFO,
     ),
     Mutation(
-        "I8", "quarantine", "string.match(header, ' cut=(%S+)')", batches.nothing_too_stale_is_taken, new="'-inf'"
+        "I8",
+        "quarantine",
+        "string.match(header, ' cut=(%S+)')",
+        batches.nothing_too_stale_is_taken,
+        new="'-inf'",
     ),
-    Mutation("I8", "refill", "string.match(header, ' cut=(%S+)')", batches.nothing_too_stale_is_taken, new="'-inf'"),
+    Mutation(
+        "I8",
+        "refill",
+        "string.match(header, ' cut=(%S+)')",
+        batches.nothing_too_stale_is_taken,
+        new="'-inf'",
+    ),
     Mutation(
         "I8",
         "include/staleness",

@@ -1,4 +1,6 @@
-"""I5 to I9: batches are records, freed behind a checkpoint, taken by one trainer, never too stale, stamped truly."""
+"""I5 to I9: batches are records, freed behind a checkpoint, taken by one trainer, never too stale,
+stamped truly.
+"""
 
 from __future__ import annotations
 
@@ -111,10 +113,12 @@ def who_was_replaced_changes_nothing(scene: Scene) -> None:
     scene.ready(0, task="code")
     entry, bad = scene.take(1, math=1, code=1).entries
     scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad")
-    old, old_producer = scene.trainer, scene.producer
+    old = scene.trainer
+    old_producer = scene.producer
     scene.open_trainer(lineage="l2", take_over=True)
     scene.open_producer(take_over=True)
-    run, cursor = scene.run, scene.run.jobs.cursor("math")
+    run = scene.run
+    cursor = scene.run.jobs.cursor("math")
     before = scene.dump()
     moves: list[Callable[[], Any]] = [
         lambda: run.ledger.take(old, 1, {"math": 1}),
@@ -139,7 +143,9 @@ def who_was_replaced_changes_nothing(scene: Scene) -> None:
 
 
 def nothing_too_stale_is_taken(scene: Scene) -> None:
-    """Staleness 2 is too much, and nobody has swept: at step 3 weights 0 are too old, weights 1 are not."""
+    """Staleness 2 is too much, and nobody has swept: at step 3 weights 0 are too old, weights 1 are
+    not.
+    """
     scene.open_trainer(lineage="l0")
     gids = scene.ready(0, 0, 0, 1, 1)
     bad = [scene.take(step) for step in (1, 2)][1].entries[0]
@@ -158,7 +164,9 @@ def weights_that_were_forked_away_count_as_the_fork(scene: Scene) -> None:
     early = scene.ready(5, 0)[0]
     scene.open_trainer(0, "l2", take_over=True)
     late = scene.ready(7)[0]
-    assert dict(scene.pool("completed")) == dict.fromkeys([early, late], 0.0) | {scene.pool("completed")[1][0]: 0.0}
+    assert dict(scene.pool("completed")) == dict.fromkeys([early, late], 0.0) | {
+        scene.pool("completed")[1][0]: 0.0
+    }
     scene.enqueue(1)
     (job,) = scene.claim()
     scene.submit(job, PolicyVersion("l2", 3))
@@ -227,14 +235,17 @@ def the_oldest_of_several_lineages_counts(scene: Scene) -> None:
 
 
 def a_fork_counts_for_groups_in_a_batch(scene: Scene) -> None:
-    """No fork can move a group meanwhile, and of several forks only the newest would be clamped afterwards."""
+    """No fork can move a group meanwhile, and of several forks only the newest would be clamped
+    afterwards.
+    """
     scene.open_producer()
     trainer = Trainer(scene)
     bad, other = scene.ready(3, 3, lineage=scene.trainer[:8])
     scene.take(1)
     trainer.open()
     swap_out_and_forget_it(scene, trainer)
-    # the weights that made it were forked away at step 0; the trainer that is there now opened at step 1
+    # the weights that made it were forked away at step 0; the trainer that is there now opened at
+    # step 1
     assert scene.pool("completed") == [(bad, -int(scene.run.limits.lag or 0))]
     assert scene.record(bad)["version"] == "0"
     assert scene.take(1).gids == [other]
@@ -242,7 +253,9 @@ def a_fork_counts_for_groups_in_a_batch(scene: Scene) -> None:
 
 
 def swap_out_and_forget_it(scene: Scene, trainer: Trainer) -> None:
-    """The first group of batch 1 is found bad and step 1 is trained without it; the server only knows it with it."""
+    """The first group of batch 1 is found bad and step 1 is trained without it; the server only
+    knows it with it.
+    """
     moment = trainer.now()
     bad = scene.take(1).entries[0]
     trainer.position.add(scene.run.ledger.quarantine(scene.trainer, 1, bad, "bad"))

@@ -42,12 +42,14 @@ def bytes_follow_what_expires(scene: Scene) -> None:
 
 def bytes_follow_groups_from_outside(scene: Scene) -> None:
     scene.open_trainer(lineage="l0")
-    fresh, old = rollout(Status.COMPLETED, PolicyVersion("l0", 9)), rollout(Status.EXPIRED, FIRST)
+    fresh = rollout(Status.COMPLETED, PolicyVersion("l0", 9))
+    old = rollout(Status.EXPIRED, FIRST)
     gid, expired = scene.run.buffer.put("math", [[fresh], [old]])
     scene.check()
     for group in (gid, expired):
         scene.run.buffer.update(
-            group, [rollout(Status.COMPLETED, PolicyVersion("l0", 9), response="longer than before")]
+            group,
+            [rollout(Status.COMPLETED, PolicyVersion("l0", 9), response="longer than before")],
         )
         scene.check()
 

@@ -10,13 +10,21 @@ WORKERS = byte_count.bytes_follow_the_groups_of_workers
 EXPIRING = byte_count.bytes_follow_what_expires
 OUTSIDE = byte_count.bytes_follow_groups_from_outside
 LOSS = byte_count.bytes_follow_what_comes_back_after_a_loss
-PROMPT_AND_RESULT = "count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))\n"
+PROMPT_AND_RESULT = (
+    "count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))\n"
+)
 
 BYTE_COUNT = [
     Mutation("I12", "enqueue", "count_bytes(bytes, came, 0)\n", WORKERS),
     Mutation("I12", "submit", "  count_bytes(bytes, 0, went + num(held[11]))\n", WORKERS),
     Mutation("I12", "submit", "  count_bytes(bytes, size, went)\n", WORKERS),
-    Mutation("I12", "submit", "count_bytes(bytes, size, went)", WORKERS, new="count_bytes(bytes, size, 0)"),
+    Mutation(
+        "I12",
+        "submit",
+        "count_bytes(bytes, size, went)",
+        WORKERS,
+        new="count_bytes(bytes, size, 0)",
+    ),
     Mutation("I12", "requeue", "    count_bytes(bytes, 0, num(held[9]))\n", WORKERS),
     Mutation("I12", "drop", PROMPT_AND_RESULT, WORKERS),
     Mutation("I12", "drop", "num(held.prompt) + ", WORKERS),
@@ -28,7 +36,20 @@ BYTE_COUNT = [
     Mutation("I12", "put", "  count_bytes(bytes, prompt, 0)\n", OUTSIDE, limits=RETRIED),
     Mutation("I12", "put", "  count_bytes(bytes, prompt + size, 0)\n", OUTSIDE, limits=RETRIED),
     Mutation("I12", "update", "replaces == 'init' and 0 or ", OUTSIDE, limits=RETRIED),
-    Mutation("I12", "update", "replaces == 'init' and 0 or num(held[6])", OUTSIDE, new="0", limits=RETRIED),
+    Mutation(
+        "I12",
+        "update",
+        "replaces == 'init' and 0 or num(held[6])",
+        OUTSIDE,
+        new="0",
+        limits=RETRIED,
+    ),
     Mutation("I12", "reassert", f"      {PROMPT_AND_RESULT}", LOSS),
-    Mutation("I12", "restore_batch", "    count_bytes(bytes, entry.size, ", LOSS, new="    count_bytes(bytes, 0, "),
+    Mutation(
+        "I12",
+        "restore_batch",
+        "    count_bytes(bytes, entry.size, ",
+        LOSS,
+        new="    count_bytes(bytes, 0, ",
+    ),
 ]

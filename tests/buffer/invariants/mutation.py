@@ -1,6 +1,7 @@
 """A line of a script that enforces an invariant, and the story that fails without it.
 
-A mutation names its text exactly: who changes such a line changes it here, too, and is reminded of what it is for.
+A mutation names its text exactly: who changes such a line changes it here, too, and is reminded of
+what it is for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Story = Callable[[Scene], None]
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`old` becomes `new` ("": the line is gone) in one file under buffer/lua; then `story` must fail."""
+    """`old` becomes `new` ("": the line is gone) in one file under buffer/lua; then `story` must
+    fail.
+    """
 
     invariant: str
     file: str
@@ -32,6 +35,8 @@ class Mutation:
     def scripts(self) -> Mapping[str, Script]:
         """All scripts, one of them (or what all share) mutated."""
         texts = sources()
-        assert texts[self.file].count(self.old) == 1, f"{self.file}.lua has no longer exactly one {self.old!r}"
+        assert texts[self.file].count(self.old) == 1, (
+            f"{self.file}.lua has no longer exactly one {self.old!r}"
+        )
         texts[self.file] = texts[self.file].replace(self.old, self.new)
         return assemble(texts)

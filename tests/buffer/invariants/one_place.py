@@ -91,7 +91,11 @@ def an_old_token_changes_nothing(scene: Scene) -> None:
             scene.run.jobs.release("w0", old, kind)
     with pytest.raises(Fenced):
         scene.submit(old)
-    changes = {key for key in before.keys() | scene.dump().keys() if before.get(key) != scene.dump().get(key)}
+    changes = {
+        key
+        for key in before.keys() | scene.dump().keys()
+        if before.get(key) != scene.dump().get(key)
+    }
     # the bytes of the zombie lie under its own token
     assert changes <= {"worker:w0", f"payload:{old.gid}:{old.token}"}
     assert scene.raw.smembers(scene.keys.holds("w0")) == set()

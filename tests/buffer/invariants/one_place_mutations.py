@@ -6,30 +6,68 @@ from tests.buffer.invariants import one_place, running
 from tests.buffer.invariants.mutation import Mutation
 
 ONE_PLACE = [
-    Mutation("I1", "submit", "redis.call('ZREM', leases, gid)\n", one_place.every_move_keeps_the_account),
-    Mutation("I1", "claim", "    redis.call('XDEL', jobs, entry[1])\n", one_place.every_move_keeps_the_account),
     Mutation(
-        "I1", "release", "redis.call('HINCRBY', progress, 'running', -1)\n", one_place.every_move_keeps_the_account
+        "I1", "submit", "redis.call('ZREM', leases, gid)\n", one_place.every_move_keeps_the_account
     ),
-    Mutation("I1", "fence_worker", "  redis.call('ZREM', leases, gid)\n", one_place.every_move_keeps_the_account),
+    Mutation(
+        "I1",
+        "claim",
+        "    redis.call('XDEL', jobs, entry[1])\n",
+        one_place.every_move_keeps_the_account,
+    ),
+    Mutation(
+        "I1",
+        "release",
+        "redis.call('HINCRBY', progress, 'running', -1)\n",
+        one_place.every_move_keeps_the_account,
+    ),
+    Mutation(
+        "I1",
+        "fence_worker",
+        "  redis.call('ZREM', leases, gid)\n",
+        one_place.every_move_keeps_the_account,
+    ),
     Mutation(
         "I1",
         "reap",
         "    redis.call('HINCRBY', keys.progress, 'running', -1)\n",
         one_place.every_move_keeps_the_account,
     ),
-    Mutation("I1", "reissue", "redis.call('ZREM', pool, unpack(members))\n", one_place.every_move_keeps_the_account),
-    Mutation("I1", "refresh", "  redis.call('ZREM', pool, unpack(members))\n", one_place.what_expires_is_in_one_pool),
-    Mutation("I1", "drop", "redis.call('SETBIT', dropped, draw, 1)\n", one_place.every_move_keeps_the_account),
+    Mutation(
+        "I1",
+        "reissue",
+        "redis.call('ZREM', pool, unpack(members))\n",
+        one_place.every_move_keeps_the_account,
+    ),
+    Mutation(
+        "I1",
+        "refresh",
+        "  redis.call('ZREM', pool, unpack(members))\n",
+        one_place.what_expires_is_in_one_pool,
+    ),
+    Mutation(
+        "I1",
+        "drop",
+        "redis.call('SETBIT', dropped, draw, 1)\n",
+        one_place.every_move_keeps_the_account,
+    ),
     Mutation(
         "I1",
         "commit",
         "  redis.call('SETBIT', tasks[name].archived, tonumber(draw), 1)\n",
         one_place.every_move_keeps_the_account,
     ),
-    Mutation("I1", "quarantine", "redis.call('HINCRBY', progress, 'dead', 1)\n", one_place.by_hand_keeps_the_account),
     Mutation(
-        "I1", "include/leave_by_hand", "    redis.call('ZREM', keys.dead, gid)\n", one_place.by_hand_keeps_the_account
+        "I1",
+        "quarantine",
+        "redis.call('HINCRBY', progress, 'dead', 1)\n",
+        one_place.by_hand_keeps_the_account,
+    ),
+    Mutation(
+        "I1",
+        "include/leave_by_hand",
+        "    redis.call('ZREM', keys.dead, gid)\n",
+        one_place.by_hand_keeps_the_account,
     ),
     Mutation(
         "I2",
@@ -43,9 +81,21 @@ ONE_PLACE = [
         "if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end\n",
         one_place.an_old_token_changes_nothing,
     ),
-    Mutation("I2", "heartbeat", "record[1] == token and ", one_place.a_lease_is_renewed_by_its_owner_only),
-    Mutation("I2", "reap", "    redis.call('SREM', holders .. owner, gid)\n", one_place.an_old_token_changes_nothing),
-    Mutation("I2", "claim", "if known[1] ~= nonce then return {'UNKNOWN'} end\n", running.a_stranger_claims_nothing),
+    Mutation(
+        "I2", "heartbeat", "record[1] == token and ", one_place.a_lease_is_renewed_by_its_owner_only
+    ),
+    Mutation(
+        "I2",
+        "reap",
+        "    redis.call('SREM', holders .. owner, gid)\n",
+        one_place.an_old_token_changes_nothing,
+    ),
+    Mutation(
+        "I2",
+        "claim",
+        "if known[1] ~= nonce then return {'UNKNOWN'} end\n",
+        running.a_stranger_claims_nothing,
+    ),
     Mutation(
         "I3",
         "enqueue",
@@ -72,7 +122,13 @@ ONE_PLACE = [
         one_place.a_forged_copy_of_the_cursor_moves_nothing,
         new="local start = num(redis.call('HGET', progress, 'cursor'))",
     ),
-    Mutation("I3", "enqueue", "  if enqueued >= free or ", one_place.nothing_starts_beyond_the_target, new="  if "),
+    Mutation(
+        "I3",
+        "enqueue",
+        "  if enqueued >= free or ",
+        one_place.nothing_starts_beyond_the_target,
+        new="  if ",
+    ),
     Mutation(
         "I3",
         "enqueue",

@@ -1,4 +1,6 @@
-"""I10 to I13: a pause holds, poison and outages are contained, memory is bounded, a repeated call is harmless."""
+"""I10 to I13: a pause holds, poison and outages are contained, memory is bounded, a repeated call
+is harmless.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def old_weights_claim_nothing(scene: Scene) -> None:
     scene.enqueue(1)
     nonce = scene.worker()
     epoch = scene.run.control.state().epoch
-    assert scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 1), "/w", "").epoch == epoch + 1
+    assert (
+        scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 1), "/w", "").epoch
+        == epoch + 1
+    )
     claim = scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1)
     assert (claim.refusal, claim.jobs) == ("STALE", [])
 
@@ -104,7 +109,10 @@ def a_deadline_of_a_clock_that_stepped_back_comes_nearer(scene: Scene) -> None:
     (job,) = scene.claim()
     scene.raw.zadd(scene.keys.leases, {job.gid: scene.now_ms() + 10**9})
     scene.run.jobs.reap()
-    assert scene.raw.zscore(scene.keys.leases, job.gid) < scene.now_ms() + 2 * scene.run.limits.lease_ms
+    assert (
+        scene.raw.zscore(scene.keys.leases, job.gid)
+        < scene.now_ms() + 2 * scene.run.limits.lease_ms
+    )
 
 
 def poison_counts_against_its_worker(scene: Scene) -> None:
@@ -131,7 +139,10 @@ def who_hands_in_too_much_poison_claims_nothing_more(scene: Scene) -> None:
     scene.nonces.pop("w0")
     assert scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1).refusal == "BARRED"
     assert scene.claim(1, worker="good")
-    assert {w.id: w.bad_groups for w in scene.run.fleet.workers()} == {"w0": BAD_GROUPS, "good": None}
+    assert {w.id: w.bad_groups for w in scene.run.fleet.workers()} == {
+        "w0": BAD_GROUPS,
+        "good": None,
+    }
     assert scene.run.fleet.admit("w0") == BAD_GROUPS
     assert scene.run.fleet.admit("w0") == 0
     assert scene.claim(1)
@@ -143,7 +154,9 @@ def old_poison_is_forgiven(scene: Scene) -> None:
     scene.ready(0, 0)
     bad = scene.take(1, math=2).entries
     scene.run.ledger.quarantine(scene.trainer, 1, bad[0], "bad bytes")
-    scene.raw.hset(scene.keys.suspects, "w0", f"{scene.now_ms() - BAD_WINDOW_MS - 1} {BAD_GROUPS - 1} 0")
+    scene.raw.hset(
+        scene.keys.suspects, "w0", f"{scene.now_ms() - BAD_WINDOW_MS - 1} {BAD_GROUPS - 1} 0"
+    )
     scene.run.ledger.quarantine(scene.trainer, 1, bad[1], "bad bytes")
     scene.enqueue(1)
     assert scene.claim(1)
@@ -197,12 +210,15 @@ def what_drains_works_when_memory_is_full(scene: Scene) -> None:
 def a_repeated_call_is_harmless(scene: Scene) -> None:
     """Every call is made twice, as if its reply had been lost."""
     store: Any = scene.store
-    once, upload = store.call, store.upload_and_call
+    once = store.call
+    upload = store.upload_and_call
 
     def upload_twice(script: str, *args: Any) -> Any:
         replies = upload(script, *args)
         before = scene.dump()
-        assert [again[0] for again in upload(script, *args)] == [reply[0] for reply in replies], script
+        assert [again[0] for again in upload(script, *args)] == [reply[0] for reply in replies], (
+            script
+        )
         assert changed(before, scene.dump()) == {}, script
         return replies
 
@@ -215,7 +231,8 @@ def a_repeated_call_is_harmless(scene: Scene) -> None:
         assert changed(before, scene.dump()) == {}, script
         return reply
 
-    store.call, store.upload_and_call = twice, upload_twice
+    store.call = twice
+    store.upload_and_call = upload_twice
     try:
         _live(scene)
     finally:

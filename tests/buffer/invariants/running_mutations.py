@@ -39,7 +39,12 @@ RUNNING = [
         "  if must_be_empty and redis.call('SCARD', holds) > 0 then return end\n",
         running.a_receipt_means_no_leases,
     ),
-    Mutation("I10", "include/receipts", "  if ack ~= num(epoch) then return end\n", running.a_receipt_means_no_leases),
+    Mutation(
+        "I10",
+        "include/receipts",
+        "  if ack ~= num(epoch) then return end\n",
+        running.a_receipt_means_no_leases,
+    ),
     Mutation(
         "I10",
         "include/control_changes",
@@ -163,7 +168,10 @@ RUNNING = [
         running.bytes_that_nobody_needs_are_freed,
     ),
     Mutation(
-        "I12", "commit", "  redis.call('SADD', garbage, unpack(prompts))\n", running.bytes_that_nobody_needs_are_freed
+        "I12",
+        "commit",
+        "  redis.call('SADD', garbage, unpack(prompts))\n",
+        running.bytes_that_nobody_needs_are_freed,
     ),
     Mutation(
         "I12",
@@ -171,12 +179,29 @@ RUNNING = [
         "    redis.call('SADD', garbage, unpack(payloads))\n",
         running.bytes_that_nobody_needs_are_freed,
     ),
-    Mutation("I12", "forget", "  count_bytes(bytes, 0, went)\n", running.bytes_that_nobody_needs_are_freed),
+    Mutation(
+        "I12",
+        "forget",
+        "  count_bytes(bytes, 0, went)\n",
+        running.bytes_that_nobody_needs_are_freed,
+    ),
     *[
-        Mutation("I12", file, "#!lua flags=allow-oom\n", running.what_drains_works_when_memory_is_full, new="#!lua\n")
+        Mutation(
+            "I12",
+            file,
+            "#!lua flags=allow-oom\n",
+            running.what_drains_works_when_memory_is_full,
+            new="#!lua\n",
+        )
         for file in ("heartbeat", "receipt", "release", "take_batch", "commit")
     ],
-    Mutation("I13", "claim", "if known[2] == token then", running.a_repeated_call_is_harmless, new="if false then"),
+    Mutation(
+        "I13",
+        "claim",
+        "if known[2] == token then",
+        running.a_repeated_call_is_harmless,
+        new="if false then",
+    ),
     Mutation(
         "I13",
         "enqueue",
@@ -184,7 +209,10 @@ RUNNING = [
         running.a_repeated_call_is_harmless,
     ),
     Mutation(
-        "I13", "submit", "if payload == token then return {'OK', held[9]} end\n", running.a_repeated_call_is_harmless
+        "I13",
+        "submit",
+        "if payload == token then return {'OK', held[9]} end\n",
+        running.a_repeated_call_is_harmless,
     ),
     Mutation(
         "I13",
@@ -194,7 +222,10 @@ RUNNING = [
         new="if false then",
     ),
     Mutation(
-        "I13", "release", "if held[6] == token then return {'OK', held[2]} end\n", running.a_repeated_call_is_harmless
+        "I13",
+        "release",
+        "if held[6] == token then return {'OK', held[2]} end\n",
+        running.a_repeated_call_is_harmless,
     ),
     Mutation(
         "I13",
@@ -203,7 +234,10 @@ RUNNING = [
         running.a_call_that_is_repeated_late_is_harmless,
     ),
     Mutation(
-        "I13", "drop", "if place == 'dropped' then return {'OK', place} end\n", running.a_repeated_call_is_harmless
+        "I13",
+        "drop",
+        "if place == 'dropped' then return {'OK', place} end\n",
+        running.a_repeated_call_is_harmless,
     ),
     Mutation(
         "I13",

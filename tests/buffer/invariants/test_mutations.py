@@ -1,8 +1,9 @@
 """Tests of the tests: without a line that enforces an invariant, the story of that invariant fails.
 
-I9 (the version stamp is the truth) is mostly the engine's (tests/producer_workers/engines, tests/pipeline); what scripts add is that a
-group is as old as its oldest token. I14 (scripts never read payloads) is enforced by what is not there, so its mutation
-puts a line in; what finds it is the static test in tests/buffer/store/test_scripts.py.
+I9 (the version stamp is the truth) is mostly the engine's (tests/producer_workers/engines,
+tests/pipeline); what scripts add is that a group is as old as its oldest token. I14 (scripts never
+read payloads) is enforced by what is not there, so its mutation puts a line in; what finds it is
+the static test in tests/buffer/store/test_scripts.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ ORIGINALS = {(mutation.story, str(mutation.limits)): mutation for mutation in MU
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with start_server("valkey", tmp_path_factory.mktemp("mutations")) as server, server.connect() as client:
+    with (
+        start_server("valkey", tmp_path_factory.mktemp("mutations")) as server,
+        server.connect() as client,
+    ):
         client.url = server.url
         yield client
 
@@ -56,7 +60,9 @@ def test_story_holds(mutation: Mutation, store: Store, raw: Any) -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
-def test_story_fails_without_the_line_that_enforces_it(mutation: Mutation, store: Store, raw: Any) -> None:
+def test_story_fails_without_the_line_that_enforces_it(
+    mutation: Mutation, store: Store, raw: Any
+) -> None:
     store.scripts = mutation.scripts()
     raw.script_load(store.scripts.get(mutation.file, store.scripts["claim"]).source)
     with pytest.raises((AssertionError, RolloutMQError, pytest.fail.Exception)) as caught:
@@ -66,14 +72,25 @@ def test_story_fails_without_the_line_that_enforces_it(mutation: Mutation, store
 
 
 def test_every_invariant_of_the_scripts_has_mutations() -> None:
-    assert {mutation.invariant for mutation in MUTATIONS} == {f"I{number}" for number in range(1, 14)}
+    assert {mutation.invariant for mutation in MUTATIONS} == {
+        f"I{number}" for number in range(1, 14)
+    }
 
 
 @pytest.mark.parametrize(
-    "read", ["redis.call('GET', KEYS[15])", "redis.call('MGET', unpack(KEYS))", "redis.call('GETRANGE', KEYS[i], 0, 9)"]
+    "read",
+    [
+        "redis.call('GET', KEYS[15])",
+        "redis.call('MGET', unpack(KEYS))",
+        "redis.call('GETRANGE', KEYS[i], 0, 9)",
+    ],
 )
 def test_reading_a_payload_is_noticed(read: str) -> None:
     line = "local found = seen_bytes(payloads, 0, chunks, size)\n"
-    mutation = Mutation("I14", "submit", line, lambda _: None, new=f"{line}local bytes_read = {read}\n")
+    mutation = Mutation(
+        "I14", "submit", line, lambda _: None, new=f"{line}local bytes_read = {read}\n"
+    )
     assert reads_of_payloads(mutation.scripts()["submit"].source)
-    assert not reads_of_payloads(Mutation("I14", "submit", line, lambda _: None, new=line).scripts()["submit"].source)
+    assert not reads_of_payloads(
+        Mutation("I14", "submit", line, lambda _: None, new=line).scripts()["submit"].source
+    )

@@ -1,8 +1,9 @@
-"""A run, a model of it that talks to no server, and every move that its actors can make: `machine.Machine`.
+"""A run, a model of it that talks to no server, and every move that its actors can make:
+`machine.Machine`.
 
-After each move, server and model are compared: totals and bytes, all lines, pools (order and scores), leases and dead
-letters; at the end every group, its tokens and tries, every batch, every payload that stays. A broken invariant is
-seen by:
+After each move, server and model are compared: totals and bytes, all lines, pools (order and
+scores), leases and dead letters; at the end every group, its tokens and tries, every batch, every
+payload that stays. A broken invariant is seen by:
 
     I1   one place             totals and lines after each move; fsck and `places` of each group at the end
     I2   one owner             submit, release, heartbeat and reads of jobs that were lost: `submit_again`, `pick`
@@ -20,8 +21,9 @@ seen by:
     I13  repeated calls        any move may lose its replies: each script runs twice, and the key space stays as it was
     I14  payloads untouched    the bytes of every group are read at the end; tests/buffer/store/test_scripts.py reads the Lua
 
-Which lines of which script that is, one by one: tests/buffer/invariants, with a story for each. Two of these no random
-history here can tell. That the oldest of several lineages counts (I9): in a group of one rollout the first is always
-the oldest, since every fork after a lineage counts for all before it. That poison counts against its worker (I11):
-people read that number, nothing depends on it.
+Which lines of which script that is, one by one: tests/buffer/invariants, with a story for each. Two
+of these no random history here can tell. That the oldest of several lineages counts (I9): in a
+group of one rollout the first is always the oldest, since every fork after a lineage counts for all
+before it. That poison counts against its worker (I11): people read that number, nothing depends on
+it.
 """

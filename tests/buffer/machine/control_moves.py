@@ -36,7 +36,8 @@ class ControlMoves(World):
 
     def change_producer(self, is_left: bool) -> None:
         """The next one opens when the last has gone, or by force; it goes on where the cursor is."""
-        control, old = self.scene.run.control, self.scene.producer
+        control = self.scene.run.control
+        old = self.scene.producer
         control.beat("producer", old, closing=is_left)
         if not is_left:
             with pytest.raises(RoleHeld):
@@ -47,7 +48,8 @@ class ControlMoves(World):
     def zombie_producer(self, task: str, which: int) -> None:
         if not self.old_producers:
             return
-        nonce, jobs = self.old_producers[which % len(self.old_producers)], self.scene.run.jobs
+        nonce = self.old_producers[which % len(self.old_producers)]
+        jobs = self.scene.run.jobs
         before = self.totals()
         for call in (
             lambda: jobs.enqueue(nonce, new_nonce(), task, self.tasks[task].cursor, [0], 1000),
@@ -64,5 +66,7 @@ class ControlMoves(World):
         cursor = self.tasks[task].cursor
         if back > cursor:
             return
-        done = self.scene.run.jobs.enqueue(self.scene.producer, new_nonce(), task, cursor - back, [0], 1000)
+        done = self.scene.run.jobs.enqueue(
+            self.scene.producer, new_nonce(), task, cursor - back, [0], 1000
+        )
         assert done == Enqueued(0, cursor)

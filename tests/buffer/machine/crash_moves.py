@@ -1,4 +1,6 @@
-"""Processes that die between two calls of one operation, and others that go on from there (I3, I6, I8, I12, I13)."""
+"""Processes that die between two calls of one operation, and others that go on from there (I3, I6,
+I8, I12, I13).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class CrashMoves(ServerMoves):
         """Its prompts are stored; the next producer draws the same ones."""
         cursor = self.tasks[task].cursor
         draws = [group_id(task, cursor + n) for n in range(number)]
-        self.scene.run.payloads.write_prompts({gid: prompt(gid, 1) for gid in draws if gid not in self.groups})
+        self.scene.run.payloads.write_prompts(
+            {gid: prompt(gid, 1) for gid in draws if gid not in self.groups}
+        )
         self.change_producer(is_left=False)
 
     def worker_dies_before_it_submits(self, worker: str, which: int) -> None:
@@ -24,7 +28,9 @@ class CrashMoves(ServerMoves):
             return
         job, _, is_owned = self.pick(worker, which)
         if is_owned:
-            group = extend(self.scene.run.buffer.read(job.payload), Status.COMPLETED, self.engines[worker])
+            group = extend(
+                self.scene.run.buffer.read(job.payload), Status.COMPLETED, self.engines[worker]
+            )
             self.scene.run.payloads.write(job.gid, job.token, wire.encode(group))
             self.jobs[worker].remove(job)
 
@@ -36,7 +42,8 @@ class CrashMoves(ServerMoves):
 
     def trainer_dies_while_it_opens(self, back: int, slices: int, again: int) -> None:
         """So many groups are clamped; nobody is given a batch before the next trainer has opened."""
-        nonce, lineage = new_nonce(), f"t{next(self.lineages)}"
+        nonce = new_nonce()
+        lineage = f"t{next(self.lineages)}"
         step = max(self.keep, self.taken - back)
         with self.store.dying("rescore", slices):
             self.scene.run.trainers.open(nonce, step=step, lineage=lineage, take_over=True)

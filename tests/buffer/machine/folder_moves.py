@@ -12,7 +12,9 @@ from tests.buffer.machine.settings_moves import SettingsMoves
 
 class FolderMoves(ServerMoves, SettingsMoves):
     def save_and_resume(self, is_copied: bool) -> None:
-        """The run goes on as another one, or over the emptied key space: what ran waits, with its try given back."""
+        """The run goes on as another one, or over the emptied key space: what ran waits, with its
+        try given back.
+        """
         running = self.at("running")
         with TemporaryDirectory() as folder:
             facts = self.scene.run.save(Path(folder, "run"))
@@ -22,7 +24,10 @@ class FolderMoves(ServerMoves, SettingsMoves):
             name = f"{self.scene.name}-copy" if is_copied else None
             self.move_to(Run.resume(self.scene.store, Path(folder, "run"), name=name))
         for group in running:
-            group.place, group.lane, group.token, group.tries = "waiting", "resume", "", group.tries - 1
+            group.place = "waiting"
+            group.lane = "resume"
+            group.token = ""
+            group.tries = group.tries - 1
         self.old_producers.append(self.scene.producer)
         self.scene.open_producer()
         self.reopen(self.committed)
@@ -30,7 +35,9 @@ class FolderMoves(ServerMoves, SettingsMoves):
 
     def move_to(self, run: Run) -> None:
         scene = self.scene
-        scene.run, scene.name, scene.keys = run, run.name, run.keys
+        scene.run = run
+        scene.name = run.name
+        scene.keys = run.keys
         self.store.run = run.name
         self.moments.clear()
         # who worked is not saved
@@ -43,7 +50,8 @@ class FolderMoves(ServerMoves, SettingsMoves):
         if not chosen:
             return
         with TemporaryDirectory() as folder:
-            path, gids = Path(folder, "groups.jsonl"), [group.gid for group in chosen]
+            path = Path(folder, "groups.jsonl")
+            gids = [group.gid for group in chosen]
             exported = self.scene.run.export(path, where={"gid": {"$in": gids}})
             assert (exported.groups, exported.unreadable) == (len(chosen), {})
             imported = self.scene.run.import_groups(path)

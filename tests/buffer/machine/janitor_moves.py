@@ -8,7 +8,9 @@ from tests.buffer.machine.worker_moves import WorkerMoves
 
 class JanitorMoves(WorkerMoves):
     def refresh(self, task: str, limit: int) -> None:
-        assert self.scene.run.buffer.refresh_staleness(task, limit=limit) == {task: self.expire(task)}
+        assert self.scene.run.buffer.refresh_staleness(task, limit=limit) == {
+            task: self.expire(task)
+        }
 
     def sweep(self, worker: str, is_silent: bool) -> None:
         """All of it at once: leases of a silent worker, age, garbage."""
@@ -29,13 +31,17 @@ class JanitorMoves(WorkerMoves):
             pass
 
     def clock_steps(self, leases: float) -> None:
-        """The server's clock is so many leases further, or back: nobody loses one who beats in the next one."""
+        """The server's clock is so many leases further, or back: nobody loses one who beats in the
+        next one.
+        """
         ms = int(leases * LEASE_MS)
-        now, keys = self.scene.now_ms(), self.scene.keys
+        now = self.scene.now_ms()
+        keys = self.scene.keys
         renewed = {job.gid for jobs in self.jobs.values() for job in jobs if self.owns(job)}
         for key in (keys.leases, keys.workers):
             for member in self.scene.raw.zrange(key, 0, -1):
-                # a lease that nobody renews would be the next one to be reaped, which is another story
+                # a lease that nobody renews would be the next one to be reaped, which is another
+                # story
                 if key == keys.workers or member.decode() in renewed:
                     self.scene.raw.zincrby(key, -ms, member)
         self.scene.raw.hset(keys.clock, mapping={"seen_ms": now - ms, "grace_until_ms": 0})
@@ -43,7 +49,10 @@ class JanitorMoves(WorkerMoves):
         assert (reaped.groups, reaped.gone_workers) == (0, 0)
         assert (reaped.grace_ms > 0) == (not 0 <= leases <= 0.5)
         # a deadline of a clock that stepped back comes nearer
-        assert all(end - now <= 2 * LEASE_MS for _, end in self.scene.raw.zrange(keys.leases, 0, -1, withscores=True))
+        assert all(
+            end - now <= 2 * LEASE_MS
+            for _, end in self.scene.raw.zrange(keys.leases, 0, -1, withscores=True)
+        )
         for worker in WORKERS:
             self.heartbeat(worker)
         ends = self.scene.raw.zrange(keys.leases, 0, -1, withscores=True)

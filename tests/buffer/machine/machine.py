@@ -1,5 +1,7 @@
-"""A run and a model of it, and every move that anybody can make. One class of moves for each actor; another actor is
-another file, one more base of `Machine`, and its moves in `tests/buffer/machine/test_machine.py`."""
+"""A run and a model of it, and every move that anybody can make. One class of moves for each actor;
+another actor is another file, one more base of `Machine`, and its moves in
+`tests/buffer/machine/test_machine.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What must be so: a plain Python model of a run that knows where every group must be. It talks to no server."""
+"""What must be so: a plain Python model of a run that knows where every group must be. It talks to
+no server.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,21 @@ from tests.buffer.scene import FIRST
 
 TASKS = ("math", "code")
 WORKERS = ("w0", "w1")
-THRESHOLD, MAX_TRIES, TAIL_TRIES = 2, 2, 2
-PLACES = ("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead", "filtered", "dropped")
+THRESHOLD = 2
+MAX_TRIES = 2
+TAIL_TRIES = 2
+PLACES = (
+    "waiting",
+    "running",
+    "completed",
+    "aborted",
+    "expired",
+    "taken",
+    "archived",
+    "dead",
+    "filtered",
+    "dropped",
+)
 LEASE_MS = 1_000_000
 """None runs out by itself, however long a machine takes for a history."""
 TIMELESS = float("inf")
@@ -40,7 +55,9 @@ class Group:
     kept_in: int = 0
     """the archived batch that still has its bytes"""
     unstamped: tuple[str, int | None] = ("", None)
-    """a result whose weights no record tells, and its version: it came back after a loss, and every fork counts"""
+    """a result whose weights no record tells, and its version: it came back after a loss, and every
+    fork counts
+    """
     is_in_front: bool = False
     """came back from a batch: it stands in front of the order index, if there is one"""
 
@@ -68,7 +85,9 @@ class Model:
     """The groups of a run, its steps and forks, and the arithmetic of the rules."""
 
     def __init__(self, tail_batch: int, order: str, tokens: int | None) -> None:
-        self.retried, self.order, self.tokens = tail_batch >= 0, order, tokens
+        self.retried = tail_batch >= 0
+        self.order = order
+        self.tokens = tokens
         self.groups: dict[str, Group] = {}
         self.tasks = {name: Task() for name in TASKS}
         self.forks: list[tuple[str, int]] = []
@@ -76,7 +95,10 @@ class Model:
         self.leaving: dict[int, list[str]] = {}
         self.taken = self.keep = self.committed = 0
         self.weights = FIRST
-        self.threshold, self.max_tries, self.low, self.high = THRESHOLD, MAX_TRIES, 0, 0
+        self.threshold = THRESHOLD
+        self.max_tries = MAX_TRIES
+        self.low = 0
+        self.high = 0
         self.open_lanes = {"operator": ALL_LANES, "trainer": ALL_LANES}
         self.modes = {"operator": Mode.RUN, "trainer": Mode.RUN}
 
@@ -91,7 +113,9 @@ class Model:
         return max(self.modes.values(), key=[Mode.RUN, Mode.KEEP, Mode.DRAIN, Mode.ABORT].index)
 
     def refusal(self, lane: str) -> str:
-        """Why nothing may start: fresh prompts do below the low mark, what was begun below the high one (I12)."""
+        """Why nothing may start: fresh prompts do below the low mark, what was begun below the high
+        one (I12).
+        """
         if lane not in self.lanes:
             return "CLOSED"
         return "FULL" if self.is_full(lane) and self.will_free() else ""
@@ -100,11 +124,15 @@ class Model:
         return 0 < (self.low if lane == "fresh" else self.high) <= self.held()
 
     def will_free(self) -> bool:
-        """Whether there is something to wait for: work, or batches that a checkpoint frees. Else a little starts."""
+        """Whether there is something to wait for: work, or batches that a checkpoint frees. Else a
+        little starts.
+        """
         return bool(self.at("running")) or self.taken > self.freed
 
     def granted(self, limit: int) -> list[str]:
-        """The lanes of what a claim gets, in order. However full it is, one group is given where nothing else moves."""
+        """The lanes of what a claim gets, in order. However full it is, one group is given where
+        nothing else moves.
+        """
         lanes: list[str] = []
         for lane in (lane for lane in LANES if lane in self.lanes):
             count = sum(group.lane == lane for group in self.at("waiting"))
@@ -124,7 +152,9 @@ class Model:
         return min((self.living(made) for made in group.stamps), default=TIMELESS)
 
     def score(self, group: Group) -> float:
-        """The version that decides when it expires: its own, or that of its last tokens, if these expire earlier."""
+        """The version that decides when it expires: its own, or that of its last tokens, if these
+        expire earlier.
+        """
         if self.tokens is None or not group.stamps:
             return self.version(group)
         lineage = group.stamps[-1].lineage
@@ -134,7 +164,11 @@ class Model:
     def mask(self, group: Group, step: int) -> list[int]:
         """Two tokens of each weights: which of them `step` trains."""
         limit = float("inf") if self.tokens is None else self.tokens
-        return [int(staleness(step, self.living(made)) < limit) for made in group.made_by for _ in range(2)]
+        return [
+            int(staleness(step, self.living(made)) < limit)
+            for made in group.made_by
+            for _ in range(2)
+        ]
 
     def living(self, made: PolicyVersion) -> int:
         names = [name for name, _ in self.forks]
@@ -150,8 +184,14 @@ class Model:
         return self.ready(task, self.taken + 1)
 
     def ready(self, task: str, step: int, threshold: int = 0) -> list[Group]:
-        """The completed groups that `step` may use, in the order of the run's policy; by the threshold of then."""
-        fresh = [g for g in self.pooled("completed", task) if self.score(g) >= step - (threshold or self.threshold)]
+        """The completed groups that `step` may use, in the order of the run's policy; by the
+        threshold of then.
+        """
+        fresh = [
+            g
+            for g in self.pooled("completed", task)
+            if self.score(g) >= step - (threshold or self.threshold)
+        ]
         match self.order:
             case "fifo":
                 fresh.sort(key=lambda g: (not g.is_in_front, g.arrival))
@@ -165,17 +205,22 @@ class Model:
 
     def arrive(self, group: Group) -> None:
         self.tasks[group.task].arrivals += 1
-        group.arrival, group.is_in_front = self.tasks[group.task].arrivals, False
+        group.arrival = self.tasks[group.task].arrivals
+        group.is_in_front = False
 
     def wait_or_die(self, group: Group) -> None:
         """A try was used up."""
         alive = group.tries < self.max_tries
-        group.place, group.lane, group.token = ("waiting", "resume", "") if alive else ("dead", "", "")
+        group.place, group.lane, group.token = (
+            ("waiting", "resume", "") if alive else ("dead", "", "")
+        )
 
     def expire(self, *tasks: str) -> int:
         """What the next step may not use starts again, or is dropped; how many groups."""
         cut = self.taken + 1 - self.threshold
-        pooled = [g for task in tasks for place in ("completed", "aborted") for g in self.at(place, task)]
+        pooled = [
+            g for task in tasks for place in ("completed", "aborted") for g in self.at(place, task)
+        ]
         old = [group for group in pooled if self.score(group) < cut]
         for group in old:
             group.place = "expired" if self.retried else "dropped"
@@ -186,7 +231,9 @@ class Model:
         return group.place not in ("archived", "filtered", "dropped")
 
     def held_bytes(self, group: Group) -> int:
-        """I12: the prompt until the group ends, and the result until it ends or starts again from its prompt."""
+        """I12: the prompt until the group ends, and the result until it ends or starts again from
+        its prompt.
+        """
         if not self.readable(group):
             return group.result_bytes if group.kept_in else 0
         return group.prompt_bytes + (0 if group.result == "init" else group.result_bytes)
@@ -201,7 +248,8 @@ class Model:
         step = min(self.leaving)
         if self.leaving[step]:
             group = self.groups[self.leaving[step].pop(0)]
-            group.place, group.kept_in = "archived", step
+            group.place = "archived"
+            group.kept_in = step
         if not self.leaving[step]:
             del self.leaving[step]
 

@@ -22,7 +22,10 @@ class OperatorMoves(World):
         assert self.scene.run.jobs.requeue(group.gid) == before
         if before == "waiting":
             return
-        group.place, group.lane, group.token, group.tries = "waiting", "resume", "", 0
+        group.place = "waiting"
+        group.lane = "resume"
+        group.token = ""
+        group.tries = 0
         if before != "aborted":
             group.made_by, group.result = [], "init"
 
@@ -30,9 +33,12 @@ class OperatorMoves(World):
         """End what a question finds in the pools."""
         pooled = [group for place in POOLS for group in self.at(place, task) if group.made_by]
         found = [group for group in pooled if self.taken - self.version(group) >= staleness]
-        assert self.scene.run.buffer.delete({"task": task, "staleness": {"$gte": staleness}}) == len(found)
+        assert self.scene.run.buffer.delete(
+            {"task": task, "staleness": {"$gte": staleness}}
+        ) == len(found)
         for group in found:
-            group.place, group.result = "dropped", ""
+            group.place = "dropped"
+            group.result = ""
 
     def drop(self, which: int, by_name: bool) -> None:
         group = self.some_group(which)
@@ -45,4 +51,6 @@ class OperatorMoves(World):
                 self.scene.run.jobs.drop(group.gid, revoke=revoke)
             return
         assert self.scene.run.jobs.drop(group.gid, revoke=revoke) == before
-        group.place, group.token, group.result = "dropped", "", ""
+        group.place = "dropped"
+        group.token = ""
+        group.result = ""

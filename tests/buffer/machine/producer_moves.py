@@ -21,7 +21,10 @@ class ProducerMoves(World):
 
     def enqueue(self, task: str, samples: list[int], ahead: int) -> None:
         target = self.tasks[task].consumed + ahead
-        room, refusal, started, drawn = self.room(task, target), self.refusal("fresh"), 0, 0
+        room = self.room(task, target)
+        refusal = self.refusal("fresh")
+        started = 0
+        drawn = 0
         if self.is_full("fresh") and self.at("waiting", task):
             refusal = refusal or "FULL"
         for number in samples:
@@ -33,18 +36,27 @@ class ProducerMoves(World):
                 continue
             size = len(prompt(gid, number)) if number else 0
             self.groups[gid] = Group(gid, "waiting" if number else "dropped", prompt_bytes=size)
-            drawn, started = drawn + 1, started + bool(number)
+            drawn = drawn + 1
+            started = started + bool(number)
         self.tasks[task].cursor += drawn
         done = self.scene.enqueue(0, task=task, samples=samples, target=target)
-        assert (done.count, done.cursor, done.refusal) == (started, self.tasks[task].cursor, refusal)
+        assert (done.count, done.cursor, done.refusal) == (
+            started,
+            self.tasks[task].cursor,
+            refusal,
+        )
 
     def reissue(self, task: str, status: str, ahead: int, limit: int) -> None:
         target = self.tasks[task].consumed + ahead
         chosen = self.pooled(status, task)[: min(self.room(task, target), limit)]
         chosen = [] if self.refusal("resume") else chosen
-        assert self.scene.run.jobs.reissue(self.scene.producer, task, status, target, limit=limit) == len(chosen)
+        assert self.scene.run.jobs.reissue(
+            self.scene.producer, task, status, target, limit=limit
+        ) == len(chosen)
         for group in chosen:
-            group.place, group.lane, group.token = "waiting", "resume", ""
+            group.place = "waiting"
+            group.lane = "resume"
+            group.token = ""
 
     def put(self, task: str, status: str, age: int) -> None:
         """Groups without a lease; what is too old for the next step expires at once."""
@@ -67,7 +79,8 @@ class ProducerMoves(World):
             group.place, group.made_by = "expired" if self.retried else "dropped", []
         if group.place != "dropped":
             self.arrive(group)
-            group.result, group.prompt_bytes = self.newest(group).token, self.stored_bytes(gid, "init")
+            group.result = self.newest(group).token
+            group.prompt_bytes = self.stored_bytes(gid, "init")
             group.result_bytes = self.stored_bytes(gid, group.result)
         return group
 

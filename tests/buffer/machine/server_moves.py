@@ -1,4 +1,6 @@
-"""What a server does that loses its last writes, and a trainer that tells it again what its checkpoint knows (I6)."""
+"""What a server does that loses its last writes, and a trainer that tells it again what its
+checkpoint knows (I6).
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,30 @@ from tests.buffer.machine.trainer_moves import TrainerMoves
 from tests.buffer.machine.worker_moves import WorkerMoves
 from tests.buffer.time_machine import Moment, put_back, remember
 
-STEPS = ("forks", "weights", "taken", "keep", "committed", "batches", "leaving", "masks", "thresholds")
+STEPS = (
+    "forks",
+    "weights",
+    "taken",
+    "keep",
+    "committed",
+    "batches",
+    "leaving",
+    "masks",
+    "thresholds",
+)
 LIMITS = ("threshold", "max_tries", "low", "high", "open_lanes", "modes", "acknowledged")
 LOST = ("groups", "tasks", "outside", *STEPS, *LIMITS)
 """What of the model is on the server."""
 
 
 class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
-    """`trained`: the batches that made the weights of the newest checkpoint, whose position is `position`."""
+    """`trained`: the batches that made the weights of the newest checkpoint, whose position is
+    `position`.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.position, self.trained = Position(), dict[int, Manifest]()
+        self.position = Position()
+        self.trained = dict[int, Manifest]()
         self.made: dict[tuple[str, str], list[PolicyVersion]] = {}
         self.thresholds_of_trained: dict[int, int] = {}
         self.moments: dict[int, tuple[str, Moment, dict[str, Any]]] = {}
@@ -51,7 +66,9 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         for manifest in self.trained.values():
             position.add(manifest)
             for entry in manifest.entries:
-                self.made.setdefault((entry.gid, entry.payload.token), list(self.groups[entry.gid].made_by))
+                self.made.setdefault(
+                    (entry.gid, entry.payload.token), list(self.groups[entry.gid].made_by)
+                )
         position.forget(self.keep)
         self.position = Position.model_validate_json(position.model_dump_json())
 
@@ -60,7 +77,9 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         self.moments[slot] = self.scene.name, remember(self.scene.raw, self.scene.name), model
 
     def lose_a_change(self, steps: int, which: int, keep: int, lives: int) -> None:
-        """A group was found bad and its batch was trained without it; the server only knows the batch as it was."""
+        """A group was found bad and its batch was trained without it; the server only knows the
+        batch as it was.
+        """
         for _ in range(steps):
             self.take(2, 1, strict=False)
         self.remember(0)
@@ -69,8 +88,9 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         self.lose(0, lives)
 
     def lose(self, slot: int, lives: int) -> None:
-        """The server is as it was then; workers go on with what they have, a trainer opens the newest checkpoint.
-        The first one that tries dies behind so many calls (0: none does)."""
+        """The server is as it was then; workers go on with what they have, a trainer opens the
+        newest checkpoint. The first one that tries dies behind so many calls (0: none does).
+        """
         name, keys, model = self.moments.get(slot, ("", {}, {}))
         if name != self.scene.name:  # another run by now
             return
@@ -92,18 +112,23 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
     def open_checkpoint(self, lives: int) -> None:
         if self.leaving:
             self.end_commit()
-        dissolved, whole = self.dissolve(), self.restorable()
+        dissolved = self.dissolve()
+        whole = self.restorable()
         first = min(whole, default=max(self.taken, self.position.step) + 1)
         kept = [self.trained[step] for step in whole]
         if first > self.taken + 1:
             for manifest in self.batches.values():
                 self.archive(manifest.gids)
             self.forget()
-            self.batches, self.keep, self.taken = {}, first - 1, first - 1
+            self.batches = {}
+            self.keep = first - 1
+            self.taken = first - 1
             for task in TASKS:
                 self.tasks[task].consumed = sum(self.count(task, step) for step in range(1, first))
         living = {gid for manifest in (*kept, *self.batches.values()) for gid in manifest.gids}
-        self.archive(gid for manifest in self.trained.values() for gid in manifest.gids if gid not in living)
+        self.archive(
+            gid for manifest in self.trained.values() for gid in manifest.gids if gid not in living
+        )
         if lives:
             with self.store.dying("", lives):
                 self.open_with_position()
@@ -114,16 +139,23 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         for manifest in sorted(kept, key=lambda manifest: manifest.step):
             self.restore(manifest)
         if not lives:
-            assert (opening.recovery.dissolved, opening.recovery.restored) == (dissolved, len(whole))
+            assert (opening.recovery.dissolved, opening.recovery.restored) == (
+                dissolved,
+                len(whole),
+            )
         assert self.scene.run.ledger.steps() == (self.taken, self.committed, self.keep)
 
     def open_with_position(self) -> Opening:
         self.old_trainers.append(self.scene.trainer)
         lineage = f"t{next(self.lineages)}"
-        nonce, position = f"trainer-{lineage}", self.position.model_copy(deep=True)
-        self.scene.trainer, self.committed = nonce, position.step
+        nonce = f"trainer-{lineage}"
+        position = self.position.model_copy(deep=True)
+        self.scene.trainer = nonce
+        self.committed = position.step
         self.forks.append((lineage, position.step))
-        return self.scene.run.trainers.open(nonce, lineage=lineage, take_over=True, position=position)
+        return self.scene.run.trainers.open(
+            nonce, lineage=lineage, take_over=True, position=position
+        )
 
     def end_commit(self) -> None:
         while self.leaving:
@@ -131,14 +163,17 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
         self.forget()
 
     def dissolve(self) -> int:
-        """Let go of the batches from the first one on that the checkpoint's history does not go on with."""
+        """Let go of the batches from the first one on that the checkpoint's history does not go on
+        with.
+        """
         trained = {gid for manifest in self.trained.values() for gid in manifest.gids}
         wrong = [step for step in sorted(self.batches) if not self.is_history(step, trained)]
         steps = [step for step in self.batches if wrong and step >= wrong[0]]
         for step in steps:
             for gid in self.batches.pop(step).gids:
                 group = self.groups[gid]
-                group.place, group.is_in_front = "completed", True
+                group.place = "completed"
+                group.is_in_front = True
                 self.tasks[group.task].consumed -= 1
         self.taken -= len(steps)
         return len(steps)
@@ -149,7 +184,9 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
             return payloads(self.batches[step]) == payloads(self.trained[step])
         if step > self.position.step:
             return not gids & trained
-        return gids <= trained and not any(gids & set(self.trained[other].gids) for other in self.position.batches)
+        return gids <= trained and not any(
+            gids & set(self.trained[other].gids) for other in self.position.batches
+        )
 
     def restorable(self) -> set[int]:
         steps = set[int]()
@@ -169,15 +206,20 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
 
     def restore(self, manifest: Manifest) -> None:
         for entry in manifest.entries:
-            group, token = self.groups[entry.gid], entry.payload.token
+            group = self.groups[entry.gid]
+            token = entry.payload.token
             if group.result != token:
                 group.unstamped = token, entry.version
-            group.place, group.token, group.result = "taken", "", token
-            group.made_by, group.result_bytes = list(self.made[entry.gid, token]), entry.payload.size
+            group.place = "taken"
+            group.token = ""
+            group.result = token
+            group.made_by = list(self.made[entry.gid, token])
+            group.result_bytes = entry.payload.size
             if not group.arrival:
                 self.arrive(group)
             self.tasks[group.task].consumed += 1
-        self.taken, self.batches[manifest.step] = manifest.step, manifest
+        self.taken = manifest.step
+        self.batches[manifest.step] = manifest
         self.thresholds[manifest.step] = self.thresholds_of_trained[manifest.step]
         self.masks[manifest.step] = self.masks_of(manifest)
 
@@ -193,7 +235,8 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
                 self.groups[lost] = Group(lost, "dropped")
             self.outside[task] = max(self.outside[task], draw - IMPORTED_FROM + 1)
             group = self.groups.setdefault(gid, Group(gid))
-            group.place, group.token = "archived", ""
+            group.place = "archived"
+            group.token = ""
 
 
 def payloads(manifest: Manifest) -> list[PayloadRef]:

@@ -1,4 +1,6 @@
-"""Limits that change while the run goes on: staleness, tries, and the marks of its memory (I8, I11, I12)."""
+"""Limits that change while the run goes on: staleness, tries, and the marks of its memory (I8, I11,
+I12).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class SettingsMoves(World):
     def set_marks(self, low: int, between: int) -> None:
         """Payload bytes from which nothing new, and from which nothing at all is started."""
         self.scene.run.set(LiveSettings(low_bytes=low, high_bytes=low + between))
-        self.low, self.high = low, low + between
+        self.low = low
+        self.high = low + between
 
     def lift_marks(self) -> None:
         if self.low != NO_MARK:

@@ -1,9 +1,9 @@
 """Random histories of a run agree with a model of it.
 
-`make test-machine` runs 2,000 of them, different ones every time, for half an hour; `MACHINE_EXAMPLES=500 pytest
-tests/buffer/machine/test_machine.py` runs as many as you like. With `MACHINE_SHRINK=1` what is found is made shorter, which
-takes minutes. `--log-cli-level=INFO` says in how many histories each move found something to do, and each script gave
-each reply.
+`make test-machine` runs 2,000 of them, different ones every time, for half an hour;
+`MACHINE_EXAMPLES=500 pytest tests/buffer/machine/test_machine.py` runs as many as you like. With
+`MACHINE_SHRINK=1` what is found is made shorter, which takes minutes. `--log-cli-level=INFO` says
+in how many histories each move found something to do, and each script gave each reply.
 """
 
 from __future__ import annotations
@@ -29,21 +29,33 @@ EXAMPLES = int(os.environ.get("MACHINE_EXAMPLES", "0"))
 SHRINKS = bool(os.environ.get("MACHINE_SHRINK"))
 
 
-QUIET = {"load_weights", "remember", "collect_garbage", "server_forgets_its_scripts", "worker_dies_before_it_submits"}
+QUIET = {
+    "load_weights",
+    "remember",
+    "collect_garbage",
+    "server_forgets_its_scripts",
+    "worker_dies_before_it_submits",
+}
 """Moves that call no script."""
 
 MOVES = set[str]()
 """All others."""
 
 
-def moves(name: str, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+def moves(
+    name: str, **arguments: st.SearchStrategy[Any]
+) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
     MOVES.update({name} - QUIET)
     return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
 
-task, worker, pick = st.sampled_from(TASKS), st.sampled_from(WORKERS), st.integers(0, 63)
-slot, lives = st.integers(0, 1), st.sampled_from([0, 0, 1, 2, 3, 5])
-few, some = st.integers(0, 3), st.integers(1, 4)
+task = st.sampled_from(TASKS)
+worker = st.sampled_from(WORKERS)
+pick = st.integers(0, 63)
+slot = st.integers(0, 1)
+lives = st.sampled_from([0, 0, 1, 2, 3, 5])
+few = st.integers(0, 3)
+some = st.integers(1, 4)
 outcome = st.sampled_from(["completed", "aborted", "aborted", "filtered"])
 kind = st.sampled_from(["handback", "aborted", "failed", "lost"])
 pool = st.sampled_from(["aborted", "expired"])
@@ -58,7 +70,12 @@ COMMON = [
     moves("submit", worker=worker, which=pick, outcome=outcome),
     moves("release", worker=worker, which=pick, kind=kind),
     moves("reissue", task=task, status=pool, ahead=st.integers(0, 12), limit=some),
-    moves("put", task=task, status=st.sampled_from(["completed", "completed", "aborted", "expired"]), age=few),
+    moves(
+        "put",
+        task=task,
+        status=st.sampled_from(["completed", "completed", "aborted", "expired"]),
+        age=few,
+    ),
 ]
 RARE = [
     moves("heartbeat", worker=worker),
@@ -84,7 +101,12 @@ RARE = [
     moves("collect_garbage"),
     moves("sweep", worker=worker, is_silent=st.booleans()),
     moves("clock_steps", leases=st.sampled_from([-1000, -1.1, -0.1, 0, 0.1, 0.6, 1.1, 1000])),
-    moves("pause", who=st.sampled_from(["operator", "trainer"]), mode=mode, lanes=st.sampled_from(["", "resume"])),
+    moves(
+        "pause",
+        who=st.sampled_from(["operator", "trainer"]),
+        mode=mode,
+        lanes=st.sampled_from(["", "resume"]),
+    ),
     moves("go_on"),
     moves("go_on"),
     moves("change_producer", is_left=st.booleans()),
@@ -92,7 +114,9 @@ RARE = [
     moves("enqueue_behind_the_cursor", task=task, back=some),
     moves("set_staleness", max_staleness=few),
     moves("set_tries", max_tries=some),
-    moves("set_marks", low=st.sampled_from([1, 2000, 6000]), between=st.sampled_from([0, 1000, 4000])),
+    moves(
+        "set_marks", low=st.sampled_from([1, 2000, 6000]), between=st.sampled_from([0, 1000, 4000])
+    ),
     moves("lift_marks"),
     moves("lift_marks"),
     moves("save_and_resume", is_copied=st.booleans()),
@@ -116,18 +140,23 @@ History = list[tuple[tuple[str, dict[str, Any]], bool]]
 
 
 SHARE = {"valkey": 80, "memory": 8}
-"""Examples on each kind of store. Memory runs the same scripts, more slowly; whether alike is soon seen."""
+"""Examples on each kind of store. Memory runs the same scripts, more slowly; whether alike is soon
+seen.
+"""
 
 
 @pytest.fixture(scope="module", params=SHARE)
-def machine_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def machine_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     with start_server(request.param, tmp_path_factory.mktemp("machine")) as server:
         yield server
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 300)
 def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
-    numbers, said = count(1), Counter[str]()
+    numbers = count(1)
+    said = Counter[str]()
 
     @settings(
         max_examples=EXAMPLES or SHARE[machine_server.kind],
@@ -137,14 +166,24 @@ def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(tail_batch=st.sampled_from([-1, 0, 2]), order=orders, tokens=token_thresholds, history=histories)
+    @given(
+        tail_batch=st.sampled_from([-1, 0, 2]),
+        order=orders,
+        tokens=token_thresholds,
+        history=histories,
+    )
     def live(tail_batch: int, order: str, tokens: int | None, history: History) -> None:
         raw.flushall()
         machine = Machine(store, raw, f"machine-{next(numbers)}", tail_batch, order, tokens)
         for move, replies_are_lost in history:
             machine.make(*move, replies_are_lost)
         machine.check_everything()
-        said.update({*(f"move {name}" for name in +machine.moved), *(f"reply {name}" for name in store.replies)})
+        said.update(
+            {
+                *(f"move {name}" for name in +machine.moved),
+                *(f"reply {name}" for name in store.replies),
+            }
+        )
         store.replies.clear()
 
     with machine_server.connect() as raw:
@@ -153,6 +192,7 @@ def test_random_histories_agree_with_the_model(machine_server: Server) -> None:
         store.close()
     for name, number in sorted(said.items()):
         log.info("%6d histories: %s", number, name)
-    # a move that never finds anything to do proves nothing; one or two may be missed by so few histories
+    # a move that never finds anything to do proves nothing; one or two may be missed by so few
+    # histories
     idle = [name for name in MOVES if f"move {name}" not in said]
     assert machine_server.kind != "valkey" or len(idle) <= len(MOVES) // 10, idle

@@ -44,7 +44,9 @@ class TrainerMoves(World):
             if entry.version is not None:
                 assert staleness(step, entry.version) < self.threshold
             assert entry.payload.token == group.result
-            assert len(self.scene.run.buffer.read(entry.payload).states[0].response_ids) == 2 * len(group.made_by)
+            assert len(self.scene.run.buffer.read(entry.payload).states[0].response_ids) == 2 * len(
+                group.made_by
+            )
             group.place = "taken"
             self.tasks[group.task].consumed += 1
         self.taken, self.batches[step], self.thresholds[step] = step, answer, self.threshold
@@ -76,7 +78,9 @@ class TrainerMoves(World):
         self.committed, self.keep = step, max(self.keep, keep)
         self.leaving |= {s: self.batches.pop(s).gids for s in sorted(self.batches) if s <= keep}
         script, slices = dies_before
-        while min(self.leaving, default=keep + 1) <= keep and not (script == "commit" and slices == 0):
+        while min(self.leaving, default=keep + 1) <= keep and not (
+            script == "commit" and slices == 0
+        ):
             self.archive_one()
             slices -= 1
         if not self.store.has_died:
@@ -99,7 +103,8 @@ class TrainerMoves(World):
         if not manifest.entries:
             return
         entry = manifest.entries[which // 16 % len(manifest.entries)]
-        ledger, nonce = self.scene.run.ledger, self.scene.trainer
+        ledger = self.scene.run.ledger
+        nonce = self.scene.trainer
         if step <= self.committed:
             with pytest.raises(LedgerError):
                 ledger.quarantine(nonce, step, entry, "bad")
@@ -112,7 +117,8 @@ class TrainerMoves(World):
             ready[0].place = "taken"
         else:
             self.tasks[bad.task].consumed -= 1
-        bad.place, bad.token = "dead", ""
+        bad.place = "dead"
+        bad.token = ""
         self.batches[step] = ledger.quarantine(nonce, step, entry, "bad")
         assert self.batches[step].gids == gids
         self.masks[step] = self.masks_of(self.batches[step])
@@ -124,12 +130,17 @@ class TrainerMoves(World):
 
     def refill(self, which: int) -> None:
         """What is ready comes into the places that bad groups left, and stays there."""
-        steps = [step for step, manifest in self.batches.items() if step > self.committed and manifest.open_places]
+        steps = [
+            step
+            for step, manifest in self.batches.items()
+            if step > self.committed and manifest.open_places
+        ]
         if not steps:
             return
         step = steps[which % len(steps)]
         manifest = self.batches[step]
-        gids, left = list(manifest.gids), 0
+        gids = list(manifest.gids)
+        left = 0
         for task, places in manifest.open_places.items():
             ready = self.ready(task, step, self.thresholds[step])[:places]
             gids += [group.gid for group in ready]
@@ -137,7 +148,8 @@ class TrainerMoves(World):
             self.tasks[task].consumed += len(ready)
             for group in ready:
                 group.place = "taken"
-        ledger, nonce = self.scene.run.ledger, self.scene.trainer
+        ledger = self.scene.run.ledger
+        nonce = self.scene.trainer
         assert isinstance(ledger.refill(nonce, step), NotReady) == (left > 0)
         found = ledger.manifest(step)
         assert found is not None
@@ -172,7 +184,9 @@ class TrainerMoves(World):
         for call in (
             lambda: self.scene.run.ledger.take(nonce, self.taken + 1, {"math": 1}, strict=False),
             lambda: self.scene.run.ledger.commit(nonce, self.taken, self.taken),
-            lambda: self.scene.run.control.publish_weights(nonce, PolicyVersion("zombie", 0), "/w", ""),
+            lambda: self.scene.run.control.publish_weights(
+                nonce, PolicyVersion("zombie", 0), "/w", ""
+            ),
             lambda: self.scene.run.control.set_mode("trainer", Mode.RUN, nonce=nonce),
         ):
             with pytest.raises(Fenced):

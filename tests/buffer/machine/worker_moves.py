@@ -27,7 +27,8 @@ class WorkerMoves(World):
 
     def claim(self, worker: str, limit: int) -> None:
         waiting = self.at("waiting")
-        token, nonce = new_nonce(), self.scene.worker(worker)
+        token = new_nonce()
+        nonce = self.scene.worker(worker)
         answer = self.scene.run.jobs.claim(worker, nonce, token, self.engines[worker], limit)
         if not self.lanes:
             assert (answer.refusal, answer.jobs) == ("PAUSED", [])
@@ -45,7 +46,10 @@ class WorkerMoves(World):
         for job in answer.jobs:
             group = self.groups[job.gid]
             assert (group.place, group.result) == ("waiting", job.payload.token)
-            group.place, group.token, group.owner, group.tries = "running", job.token, worker, group.tries + 1
+            group.place = "running"
+            group.token = job.token
+            group.owner = worker
+            group.tries = group.tries + 1
             assert job.tries == group.tries
         self.jobs[worker] += answer.jobs
 
@@ -66,8 +70,11 @@ class WorkerMoves(World):
         assert [job.gid for job in beat.lost] == lost
 
     def acknowledge(self, worker: str) -> None:
-        """A receipt for a pause that stops work counts once nothing is held; a late one of an older epoch never."""
-        epoch, record = self.scene.run.control.state().epoch, self.scene.keys.worker(worker)
+        """A receipt for a pause that stops work counts once nothing is held; a late one of an older
+        epoch never.
+        """
+        epoch = self.scene.run.control.state().epoch
+        record = self.scene.keys.worker(worker)
         is_busy = any(group.owner == worker for group in self.at("running"))
         is_silent = is_busy and self.mode in (Mode.DRAIN, Mode.ABORT)
         if is_silent and self.acknowledged.get(worker) == (self.scene.nonces.get(worker), epoch):
@@ -100,7 +107,9 @@ class WorkerMoves(World):
         group.aborts += outcome == "aborted"
         self.arrive(group)
 
-    def submit_again(self, worker: str, job: Job, group: Group, outcome: str, made: PolicyVersion) -> None:
+    def submit_again(
+        self, worker: str, job: Job, group: Group, outcome: str, made: PolicyVersion
+    ) -> None:
         """A zombie, or a reply that was lost: nothing may change."""
         before = self.totals()
         if not self.readable(group):
@@ -135,10 +144,13 @@ class WorkerMoves(World):
         if kind == "aborted":
             group.aborts += 1
             # interrupted too often, and without tokens to lose: it waits for the tail batch
-            group.place = "expired" if group.aborts >= TAIL_TRIES and group.result == "init" else "aborted"
+            group.place = (
+                "expired" if group.aborts >= TAIL_TRIES and group.result == "init" else "aborted"
+            )
             self.arrive(group)
         else:
-            group.place, group.lane = "waiting", "resume"
+            group.place = "waiting"
+            group.lane = "resume"
 
     def leases_run_out(self, worker: str) -> None:
         self.hold(worker)

@@ -26,8 +26,9 @@ from tests.buffer.scene import Scene
 
 
 class World(Model):
-    """What all moves share. A move is a method that an actor's class adds: it is made on the server and in the
-    model, and the outcomes are compared."""
+    """What all moves share. A move is a method that an actor's class adds: it is made on the server
+    and in the model, and the outcomes are compared.
+    """
 
     def __init__(
         self,
@@ -51,14 +52,17 @@ class World(Model):
             order=order,
             tasks={task: TaskLimits() for task in TASKS},
         )
-        self.store, store.run = store, name
+        self.store = store
+        store.run = name
         self.moved = Counter[str]()
         """moves that found something to do"""
         self.scene = Scene(store, raw, name, limits)
         self.scene.open_producer()
 
     def make(self, move: str, arguments: dict[str, Any], replies_are_lost: bool) -> None:
-        """One move. Where replies get lost, all that it calls is called again, and must change nothing (I13)."""
+        """One move. Where replies get lost, all that it calls is called again, and must change
+        nothing (I13).
+        """
         self.store.repeats = MUTATING if replies_are_lost else ()
         calls = self.store.replies.total()
         getattr(self, move)(**arguments)
@@ -86,7 +90,8 @@ class World(Model):
 
     def check_places(self) -> None:
         """Who is in which line, pool (in order, with its score) and set of leases."""
-        raw, keys = self.scene.raw.pipeline(transaction=False), self.scene.keys
+        raw = self.scene.raw.pipeline(transaction=False)
+        keys = self.scene.keys
         raw.zrange(keys.dead, 0, -1).zrange(keys.leases, 0, -1)
         for worker in WORKERS:
             raw.smembers(keys.holds(worker))
@@ -100,22 +105,33 @@ class World(Model):
         assert gids(next(replies)) == sorted(group.gid for group in self.at("dead"))
         assert gids(next(replies)) == sorted(group.gid for group in running)
         for worker in WORKERS:
-            assert gids(next(replies)) == sorted(group.gid for group in running if group.owner == worker)
+            assert gids(next(replies)) == sorted(
+                group.gid for group in running if group.owner == worker
+            )
         for task in TASKS:
             for lane in LANES:
                 waiting = [group.gid for group in self.at("waiting", task) if group.lane == lane]
                 assert gids(fields[b"gid"] for _, fields in next(replies)) == sorted(waiting)
             for status in POOLS:
-                members = [(member.decode().partition(":")[2], score) for member, score in next(replies)]
-                assert members == [(group.gid, self.score(group)) for group in self.pooled(status, task)]
+                members = [
+                    (member.decode().partition(":")[2], score) for member, score in next(replies)
+                ]
+                assert members == [
+                    (group.gid, self.score(group)) for group in self.pooled(status, task)
+                ]
 
     def check_everything(self) -> None:
         self.scene.check()
         places = {"completed": "pool", "aborted": "pool", "expired": "pool"}
         for group in self.groups.values():
-            task, draw = group.task, int(group.gid[-10:])
-            assert self.scene.run.account.places(task, draw) == [places.get(group.place, group.place)]
-            assert bool(self.scene.raw.exists(self.scene.keys.dead_letter(group.gid))) == (group.place == "dead")
+            task = group.task
+            draw = int(group.gid[-10:])
+            assert self.scene.run.account.places(task, draw) == [
+                places.get(group.place, group.place)
+            ]
+            assert bool(self.scene.raw.exists(self.scene.keys.dead_letter(group.gid))) == (
+                group.place == "dead"
+            )
             if self.readable(group):
                 assert int(self.scene.record(group.gid)["tries"]) == group.tries, group
                 tokens = self.scene.run.buffer.read(self.newest(group)).states[0].response_ids
@@ -130,10 +146,13 @@ class World(Model):
         self.check_payloads()
 
     def check_payloads(self) -> None:
-        """I12: once garbage is freed, the bytes that stay are those that records name, and all of them."""
+        """I12: once garbage is freed, the bytes that stay are those that records name, and all of
+        them.
+        """
         while self.scene.run.payloads.collect():
             pass
-        keys, raw = self.scene.keys, self.scene.raw
+        keys = self.scene.keys
+        raw = self.scene.raw
         names = [name.decode() for name in raw.scan_iter(keys.payload("*", "*"), count=1000)]
         stays = {name for name in names if raw.pttl(name) == -1}
         held = [group for group in self.groups.values() if self.held_bytes(group)]

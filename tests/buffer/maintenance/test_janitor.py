@@ -1,4 +1,6 @@
-"""The janitor: what one sweep does, how much of it, and that dying in it costs nothing (I1, I11, I13)."""
+"""The janitor: what one sweep does, how much of it, and that dying in it costs nothing (I1, I11,
+I13).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,11 @@ def neglect(scene: Scene) -> Scene:
 
 
 def test_one_of_many_sweeps_only_where_nobody_has_a_moment_ago(scene: Scene) -> None:
-    janitor, clock, lease_ms = scene.run.janitor, scene.keys.clock, scene.run.limits.lease_ms
-    # by how much the last sweep is older; less than nothing where the server's clock went back since
+    janitor = scene.run.janitor
+    clock = scene.keys.clock
+    lease_ms = scene.run.limits.lease_ms
+    # by how much the last sweep is older; less than nothing where the server's clock went back
+    # since
     for behind_ms, sweeps in ((0, False), (lease_ms, True), (-60_000, True)):
         scene.enqueue(1)
         scene.claim(9)
@@ -59,13 +64,19 @@ def test_sweep_does_all_there_is_to_do_and_says_so(scene: Scene) -> None:
     assert scene.stream("resume") == [group_id("math", 3)]
 
 
-def test_sweep_is_bounded_and_says_that_there_is_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_is_bounded_and_says_that_there_is_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, bound in (("REAP", 2), ("EXPIRE", 1), ("FREE", 2), ("FREE_ROUNDS", 2)):
         monkeypatch.setattr(f"buffer.maintenance.janitor.{name}", bound)
     sweeps = [neglect(scene).run.janitor.sweep()]
     while sweeps[-1].has_more:
         sweeps.append(scene.run.janitor.sweep())
-    assert [(s.reaped + s.buried, s.expired, s.freed) for s in sweeps] == [(2, 1, 4), (0, 1, 2), (0, 0, 0)]
+    assert [(s.reaped + s.buried, s.expired, s.freed) for s in sweeps] == [
+        (2, 1, 4),
+        (0, 1, 2),
+        (0, 0, 0),
+    ]
 
 
 def test_sweep_frees_nothing_while_a_snapshot_holds(scene: Scene) -> None:
@@ -102,7 +113,12 @@ class DyingStore(Store):
     lives = 0
 
     def retrying(
-        self, what: str, operation: Callable[[], T], *, deadline_s: float | None = None, starts_work: bool = False
+        self,
+        what: str,
+        operation: Callable[[], T],
+        *,
+        deadline_s: float | None = None,
+        starts_work: bool = False,
     ) -> T:
         answer = super().retrying(what, operation, deadline_s=deadline_s, starts_work=starts_work)
         self.lives -= 1
@@ -119,7 +135,9 @@ def dying(store: Store) -> Iterator[DyingStore]:
 
 
 @pytest.mark.parametrize("lives", range(1, 14))
-def test_a_janitor_may_die_behind_every_step(scene: Scene, server: Server, dying: DyingStore, lives: int) -> None:
+def test_a_janitor_may_die_behind_every_step(
+    scene: Scene, server: Server, dying: DyingStore, lives: int
+) -> None:
     steps = 12 if server.kind == "cluster" else 11
     neglect(scene)
     victim = Run(dying, scene.name, scene.run.nonce, scene.run.limits)
@@ -134,5 +152,9 @@ def test_a_janitor_may_die_behind_every_step(scene: Scene, server: Server, dying
     scene.run.janitor.sweep()
     assert scene.run.janitor.sweep() == Swept()
     assert (scene.counters()["leases_lost"], scene.counters()["expirations"]) == ("2", "2")
-    assert (len(scene.stream("resume")), scene.raw.zcard(scene.keys.dead), scene.garbage()) == (1, 1, set())
+    assert (len(scene.stream("resume")), scene.raw.zcard(scene.keys.dead), scene.garbage()) == (
+        1,
+        1,
+        set(),
+    )
     assert died == (lives <= steps), "the last one says that this test knows every step"

@@ -1,4 +1,6 @@
-"""zstd payloads: any size comes back, and nothing that a frame says is believed before it is checked (I11, I12)."""
+"""zstd payloads: any size comes back, and nothing that a frame says is believed before it is
+checked (I11, I12).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from buffer.model.rollout import RolloutState
 
 
 def group() -> RolloutGroup:
-    return RolloutGroup("math-0000000001", "math", [RolloutState(index=0, messages=[], prompt_ids=[1, 2, 3])])
+    return RolloutGroup(
+        "math-0000000001", "math", [RolloutState(index=0, messages=[], prompt_ids=[1, 2, 3])]
+    )
 
 
 @given(st.binary(max_size=5000))
@@ -79,7 +83,18 @@ FRAME = compress(wire.encode(group()), "zstd")
         compress(FRAME, "zstd"),
         MAGIC,
     ],
-    ids=["no size", "lies", "cut", "header", "trailing", "two", "altered", "not msgpack", "twice", "magic"],
+    ids=[
+        "no size",
+        "lies",
+        "cut",
+        "header",
+        "trailing",
+        "two",
+        "altered",
+        "not msgpack",
+        "twice",
+        "magic",
+    ],
 )
 def test_damaged_or_dishonest_frames_are_wire_errors(data: bytes) -> None:
     with pytest.raises(WireError):
@@ -92,7 +107,9 @@ def test_random_frames_are_wire_errors(tail: bytes) -> None:
         wire.decode(MAGIC + tail)
 
 
-def test_missing_package_is_a_config_error_and_no_bad_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_a_config_error_and_no_bad_payload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"rolloutmq\[zstd\]"):
         wire.decode(FRAME)

@@ -10,8 +10,12 @@ from buffer.errors import ConfigError
 from buffer.model.order_policy import BUILT_IN, Finished, load_order
 
 
-def test_a_function_is_loaded_from_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_order_policy.py").write_text("def longest_first(group):\n    return -group.longest\n")
+def test_a_function_is_loaded_from_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_order_policy.py").write_text(
+        "def longest_first(group):\n    return -group.longest\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     function = load_order(*["my_order_policy:longest_first"] * 2)

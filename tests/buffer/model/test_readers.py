@@ -42,11 +42,24 @@ def large(tmp_path: Path) -> Path:
 def test_a_reader_in_javascript_finds_the_same(which: Path | None, large: Path) -> None:
     path = which or large
     reader = ROOT / "tests" / "readers" / "read_group.mjs"
-    found = orjson.loads(subprocess.run(["node", reader, path], capture_output=True, check=True, timeout=60).stdout)
+    found = orjson.loads(
+        subprocess.run(["node", reader, path], capture_output=True, check=True, timeout=60).stdout
+    )
     group = wire.decode(path.read_bytes())
-    assert (found["gid"], found["task"], found["prompt"]) == (group.gid, group.task, group.prompt_ids.tolist())
+    assert (found["gid"], found["task"], found["prompt"]) == (
+        group.gid,
+        group.task,
+        group.prompt_ids.tolist(),
+    )
     rollouts = [
-        (s.index, s.status, s.response, s.reward, s.response_ids.tolist(), float(s.logprobs.sum(dtype="f8")))
+        (
+            s.index,
+            s.status,
+            s.response,
+            s.reward,
+            s.response_ids.tolist(),
+            float(s.logprobs.sum(dtype="f8")),
+        )
         for s in group.states
     ]
     assert [tuple(row.values()) for row in found["rollouts"]] == rollouts
@@ -55,13 +68,16 @@ def test_a_reader_in_javascript_finds_the_same(which: Path | None, large: Path) 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_the_reader_in_the_readme_works_as_written(path: Path, tmp_path: Path) -> None:
     text = (ROOT / "buffer" / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"## Reading a group without this project\n.*?```python\n(.*?)```", text, re.DOTALL)
+    block = re.search(
+        r"## Reading a group without this project\n.*?```python\n(.*?)```", text, re.DOTALL
+    )
     assert block
     program = tmp_path / "read.py"
     program.write_text(block[1], encoding="utf-8")
     words: list[str | Path] = [sys.executable, "-I", program, path]
     said = subprocess.run(words, capture_output=True, check=True, timeout=60, text=True).stdout
     expected = [
-        f"{s.index} {s.status} {s.reward} {s.response_ids.tolist()}" for s in wire.decode(path.read_bytes()).states
+        f"{s.index} {s.status} {s.reward} {s.response_ids.tolist()}"
+        for s in wire.decode(path.read_bytes()).states
     ]
     assert said.splitlines() == expected

@@ -11,11 +11,19 @@ from pydantic import ValidationError
 from buffer.errors import WireError
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams, Status, VersionSpan, group_status
+from buffer.model.rollout import (
+    PolicyVersion,
+    RolloutState,
+    SampleParams,
+    Status,
+    VersionSpan,
+    group_status,
+)
 
 
 def state(tokens: int = 3, **fields: Any) -> RolloutState:
-    ids, logprobs = np.arange(tokens, dtype="<i4"), -np.ones(tokens, "<f4")
+    ids = np.arange(tokens, dtype="<i4")
+    logprobs = -np.ones(tokens, "<f4")
     return RolloutState(response_ids=ids, logprobs=logprobs, **fields)
 
 
@@ -51,7 +59,11 @@ def test_columns_that_disagree_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_append_moves_spans_behind_what_is_there() -> None:
     made = state(2, spans=[VersionSpan(0, 2, 1, "a")], response_mask=[1, 0])
-    made.append(np.array([7], "<i4"), np.array([-2.0], "<f4"), [VersionSpan(0, 1, 3, "b"), VersionSpan(1, 0, 9, "b")])
+    made.append(
+        np.array([7], "<i4"),
+        np.array([-2.0], "<f4"),
+        [VersionSpan(0, 1, 3, "b"), VersionSpan(1, 0, 9, "b")],
+    )
     assert made.response_ids.tolist() == [0, 1, 7]
     assert made.logprobs.tolist() == [-1, -1, -2]
     assert made.response_mask is not None
@@ -62,11 +74,18 @@ def test_append_moves_spans_behind_what_is_there() -> None:
 
 def test_append_forgets_columns_that_no_longer_cover_all_tokens() -> None:
     made = state(
-        1, prompt_ids=[1, 2], values=[0.5], ref_logprobs=[-1], routed_experts=np.ones((2, 1, 1)), response_mask=[1]
+        1,
+        prompt_ids=[1, 2],
+        values=[0.5],
+        ref_logprobs=[-1],
+        routed_experts=np.ones((2, 1, 1)),
+        response_mask=[1],
     )
     made.append(np.array([], "<i4"), np.array([], "<f4"), [])
     assert made.values is not None
-    made.append(np.array([7], "<i4"), np.array([-2.0], "<f4"), [], routed_experts=np.zeros((3, 1, 1), "<i2"))
+    made.append(
+        np.array([7], "<i4"), np.array([-2.0], "<f4"), [], routed_experts=np.zeros((3, 1, 1), "<i2")
+    )
     forgotten: list[Any] = [made.values, made.ref_logprobs]
     assert forgotten == [None, None]
     assert isinstance(made.routed_experts, np.ndarray)
@@ -102,7 +121,9 @@ OF_THE_RESPONSE: dict[str, Any] = {
 
 def test_reset_forgets_the_response_and_keeps_the_prompt() -> None:
     """Every field is of one of the two, so a new one cannot be forgotten here."""
-    assert {*OF_THE_PROMPT, *OF_THE_RESPONSE, "response_ids", "logprobs"} == set(RolloutState.model_fields)
+    assert {*OF_THE_PROMPT, *OF_THE_RESPONSE, "response_ids", "logprobs"} == set(
+        RolloutState.model_fields
+    )
     made = state(**OF_THE_PROMPT, **OF_THE_RESPONSE)
     made.reset_response()
     untouched = RolloutState(**OF_THE_PROMPT)
@@ -124,7 +145,10 @@ def test_reset_forgets_the_response_and_keeps_the_prompt() -> None:
 )
 def test_group_has_the_worst_status_of_its_members(statuses: list[str], whole: str) -> None:
     assert group_status(statuses) == whole
-    assert RolloutGroup("g-0000000000", "g", [state(status=Status(s)) for s in statuses]).status == whole
+    assert (
+        RolloutGroup("g-0000000000", "g", [state(status=Status(s)) for s in statuses]).status
+        == whole
+    )
 
 
 def test_group_without_members_is_an_error() -> None:
@@ -161,13 +185,17 @@ def test_policy_version_reads_what_it_writes() -> None:
         PolicyVersion.parse("a:x")
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"best_of": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"best_of": 2}]
+)
 def test_sample_params_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SampleParams(**wrong)
 
 
-@pytest.mark.parametrize("ids", [[2**31], [-(2**31) - 1], np.array([2**32 + 7]), [2**70], [1.5], [float("nan")], ["a"]])
+@pytest.mark.parametrize(
+    "ids", [[2**31], [-(2**31) - 1], np.array([2**32 + 7]), [2**70], [1.5], [float("nan")], ["a"]]
+)
 def test_token_ids_that_do_not_fit_are_refused_and_never_cut(ids: Any) -> None:
     for column in ("prompt_ids", "response_ids"):
         with pytest.raises(ValidationError, match=column):

@@ -53,7 +53,11 @@ def test_masks_do_not_apply_without_tokens_and_tools_do_not_age() -> None:
         token_mask(None, 3, [], 9, 0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1)), max_size=12), st.integers(0, 9), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1)), max_size=12),
+    st.integers(0, 9),
+    st.integers(1, 5),
+)
 def test_masks_are_what_the_formula_says_token_by_token(
     tokens: list[tuple[int, int]], step: int, threshold: int
 ) -> None:
@@ -64,7 +68,9 @@ def test_masks_are_what_the_formula_says_token_by_token(
         assert fresh is None
     else:
         assert fresh is not None
-        assert fresh.tolist() == [kept * (step - version - 1 < threshold) for version, kept in tokens]
+        assert fresh.tolist() == [
+            kept * (step - version - 1 < threshold) for version, kept in tokens
+        ]
 
 
 @pytest.mark.parametrize("received", [False, True])

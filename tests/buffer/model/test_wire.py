@@ -57,7 +57,11 @@ PARAMS = st.builds(
     | st.builds(StructuredOutput, json_schema=st.dictionaries(TEXT, JSON, max_size=2)),
 )
 CALLS = st.builds(
-    ToolCall, id=TEXT, name=TEXT, arguments=st.none() | st.dictionaries(TEXT, JSON, max_size=2), raw_arguments=TEXT
+    ToolCall,
+    id=TEXT,
+    name=TEXT,
+    arguments=st.none() | st.dictionaries(TEXT, JSON, max_size=2),
+    raw_arguments=TEXT,
 )
 MEDIA = st.builds(
     MediaRef,
@@ -103,7 +107,8 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
                 index=index,
                 response=draw(TEXT),
                 response_ids=np.array(
-                    draw(st.lists(st.integers(0, 2**31 - 1), min_size=tokens, max_size=tokens)), "<i4"
+                    draw(st.lists(st.integers(0, 2**31 - 1), min_size=tokens, max_size=tokens)),
+                    "<i4",
                 ),
                 logprobs=np.array(draw(st.lists(logprob, min_size=tokens, max_size=tokens)), "<f4"),
                 response_mask=mask,
@@ -112,7 +117,9 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
                 routed_experts=draw(experts(len(shared["prompt_ids"]), tokens, layers)),
                 session_id=draw(st.none() | TEXT),
                 tool_calls=draw(st.lists(CALLS, max_size=2)),
-                spans=[VersionSpan(0, tokens, draw(st.integers(0, 2**40)), draw(TEXT))] if tokens else [],
+                spans=[VersionSpan(0, tokens, draw(st.integers(0, 2**40)), draw(TEXT))]
+                if tokens
+                else [],
                 reward=draw(st.none() | st.dictionaries(TEXT, NUMBERS, max_size=2)),
                 finish_reason=draw(st.none() | TEXT),
                 status=draw(st.sampled_from(Status)),
@@ -136,7 +143,9 @@ def sample() -> RolloutGroup:
         response_mask=[1, 0, 1], spans=[VersionSpan(0, 1, 3, "l0"), VersionSpan(1, 2, 4, "l0")], reward={"score": 1.0},
         finish_reason="stop", status=Status.COMPLETED, sample_params=SampleParams(temperature=0.7, seed=11),
     )  # fmt: skip
-    second = RolloutState(**shared, index=1, status=Status.ABORTED, finish_reason="abort", error="paused")
+    second = RolloutState(
+        **shared, index=1, status=Status.ABORTED, finish_reason="abort", error="paused"
+    )
     return RolloutGroup("sums-0000000007", "sums", [first, second])
 
 
@@ -146,7 +155,11 @@ def full() -> RolloutGroup:
         "prompt_ids": np.array([101, 102], "<i4"),
         "tools": [{"name": "add", "parameters": {}}],
         "tool_choice": "auto",
-        "multimodal": [MediaRef(kind="image", uri="file:///features/7.safetensors", tokens=2, grid_thw=[1, 2, 4])],
+        "multimodal": [
+            MediaRef(
+                kind="image", uri="file:///features/7.safetensors", tokens=2, grid_thw=[1, 2, 4]
+            )
+        ],
     }
     first = RolloutState(
         **shared, session_id="s0", response_ids=[5, 6], logprobs=[-1, -2], ref_logprobs=[-1.5, -2.5],
@@ -154,7 +167,12 @@ def full() -> RolloutGroup:
         routed_experts=np.arange(12, dtype="<i2").reshape(3, 2, 2), status=Status.COMPLETED, reward={"score": 1},
     )  # fmt: skip
     second = RolloutState(
-        **shared, index=1, response_ids=[7], logprobs=[-3], routed_experts="file:///experts/8", status=Status.COMPLETED
+        **shared,
+        index=1,
+        response_ids=[7],
+        logprobs=[-3],
+        routed_experts="file:///experts/8",
+        status=Status.COMPLETED,
     )
     return RolloutGroup("sums-0000000008", "sums", [first, second])
 
@@ -188,9 +206,13 @@ def test_long_texts_and_columns_in_another_order_are_read_the_same() -> None:
     data = wire.encode(group)
     assert wire_reader._read_own(memoryview(data)) == read_whole(data)
     raw = read_whole(data)
-    first = {"columns": dict(reversed(raw["columns"].items()))} | {k: v for k, v in raw.items() if k != "columns"}
+    first = {"columns": dict(reversed(raw["columns"].items()))} | {
+        k: v for k, v in raw.items() if k != "columns"
+    }
     for other in (data, msgpack.packb(first)):
-        assert [plain(state) for state in wire.decode(other).states] == [plain(state) for state in group.states]
+        assert [plain(state) for state in wire.decode(other).states] == [
+            plain(state) for state in group.states
+        ]
 
 
 @settings(max_examples=150)
@@ -314,7 +336,13 @@ def test_golden_file_is_read_by_plain_msgpack() -> None:
             "finish_reason": "stop",
             "spans": [[0, 1, 3, "l0"], [1, 2, 4, "l0"]],
         },
-        {"index": 1, "status": "aborted", "sample": {}, "finish_reason": "abort", "error": "paused"},
+        {
+            "index": 1,
+            "status": "aborted",
+            "sample": {},
+            "finish_reason": "abort",
+            "error": "paused",
+        },
     ]
     columns = {name: (column["dtype"], column["data"]) for name, column in raw["columns"].items()}
     assert columns == {
@@ -332,11 +360,20 @@ def test_optional_columns_are_plain_msgpack_too() -> None:
     raw = msgpack.unpackb(GOLDEN_FULL.read_bytes())
     assert wire.encode(full()) == GOLDEN_FULL.read_bytes()
     columns = raw["columns"]
-    assert columns["routed_experts"] == {"dtype": "<i2", "data": struct.pack("<12h", *range(12)), "shape": [3, 2, 2]}
+    assert columns["routed_experts"] == {
+        "dtype": "<i2",
+        "data": struct.pack("<12h", *range(12)),
+        "shape": [3, 2, 2],
+    }
     assert columns["values"]["data"] == struct.pack("<3f", 0.5, 0.25, float("nan"))
     assert [member["routed_experts"] for member in raw["members"]] == [True, "file:///experts/8"]
     assert raw["shared"]["multimodal"] == [
-        {"kind": "image", "uri": "file:///features/7.safetensors", "tokens": 2, "grid_thw": [1, 2, 4]}
+        {
+            "kind": "image",
+            "uri": "file:///features/7.safetensors",
+            "tokens": 2,
+            "grid_thw": [1, 2, 4],
+        }
     ]
     assert raw["members"][0]["tool_calls"] == [
         {"id": "c0", "name": "add", "arguments": {"a": 1}, "raw_arguments": '{"a": 1}'}
@@ -407,7 +444,11 @@ INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
         (("columns", "lengths", "data"), struct.pack("<2i", 3, 1), "for 4 response tokens"),
         (("columns", "lengths", "data"), struct.pack("<2i", 4, -1), "negative"),
         (("columns", "lengths", "data"), struct.pack("<3i", 3, 0, 0), "for 2 members"),
-        (("columns", "lengths", "data"), struct.pack("<2i", 2**31 - 1, 2**31 - 1), "response tokens"),
+        (
+            ("columns", "lengths", "data"),
+            struct.pack("<2i", 2**31 - 1, 2**31 - 1),
+            "response tokens",
+        ),
         (("columns", "response_ids", "data"), bytes(13), "no whole"),
         (("columns", "response_ids", "data"), struct.pack("<3i", 1, -1, 1), "negative token"),
         (("columns", "prompt_ids", "data"), struct.pack("<1i", -1), "negative token"),
@@ -416,20 +457,36 @@ INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
         (("columns", "logprobs", "data"), NAN, "logprobs"),
         (("columns", "logprobs", "data"), INFINITE, "logprobs"),
         (("columns", "mask", "data"), bytes([1, 2, 1]), "mask"),
-        (("columns", "advantages"), {"dtype": "<f4", "data": b""}, "at columns: .*unknown field `advantages`"),
+        (
+            ("columns", "advantages"),
+            {"dtype": "<f4", "data": b""},
+            "at columns: .*unknown field `advantages`",
+        ),
         (("columns", "values"), {"dtype": "<f4", "data": b""}, "0 values for 3"),
         (("columns", "values"), {"dtype": "<f4", "data": INFINITE}, "columns.values: infinite"),
         (("columns", "values"), {"dtype": "<f4", "data": NAN}, "NaN for some"),
-        (("columns", "ref_logprobs"), {"dtype": "<f4", "data": struct.pack("<3f", *[float("nan")] * 3)}, "no member"),
+        (
+            ("columns", "ref_logprobs"),
+            {"dtype": "<f4", "data": struct.pack("<3f", *[float("nan")] * 3)},
+            "no member",
+        ),
         (("columns", "ref_logprobs"), {"dtype": "<f8", "data": bytes(24)}, "dtype"),
         (("columns", "logprobs", "shape"), [3], "only routed_experts"),
-        (("columns", "routed_experts"), {"dtype": "<i2", "data": bytes(8), "shape": [4, 1, 1]}, "members have 0"),
+        (
+            ("columns", "routed_experts"),
+            {"dtype": "<i2", "data": bytes(8), "shape": [4, 1, 1]},
+            "members have 0",
+        ),
         (("members", 0, "routed_experts"), True, "0 rows, its members have 4"),
         (("members", 0, "routed_experts"), False, "members.0.routed_experts"),
         (("members", 0, "routed_experts"), [1], "members.0.routed_experts"),
         (("members", 0, "session_id"), 7, "members.0.session_id"),
         (("members", 0, "tool_calls"), [{"id": "a"}], "members.0.tool_calls.0: .*`name`"),
-        (("members", 0, "tool_calls"), [{"id": "a", "name": "b", "type": "function"}], "tool_calls.0: .*`type`"),
+        (
+            ("members", 0, "tool_calls"),
+            [{"id": "a", "name": "b", "type": "function"}],
+            "tool_calls.0: .*`type`",
+        ),
         (("shared", "tools"), [7], "shared.tools"),
         (("shared", "tool_choice"), 7, "shared.tool_choice"),
         (("shared", "multimodal"), [{"kind": "smell", "uri": "x"}], "shared.multimodal.0.kind"),
@@ -437,7 +494,9 @@ INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
         (("shared", "multimodal"), [{"kind": "image", "uri": "x", "grid_thw": [1, 2]}], "grid_thw"),
     ],
 )
-def test_inconsistent_documents_are_refused_with_the_place(place: tuple[Any, ...], value: object, said: str) -> None:
+def test_inconsistent_documents_are_refused_with_the_place(
+    place: tuple[Any, ...], value: object, said: str
+) -> None:
     changed = document()
     inner: Any = changed
     for step in place[:-1]:
@@ -518,7 +577,9 @@ def test_nesting_bombs_are_refused(depth: int, where: str) -> None:
             decode(document() | {"shared": {"extra": {"x": deep(depth)}}})
 
 
-@pytest.mark.parametrize("filling", [b"\x80", b"\x90", b"\x91\xc0", b"\xdd\x00\x04\x00\x00", b"\xdd\x00\x4c\x4b\x40"])
+@pytest.mark.parametrize(
+    "filling", [b"\x80", b"\x90", b"\x91\xc0", b"\xdd\x00\x04\x00\x00", b"\xdd\x00\x4c\x4b\x40"]
+)
 def test_five_megabytes_of_containers_do_not_fill_the_memory(filling: bytes) -> None:
     data = (b"\xdd" + struct.pack(">I", 5_000_000) + filling * 5_000_000)[:5_000_000]
     nested = b"\x81\xa1x" + b"".join(b"\xdc\xff\xff" + filling * 65_535 for _ in range(1)) * 70
@@ -545,7 +606,9 @@ def test_random_bytes_never_do_worse_than_a_wire_error(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("make", [sample, full])
-def test_mutated_documents_never_do_worse_than_a_wire_error(make: Callable[[], RolloutGroup]) -> None:
+def test_mutated_documents_never_do_worse_than_a_wire_error(
+    make: Callable[[], RolloutGroup],
+) -> None:
     dice = random.Random(7)
     whole = wire.encode(make())
     accepted = 0
@@ -581,11 +644,18 @@ ANYTHING = JSON | st.binary(max_size=40) | st.floats() | st.sampled_from(ODD)
 
 @settings(max_examples=250)
 @given(st.data())
-def test_documents_with_anything_anywhere_never_do_worse_than_a_wire_error(data: st.DataObject) -> None:
+def test_documents_with_anything_anywhere_never_do_worse_than_a_wire_error(
+    data: st.DataObject,
+) -> None:
     document = msgpack.unpackb(wire.encode(data.draw(st.sampled_from([sample, full]))()))
     for _ in range(data.draw(st.integers(1, 3))):
-        inner, place = document, data.draw(st.sampled_from(sorted(document)))
-        while isinstance(inner[place], dict | list) and inner[place] and data.draw(st.booleans() | st.just(True)):
+        inner = document
+        place = data.draw(st.sampled_from(sorted(document)))
+        while (
+            isinstance(inner[place], dict | list)
+            and inner[place]
+            and data.draw(st.booleans() | st.just(True))
+        ):
             inner = inner[place]
             places = sorted(inner) if isinstance(inner, dict) else range(len(inner))
             place = data.draw(st.sampled_from(places))
@@ -614,5 +684,7 @@ def test_what_msgpack_cannot_hold_is_a_wire_error(thing: object) -> None:
 def test_threads_may_decode_their_first_group_at_the_same_moment() -> None:
     """A worker's threads do. msgspec dereferenced a null pointer there, which no thread can catch."""
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-m", "tests.buffer.model.decode_at_once"], cwd=ROOT, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.buffer.model.decode_at_once"], cwd=ROOT, check=False
+        )
         assert done.returncode == 0

@@ -25,14 +25,19 @@ from tests.rolloutmq.populate import Scene
 def samples(text: str) -> dict[tuple[str, ...], float]:
     """(name, values of labels but run…) -> number"""
     return {
-        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "run")): sample.value
+        (
+            sample.name,
+            *(value for name, value in sorted(sample.labels.items()) if name != "run"),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
 
 
 def fetch(url: str, token: str = "") -> str:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    request = urllib.request.Request(
+        url, headers={"Authorization": f"Bearer {token}"} if token else {}
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
         text: str = answer.read().decode()
         return text
@@ -46,8 +51,12 @@ def endpoint(scene: Scene) -> Iterator[MetricsEndpoint]:
     served.close()
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[", "10.0.0.1"])
-def test_a_page_elsewhere_whose_name_means_this_machine_reads_nothing(endpoint: MetricsEndpoint, host: str) -> None:
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[", "10.0.0.1"]
+)
+def test_a_page_elsewhere_whose_name_means_this_machine_reads_nothing(
+    endpoint: MetricsEndpoint, host: str
+) -> None:
     request = urllib.request.Request(f"{endpoint.url}/metrics", headers={"Host": host})
     with pytest.raises(urllib.error.HTTPError, match="400") as refused:
         urllib.request.urlopen(request, timeout=30)
@@ -74,7 +83,9 @@ def test_metrics_say_what_status_says(scene: Scene, endpoint: MetricsEndpoint) -
     assert found["rolloutmq_up",] == 1
 
 
-def test_groups_that_only_wait_for_their_judge_are_told_by_worker(scene: Scene, endpoint: MetricsEndpoint) -> None:
+def test_groups_that_only_wait_for_their_judge_are_told_by_worker(
+    scene: Scene, endpoint: MetricsEndpoint
+) -> None:
     scene.beat("w0", ack=1, judging=1)
     found = samples(fetch(f"{endpoint.url}/metrics"))
     assert [found["rolloutmq_worker_groups_judging", worker] for worker in ("w0", "w1")] == [1, 0]
@@ -84,12 +95,16 @@ def test_every_name_is_a_good_one(endpoint: MetricsEndpoint) -> None:
     for family in text_string_to_metric_families(fetch(f"{endpoint.url}/metrics")):
         assert family.documentation.endswith(".")
         assert not family.name.endswith(("_ms", "_count", "_sum", "_bucket"))
-        assert all("run" in sample.labels for sample in family.samples if family.name != "rolloutmq_up")
+        assert all(
+            "run" in sample.labels for sample in family.samples if family.name != "rolloutmq_up"
+        )
 
 
 def test_a_waiting_trainer_tells_how_long(scene: Scene, endpoint: MetricsEndpoint) -> None:
     scene.run.control.beat("trainer", scene.trainer, waited_s=12.5)
-    assert samples(fetch(f"{endpoint.url}/metrics"))["rolloutmq_trainer_wait_seconds_total",] == 12.5
+    assert (
+        samples(fetch(f"{endpoint.url}/metrics"))["rolloutmq_trainer_wait_seconds_total",] == 12.5
+    )
 
 
 def test_workers_wanted_as_json(scene: Scene, endpoint: MetricsEndpoint) -> None:
@@ -145,6 +160,10 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
         served.close()
         store.close()
     monkeypatch.delenv("ROLLOUTMQ_METRICS_TOKEN", raising=False)
-    for address, words in (("0.0.0.0:0", "could be read"), ("here", "no address"), ("1:99999", "no address")):
+    for address, words in (
+        ("0.0.0.0:0", "could be read"),
+        ("here", "no address"),
+        ("1:99999", "no address"),
+    ):
         with pytest.raises(ConfigError, match=words):
             serve_process("worker", store, address)

@@ -1,4 +1,6 @@
-"""Dashboard, alerts and manifests as files: valid by their schemas, and every metric and flag in them exists."""
+"""Dashboard, alerts and manifests as files: valid by their schemas, and every metric and flag in
+them exists.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def expressions() -> Iterator[str]:
     for group in ALERTS["groups"]:
         yield from (rule["expr"] for rule in group["rules"])
     for _, document in MANIFESTS:
-        for trigger in document.get("spec", {}).get("triggers", []) if document["kind"] == "ScaledObject" else []:
+        for trigger in (
+            document.get("spec", {}).get("triggers", [])
+            if document["kind"] == "ScaledObject"
+            else []
+        ):
             if query := trigger["metadata"].get("query"):
                 yield query
 
@@ -54,15 +60,24 @@ def commands() -> Iterator[list[str]]:
     """Every command line that a container or a Slurm script gives to `rolloutmq`."""
     for service in COMPOSE["services"].values():
         if "rolloutmq" in service.get("image", ""):
-            yield [word.replace("${CONFIG:-configs/demo.toml}", "configs/demo.toml") for word in service["command"]]
+            yield [
+                word.replace("${CONFIG:-configs/demo.toml}", "configs/demo.toml")
+                for word in service["command"]
+            ]
     for _, document in MANIFESTS:
-        template = document.get("spec", {}).get("template", {}) if isinstance(document.get("spec"), dict) else {}
+        template = (
+            document.get("spec", {}).get("template", {})
+            if isinstance(document.get("spec"), dict)
+            else {}
+        )
         for container in template.get("spec", {}).get("containers", []):
             if "rolloutmq" in container["image"]:
                 yield container["args"]
     for script in sorted((DOCKER / "slurm").glob("*.sh")):
         for line in script.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
-            if found := re.search(r"\brolloutmq ((?:worker|train|producer|judge|warm-start|metrics)\b.*)", line):
+            if found := re.search(
+                r"\brolloutmq ((?:worker|train|producer|judge|warm-start|metrics)\b.*)", line
+            ):
                 yield shlex.split(found[1].split(" &")[0].replace("$CONFIG", "configs/demo.toml"))
 
 
@@ -78,7 +93,11 @@ def test_every_metric_in_dashboard_alerts_and_scaler_exists_with_those_labels(sc
         for name, selectors in re.findall(r"\b(rolloutmq_\w+)(\{[^}]*\})?", expression):
             used[name] = set(re.findall(r"(\w+)\s*[=!]~?", selectors))
     assert len(used) > 20
-    assert {name: wanted for name, wanted in used.items() if not wanted <= labels.get(name, set()) | {"none"}} == {}
+    assert {
+        name: wanted
+        for name, wanted in used.items()
+        if not wanted <= labels.get(name, set()) | {"none"}
+    } == {}
     assert used.keys() <= labels.keys()
 
 
@@ -101,8 +120,14 @@ def test_every_command_line_is_one(words: list[str]) -> None:
 
 def test_the_image_is_made_of_files_that_exist_and_runs_as_nobody_special() -> None:
     text = (DOCKER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-    instructions = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    copied = [words.split()[:-1] for name, words in instructions if name == "COPY" and "--from" not in words]
+    instructions = [
+        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
+    ]
+    copied = [
+        words.split()[:-1]
+        for name, words in instructions
+        if name == "COPY" and "--from" not in words
+    ]
     ignored = (DOCKER.parent / ".dockerignore").read_text(encoding="utf-8").split()
     for source in (source for sources in copied for source in sources):
         assert (DOCKER.parent / source).exists(), source
@@ -110,8 +135,14 @@ def test_the_image_is_made_of_files_that_exist_and_runs_as_nobody_special() -> N
     last = {name: words for name, words in instructions}  # of each kind, the last one counts
     assert int(last["USER"]) > 0
     assert json.loads(last["ENTRYPOINT"]) == ["tini", "--", "rolloutmq"]
-    assert {words.split()[0] for name, words in instructions if name == "FROM"} == {"python:${PYTHON}"}
-    images = [service["image"] for service in COMPOSE["services"].values() if "rolloutmq" not in service["image"]]
+    assert {words.split()[0] for name, words in instructions if name == "FROM"} == {
+        "python:${PYTHON}"
+    }
+    images = [
+        service["image"]
+        for service in COMPOSE["services"].values()
+        if "rolloutmq" not in service["image"]
+    ]
     assert all(re.search(r":v?\d+\.\d+", image) for image in images), images
 
 
@@ -119,20 +150,33 @@ def test_the_image_is_made_of_files_that_exist_and_runs_as_nobody_special() -> N
 def test_kustomize_puts_the_manifests_together(tmp_path: Path) -> None:
     folder = shutil.copytree(DOCKER / "kubernetes", tmp_path / "kubernetes")
     shutil.copy(DOCKER.parent / "configs" / "demo.toml", folder / "run.toml")
-    built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        ["kubectl", "kustomize", folder], capture_output=True, text=True, check=False
+    )
     assert built.returncode == 0, built.stderr
     kinds = {document["kind"] for document in yaml.safe_load_all(built.stdout)}
-    assert kinds == {document["kind"] for _, document in MANIFESTS} - {"Kustomization"} | {"ConfigMap"}
+    assert kinds == {document["kind"] for _, document in MANIFESTS} - {"Kustomization"} | {
+        "ConfigMap"
+    }
 
 
 def test_compose_files_are_valid() -> None:
     files = [str(DOCKER / name) for name in ("compose.yaml", "compose.gpu.yaml")]
-    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *files]
+    check = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.compose-spec",
+        *files,
+    ]
     done = subprocess.run(check, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("name", "manifest"), MANIFESTS, ids=[f"{n}-{d['kind']}" for n, d in MANIFESTS])
+@pytest.mark.parametrize(
+    ("name", "manifest"), MANIFESTS, ids=[f"{n}-{d['kind']}" for n, d in MANIFESTS]
+)
 def test_manifests_are_valid(name: str, manifest: dict[str, Any]) -> None:
     if manifest["apiVersion"] in OF_KEDA:
         spec = manifest["spec"]

@@ -1,4 +1,6 @@
-"""The number that autoscalers act on: it finds the fleet that keeps the trainer busy, and stays there."""
+"""The number that autoscalers act on: it finds the fleet that keeps the trainer busy, and stays
+there.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from buffer.monitoring.workers_wanted import Look, WorkersWanted
 
 @dataclass
 class Fleet:
-    """A trainer that needs `demand_s` of workers' time for every `step_s` of its own, and `workers` of them.
+    """A trainer that needs `demand_s` of workers' time for every `step_s` of its own, and `workers`
+    of them.
 
-    Groups may be ahead of the trainer by one batch, as with a max_staleness of 1; `noise` is what lengths of responses
-    make of the demand of a step.
+    Groups may be ahead of the trainer by one batch, as with a max_staleness of 1; `noise` is what
+    lengths of responses make of the demand of a step.
     """
 
     step_s: float
@@ -30,15 +33,18 @@ class Fleet:
     training_s: float = 0.0
 
     def run(self, seconds: float, random_: random.Random) -> Look:
-        end_s, busy_s = self.now_s + seconds, 0.0
+        end_s = self.now_s + seconds
+        busy_s = 0.0
         need_s = self.demand_s * random_.uniform(1 - self.noise, 1 + self.noise)
         while self.now_s < end_s:
             tick = 0.25
             room = max(0.0, 2 * need_s - self.stock)
             made = min(self.workers * tick, room)
-            self.stock, busy_s = self.stock + made, busy_s + made
+            self.stock = self.stock + made
+            busy_s = busy_s + made
             if self.training_s <= 0 and self.stock >= need_s:
-                self.stock, self.training_s = self.stock - need_s, self.step_s
+                self.stock = self.stock - need_s
+                self.training_s = self.step_s
                 need_s = self.demand_s * random_.uniform(1 - self.noise, 1 + self.noise)
             if self.training_s > 0:
                 self.training_s -= tick
@@ -60,7 +66,8 @@ def test_a_fleet_scaled_by_it_neither_starves_nor_flaps(
     step_s: float, ideal: float, start: int, noise: float, seed: int
 ) -> None:
     fleet = Fleet(step_s, ideal * step_s, start, noise)
-    wanted, random_ = WorkersWanted(), random.Random(seed)
+    wanted = WorkersWanted()
+    random_ = random.Random(seed)
     changes = []
     for minute in range(240):
         before = fleet.workers

@@ -20,15 +20,21 @@ NO_TIME = {name: field.attribute for name, field in FIELDS.items() if name != "t
 
 
 def everywhere(scene: Scene) -> None:
-    """At least one group in each place, of three tasks, with versions -, 0, 1, 2, 3 and lost leases."""
+    """At least one group in each place, of three tasks, with versions -, 0, 1, 2, 3 and lost
+    leases.
+    """
     scene.open_trainer(lineage="l1")
     scene.ready(1, 0, 2, 0, 3, lineage="l1")
     scene.ready(0, 1, task="code", lineage="l1")
     scene.ready(0, task="quiz", lineage="l1")
     scene.take(1, math=2, code=1)
     scene.enqueue(8)
-    for job, status in zip(scene.claim(4), (Status.ABORTED,) * 2 + (Status.COMPLETED,) * 2, strict=True):
-        scene.submit(job, None if status is Status.ABORTED else PolicyVersion("l1", 1), status=status)
+    for job, status in zip(
+        scene.claim(4), (Status.ABORTED,) * 2 + (Status.COMPLETED,) * 2, strict=True
+    ):
+        scene.submit(
+            job, None if status is Status.ABORTED else PolicyVersion("l1", 1), status=status
+        )
     for job in scene.claim(2, worker="w1"):
         scene.run.jobs.release("w1", job, "failed", "broken")
     scene.take(2, math=1)
@@ -56,7 +62,9 @@ def without_time(query: Any) -> Any:
     return {k: without_time(v) if k[0] == "$" else v for k, v in query.items() if k != "time"}
 
 
-def test_indexes_answer_what_a_scan_of_all_records_answers(make_scene: Callable[..., Scene]) -> None:
+def test_indexes_answer_what_a_scan_of_all_records_answers(
+    make_scene: Callable[..., Scene],
+) -> None:
     scene = make_scene(max_tries=1, stale_threshold=3, tail_batch_trigger_size=0)
     everywhere(scene)
     scene.run.buffer.refresh_staleness("math")
@@ -84,7 +92,8 @@ def moved_by_hand(scene: Scene) -> None:
     run = scene.run
     run.ledger.commit(scene.trainer, 1, 1)
     run.ledger.quarantine(scene.trainer, 2, scene.take(2, math=1).entries[0], "bad")
-    aborted, completed = scene.pool("aborted")[0][0], scene.pool("completed")[0][0]
+    aborted = scene.pool("aborted")[0][0]
+    completed = scene.pool("completed")[0][0]
     dead = next(letter.gid for letter in run.dead_letters.newest())
     for gid in (aborted, completed, dead):
         run.jobs.requeue(gid)
@@ -93,8 +102,12 @@ def moved_by_hand(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("order", ["staleness", "fifo", "length_fair"])
-def test_indexes_agree_with_a_scan_after_moves_by_hand(make_scene: Callable[..., Scene], order: str) -> None:
-    scene = make_scene(max_tries=1, stale_threshold=3, tail_batch_trigger_size=0, order=order, retain_batches=1)
+def test_indexes_agree_with_a_scan_after_moves_by_hand(
+    make_scene: Callable[..., Scene], order: str
+) -> None:
+    scene = make_scene(
+        max_tries=1, stale_threshold=3, tail_batch_trigger_size=0, order=order, retain_batches=1
+    )
     everywhere(scene)
     moved_by_hand(scene)
     found = every_record(scene)
@@ -103,7 +116,9 @@ def test_indexes_agree_with_a_scan_after_moves_by_hand(make_scene: Callable[...,
         expected = sorted(gid for gid, record in found.items() if record.stage == stage)
         assert sorted(row.gid for row in scene.run.groups.find({"stage": stage})) == expected
         assert scene.run.groups.count({"stage": stage}) == len(expected)
-    again = list(scene.run.groups.find({"stage": "waiting", "tries": 0, "tokens": 0, "version": None}))
+    again = list(
+        scene.run.groups.find({"stage": "waiting", "tries": 0, "tokens": 0, "version": None})
+    )
     assert len(again) >= 2
     assert [row.reward for row in again] == [None] * len(again)
     scene.check()
@@ -121,7 +136,9 @@ def test_indexes_agree_with_a_scan_after_moves_by_hand(make_scene: Callable[...,
         {"$or": [{"stage": "pool", "version": {"$gt": 0}}, {"stage": "waiting"}]},
     ],
 )
-def test_counting_by_indexes_is_counting_records(make_scene: Callable[..., Scene], query: dict[str, Any]) -> None:
+def test_counting_by_indexes_is_counting_records(
+    make_scene: Callable[..., Scene], query: dict[str, Any]
+) -> None:
     scene = make_scene(max_tries=1, stale_threshold=3)
     everywhere(scene)
     expected = [record for record in every_record(scene).values() if says(query, facts(record))]
@@ -130,14 +147,19 @@ def test_counting_by_indexes_is_counting_records(make_scene: Callable[..., Scene
 
 def calls(scene: Scene, *commands: str) -> int:
     counted = scene.run.store.control.info("commandstats")
-    return sum(int(counted.get(f"cmdstat_{command}", {"calls": 0})["calls"]) for command in commands)
+    return sum(
+        int(counted.get(f"cmdstat_{command}", {"calls": 0})["calls"]) for command in commands
+    )
 
 
 @pytest.mark.without("memory", reason="it counts no commands")
 def test_counting_a_pool_reads_no_record(scene: Scene) -> None:
     scene.ready(*range(6))
     before = calls(scene, "hmget", "hgetall")
-    assert scene.run.groups.count({"status": "completed", "stage": "pool", "staleness": {"$lt": -2}}) == 3
+    assert (
+        scene.run.groups.count({"status": "completed", "stage": "pool", "staleness": {"$lt": -2}})
+        == 3
+    )
     # one HMGET for the steps of the ledger
     assert calls(scene, "hmget", "hgetall") == before + 1
 
@@ -153,7 +175,9 @@ def test_stale_groups_are_read_from_the_pool_by_version(scene: Scene) -> None:
 
 def test_groups_of_a_pool_come_by_weights_and_arrival(scene: Scene) -> None:
     gids = scene.ready(2, 0, 1, 0)
-    assert [record.gid for record in scene.run.groups.find({"stage": "pool"})] == [gids[i] for i in (1, 3, 2, 0)]
+    assert [record.gid for record in scene.run.groups.find({"stage": "pool"})] == [
+        gids[i] for i in (1, 3, 2, 0)
+    ]
     assert [record.gid for record in scene.run.groups.find({}, limit=2)] == [gids[1], gids[3]]
     assert list(scene.run.groups.find({}, limit=0)) == []
 
@@ -166,12 +190,19 @@ def test_groups_can_be_sorted_with_those_without_a_value_last(scene: Scene) -> N
     assert ascending == [gids[1], gids[2], gids[0], waiting]
     descending = [record.gid for record in scene.run.groups.find({}, order="-version", limit=9)]
     assert descending == [gids[0], gids[2], gids[1], waiting]
-    assert [r.gid for r in scene.run.groups.find({"task": "math"}, order="-draw", limit=1)] == [waiting]
+    assert [r.gid for r in scene.run.groups.find({"task": "math"}, order="-draw", limit=1)] == [
+        waiting
+    ]
 
 
 @pytest.mark.parametrize(
     ("query", "options"),
-    [({"colour": 1}, {}), ({}, {"order": "colour", "limit": 1}), ({}, {"order": "draw"}), ({}, {"limit": -1})],
+    [
+        ({"colour": 1}, {}),
+        ({}, {"order": "colour", "limit": 1}),
+        ({}, {"order": "draw"}),
+        ({}, {"limit": -1}),
+    ],
 )
 def test_wrong_questions_are_refused_before_the_first_record(
     scene: Scene, query: dict[str, Any], options: dict[str, Any]
@@ -195,7 +226,9 @@ def test_groups_taken_while_a_pool_is_read_hide_no_other(
     assert len(set(rest)) == len(rest)
 
 
-def test_a_removed_anchor_among_equals_does_not_stop_the_walk(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_anchor_among_equals_does_not_stop_the_walk(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(buffer.query.scan, "PAGE", 2)
     gids = scene.ready(*[0] * 9)
     found = scene.run.groups.find({"stage": "pool"})

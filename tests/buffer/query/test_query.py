@@ -29,7 +29,9 @@ TAKEN = 4
 
 @st.composite
 def records(draw: st.DrawFn) -> GroupRecord:
-    task, number, version = draw(st.sampled_from(["math", "code"])), draw(FEW), draw(st.none() | FEW)
+    task = draw(st.sampled_from(["math", "code"]))
+    number = draw(FEW)
+    version = draw(st.none() | FEW)
     return GroupRecord(
         gid=f"{task}-{number:010d}",
         task=task,
@@ -57,9 +59,13 @@ def facts(record: GroupRecord) -> dict[str, Any]:
 
 @settings(max_examples=400)
 @given(QUERIES, st.lists(records(), min_size=1, max_size=5))
-def test_queries_mean_what_a_naive_reading_of_them_says(query: dict[str, Any], found: list[GroupRecord]) -> None:
+def test_queries_mean_what_a_naive_reading_of_them_says(
+    query: dict[str, Any], found: list[GroupRecord]
+) -> None:
     node = parse(query)
-    assert [matches(node, record) for record in found] == [says(query, facts(record)) for record in found]
+    assert [matches(node, record) for record in found] == [
+        says(query, facts(record)) for record in found
+    ]
     assert parse(node) is node
     assert parse({"$and": [node]}) == parse({"$and": [query]})
 
@@ -103,7 +109,9 @@ def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) 
         ({"staleness": {"$between": [-(10**400), 10**400]}}, VersionRange(-(2**53), 2**53)),
     ],
 )
-def test_pools_are_read_from_the_range_that_can_fit(query: dict[str, Any], expected: VersionRange) -> None:
+def test_pools_are_read_from_the_range_that_can_fit(
+    query: dict[str, Any], expected: VersionRange
+) -> None:
     found = version_range(parse(query), TAKEN)
     assert found == expected or (found.is_empty and expected.is_empty)
 
@@ -202,6 +210,14 @@ def test_record_counts_staleness_to_the_step_that_took_it() -> None:
 
     assert (read().task, read().draw, read().staleness, read().reward) == ("math", 7, 1, 0.75)
     assert read(stage="pool").staleness == read(batch="eval:5").staleness == 5
-    assert (read(version="").version, read(version="").staleness, read(status="aborted").reward) == (None, None, None)
+    assert (
+        read(version="").version,
+        read(version="").staleness,
+        read(status="aborted").reward,
+    ) == (None, None, None)
     times = {"entry": "400-0", "claimed_ms": "700", "submitted_ms": "600"}
-    assert (read().time_ms, read(**times).time_ms, read(claimed_ms="2000").time_ms) == (None, 300, 0)
+    assert (read().time_ms, read(**times).time_ms, read(claimed_ms="2000").time_ms) == (
+        None,
+        300,
+        0,
+    )

@@ -16,7 +16,8 @@ from buffer.run import Run
 from buffer.store.store import Store
 from consumer.rollout_consumer import RolloutConsumer
 
-call, scripts = Store.call, 0
+call = Store.call
+scripts = 0
 
 
 def dying(store: Store, script: str, *args: Any, **options: Any) -> list[Any]:

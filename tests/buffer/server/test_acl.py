@@ -37,7 +37,8 @@ class Site:
 
     def __init__(self, server: Server, name: str, stack: ExitStack) -> None:
         self.raw: Any = stack.enter_context(server.connect())
-        self.url, self.name = server.url, name
+        self.url = server.url
+        self.name = name
         for role in ROLES:
             self.raw.execute_command("ACL", "SETUSER", *words(acl_line(name, role, PASSWORD)))
         store = self.store("trainer")
@@ -45,7 +46,9 @@ class Site:
         self.runs = {role: Run.open(self.store(role), name) for role in ROLES if role != "judge"}
 
     def login(self, role: str) -> str:
-        return self.url.replace("unix://", f"unix://{user_name(self.name, role)}:{quote(PASSWORD)}@")
+        return self.url.replace(
+            "unix://", f"unix://{user_name(self.name, role)}:{quote(PASSWORD)}@"
+        )
 
     def store(self, role: str) -> Store:
         store = Store(self.login(role), deadline_s=5.0)
@@ -147,12 +150,17 @@ def test_a_worker_in_a_process_of_its_own_is_denied_nothing(site: Site) -> None:
 
 
 def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
-    """(role, what it must not do), with every nonce known: they can be read by whoever sees the run."""
-    scene, keys = site.scene, site.scene.keys
+    """(role, what it must not do), with every nonce known: they can be read by whoever sees the
+    run.
+    """
+    scene = site.scene
+    keys = site.scene.keys
     weights = PolicyVersion("l1", 9)
 
     def plain(*command: str) -> Callable[[Run], object]:
-        return lambda run: run.store.retrying("crime", lambda: run.store.control.execute_command(*command))
+        return lambda run: run.store.retrying(
+            "crime", lambda: run.store.control.execute_command(*command)
+        )
 
     of_the_trainer: list[Callable[[Run], object]] = [
         lambda run: run.ledger.take(scene.trainer, 2, {"math": 1}),
@@ -167,7 +175,9 @@ def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
         plain("HSET", keys.cursors, "math", "0"),
         plain("HDEL", keys.suspects, "w0"),
         lambda run: run.fleet.admit("w0"),
-        lambda run: run.jobs.enqueue(scene.producer, "op", "math", run.jobs.cursor("math"), [0], 99),
+        lambda run: run.jobs.enqueue(
+            scene.producer, "op", "math", run.jobs.cursor("math"), [0], 99
+        ),
     ]
     of_all = [
         plain("FLUSHALL"), plain("SET", "rmq:{other}:meta", "x"), plain("GET", "rmq:{other}:meta"),
@@ -199,10 +209,15 @@ def test_a_judge_sees_rq_and_nothing_of_the_run(site: Site) -> None:
     with redis.Redis.from_url(site.login("judge")) as client:
         queue = Queue(f"rmq-judge:{site.name}", connection=client, serializer=JSONSerializer)
         job = queue.enqueue("operator.add", 1, 2)
-        SimpleWorker([queue], connection=client, serializer=JSONSerializer).work(burst=True, logging_level="ERROR")
+        SimpleWorker([queue], connection=client, serializer=JSONSerializer).work(
+            burst=True, logging_level="ERROR"
+        )
         assert job.return_value() == 3
         assert site.denied() == []
-        for command in (("HGETALL", site.scene.keys.meta), ("LPUSH", site.scene.keys.bell("workers"), "x")):
+        for command in (
+            ("HGETALL", site.scene.keys.meta),
+            ("LPUSH", site.scene.keys.bell("workers"), "x"),
+        ):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command)
 

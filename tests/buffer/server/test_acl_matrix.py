@@ -1,7 +1,8 @@
-"""Every key and every script, tried by every role: what comes of it is declared here, so that a new one is a decision.
+"""Every key and every script, tried by every role: what comes of it is declared here, so that a new
+one is a decision.
 
-Keys are tried one by one (`ACL DRYRUN`), scripts with the calls of a whole story, each of which every role makes before
-it is made: whoever changes anything can do what the script does.
+Keys are tried one by one (`ACL DRYRUN`), scripts with the calls of a whole story, each of which
+every role makes before it is made: whoever changes anything can do what the script does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tests.buffer.time_machine import put_back, remember
 from tests.buffer.whole_story import tell_a_whole_story
 from tests.servers import Server, start_server
 
-VISITS, CHANGING = 6, 2
+VISITS = 6
+CHANGING = 2
 """Calls of each script that are tried at most, and such that change something."""
 
 ALL = "producer worker trainer operator"
@@ -59,7 +61,9 @@ CHANGES = {
         ("admit", "control", "publish_weights", "quarantine", "trainer_open"), STEER
     ),
 }  # fmt: skip
-"""Roles that can change a run with a script: because it is their work, or because they may write its keys anyway."""
+"""Roles that can change a run with a script: because it is their work, or because they may write
+its keys anyway.
+"""
 
 READS = {"check", "counts", "pass_over", "peek", "silent", "sync", "totals"}
 """Scripts that change nothing; `sync` notes the time, and here is nothing to pass over."""
@@ -68,7 +72,9 @@ STOPPED_LATE = {
     ("control", "producer"), ("dissolve_batch", "worker"), ("forget", "worker"), ("publish_weights", "producer"),
     ("quarantine", "producer"), ("reassert", "worker"), ("rescore", "worker"), ("trainer_open", "producer"),
 }  # fmt: skip
-"""Who is denied a script only after it wrote something: nothing that the role may not write by itself."""
+"""Who is denied a script only after it wrote something: nothing that the role may not write by
+itself.
+"""
 
 NAMES = {
     "task": "math", "lane": "fresh", "status": "completed", "who": "workers", "gid": "math-0000000001", "token": "t",
@@ -92,7 +98,11 @@ def raw(own_server: Server, run_name: str) -> Iterator[Any]:
 
 def kinds() -> dict[str, str]:
     """Every kind of key of the table in buffer/store/keys.py, with its type."""
-    found = dict(re.findall(r"^ +rmq:\{run\}:(\S+) +([A-Z]+) ", buffer.store.keys.__doc__ or "", re.MULTILINE))
+    found = dict(
+        re.findall(
+            r"^ +rmq:\{run\}:(\S+) +([A-Z]+) ", buffer.store.keys.__doc__ or "", re.MULTILINE
+        )
+    )
     ended = found.pop("ended:<task>:<place>")
     return found | {f"ended:<task>:{place}": ended for place in ENDS}
 
@@ -113,7 +123,9 @@ def allows(raw: Any, user: str, key: str, command: Sequence[str]) -> bool:
     return bool(said == b"OK")
 
 
-def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(raw: Any, run_name: str) -> None:
+def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(
+    raw: Any, run_name: str
+) -> None:
     found = kinds()
     assert set(found) == set(WRITES)
     for kind, type_ in found.items():
@@ -123,20 +135,34 @@ def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(raw: Any, r
             user = user_name(run_name, role)
             assert allows(raw, user, key, read) == (role != "judge"), (kind, role)
             for write in writes:
-                assert allows(raw, user, key, write) == (role in WRITES[kind].split()), (kind, role, write[0])
+                assert allows(raw, user, key, write) == (role in WRITES[kind].split()), (
+                    kind,
+                    role,
+                    write[0],
+                )
             for command in COMMANDS[type_]:
-                assert not allows(raw, user, key.replace(run_name, "other"), command), (kind, role, command[0])
+                assert not allows(raw, user, key.replace(run_name, "other"), command), (
+                    kind,
+                    role,
+                    command[0],
+                )
 
 
 class MatrixStore(OneByOneStore):
-    """`changed`: by script, the roles that could change a run with it; `half_done`: who was denied it too late."""
+    """`changed`: by script, the roles that could change a run with it; `half_done`: who was denied
+    it too late.
+    """
 
     def __init__(self, url: str, raw: Any, run: str) -> None:
         super().__init__(url, raw, run)
-        self.visits, self.changing = Counter[str](), Counter[str]()
+        self.visits = Counter[str]()
+        self.changing = Counter[str]()
         self.changed: dict[str, set[str]] = defaultdict(set)
         self.half_done: set[tuple[str, str]] = set()
-        logins = {role: url.replace("unix://", f"unix://{user_name(run, role)}:{quote(PASSWORD)}@") for role in ROLES}
+        logins = {
+            role: url.replace("unix://", f"unix://{user_name(run, role)}:{quote(PASSWORD)}@")
+            for role in ROLES
+        }
         self.clients = {role: redis.Redis.from_url(login) for role, login in logins.items()}
 
     def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
@@ -150,7 +176,8 @@ class MatrixStore(OneByOneStore):
 
     def _moves(self, script: Script, role: str, keys: list[str], args: Sequence[Any]) -> bool:
         """Whether the role can change the run with that call; it is then undone."""
-        before, moment = exact(self.raw, self.run), remember(self.raw, self.run)
+        before = exact(self.raw, self.run)
+        moment = remember(self.raw, self.run)
         is_denied = False
         try:
             self.clients[role].evalsha(script.sha, len(keys), *keys, *args)
@@ -177,7 +204,10 @@ def test_every_script_changes_a_run_for_no_role_but_the_declared(
     assert set(CHANGES) | READS == set(library())
     found = {script: roles for script, roles in store.changed.items() if roles}
     assert set(found) == set(CHANGES)
-    # which branches a story takes may differ by the order of a set: nobody else may do it, in any of them
-    assert {name: found[name] - set(CHANGES[name].split()) for name in found} == {name: set() for name in found}
+    # which branches a story takes may differ by the order of a set: nobody else may do it, in any
+    # of them
+    assert {name: found[name] - set(CHANGES[name].split()) for name in found} == {
+        name: set() for name in found
+    }
     assert all("operator" in roles for roles in found.values())
     assert store.half_done <= STOPPED_LATE

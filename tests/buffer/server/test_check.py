@@ -20,7 +20,9 @@ def bad(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(found.level, found.what) for found in findings if found.level != "ok"]
 
 
-def test_a_safe_server_has_nothing_to_complain_about(server: Server, redis_client: redis.Redis) -> None:
+def test_a_safe_server_has_nothing_to_complain_about(
+    server: Server, redis_client: redis.Redis
+) -> None:
     findings = check_server(redis_client)
     assert bad(findings) == []
     assert findings[0].what.lower().startswith(server.kind)
@@ -43,7 +45,9 @@ def client_of(folder: Path, *options: str, **login: str) -> Iterator[redis.Redis
         (("--appendfsync", "everysec"), "warning", "appendfsync everysec"),
     ],
 )
-def test_a_setting_that_loses_data_is_found(tmp_path: Path, options: tuple[str, ...], level: str, what: str) -> None:
+def test_a_setting_that_loses_data_is_found(
+    tmp_path: Path, options: tuple[str, ...], level: str, what: str
+) -> None:
     with client_of(tmp_path, *options) as client:
         assert bad(check_server(client)) == [(level, what)]
         if level == "error":
@@ -74,7 +78,9 @@ def test_a_server_that_cannot_be_used_is_refused_even_if_unsafe_is_allowed(
 
 
 @pytest.mark.parametrize(("forbidden", "command"), [("-config", "CONFIG GET"), ("-info", "INFO")])
-def test_a_user_who_may_not_look_gets_a_warning(tmp_path: Path, forbidden: str, command: str) -> None:
+def test_a_user_who_may_not_look_gets_a_warning(
+    tmp_path: Path, forbidden: str, command: str
+) -> None:
     user = ["--user", "worker", "on", ">pw", "~*", "&*", "+@all", forbidden]
     with client_of(tmp_path, *user, username="worker", password="pw") as client:
         assert bad(check_server(client)) == [("warning", f"{command} is forbidden for this user")]
@@ -124,7 +130,10 @@ def test_a_loading_server_may_be_tried_again() -> None:
 
 
 def explain(url: str) -> StoreError:
-    with redis.Redis.from_url(url, socket_timeout=1.0) as client, pytest.raises(redis.RedisError) as caught:
+    with (
+        redis.Redis.from_url(url, socket_timeout=1.0) as client,
+        pytest.raises(redis.RedisError) as caught,
+    ):
         client.ping()
     found = describe_connection_error(url, caught.value)
     assert found.exit_code == 3
@@ -171,10 +180,15 @@ def test_a_database_that_does_not_exist_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_forbidden_command_is_explained(tmp_path: Path) -> None:
-    with start_redis(tmp_path, *SAFE, *["--user", "worker", "on", ">pw", "~*", "&*", "-@all"]) as url:
+    with start_redis(
+        tmp_path, *SAFE, *["--user", "worker", "on", ">pw", "~*", "&*", "-@all"]
+    ) as url:
         assert "ACL forbids" in str(explain(url.replace("unix://", "unix://worker:pw@")))
 
 
 def test_memory_of_a_process_holds_no_run_of_others() -> None:
-    with open_client("memory://refused") as client, pytest.raises(StoreUnsafe, match="memory of one process"):
+    with (
+        open_client("memory://refused") as client,
+        pytest.raises(StoreUnsafe, match="memory of one process"),
+    ):
         require_safe(client, allow_unsafe=True)

@@ -99,7 +99,9 @@ def test_starting_from_many_processes_at_once_makes_one_server(embedded: Embedde
 def test_stale_files_do_not_matter_when_no_server_runs(embedded: EmbeddedServer) -> None:
     embedded.start()
     embedded.kill()
-    (embedded.folder / "valkey.pid").write_text(f"{os.getpid()}\n")  # reused by an innocent process: this one
+    (embedded.folder / "valkey.pid").write_text(
+        f"{os.getpid()}\n"
+    )  # reused by an innocent process: this one
     assert embedded.socket_path.exists()
     assert embedded.pid is None
     embedded.stop()
@@ -107,7 +109,9 @@ def test_stale_files_do_not_matter_when_no_server_runs(embedded: EmbeddedServer)
     assert embedded.pid not in (None, os.getpid())
 
 
-def test_no_second_server_starts_when_the_first_has_lost_its_socket(embedded: EmbeddedServer) -> None:
+def test_no_second_server_starts_when_the_first_has_lost_its_socket(
+    embedded: EmbeddedServer,
+) -> None:
     embedded.start()
     embedded.socket_path.unlink()
     with pytest.raises(StoreUnavailable, match="does not answer") as caught:

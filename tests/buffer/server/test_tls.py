@@ -1,4 +1,6 @@
-"""A run over TLS, with client certificates that the `openssl` command makes for the test. Debian's Redis has TLS."""
+"""A run over TLS, with client certificates that the `openssl` command makes for the test. Debian's
+Redis has TLS.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Authority:
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={self.folder / 'ca.crt'}"
         if not client:
             return url
-        return f"{url}&ssl_certfile={self.folder / client}.crt&ssl_keyfile={self.folder / client}.key"
+        return (
+            f"{url}&ssl_certfile={self.folder / client}.crt&ssl_keyfile={self.folder / client}.key"
+        )
 
     def _openssl(self, *words: str) -> None:
         subprocess.run(["openssl", *words], cwd=self.folder, check=True, capture_output=True)
@@ -62,7 +66,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A Redis that wants TLS and a certificate of each client."""
     binary = shutil.which("redis-server")
-    linked = subprocess.run(["ldd", binary or "/"], capture_output=True, text=True, check=False).stdout
+    linked = subprocess.run(
+        ["ldd", binary or "/"], capture_output=True, text=True, check=False
+    ).stdout
     if not binary or "libssl" not in linked:
         pytest.skip("no redis-server with TLS on this machine")
     folder = tmp_path_factory.mktemp("server")
@@ -100,7 +106,9 @@ def _answers(process: subprocess.Popen[bytes], number: int) -> bool:
     return False
 
 
-def test_a_run_goes_over_tls_with_a_client_certificate(authority: Authority, port: int, run_name: str) -> None:
+def test_a_run_goes_over_tls_with_a_client_certificate(
+    authority: Authority, port: int, run_name: str
+) -> None:
     url = authority.url(port, "client")
     store = Store(url, deadline_s=10.0)
     require_all_safe(store.servers)
@@ -115,7 +123,9 @@ def test_a_run_goes_over_tls_with_a_client_certificate(authority: Authority, por
     store.close()
 
 
-def test_who_has_no_certificate_or_a_foreign_one_is_refused(authority: Authority, port: int, tmp_path: Path) -> None:
+def test_who_has_no_certificate_or_a_foreign_one_is_refused(
+    authority: Authority, port: int, tmp_path: Path
+) -> None:
     foreign = Authority(tmp_path / "foreign")
     foreign.issue("client")
     folder = foreign.folder
@@ -125,6 +135,11 @@ def test_who_has_no_certificate_or_a_foreign_one_is_refused(authority: Authority
         with pytest.raises(StoreError):
             store.retrying("ping", store.control.ping)
         store.close()
-    with redis.Redis.from_url(foreign.url(port, "client")) as client, pytest.raises(redis.ConnectionError) as refused:
+    with (
+        redis.Redis.from_url(foreign.url(port, "client")) as client,
+        pytest.raises(redis.ConnectionError) as refused,
+    ):
         client.ping()
-    assert "TLS with the server failed" in str(describe_connection_error(authority.url(port), refused.value))
+    assert "TLS with the server failed" in str(
+        describe_connection_error(authority.url(port), refused.value)
+    )

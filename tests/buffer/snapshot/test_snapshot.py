@@ -1,4 +1,6 @@
-"""A run that was saved and resumed is the same run (I1, I5, I6); what is not whole is refused, and leaves nothing."""
+"""A run that was saved and resumed is the same run (I1, I5, I6); what is not whole is refused, and
+leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,13 @@ def resumed(scene: Scene, folder: Path, **options: Any) -> Scene:
     """The run of a snapshot under another name, seen by another scene."""
     other = object.__new__(Scene)
     other.run = Run.resume(scene.store, folder, name=f"{scene.name}-again", **options)
-    other.store, other.raw, other.name, other.keys = scene.store, scene.raw, other.run.name, other.run.keys
-    other.producer, other.trainer, other.nonces = "", "", {}
+    other.store = scene.store
+    other.raw = scene.raw
+    other.name = other.run.name
+    other.keys = other.run.keys
+    other.producer = ""
+    other.trainer = ""
+    other.nonces = {}
     return other
 
 
@@ -76,7 +83,9 @@ def names_of(scene: Scene, name: str) -> list[str]:
     return run_keys(scene.raw, name)
 
 
-def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(busy: Scene, tmp_path: Path) -> None:
+def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(
+    busy: Scene, tmp_path: Path
+) -> None:
     for job in busy.raw.zrange(busy.keys.leases, 0, -1):
         busy.raw.hset(busy.keys.group(job.decode()), "claimed_ms", "1")
     facts = busy.run.save(tmp_path / "s")
@@ -89,25 +98,42 @@ def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(busy: Scene, t
     assert other.run.nonce == busy.run.nonce
     assert other.run.limits == busy.run.limits
     # what runs waits again, behind what waited, with its try given back
-    assert running == [other.stream("resume")[-1].encode(), other.stream("eval", "quiz")[-1].encode()]
+    assert running == [
+        other.stream("resume")[-1].encode(),
+        other.stream("eval", "quiz")[-1].encode(),
+    ]
     for gid in (gid.decode() for gid in running):
-        was, now = busy.record(gid), other.record(gid)
+        was = busy.record(gid)
+        now = other.record(gid)
         assert int(now["tries"]) == int(was["tries"]) - 1
         assert now["stage"] == "waiting"
         before.pop(f"group:{gid}"), after.pop(f"group:{gid}")
-    for name in ("leases", "holds:w0", "workers", "worker:w0", "garbage", "jobs:math:resume", "jobs:quiz:eval"):
+    for name in (
+        "leases",
+        "holds:w0",
+        "workers",
+        "worker:w0",
+        "garbage",
+        "jobs:math:resume",
+        "jobs:quiz:eval",
+    ):
         before.pop(name, None), after.pop(name, None)
     # bytes that nobody needs any more were not copied
     for name in [n for n in before if n.startswith("payload:") and n not in after]:
         _, gid, token = name.split(":")
         assert any(entry.startswith(f"{gid} {token} ") for entry in busy.garbage())
         before.pop(name)
-    before["control"], after["control"] = without_roles(before["control"]), without_roles(after["control"])
+    before["control"], after["control"] = (
+        without_roles(before["control"]),
+        without_roles(after["control"]),
+    )
     before["progress:math"][b"running"] = before["progress:quiz"][b"running"] = b"0"
     assert after == before
 
 
-def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(busy: Scene, tmp_path: Path) -> None:
+def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(
+    busy: Scene, tmp_path: Path
+) -> None:
     taken = {step: busy.run.ledger.manifest(step) for step in (2, 3)}
     payloads = [busy.run.payloads.read(e.payload) for m in taken.values() if m for e in m.entries]
     busy.run.save(tmp_path / "s")
@@ -117,7 +143,9 @@ def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(busy: S
     other.open_trainer(1, "l2")
     again = {step: other.take(step) for step in (2, 3)}
     assert again == taken
-    assert [other.run.payloads.read(e.payload) for m in again.values() for e in m.entries] == payloads
+    assert [
+        other.run.payloads.read(e.payload) for m in again.values() for e in m.entries
+    ] == payloads
     order = [gid for gid, _ in other.pool("completed")]
     assert other.take(4, math=len(order)).gids == order
     # the next draw, the next arrival
@@ -144,7 +172,9 @@ def test_partial_tokens_survive(scene: Scene, tmp_path: Path) -> None:
     other.check()
 
 
-def test_payloads_of_several_chunks_and_files(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_of_several_chunks_and_files(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(on_disk, "FILE_BYTES", 500_000)
     scene.enqueue(2)
     for job in scene.claim(2):
@@ -177,11 +207,14 @@ def test_save_begins_again_when_the_index_moves_and_gives_up_when_it_never_stand
         "take": lambda: busy.take(4, math=1),
         "commit": lambda: busy.run.ledger.commit(busy.trainer, 3, 2),
         "refresh": lambda: (
-            busy.raw.hset(busy.keys.ledger("train"), "taken", 9) and busy.run.buffer.refresh_staleness("code")
+            busy.raw.hset(busy.keys.ledger("train"), "taken", 9)
+            and busy.run.buffer.refresh_staleness("code")
         ),
         "enqueue": lambda: busy.enqueue(1),
         "reap": busy.run.jobs.reap,
-        "publish": lambda: busy.run.control.publish_weights(busy.trainer, PolicyVersion("l0", 1), "/w", ""),
+        "publish": lambda: busy.run.control.publish_weights(
+            busy.trainer, PolicyVersion("l0", 1), "/w", ""
+        ),
     }
     if move == "reap":
         busy.expire_leases()
@@ -212,7 +245,9 @@ def test_save_is_not_disturbed_by_beats_and_heartbeats(busy: Scene, tmp_path: Pa
     busy.run.save(tmp_path / "s", attempts=1, advance=advance)
 
 
-def test_run_goes_on_while_payloads_are_copied_and_none_is_freed(busy: Scene, tmp_path: Path) -> None:
+def test_run_goes_on_while_payloads_are_copied_and_none_is_freed(
+    busy: Scene, tmp_path: Path
+) -> None:
     def advance(what: str, done: int) -> None:
         if what == "payloads" and done == 1:
             busy.run.ledger.commit(busy.trainer, 3, 3)
@@ -268,7 +303,8 @@ def test_resume_refuses_leftovers_of_a_run_without_its_meta(busy: Scene, tmp_pat
 
 
 def damaged(folder: Path) -> list[tuple[str, Callable[[], object]]]:
-    index, payloads = folder / "index-00000.msgpack", folder / "payloads-00000.msgpack"
+    index = folder / "index-00000.msgpack"
+    payloads = folder / "payloads-00000.msgpack"
     manifest = folder / "manifest.json"
     data = payloads.read_bytes()
     flipped = bytes([data[100] ^ 1])
@@ -277,7 +313,12 @@ def damaged(folder: Path) -> list[tuple[str, Callable[[], object]]]:
         ("was cut off", lambda: index.write_bytes(index.read_bytes() + b"\x00")),
         ("was altered", lambda: payloads.write_bytes(data[:100] + flipped + data[101:])),
         ("cannot be read", payloads.unlink),
-        ("was altered", lambda: manifest.write_bytes(manifest.read_bytes().replace(b'"groups": ', b'"groups": 1'))),
+        (
+            "was altered",
+            lambda: manifest.write_bytes(
+                manifest.read_bytes().replace(b'"groups": ', b'"groups": 1')
+            ),
+        ),
         ("holds no snapshot", lambda: manifest.write_bytes(manifest.read_bytes()[:-9])),
         ("not the manifest", lambda: manifest.write_bytes(b"{}")),
         ("holds no snapshot", manifest.unlink),
@@ -285,7 +326,9 @@ def damaged(folder: Path) -> list[tuple[str, Callable[[], object]]]:
 
 
 @pytest.mark.parametrize("which", range(8))
-def test_resume_refuses_what_was_cut_off_or_altered_and_leaves_nothing(busy: Scene, tmp_path: Path, which: int) -> None:
+def test_resume_refuses_what_was_cut_off_or_altered_and_leaves_nothing(
+    busy: Scene, tmp_path: Path, which: int
+) -> None:
     busy.run.save(tmp_path / "s")
     words, damage = damaged(tmp_path / "s")[which]
     damage()
@@ -364,7 +407,9 @@ def test_interrupted_resume_is_cleared_away_by_the_next_one_and_by_itself_where_
     other.check()
 
 
-def test_resume_goes_on_when_connections_are_killed(busy: Scene, store: Store, tmp_path: Path) -> None:
+def test_resume_goes_on_when_connections_are_killed(
+    busy: Scene, store: Store, tmp_path: Path
+) -> None:
     def kill(what: str, done: int) -> None:
         for client in busy.raw.client_list():
             if client["name"].startswith("rolloutmq"):
@@ -413,16 +458,26 @@ def test_names_of_payloads_are_those_of_the_records(busy: Scene, tmp_path: Path)
     for draw in range(12):
         gid = group_id("math", draw)
         if record := other.record(gid):
-            ref = PayloadRef(gid, record["payload"], int(record["chunks"]), int(record["size"]), record.get("crc", ""))
+            ref = PayloadRef(
+                gid,
+                record["payload"],
+                int(record["chunks"]),
+                int(record["size"]),
+                record.get("crc", ""),
+            )
             assert other.run.buffer.read(ref).gid == gid
 
 
 @pytest.mark.parametrize("kinds", [("valkey", "redis"), ("redis", "valkey")])
-def test_snapshot_of_one_kind_of_server_resumes_on_the_other(tmp_path: Path, kinds: tuple[str, str]) -> None:
+def test_snapshot_of_one_kind_of_server_resumes_on_the_other(
+    tmp_path: Path, kinds: tuple[str, str]
+) -> None:
     folder = tmp_path / "s"
     with start_server(kinds[0], tmp_path / "a") as one, one.connect() as raw:
         store = Store(one.url)
-        scene = Scene(store, raw, "moved", LIMITS.model_copy(update={"max_tries": 1, "stale_threshold": 9}))
+        scene = Scene(
+            store, raw, "moved", LIMITS.model_copy(update={"max_tries": 1, "stale_threshold": 9})
+        )
         fill(scene).run.save(folder)
         manifest = scene.run.ledger.manifest(3)
         store.close()

@@ -42,7 +42,9 @@ def ready(scene: Scene, *lengths: int) -> list[str]:
 
 
 def lived(make_scene: Make, order: str = "staleness", **limits: object) -> Scene:
-    """Step 1 is archived and retained, a group of step 2 was quarantined, groups were requeued and dropped by hand."""
+    """Step 1 is archived and retained, a group of step 2 was quarantined, groups were requeued and
+    dropped by hand.
+    """
     scene = make_scene(order=order, retain_batches=2, stale_threshold=9, **limits)
     scene.run.buffer.order_function = longest_first
     scene.open_trainer(lineage="l0")
@@ -80,8 +82,16 @@ def test_resumed_run_delivers_the_same_batches_in_the_order_of_every_policy(
     other = again(scene, tmp_path / "s")
     other.check()
     assert other.run.limits == scene.run.limits
-    kept, there = scene.dump(), other.dump()
-    for key in ("order:math:completed", "progress:math", "ledger:train", "batch:train:1", "batch:train:2", "dead"):
+    kept = scene.dump()
+    there = other.dump()
+    for key in (
+        "order:math:completed",
+        "progress:math",
+        "ledger:train",
+        "batch:train:1",
+        "batch:train:2",
+        "dead",
+    ):
         assert there.get(key) == kept.get(key), key
     for run in (scene, other):
         run.open_trainer(1, "l1", take_over=True)
@@ -91,7 +101,8 @@ def test_resumed_run_delivers_the_same_batches_in_the_order_of_every_policy(
         if step == 4:
             # lengths that came before go on with their turns, a new one does not catch up
             assert ready(other, 40, 2, 200, 8) == ready(scene, 40, 2, 200, 8)
-        ours, theirs = scene.take(step, math=2), other.take(step, math=2)
+        ours = scene.take(step, math=2)
+        theirs = other.take(step, math=2)
         assert theirs.gids == ours.gids
         assert [other.run.buffer.read(e.payload).response_ids.tolist() for e in theirs.entries] == [
             scene.run.buffer.read(e.payload).response_ids.tolist() for e in ours.entries
@@ -99,7 +110,9 @@ def test_resumed_run_delivers_the_same_batches_in_the_order_of_every_policy(
     other.check()
 
 
-def test_retained_batches_stay_readable_and_are_freed_as_before(make_scene: Make, tmp_path: Path) -> None:
+def test_retained_batches_stay_readable_and_are_freed_as_before(
+    make_scene: Make, tmp_path: Path
+) -> None:
     scene = lived(make_scene)
     other = again(scene, tmp_path / "s")
     manifest = other.run.ledger.manifest(1)
@@ -126,7 +139,8 @@ def test_batch_that_is_half_archived_is_whole_after_the_resume(
     scene.open_trainer(lineage="l0")
     scene.ready(0, 0, 0, 0, 0)
     taken = scene.take(1, math=5)
-    keys, tasks = scene.keys, list(scene.run.limits.tasks)
+    keys = scene.keys
+    tasks = list(scene.run.limits.tasks)
     reply = scene.store.call(
         "commit",
         keys.slots(),
@@ -148,7 +162,9 @@ def test_batch_that_is_half_archived_is_whole_after_the_resume(
 
 
 @pytest.mark.parametrize("damage", ["gone", "altered"])
-def test_group_that_died_of_its_bytes_does_not_stop_a_snapshot(make_scene: Make, tmp_path: Path, damage: str) -> None:
+def test_group_that_died_of_its_bytes_does_not_stop_a_snapshot(
+    make_scene: Make, tmp_path: Path, damage: str
+) -> None:
     scene = make_scene()
     scene.open_trainer(lineage="l0")
     scene.ready(0, 0)
@@ -176,7 +192,9 @@ MOVES = ("requeue", "requeue dead", "drop", "quarantine", "forget", "reorder")
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_save_begins_again_when_a_group_is_moved_by_hand(make_scene: Make, tmp_path: Path, move: str) -> None:
+def test_save_begins_again_when_a_group_is_moved_by_hand(
+    make_scene: Make, tmp_path: Path, move: str
+) -> None:
     scene = lived(make_scene, "fifo")
     pooled = [gid for gid, _ in scene.pool("completed")]
     (dead,) = (letter.gid for letter in scene.run.dead_letters.newest())
@@ -186,7 +204,9 @@ def test_save_begins_again_when_a_group_is_moved_by_hand(make_scene: Make, tmp_p
         "requeue": lambda: scene.run.jobs.requeue(pooled[0]),
         "requeue dead": lambda: scene.run.jobs.requeue(dead),
         "drop": lambda: scene.run.jobs.drop(pooled[0]),
-        "quarantine": lambda: scene.run.ledger.quarantine(scene.trainer, 2, scene.take(2).entries[0], "bad"),
+        "quarantine": lambda: scene.run.ledger.quarantine(
+            scene.trainer, 2, scene.take(2).entries[0], "bad"
+        ),
         "forget": lambda: less.ledger.archive.forget(),
         "reorder": lambda: scene.store.call(
             "reorder",
@@ -194,7 +214,12 @@ def test_save_begins_again_when_a_group_is_moved_by_hand(make_scene: Make, tmp_p
             {"nonce": scene.trainer, "policy": "fifo", "start": 0, "limit": 9},
         ),
     }
-    less = Run(scene.store, scene.name, scene.run.nonce, scene.run.limits.model_copy(update={"retain_batches": 0}))
+    less = Run(
+        scene.store,
+        scene.name,
+        scene.run.nonce,
+        scene.run.limits.model_copy(update={"retain_batches": 0}),
+    )
     moved: list[int] = []
 
     def advance(what: str, done: int) -> None:

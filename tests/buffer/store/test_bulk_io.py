@@ -34,22 +34,33 @@ def names(key: str, count: int) -> list[str]:
 
 def test_payloads_of_every_size_come_back_whole_and_in_order(scene: Scene) -> None:
     data = [payload(size) for size in SIZES]
-    refs = scene.run.payloads.write_many([Upload(f"math-{i:010d}", "t", part) for i, part in enumerate(data)])
+    refs = scene.run.payloads.write_many(
+        [Upload(f"math-{i:010d}", "t", part) for i, part in enumerate(data)]
+    )
     assert max(ref.chunks for ref in refs) == 4
-    assert [bytes(part) for part in scene.run.payloads.read_each(refs, lambda _, part: part)] == data
+    assert [
+        bytes(part) for part in scene.run.payloads.read_each(refs, lambda _, part: part)
+    ] == data
 
 
 @pytest.mark.parametrize("size", [0, 10, 10**6])
 def test_receive_finds_more_or_less_than_was_expected(scene: Scene, key: str, size: int) -> None:
     values = [payload(n) for n in (100_000, 3, 70_000)]
-    scene.store.write("test", [("SET", name, value) for name, value in zip(names(key, 3), values, strict=True)])
+    scene.store.write(
+        "test", [("SET", name, value) for name, value in zip(names(key, 3), values, strict=True)]
+    )
     found = scene.store.read("test", [names(key, 2), names(key, 3)[2:]], [size, size])
-    assert [[bytes(part or b"") for part in parts] for parts in found] == _whole([values[:2], values[2:]], found)
+    assert [[bytes(part or b"") for part in parts] for parts in found] == _whole(
+        [values[:2], values[2:]], found
+    )
 
 
 def _whole(values: Sequence[Sequence[bytes]], found: Sequence[Parts]) -> list[list[bytes]]:
     # a client without a socket leaves the parts apart
-    return [[b"".join(parts)] if len(there) == 1 else list(parts) for parts, there in zip(values, found, strict=True)]
+    return [
+        [b"".join(parts)] if len(there) == 1 else list(parts)
+        for parts, there in zip(values, found, strict=True)
+    ]
 
 
 def test_receive_tells_which_values_are_missing(scene: Scene, key: str) -> None:
@@ -65,7 +76,9 @@ def test_the_garbage_collector_rests_while_groups_are_read_and_goes_on_behind(sc
     with pytest.raises(ZeroDivisionError):
         scene.run.payloads.read_each(refs, lambda _, part: 1 // 0)
     assert gc.isenabled()
-    assert [len(part) for part in scene.run.payloads.read_each(refs, lambda _, part: part)] == [2_500_000] * 4
+    assert [len(part) for part in scene.run.payloads.read_each(refs, lambda _, part: part)] == [
+        2_500_000
+    ] * 4
 
 
 def test_missing_chunk_is_named_and_the_next_read_works(scene: Scene) -> None:
@@ -86,7 +99,9 @@ def test_what_is_no_value_is_told_as_the_library_tells_it(scene: Scene, key: str
 
 def test_send_raises_the_first_error_and_takes_all_answers(scene: Scene, key: str) -> None:
     with pytest.raises(StoreError, match="value is not an integer"):
-        scene.store.write("test", [("SET", key, b"x"), ("INCR", key), ("SET", key, payload(10_000))])
+        scene.store.write(
+            "test", [("SET", key, b"x"), ("INCR", key), ("SET", key, payload(10_000))]
+        )
     assert scene.store.write("test", [("STRLEN", key), ("GET", names(key, 1)[0])]) == [10_000, None]
 
 

@@ -27,7 +27,9 @@ from tests.servers import SAFE, _find_redis
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """One whose slots a test may move."""
     binary = str(valkey_binary()) if request.param == "valkey" else _find_redis()
     with start_cluster(binary, tmp_path_factory.mktemp(request.param), *SAFE) as started:
@@ -55,7 +57,9 @@ def live(scene: Scene, step: int) -> None:
     scene.run.janitor.sweep()
 
 
-def test_runs_lie_on_several_nodes_and_all_are_found(cluster: Cluster, store: Store, raw: Any) -> None:
+def test_runs_lie_on_several_nodes_and_all_are_found(
+    cluster: Cluster, store: Store, raw: Any
+) -> None:
     names = [f"spread-{i}" for i in range(6)]
     assert len({cluster.master_of(Keys(name).meta).port for name in names}) > 1
     for name in names:
@@ -66,7 +70,9 @@ def test_runs_lie_on_several_nodes_and_all_are_found(cluster: Cluster, store: St
 
 def test_any_node_that_answers_is_enough(cluster: Cluster, raw: Any, run_name: str) -> None:
     (nobody,) = free_ports(1)
-    store = Store(f"redis://127.0.0.1:{nobody},127.0.0.1:{cluster.nodes[2].port}/0", deadline_s=20.0)
+    store = Store(
+        f"redis://127.0.0.1:{nobody},127.0.0.1:{cluster.nodes[2].port}/0", deadline_s=20.0
+    )
     scene = Scene(store, raw, run_name)
     scene.open_trainer()
     live(scene, 1)
@@ -87,7 +93,9 @@ def test_every_master_is_checked(cluster: Cluster, store: Store) -> None:
         cluster.nodes[1].ask("CONFIG SET", "maxmemory-policy", "noeviction")
 
 
-def test_a_run_goes_on_while_its_slot_moves(cluster: Cluster, store: Store, raw: Any, run_name: str) -> None:
+def test_a_run_goes_on_while_its_slot_moves(
+    cluster: Cluster, store: Store, raw: Any, run_name: str
+) -> None:
     scene = Scene(store, raw, run_name)
     scene.open_trainer()
     scene.ready(*range(1, 30))
@@ -108,12 +116,19 @@ def test_a_run_goes_on_while_its_slot_moves(cluster: Cluster, store: Store, raw:
     assert cluster.master_of(scene.keys.meta) is target
     move_slot(cluster, target, source, slot, lambda: True)
     live(scene, next(steps))
-    assert store.servers.client("control", scene.keys.meta).connection_pool.connection_kwargs["port"] == source.port
+    assert (
+        store.servers.client("control", scene.keys.meta).connection_pool.connection_kwargs["port"]
+        == source.port
+    )
     scene.check()
 
 
-def move_slot(cluster: Cluster, source: Node, target: Node, slot: int, met: Callable[[], bool]) -> None:
-    """Key by key, as redis-cli --cluster reshard does; it ends once somebody has met the moving slot."""
+def move_slot(
+    cluster: Cluster, source: Node, target: Node, slot: int, met: Callable[[], bool]
+) -> None:
+    """Key by key, as redis-cli --cluster reshard does; it ends once somebody has met the moving
+    slot.
+    """
     target.ask("CLUSTER SETSLOT", slot, "IMPORTING", cluster.id_of(source))
     source.ask("CLUSTER SETSLOT", slot, "MIGRATING", cluster.id_of(target))
     while keys := source.ask("CLUSTER GETKEYSINSLOT", slot, 3):
@@ -132,7 +147,9 @@ def nodes_with_payloads(cluster: Cluster) -> list[int]:
     return [len(node.ask("KEYS", "rmq:{*}:payload:*")) for node in cluster.nodes]
 
 
-def test_payloads_lie_on_every_node_and_are_all_freed(cluster: Cluster, store: Store, raw: Any, run_name: str) -> None:
+def test_payloads_lie_on_every_node_and_are_all_freed(
+    cluster: Cluster, store: Store, raw: Any, run_name: str
+) -> None:
     scene = Scene(store, raw, run_name)
     scene.open_trainer()
     before = nodes_with_payloads(cluster)
@@ -141,7 +158,9 @@ def test_payloads_lie_on_every_node_and_are_all_freed(cluster: Cluster, store: S
     assert sum(nodes_with_payloads(cluster)) - sum(before) == 40
     assert {raw.ttl(key) for key in payload_keys(raw, run_name)} == {-1}
     entries = scene.take(1, math=20).entries
-    assert [group.gid for group in scene.run.buffer.load(scene.take(1))] == [entry.gid for entry in entries]
+    assert [group.gid for group in scene.run.buffer.load(scene.take(1))] == [
+        entry.gid for entry in entries
+    ]
     scene.run.ledger.commit(scene.trainer, 1, 1)
     scene.run.janitor.sweep()
     assert nodes_with_payloads(cluster) == before
@@ -187,7 +206,9 @@ def test_prompt_of_a_group_that_has_ended_is_not_kept(
     assert raw.ttl(scene.keys.payload(gid, "init")) > 0
 
 
-def test_payload_that_was_lost_with_its_node_is_missed_by_who_reads_it(store: Store, raw: Any, run_name: str) -> None:
+def test_payload_that_was_lost_with_its_node_is_missed_by_who_reads_it(
+    store: Store, raw: Any, run_name: str
+) -> None:
     scene = Scene(store, raw, run_name)
     scene.open_trainer()
     lost, _ = scene.ready(0, 0)

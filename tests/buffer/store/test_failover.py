@@ -1,4 +1,6 @@
-"""A primary dies and a replica takes its place: what was answered is still there, and clients go on (I6, I13)."""
+"""A primary dies and a replica takes its place: what was answered is still there, and clients go on
+(I6, I13).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ SAFELY = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 1})
 PATIENT_S = 60.0
 
 
-# a kind each, for the time it takes: Redis 7.0 is slow to follow a new primary (15 s) when Sentinels name it
+# a kind each, for the time it takes: Redis 7.0 is slow to follow a new primary (15 s) when
+# Sentinels name it
 
 
 @pytest.fixture
@@ -44,7 +47,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def patient(url: str) -> redis.Redis:
-    """A client that asks the Sentinels again while they name nobody: a busy one takes a slow primary for dead."""
+    """A client that asks the Sentinels again while they name nobody: a busy one takes a slow
+    primary for dead.
+    """
     client = open_client(url)
     client.set_retry(Retry(ConstantBackoff(0.1), int(PATIENT_S / 0.1)))
     return client
@@ -135,9 +140,13 @@ def test_a_durable_call_is_not_answered_while_no_replica_has_it(
     store.close()
 
 
-@pytest.mark.parametrize("url", ["redis+sentinel://:top-secret@h:1", "redis+sentinel://:top-secret@h:port/queue"])
+@pytest.mark.parametrize(
+    "url", ["redis+sentinel://:top-secret@h:1", "redis+sentinel://:top-secret@h:port/queue"]
+)
 def test_bad_url_of_sentinels_is_a_config_error_without_the_password(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"redis\+sentinel://host:port,host:port/service") as caught:
+    with pytest.raises(
+        ConfigError, match=r"redis\+sentinel://host:port,host:port/service"
+    ) as caught:
         Store(url)
     assert "secret" not in str(caught.value)
 
@@ -146,9 +155,14 @@ def test_logins_of_server_and_sentinels_are_told_apart() -> None:
     url = "rediss+sentinel://me:a%40b@h1:1,h2/queue/3?sentinel_password=c&ssl_ca_certs=/ca.pem"
     client: Any = open_client(url)
     pool = client.connection_pool
-    login = {name: pool.connection_kwargs[name] for name in ("username", "password", "db", "ssl_ca_certs")}
+    login = {
+        name: pool.connection_kwargs[name]
+        for name in ("username", "password", "db", "ssl_ca_certs")
+    }
     assert login == {"username": "me", "password": "a@b", "db": 3, "ssl_ca_certs": "/ca.pem"}
-    watchers = [sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels]
+    watchers = [
+        sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels
+    ]
     assert [(w["host"], w["port"], w["password"], w.get("ssl_ca_certs")) for w in watchers] == [
         ("h1", 1, "c", "/ca.pem"),
         ("h2", 26379, "c", "/ca.pem"),

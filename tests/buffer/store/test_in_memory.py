@@ -16,7 +16,9 @@ from tests.buffer.scene import FIRST, LIMITS, Scene
 
 
 def test_stores_that_name_the_same_memory_see_the_same_run(run_name: str) -> None:
-    one, same, other = Store(f"memory://{run_name}"), Store(f"memory://{run_name}"), Store("memory://")
+    one = Store(f"memory://{run_name}")
+    same = Store(f"memory://{run_name}")
+    other = Store("memory://")
     with closing(one), closing(same), closing(other):
         run = Run.create(one, run_name, new_nonce(), LIMITS, FIRST, "/w")
         assert Run.open(same, run_name).nonce == run.nonce

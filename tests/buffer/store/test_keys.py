@@ -52,11 +52,15 @@ def every_key(keys: Keys) -> dict[str, str]:
 
 
 def test_table_in_the_docs_names_every_key() -> None:
-    listed = set(re.findall(r"^ *rmq:\{run\}:(\S+) ", buffer.store.keys.__doc__ or "", re.MULTILINE))
+    listed = set(
+        re.findall(r"^ *rmq:\{run\}:(\S+) ", buffer.store.keys.__doc__ or "", re.MULTILINE)
+    )
     keys = every_key(Keys("demo"))
     assert listed == set(keys)
     for pattern, key in keys.items():
-        expected = re.sub(r"<\w+>", r"[^:]+", re.escape(pattern).replace(r"\<", "<").replace(r"\>", ">"))
+        expected = re.sub(
+            r"<\w+>", r"[^:]+", re.escape(pattern).replace(r"\<", "<").replace(r"\>", ">")
+        )
         assert re.fullmatch(r"rmq:\{demo\}:" + expected, key)
     assert len(set(keys.values())) == len(keys)
 
@@ -80,7 +84,16 @@ def test_group_id_says_task_and_draw(task: str, draw: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "math", "math-1", "-0000000001", "math-00000000001x", "ma th-0000000001", "a\n-0000000001"]
+    "text",
+    [
+        "",
+        "math",
+        "math-1",
+        "-0000000001",
+        "math-00000000001x",
+        "ma th-0000000001",
+        "a\n-0000000001",
+    ],
 )
 def test_what_is_no_group_id_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a group id"):

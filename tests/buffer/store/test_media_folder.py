@@ -63,7 +63,9 @@ def sweep(scene: Scene) -> int:
 # -- the folder ----------------------------------------------------------------
 
 
-def test_file_is_found_by_its_uri_wherever_the_folder_is(folder: MediaFolder, tmp_path: Path) -> None:
+def test_file_is_found_by_its_uri_wherever_the_folder_is(
+    folder: MediaFolder, tmp_path: Path
+) -> None:
     uri = folder.put(GID, "0.experts.npy", b"abc")
     assert uri == f"run://{GID}/0.experts.npy"
     assert folder.put(GID, "0.experts.npy", b"abcd") == uri
@@ -71,7 +73,11 @@ def test_file_is_found_by_its_uri_wherever_the_folder_is(folder: MediaFolder, tm
     folder.root.rename(tmp_path / "elsewhere")
     moved = MediaFolder(tmp_path / "elsewhere", "demo", "n")
     assert moved.path(uri).read_bytes() == b"abcd"
-    assert (list(moved.gids()), moved.names(GID), moved.names(group_id("math", 1))) == ([GID], ["0.experts.npy"], [])
+    assert (list(moved.gids()), moved.names(GID), moved.names(group_id("math", 1))) == (
+        [GID],
+        ["0.experts.npy"],
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,9 @@ def test_folder_belongs_to_one_run(folder: MediaFolder, tmp_path: Path) -> None:
         MediaFolder(tmp_path / "photos", "demo", "n").claim()
 
 
-def test_freeing_is_harmless_when_repeated_and_follows_no_link(folder: MediaFolder, tmp_path: Path) -> None:
+def test_freeing_is_harmless_when_repeated_and_follows_no_link(
+    folder: MediaFolder, tmp_path: Path
+) -> None:
     (tmp_path / "precious").write_text("x")
     folder.put(GID, "a", b"a")
     (folder.root / GID / "link").symlink_to(tmp_path / "precious")
@@ -148,7 +156,10 @@ def test_files_live_as_long_as_their_group(scene_with_media: Callable[..., Scene
     assert sweep(scene) == 0
     scene.run.jobs.drop(dead)
     assert sweep(scene) == 1
-    assert media_of(scene).path(f"run://{ready}/image.npy").read_bytes() == f"image of {ready}".encode()
+    assert (
+        media_of(scene).path(f"run://{ready}/image.npy").read_bytes()
+        == f"image of {ready}".encode()
+    )
     scene.check()
 
 
@@ -174,7 +185,9 @@ def test_files_of_archived_groups_live_as_long_as_their_batch_is_retained(
     assert sweep(scene) == 2
 
 
-def test_what_a_crash_left_is_found_by_a_later_sweep(scene_with_media: Callable[..., Scene]) -> None:
+def test_what_a_crash_left_is_found_by_a_later_sweep(
+    scene_with_media: Callable[..., Scene],
+) -> None:
     scene = scene_with_media()
     gids = illustrate(scene, 2)
     scene.enqueue(2, samples=[0, 0])
@@ -205,7 +218,9 @@ def test_heart_touches_no_disk(scene_with_media: Callable[..., Scene]) -> None:
     assert scene.run.janitor.sweep().media == 1
 
 
-def test_nothing_is_deleted_that_is_held_or_not_ours(scene_with_media: Callable[..., Scene], tmp_path: Path) -> None:
+def test_nothing_is_deleted_that_is_held_or_not_ours(
+    scene_with_media: Callable[..., Scene], tmp_path: Path
+) -> None:
     scene = scene_with_media()
     illustrate(scene, 1)
     scene.enqueue(1, samples=[0])
@@ -220,7 +235,9 @@ def test_nothing_is_deleted_that_is_held_or_not_ours(scene_with_media: Callable[
 
 
 def test_a_disk_that_fails_stops_nothing(
-    scene_with_media: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scene_with_media: Callable[..., Scene],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     scene = scene_with_media()
     illustrate(scene, 1)
@@ -240,7 +257,9 @@ def test_a_disk_that_fails_stops_nothing(
 
 
 def saved(scene: Scene, folder: Path) -> list[str]:
-    """A snapshot of a run with files of a ready, a retained and an ended group; gids of the first two."""
+    """A snapshot of a run with files of a ready, a retained and an ended group; gids of the first
+    two.
+    """
     scene.open_trainer()
     gids = illustrate(scene, 3)
     media_of(scene).put(gids[1], "empty", b"")
@@ -272,7 +291,9 @@ def test_a_resumed_run_has_the_files_of_its_groups(
     monkeypatch.setattr(in_snapshot, "PART_BYTES", 1000)
     scene = scene_with_media(retain_batches=1)
     archived, ready = saved(scene, tmp_path / "s")
-    again = Run.resume(scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new")
+    again = Run.resume(
+        scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new"
+    )
     assert again.media is not None
     assert again.limits == scene.run.limits.model_copy(update={"media": str(tmp_path / "new")})
     assert {gid: again.media.names(gid) for gid in again.media.gids()} == {
@@ -292,7 +313,9 @@ def test_a_resumed_run_has_the_files_of_its_groups(
     assert not MediaFolder(again.media.root, scene.name, scene.run.nonce).is_ours()
 
 
-def test_resume_wants_a_folder_that_nobody_uses(scene_with_media: Callable[..., Scene], tmp_path: Path) -> None:
+def test_resume_wants_a_folder_that_nobody_uses(
+    scene_with_media: Callable[..., Scene], tmp_path: Path
+) -> None:
     scene = scene_with_media()
     saved(scene, tmp_path / "s")
     name = f"{scene.name}-again"
@@ -320,11 +343,16 @@ def test_a_resume_that_fails_leaves_no_files(
     def fail(*_: object) -> None:
         raise SnapshotError("no")
 
-    for step in ("buffer.snapshot.folder._append", "buffer.snapshot.loader.SnapshotLoader._publish"):
+    for step in (
+        "buffer.snapshot.folder._append",
+        "buffer.snapshot.loader.SnapshotLoader._publish",
+    ):
         with monkeypatch.context() as broken:
             broken.setattr(step, fail)
             with pytest.raises(SnapshotError, match="no"):
-                Run.resume(scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new")
+                Run.resume(
+                    scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new"
+                )
         assert sorted(path.name for path in tmp_path.iterdir()) == ["media", "s"]
         assert not run_keys(scene.raw, f"{scene.name}-again")
 

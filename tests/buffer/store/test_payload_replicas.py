@@ -40,7 +40,9 @@ def frozen(scene: Scene, node: Node) -> Iterator[None]:
     scene.run.store.deadline_s = 60.0
 
 
-def test_bytes_on_another_node_are_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_on_another_node_are_waited_for(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replicas = {master.port: cluster.add_replica(master) for master in cluster.nodes[:MASTERS]}
     store = Store(cluster.url, deadline_s=60.0)
     raw: Any = redis.RedisCluster.from_url(cluster.url)
@@ -48,7 +50,11 @@ def test_bytes_on_another_node_are_waited_for(cluster: Cluster, monkeypatch: pyt
     index = cluster.master_of(scene.keys.meta)
     scene.enqueue(9)
     jobs = scene.claim(9)
-    job = next(job for job in jobs if cluster.master_of(scene.keys.payload(job.gid, job.token)) is not index)
+    job = next(
+        job
+        for job in jobs
+        if cluster.master_of(scene.keys.payload(job.gid, job.token)) is not index
+    )
     replica = replicas[cluster.master_of(scene.keys.payload(job.gid, job.token)).port]
 
     monkeypatch.setattr("buffer.store.durability.WAIT_MS", 300)

@@ -20,16 +20,32 @@ HINT = "sync"
 
 @pytest.fixture
 def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[EchoStore]:
-    store = EchoStore(server.url, redis_client, run=run_name, repeats=[name for name in MUTATING if name != HINT])
+    store = EchoStore(
+        server.url, redis_client, run=run_name, repeats=[name for name in MUTATING if name != HINT]
+    )
     yield store
     store.close()
 
 
-@pytest.mark.parametrize(("tail_batch", "order"), [(-1, "staleness"), (0, "staleness"), (0, "length_fair")])
+@pytest.mark.parametrize(
+    ("tail_batch", "order"), [(-1, "staleness"), (0, "staleness"), (0, "length_fair")]
+)
 def test_no_script_changes_anything_when_it_runs_again(
-    echo: EchoStore, redis_client: redis.Redis, run_name: str, tail_batch: int, order: str, tmp_path: Path
+    echo: EchoStore,
+    redis_client: redis.Redis,
+    run_name: str,
+    tail_batch: int,
+    order: str,
+    tmp_path: Path,
 ) -> None:
-    limits = RunLimits(**{**LIMITS.model_dump(), "max_tries": 2, "tail_batch_trigger_size": tail_batch, "order": order})
+    limits = RunLimits(
+        **{
+            **LIMITS.model_dump(),
+            "max_tries": 2,
+            "tail_batch_trigger_size": tail_batch,
+            "order": order,
+        }
+    )
     scene = Scene(echo, redis_client, run_name, limits)
     tell_a_whole_story(scene, tmp_path)
     assert set(echo.repeats) - set(echo.echoes) == ({"reorder"} if order == "staleness" else set())

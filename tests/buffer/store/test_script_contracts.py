@@ -1,6 +1,7 @@
 """Every script refuses what its header does not allow, whoever calls it, and changes nothing then.
 
-Nothing here knows a script: whatever has a header is tried, in a run in which every script has something to do.
+Nothing here knows a script: whatever has a header is tried, in a run in which every script has
+something to do.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from tests.servers import start_server
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
-def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileStore]:
+def hostile(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HostileStore]:
     """A store that has lived through a whole story."""
     folder: Path = tmp_path_factory.mktemp("hostile")
     with start_server(request.param, folder / "server") as server, server.connect() as raw:
         store = HostileStore(server.url, raw, "hostile")
         limits = RunLimits(
-            **{**LIMITS.model_dump(), "max_tries": 2, "tail_batch_trigger_size": 0, "order": "length_fair"}
+            **{
+                **LIMITS.model_dump(),
+                "max_tries": 2,
+                "tail_batch_trigger_size": 0,
+                "order": "length_fair",
+            }
         )
         scene = Scene(store, raw, "hostile", limits)
         tell_a_whole_story(scene, folder)
@@ -39,7 +47,9 @@ def hostile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", sorted(library()))
-def test_script_refuses_whatever_its_header_does_not_allow(hostile: HostileStore, name: str) -> None:
+def test_script_refuses_whatever_its_header_does_not_allow(
+    hostile: HostileStore, name: str
+) -> None:
     assert hostile.tried[name]
     assert hostile.faults[name] == []
 
@@ -65,5 +75,7 @@ MANIFESTS = ("'LRANGE', batch, 0, -1", "'LRANGE', batch, 1, -1")
 def test_no_script_reads_more_than_a_bound(name: str) -> None:
     code = re.sub(r"--.*", "", library()[name].source)
     for read in re.findall(r"'(?:LRANGE|SRANDMEMBER|X(?:REV)?RANGE|Z(?:REV)?RANGE\w*)'.*", code):
-        is_bounded = re.search(r"limit|LIMIT|COUNT|count|start \+ 499|, -\d+, -1|entry, entry|LLEN", read)
+        is_bounded = re.search(
+            r"limit|LIMIT|COUNT|count|start \+ 499|, -\d+, -1|entry, entry|LLEN", read
+        )
         assert is_bounded or read.startswith(MANIFESTS), f"{name}: {read}"

@@ -1,4 +1,6 @@
-"""The scripts' headers are contracts: they must agree with bodies, callers, and the key table (I13, I14)."""
+"""The scripts' headers are contracts: they must agree with bodies, callers, and the key table (I13,
+I14).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from buffer.store.scripts import Arg, assemble, includes, library, sources
 BUFFER = Path(buffer.store.keys.__file__).parents[1]
 SOURCES = dict(sorted(sources().items()))
 BODIES = {name: text for name, text in SOURCES.items() if not name.startswith("include/")}
-TOPICS = {name.removeprefix("include/"): text for name, text in SOURCES.items() if name not in BODIES}
+TOPICS = {
+    name.removeprefix("include/"): text for name, text in SOURCES.items() if name not in BODIES
+}
 WRITES = r"'(H(SET|DEL|INCRBY\w*)|Z(ADD|REM)\w*|X(ADD|DEL)|S(ADD|REM|ET|ETBIT)|R?PUSH|L(TRIM|PUSH)|UNLINK|DEL|PERSIST)'"
 
 
@@ -39,8 +43,13 @@ def slots(name: str, array: str) -> list[Slot]:
 
 def table() -> dict[str, str]:
     """Key name to type, from the table in buffer/store/keys.py."""
-    rows = re.findall(r"^ +rmq:\{run\}:(\S+) +([A-Z]+) ", buffer.store.keys.__doc__ or "", re.MULTILINE)
-    return {re.sub(r"<.*", "", key).rstrip(":") + (":" if key == "dead:<gid>" else ""): kind for key, kind in rows}
+    rows = re.findall(
+        r"^ +rmq:\{run\}:(\S+) +([A-Z]+) ", buffer.store.keys.__doc__ or "", re.MULTILINE
+    )
+    return {
+        re.sub(r"<.*", "", key).rstrip(":") + (":" if key == "dead:<gid>" else ""): kind
+        for key, kind in rows
+    }
 
 
 def replies_of(name: str) -> set[str]:
@@ -56,7 +65,9 @@ def test_body_uses_every_name_of_the_header_and_no_number(name: str) -> None:
     words = set(re.findall(r"\w+", re.sub(r"'[^']*'", "''", code)))
     tails = [tail for array in ("KEYS", "ARGV") if (tail := library()[name].header.tail(array))]
     of_units = {unit for tail in tails if "each_unit" in code for unit in tail.names}
-    names = {word for array in ("KEYS", "ARGV") for slot in slots(name, array) for word in slot.names}
+    names = {
+        word for array in ("KEYS", "ARGV") for slot in slots(name, array) for word in slot.names
+    }
     assert names - of_units <= words
     assert not names & {*HOMES, "KEYS", "ARGV", "SCRIPT", "redis", "string", "table", "math"}
 
@@ -79,7 +90,9 @@ def calls_of(code: str, function: str) -> Iterator[list[str]]:
 def test_integers_that_redis_might_write_as_a_power_of_ten_are_written_by_int(name: str) -> None:
     large = set()
     # units that only an include walks are no locals here
-    for slot in (s for s in slots(name, "ARGV") if not s.is_tail or " in each_unit do" in code_of(name)):
+    for slot in (
+        s for s in slots(name, "ARGV") if not s.is_tail or " in each_unit do" in code_of(name)
+    ):
         for word, kind in zip(slot.names, slot.types, strict=True):
             if bounds := re.search(r"(?:^|\|)[\d_]+\.\.([\d_]*)", kind):
                 large |= {word} if int(bounds[1] or BIGGEST) >= 10**8 else set()
@@ -88,7 +101,9 @@ def test_integers_that_redis_might_write_as_a_power_of_ten_are_written_by_int(na
             assert not large & set(arguments)
 
 
-@pytest.mark.parametrize("name", [name for name, text in BODIES.items() if " in each_unit do" in text])
+@pytest.mark.parametrize(
+    "name", [name for name, text in BODIES.items() if " in each_unit do" in text]
+)
 def test_units_are_named_as_in_the_header(name: str) -> None:
     tails = [tail for array in ("KEYS", "ARGV") if (tail := library()[name].header.tail(array))]
     are_joined = any(tail.most is None for tail in tails)
@@ -113,7 +128,10 @@ def test_file_includes_what_it_uses_and_nothing_else(name: str) -> None:
 def test_include_says_what_it_provides_and_is_used(topic: str) -> None:
     title, _, provided = TOPICS[topic].partition("\n")[0].removeprefix("-- ").partition(": ")
     assert title == topic
-    assert functions_of(f"include/{topic}") - {"find", "call"} <= {topic, *re.findall(r"\w+", provided)}
+    assert functions_of(f"include/{topic}") - {"find", "call"} <= {
+        topic,
+        *re.findall(r"\w+", provided),
+    }
     checks = {check for script in library().values() for check in script.header.checks()}
     assert topic in checks | {name for text in SOURCES.values() for name in includes(text)}
 
@@ -125,7 +143,9 @@ def test_each_function_is_declared_in_one_include() -> None:
 
 def test_include_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ScriptError, match=r"lua/include/nowhere\.lua"):
-        assemble({**SOURCES, "beat": SOURCES["beat"].replace("-- include: ", "-- include: nowhere, ")})
+        assemble(
+            {**SOURCES, "beat": SOURCES["beat"].replace("-- include: ", "-- include: nowhere, ")}
+        )
 
 
 FACTS: dict[str, str | int] = {
@@ -175,7 +195,9 @@ def test_key_that_is_unknown_or_lacks_a_fact_is_refused() -> None:
 @pytest.mark.parametrize("name", BODIES)
 def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
     code = code_of(name)
-    sent = set(re.findall(r"\{'([A-Z_]+)'", code)) | set(re.findall(r"reply\[1\] = '([A-Z_]+)'", code))
+    sent = set(re.findall(r"\{'([A-Z_]+)'", code)) | set(
+        re.findall(r"reply\[1\] = '([A-Z_]+)'", code)
+    )
     sent |= set(re.findall(r"table\.insert\(reply, 1, '([A-Z_]+)'\)", code))
     assert replies_of(name) == sent
 
@@ -198,12 +220,21 @@ def test_every_script_has_a_caller_and_every_call_a_script() -> None:
 @pytest.mark.parametrize("name", BODIES)
 def test_every_refusal_is_known_to_its_caller(name: str) -> None:
     # what is left to a general case: an error that shows the reply, or "nothing was done"
-    general = {"commit": {"GAP", "UNKNOWN_TASK"}, "deregister": {"UNKNOWN"}, "reap": {"GRACE"}, "reissue": {"CLOSED"}}
+    general = {
+        "commit": {"GAP", "UNKNOWN_TASK"},
+        "deregister": {"UNKNOWN"},
+        "reap": {"GRACE"},
+        "reissue": {"CLOSED"},
+    }
     general |= {"check": set(), "totals": set()}
     general |= {"reassert": {"TAKEN", "DRAW"}, "reset_ledger": {"LIVE"}}
     general |= {"restore_batch": {"GAP", "GONE"}, "dissolve_batch": {"GAP", "ARCHIVED"}}
     shared = {"control", "job", "order_index", "draw_assertion"}
-    sources = [p.read_text() for p in BUFFER.rglob("*.py") if f'"{name}"' in p.read_text() or p.stem in shared]
+    sources = [
+        p.read_text()
+        for p in BUFFER.rglob("*.py")
+        if f'"{name}"' in p.read_text() or p.stem in shared
+    ]
     quoted = {code for source in sources for code in re.findall(r'"([A-Z_]+)"', source)}
     assert replies_of(name) - {"OK"} - general.get(name, set()) <= quoted
 
@@ -211,7 +242,18 @@ def test_every_refusal_is_known_to_its_caller(name: str) -> None:
 def reads_of_payloads(source: str) -> set[str]:
     """Commands of a script that read a payload, or read without a bound."""
     commands = set(re.findall(r"call\('(\w+)'", re.sub(r"--.*", "", source)))
-    return commands & {"GET", "MGET", "GETRANGE", "GETDEL", "KEYS", "SCAN", "HGETALL", "HVALS", "SMEMBERS", "HSCAN"}
+    return commands & {
+        "GET",
+        "MGET",
+        "GETRANGE",
+        "GETDEL",
+        "KEYS",
+        "SCAN",
+        "HGETALL",
+        "HVALS",
+        "SMEMBERS",
+        "HSCAN",
+    }
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -277,7 +319,10 @@ def test_header_is_read_with_types_and_bounds() -> None:
     assert header.fixed("ARGV") == ("e", "f")
     assert header.tail("ARGV") == Slot("ARGV", 3, True, ("g", "h"), ("name", "1..9"), 0, None)
     prologue = header.prologue()
-    assert "local e = as_int(ARGV[1], 0, 9007199254740991)\nif not (e or ARGV[1] == '') then" in prologue
+    assert (
+        "local e = as_int(ARGV[1], 0, 9007199254740991)\nif not (e or ARGV[1] == '') then"
+        in prologue
+    )
     assert "is_count(#KEYS - 2, 2, 1, 9)" in prologue
     assert "local f = ARGV[2] == '1'" in prologue
     assert "call('ZCARD', KEYS[i + 1])" in prologue
@@ -285,11 +330,20 @@ def test_header_is_read_with_types_and_bounds() -> None:
     assert "local a, b = KEYS[1], KEYS[2]" in prologue
     assert "return n, KEYS[k], KEYS[k + 1], ARGV[a], tonumber(ARGV[a + 1]) end" in prologue
     assert header.checks() == ["refuse", "as_int", "is_count"]
-    assert [header.type_of(place) for place in range(1, 7)] == ["HASH", "PREFIX", "LIST", "ZSET", "LIST", "ZSET"]
+    assert [header.type_of(place) for place in range(1, 7)] == [
+        "HASH",
+        "PREFIX",
+        "LIST",
+        "ZSET",
+        "LIST",
+        "ZSET",
+    ]
 
 
 def test_tail_of_one_name_is_a_list() -> None:
-    header = Header.parse("#!lua\n-- KEYS a  HASH\n-- KEYS b  ZSET x0..9\n-- ARGV c, d  name, name x0..9")
+    header = Header.parse(
+        "#!lua\n-- KEYS a  HASH\n-- KEYS b  ZSET x0..9\n-- ARGV c, d  name, name x0..9"
+    )
     assert "local b = {unpack(KEYS, 2)}" in header.prologue()
     assert "return n, ARGV[a], ARGV[a + 1] end" in header.prologue()
 
@@ -315,7 +369,17 @@ def test_header_line_without_a_contract_is_refused(line: str) -> None:
 
 
 def test_every_named_type_is_known_and_used() -> None:
-    defined = {topic.removeprefix("is_") for topic, text in TOPICS.items() if f"function {topic}(value)" in text}
-    used = {word for name in BODIES for slot in slots(name, "ARGV") for kind in slot.types for word in kind.split("|")}
+    defined = {
+        topic.removeprefix("is_")
+        for topic, text in TOPICS.items()
+        if f"function {topic}(value)" in text
+    }
+    used = {
+        word
+        for name in BODIES
+        for slot in slots(name, "ARGV")
+        for kind in slot.types
+        for word in kind.split("|")
+    }
     assert defined == set(JUDGED)
     assert {*JUDGED, *NAMED} <= used

@@ -1,4 +1,6 @@
-"""The connection: what is tried again, what is not, and what an acknowledged write survives (I6, I13)."""
+"""The connection: what is tried again, what is not, and what an acknowledged write survives (I6,
+I13).
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,24 @@ class Mortal:
     def __init__(self, kind: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.binary = str(valkey_binary()) if kind == "valkey" else _find_redis()
-        self.folder, self.socket = folder, folder / "s"
+        self.folder = folder
+        self.socket = folder / "s"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *options: str) -> None:
-        fixed = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), "--logfile", "log"]
-        self.process = subprocess.Popen([self.binary, *fixed, *SAFE, *options], start_new_session=True)
+        fixed = [
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket),
+            "--dir",
+            str(self.folder),
+            "--logfile",
+            "log",
+        ]
+        self.process = subprocess.Popen(
+            [self.binary, *fixed, *SAFE, *options], start_new_session=True
+        )
 
     def kill(self) -> None:
         if self.process is not None:
@@ -69,7 +83,13 @@ def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) ->
     disturbed(scene.run.janitor.sweep)
     disturbed(lambda: scene.run.control.beat("producer", scene.producer, closing=True))
     scene.check()
-    expected = {"enqueued": "2", "consumed": "1", "archived": "1", "produced_samples": "2", "arrivals": "2"}
+    expected = {
+        "enqueued": "2",
+        "consumed": "1",
+        "archived": "1",
+        "produced_samples": "2",
+        "arrivals": "2",
+    }
     assert {name: scene.counters()[name] for name in expected} == expected
 
 
@@ -85,7 +105,9 @@ def test_every_move_is_made_once_when_connections_are_killed_before_it(scene: Sc
     live_through(scene, killed)
 
 
-@pytest.mark.without("cluster", "memory", reason="the proxy relays one socket; broken connections are tested above")
+@pytest.mark.without(
+    "cluster", "memory", reason="the proxy relays one socket; broken connections are tested above"
+)
 def test_every_move_is_made_once_when_its_reply_is_lost(
     server: Server, redis_client: redis.Redis, run_name: str, tmp_path: Path
 ) -> None:
@@ -117,8 +139,12 @@ def test_scripts_come_back_by_themselves_when_the_server_forgot_them(scene: Scen
     scene.check()
 
 
-@pytest.mark.without("redis", "memory", reason="no WAITAOF: newer than Redis 7.0, and memory has no disk")
-def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(server: Server, run_name: str) -> None:
+@pytest.mark.without(
+    "redis", "memory", reason="no WAITAOF: newer than Redis 7.0, and memory has no disk"
+)
+def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(
+    server: Server, run_name: str
+) -> None:
     store = Store(server.url, deadline_s=5.0)
     store.waits_for_disk = True
     store.control.script_flush()
@@ -182,7 +208,9 @@ def test_deadline_ends_the_waiting(tmp_path: Path) -> None:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = Mortal("valkey", tmp_path_factory.mktemp("guarded"))
     server.start("--requirepass", "right-secret")
-    with contextlib.closing(Store(f"unix://:right-secret@{server.socket}", deadline_s=30.0)) as store:
+    with contextlib.closing(
+        Store(f"unix://:right-secret@{server.socket}", deadline_s=30.0)
+    ) as store:
         store.retrying("start", store.control.ping)
     yield str(server.socket)
     server.kill()
@@ -214,7 +242,9 @@ def test_right_password_opens(guarded: str) -> None:
         "unix:///nowhere/socket?password=top-secret",
     ],
 )
-def test_password_never_appears_when_nobody_answers(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_password_never_appears_when_nobody_answers(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Store(url, deadline_s=0.05)
     with pytest.raises(StoreUnavailable) as caught:
         store.retrying("ping", store.control.ping)
@@ -224,7 +254,8 @@ def test_password_never_appears_when_nobody_answers(url: str, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://:top/secret@host:6379", "http://:top-secret@host", "redis://h:port", "nonsense"]
+    "url",
+    ["redis://:top/secret@host:6379", "http://:top-secret@host", "redis://h:port", "nonsense"],
 )
 def test_bad_url_is_a_config_error_without_the_password(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -293,9 +324,13 @@ def test_full_server_refuses_new_work_but_still_takes_results(mortal: Mortal) ->
 
 def test_arguments_against_the_header_are_refused_by_name(scene: Scene) -> None:
     before = scene.dump()
-    with pytest.raises(ScriptError, match=r"^reap: limit must be 1\.\.200, got 201; nothing was changed$"):
+    with pytest.raises(
+        ScriptError, match=r"^reap: limit must be 1\.\.200, got 201; nothing was changed$"
+    ):
         scene.run.jobs.reap(201)
-    with pytest.raises(redis.ResponseError, match=r"^RMQ_ARG beat: number of ARGV must be 4, got 1$"):
+    with pytest.raises(
+        redis.ResponseError, match=r"^RMQ_ARG beat: number of ARGV must be 4, got 1$"
+    ):
         scene.raw.eval(library()["beat"].source, 1, scene.keys.control, "trainer")
     assert scene.dump() == before
 

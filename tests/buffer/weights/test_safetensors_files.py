@@ -18,19 +18,24 @@ from buffer.weights.safetensors_files import model_checksum, parse_tensors
 
 
 def save(folder: Path, *parts: dict[str, NDArray[np.float32]]) -> str:
-    """Write parts of a model into a new folder, with an index beside what is no part of it; its checksum."""
+    """Write parts of a model into a new folder, with an index beside what is no part of it; its
+    checksum.
+    """
     folder.mkdir()
     for number, part in enumerate(parts):
         save_file(part, folder / f"part-{number}.safetensors")
     (folder / "another.safetensors").write_bytes(b"torn")
-    index = {name: f"part-{number}.safetensors" for number, part in enumerate(parts) for name in part}
+    index = {
+        name: f"part-{number}.safetensors" for number, part in enumerate(parts) for name in part
+    }
     (folder / "model.safetensors.index.json").write_bytes(orjson.dumps({"weight_map": index}))
     return model_checksum(folder)
 
 
 def test_a_model_is_known_by_its_weights_and_not_by_its_files(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
-    small, large = draw.random(30, "f4"), draw.random((40, 1001), "f4")  # of the large one, blocks are read
+    small = draw.random(30, "f4")
+    large = draw.random((40, 1001), "f4")  # of the large one, blocks are read
     once = save(tmp_path / "once", {"small": small, "large": large})
     assert save(tmp_path / "cut", {"large": large}, {"small": small}) == once
     last = small.copy()
@@ -58,11 +63,31 @@ def test_what_holds_no_whole_model_is_an_error(tmp_path: Path) -> None:
 WHOLE = save_bytes({"w": np.ones((2, 3), "f4"), "b": np.zeros(3, "f4")}, {"made_by": "a test"})
 
 
-PARTS = [WHOLE[:8], *WHOLE[8 : -9 * 4].replace(b'"', b"\n").replace(b",", b"\n").split(), WHOLE[-4:], b""]
-OTHERS = [b"", b"null", b"-1", b"9" * 30, b"[]", b"{}", b'"', b"1.5", b"1e400", b"\xff" * 8, b"\0" * 8]
+PARTS = [
+    WHOLE[:8],
+    *WHOLE[8 : -9 * 4].replace(b'"', b"\n").replace(b",", b"\n").split(),
+    WHOLE[-4:],
+    b"",
+]
+OTHERS = [
+    b"",
+    b"null",
+    b"-1",
+    b"9" * 30,
+    b"[]",
+    b"{}",
+    b'"',
+    b"1.5",
+    b"1e400",
+    b"\xff" * 8,
+    b"\0" * 8,
+]
 
 
-@given(st.binary(max_size=60) | st.builds(WHOLE.replace, st.sampled_from(PARTS), st.sampled_from(OTHERS)))
+@given(
+    st.binary(max_size=60)
+    | st.builds(WHOLE.replace, st.sampled_from(PARTS), st.sampled_from(OTHERS))
+)
 def test_bytes_of_strangers_are_whole_files_or_errors(data: bytes) -> None:
     try:
         spans = parse_tensors(memoryview(data))

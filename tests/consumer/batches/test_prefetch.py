@@ -12,11 +12,15 @@ from tests.consumer.conftest import Trainers
 from tests.consumer.crew import at_work, wait_until
 
 
-def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_taken(run: Run, trainer: Trainers) -> None:
+def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_taken(
+    run: Run, trainer: Trainers
+) -> None:
     consumer = trainer(run)
     with at_work(run, math=6):
         first = consumer.take_batch(1, {"math": 3})
-        wait_until(lambda: consumer.metrics()["prefetch/read_groups"] >= 3, "three groups to be read ahead")
+        wait_until(
+            lambda: consumer.metrics()["prefetch/read_groups"] >= 3, "three groups to be read ahead"
+        )
     before = (run.ledger.steps(), run.buffer.count("math"), run.account.totals())
     assert before[:2] == ((1, 0, 0), 3)
     second = consumer.take_batch(2, {"math": 3})
@@ -29,7 +33,9 @@ def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_take
     ]  # as read now, without it
 
 
-def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(run: Run, trainer: Trainers) -> None:
+def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(
+    run: Run, trainer: Trainers
+) -> None:
     consumer = trainer(run)
     with at_work(run, math=6):
         wait_until(lambda: run.buffer.count("math") == 6, "six groups")
@@ -39,7 +45,9 @@ def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(run:
         ahead.begin({"math": 6, "quiz": 0})
         wait_until(lambda: ahead.read == 2, "two groups")
         assert ahead.held_bytes == sum(sizes[:2])
-        run.jobs.drop(group_id("math", 0))  # the first one leaves: the third takes its place, if it fits
+        run.jobs.drop(
+            group_id("math", 0)
+        )  # the first one leaves: the third takes its place, if it fits
         wait_until(lambda: ahead.held_bytes != sum(sizes[:2]) or ahead.read == 3, "another look")
         ahead.end()
         manifest = consumer.take_batch(1, {"math": 5}).manifest
@@ -53,11 +61,15 @@ def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(run:
         ahead.close()
 
 
-def test_a_group_that_was_replaced_after_it_was_read_is_read_again(run: Run, trainer: Trainers) -> None:
+def test_a_group_that_was_replaced_after_it_was_read_is_read_again(
+    run: Run, trainer: Trainers
+) -> None:
     consumer = trainer(run)
     with at_work(run, math=4):
         consumer.take_batch(1, {"math": 1})
-        wait_until(lambda: consumer.metrics()["prefetch/held_bytes"] > 0, "a group to be read ahead")
+        wait_until(
+            lambda: consumer.metrics()["prefetch/held_bytes"] > 0, "a group to be read ahead"
+        )
         wait_until(lambda: run.buffer.count("math") == 3, "the others")
     (entry,) = run.buffer.peek(1, "math")
     states = run.buffer.read(entry.payload).states

@@ -1,4 +1,6 @@
-"""The examples, killed and started again; one of them as a user does it: `rolloutmq train` with a loop of one's own."""
+"""The examples, killed and started again; one of them as a user does it: `rolloutmq train` with a
+loop of one's own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from tests.servers import Server
 pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 
 ROOT = Path(__file__).parents[3]
-STEPS, GROUPS = 4, 3
+STEPS = 4
+GROUPS = 3
 
 CONFIG = """
 [run]
@@ -78,13 +81,19 @@ class Site:
     def __init__(self, server: Server, name: str, folder: Path, model: Path, loop: str) -> None:
         self.file = folder / "run.toml"
         facts = {"name": name, "folder": folder, "model": model, "loop": loop}
-        self.file.write_text(CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8")
+        self.file.write_text(
+            CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8"
+        )
         self.config = load_config(TrainingConfig, self.file, [])
-        self.store, self.url = Store(server.url), server.url
+        self.store = Store(server.url)
+        self.url = server.url
         self.run = create_run(self.store, self.config, model)
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, *(arguments or ("-m", "rolloutmq", "train", str(self.file), "--take-over"))]
+        command = [
+            sys.executable,
+            *(arguments or ("-m", "rolloutmq", "train", str(self.file), "--take-over")),
+        ]
         env = os.environ | {"REDIS_URL": self.url}
         with (self.file.parent / "train.log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -102,7 +111,8 @@ class Site:
 
 
 def check(site: Site) -> None:
-    log, run = site.log(), site.run
+    log = site.log()
+    run = site.run
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
     assert log.trained_twice() == {}
     assert len({gid for step in log.steps for gid in step.gids}) == STEPS * GROUPS
@@ -121,7 +131,9 @@ def site(server: Server, run_name: str, tmp_path: Path, model_dir: Path, request
 
 
 @pytest.mark.parametrize("site", ["consumer.examples.plain_loop:train"], indirect=True)
-@pytest.mark.parametrize(("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize(
+    ("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_plain_loop_trains_every_step_once_although_it_dies_right_after(
     site: Site, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
 ) -> None:
@@ -156,8 +168,12 @@ def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
     program = tmp_path / "reinforce.py"
     program.write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"])
-    add, commit, trained = Position.add, RolloutConsumer.commit, list[tuple[int, list[str]]]()
+    monkeypatch.setattr(
+        sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"]
+    )
+    add = Position.add
+    commit = RolloutConsumer.commit
+    trained = list[tuple[int, list[str]]]()
 
     def noting(self: Position, manifest: Manifest) -> None:
         add(self, manifest)
@@ -189,7 +205,11 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
     with at_work(site.run, math=STEPS * GROUPS):
         process = site.start()
         try:
-            wait_until(lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None, "a commit", tries=20_000)
+            wait_until(
+                lambda: site.run.ledger.steps()[1] >= 2 or process.poll() is not None,
+                "a commit",
+                tries=20_000,
+            )
             assert process.poll() in (None, 0), site.said()
         finally:
             process.send_signal(signal.SIGKILL)
@@ -211,7 +231,9 @@ def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site
     command = [sys.executable, "-m", "tests.consumer.training.fsdp_ranks", str(site.file), "3"]
     env = os.environ | {"REDIS_URL": site.url}
     with at_work(site.run, math=STEPS * GROUPS):
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=280, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, timeout=280, check=False
+        )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     first, second = orjson.loads(done.stdout.splitlines()[-1])
     assert first[1] == KILLED
@@ -219,5 +241,9 @@ def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site
     assert second == [0, 0], done.stderr.decode()[-4000:]
     check(site)
     folder = site.config.run.folder / "checkpoints" / f"step-{STEPS:06d}"
-    assert len(list(folder.glob("model-*.safetensors"))) == len(list(folder.glob("optimizer-*.safetensors"))) == 2
+    assert (
+        len(list(folder.glob("model-*.safetensors")))
+        == len(list(folder.glob("optimizer-*.safetensors")))
+        == 2
+    )
     assert load_model(folder).num_parameters() > 0

@@ -20,7 +20,9 @@ from rolloutmq.web.watcher import TokenTexts
 from tests.consumer.models.tiny import SPEC, build_model
 
 QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="
-QUICK = WarmStartConfig(max_steps=40, development_problems=8, batch_size=8, check_every_steps=10, stop_accuracy=0.9)
+QUICK = WarmStartConfig(
+    max_steps=40, development_problems=8, batch_size=8, check_every_steps=10, stop_accuracy=0.9
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digit_problems(count: int = 80) -> list[Problem]:
-    return [Problem([{"role": "user", "content": f"say {n % 10}"}], str(n % 10)) for n in range(count)]
+    return [
+        Problem([{"role": "user", "content": f"say {n % 10}"}], str(n % 10)) for n in range(count)
+    ]
 
 
 def test_tokenizer_loads_through_auto_classes_and_keeps_text(model_dir: Path) -> None:
@@ -41,7 +45,16 @@ def test_tokenizer_loads_through_auto_classes_and_keeps_text(model_dir: Path) ->
 def test_tokenizer_makes_one_token_per_digit_and_per_phrase(model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     ids = tokenizer.encode(QUESTION, add_special_tokens=False)
-    assert [tokenizer.decode(i) for i in ids] == [SPEC.phrases[0], "4", " + ", "1", "7", " - ", "2", " ="]
+    assert [tokenizer.decode(i) for i in ids] == [
+        SPEC.phrases[0],
+        "4",
+        " + ",
+        "1",
+        "7",
+        " - ",
+        "2",
+        " =",
+    ]
 
 
 def test_chat_template_ends_with_the_assistants_turn(model_dir: Path) -> None:
@@ -65,14 +78,20 @@ def test_model_loads_through_auto_classes_with_the_tokenizers_end(model_dir: Pat
     assert model.config.vocab_size >= len(tokenizer)
 
 
-def test_build_gives_the_same_weights_when_the_seed_is_the_same(model_dir: Path, tmp_path: Path) -> None:
+def test_build_gives_the_same_weights_when_the_seed_is_the_same(
+    model_dir: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     again = build_model(tmp_path)
     assert torch.equal(before, torch.get_rng_state()), "the caller's random state was touched"
-    assert (again / "model.safetensors").read_bytes() == (model_dir / "model.safetensors").read_bytes()
+    assert (again / "model.safetensors").read_bytes() == (
+        model_dir / "model.safetensors"
+    ).read_bytes()
     other = build_model(tmp_path, seed=1)
-    assert (other / "model.safetensors").read_bytes() != (model_dir / "model.safetensors").read_bytes()
+    assert (other / "model.safetensors").read_bytes() != (
+        model_dir / "model.safetensors"
+    ).read_bytes()
 
 
 def test_build_refuses_a_folder_that_exists(model_dir: Path) -> None:
@@ -107,7 +126,9 @@ def test_warm_start_teaches_the_model_and_stops_early(model_dir: Path, tmp_path:
     load_model(tmp_path / "out")
 
 
-def test_warm_start_gives_the_same_weights_when_the_seed_is_the_same(model_dir: Path, tmp_path: Path) -> None:
+def test_warm_start_gives_the_same_weights_when_the_seed_is_the_same(
+    model_dir: Path, tmp_path: Path
+) -> None:
     config = QUICK.model_copy(update={"max_steps": 5})
     for name in ("one", "two"):
         warm_start(model_dir, tmp_path / name, digit_problems(), config)
@@ -122,7 +143,9 @@ def test_warm_start_says_how_many_problems_it_needs(model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("line", [b"not json", b'{"messages": []}', b"[1]"])
 def test_read_problems_names_the_line_when_it_is_unusable(tmp_path: Path, line: bytes) -> None:
-    good = orjson.dumps({"messages": [{"role": "user", "content": "1"}], "ground_truth": 1, "other": None})
+    good = orjson.dumps(
+        {"messages": [{"role": "user", "content": "1"}], "ground_truth": 1, "other": None}
+    )
     file = tmp_path / "problems.jsonl"
     file.write_bytes(good + b"\n\n" + line)
     with pytest.raises(DatasetError, match=r"problems\.jsonl:3"):

@@ -1,4 +1,6 @@
-"""What the tests of the training side share: a model of some thousand weights, and groups made by chance."""
+"""What the tests of the training side share: a model of some thousand weights, and groups made by
+chance.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def build_model(folder: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def make_group(seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1, 4)) -> RolloutGroup:
+def make_group(
+    seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1, 4)
+) -> RolloutGroup:
     """A group of random tokens, logprobs, masks and scores 0 or 1."""
     draw = np.random.default_rng(seed)
     prompt_ids = draw.integers(6, 90, prompt)
@@ -46,7 +50,9 @@ def make_group(seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1,
 def train_step(
     learner: Learner, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]
 ) -> dict[str, float]:
-    """Train on one batch with given advantages, float32[sum k], by the steps of `TrainController.fit`."""
+    """Train on one batch with given advantages, float32[sum k], by the steps of
+    `TrainController.fit`.
+    """
     batch = learner.pack(groups, keep=learner.keep(advantages))
     batch = learner.compute_old_logprobs(batch)
     batch = learner.compute_ref_logprobs(batch)

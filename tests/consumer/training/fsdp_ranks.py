@@ -1,7 +1,9 @@
-"""Run as a program: two ranks of `consumer.examples.fsdp_loop`; one dies after it took a step, then both start again.
+"""Run as a program: two ranks of `consumer.examples.fsdp_loop`; one dies after it took a step, then
+both start again.
 
-argv: the config and the step. Prints how each rank of each life ended. As torchrun with `--max-restarts` does it, with
-one store for all attempts; but forks, so that torch is loaded once. The parent computes nothing.
+argv: the config and the step. Prints how each rank of each life ended. As torchrun with
+`--max-restarts` does it, with one store for all attempts; but forks, so that torch is loaded once.
+The parent computes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from buffer.config.trainer import TrainingConfig
 from consumer.examples.fsdp_loop import FsdpLoop
 from consumer.ranks import join
 
-KILLED, RANKS = 9, 2
+KILLED = 9
+RANKS = 2
 
 
 def live(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -> None:
@@ -57,7 +60,9 @@ def fork(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -
 
 
 def host_store() -> tuple[int, int]:
-    """What torchrun's agent holds, in a process of its own, since it has threads: its id and its port."""
+    """What torchrun's agent holds, in a process of its own, since it has threads: its id and its
+    port.
+    """
     reading, writing = os.pipe()
     if child := os.fork():
         return child, int(os.read(reading, 16))

@@ -1,8 +1,9 @@
-"""Run as a program: the same three train steps by one rank, by two (FSDP2, gloo), and by two that were stopped between.
+"""Run as a program: the same three train steps by one rank, by two (FSDP2, gloo), and by two that
+were stopped between.
 
-argv: a model folder and one to work in. Each life writes `<folder>/<life>-<rank>.json`: the metrics of its steps. The
-checkpoint of the first two ranks goes to `<folder>/state`, their weights to `<folder>/weights`. Forks, so that torch is
-loaded once; the parent computes nothing.
+argv: a model folder and one to work in. Each life writes `<folder>/<life>-<rank>.json`: the metrics
+of its steps. The checkpoint of the first two ranks goes to `<folder>/state`, their weights to
+`<folder>/weights`. Forks, so that torch is loaded once; the parent computes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from consumer.training.learner import Learner
 from consumer.training.train_controller import TrainController
 from tests.consumer.models.tiny import make_group
 
-STEPS, RANKS, CUT = 3, 2, 2
+STEPS = 3
+RANKS = 2
+CUT = 2
 CONFIG = LearnerConfig(
     learning_rate=1e-3,
     token_budget=24,  # several micro-batches, and not as many on each rank
@@ -37,7 +40,8 @@ CONFIG = LearnerConfig(
 
 def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
     batch = [make_group(100 * step + i, prompt=3 + 2 * i, lengths=(3, 9, 1, 4)) for i in range(6)]
-    # by optimizer step, as one rank cuts it: the updates of a batch hold the same groups however many ranks there are
+    # by optimizer step, as one rank cuts it: the updates of a batch hold the same groups however
+    # many ranks there are
     halves = [batch[:3], batch[3:]]
     own: list[RolloutGroup] = []
     for half in halves:
@@ -48,7 +52,9 @@ def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
 
 def train(folder: Path, model: Path, name: str, ranks: Ranks, first: int, last: int) -> None:
     learner = Learner(model, CONFIG, seed=7, ranks=ranks)
-    controller = TrainController(learner, advantages="reinforce_pp")  # looks at the scores of all ranks
+    controller = TrainController(
+        learner, advantages="reinforce_pp"
+    )  # looks at the scores of all ranks
     state = folder / "state" / f"{ranks.rank}.safetensors"
     if first > 1:
         controller.load_state_tensors(load_file(state))
@@ -63,7 +69,9 @@ def train(folder: Path, model: Path, name: str, ranks: Ranks, first: int, last: 
 
 def in_ranks(folder: Path, model: Path, name: str, first: int) -> Callable[[int], None]:
     def rank_of(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=RANKS)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=RANKS
+        )
         train(folder, model, name, Ranks(dist.group.WORLD), first, STEPS)
         dist.barrier()
 

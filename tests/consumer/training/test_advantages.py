@@ -55,7 +55,9 @@ def test_dr_grpo_equals_the_paper_for_ragged_groups(groups: list[list[float]]) -
 
 @pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
 @pytest.mark.parametrize("scores", [[0.1] * 7, [1.0], [-3.3] * 3])
-def test_advantages_are_exactly_zero_where_scores_are_equal(estimator: AdvantageEstimator, scores: list[float]) -> None:
+def test_advantages_are_exactly_zero_where_scores_are_equal(
+    estimator: AdvantageEstimator, scores: list[float]
+) -> None:
     got = estimate_advantages(estimator, [column(*scores)], [np.arange(len(scores), dtype="<i4")])
     assert got.dtype == np.float32
     assert (got == 0).all()
@@ -68,7 +70,9 @@ def test_rloo_compares_each_rollout_with_the_mean_of_the_others(groups: list[lis
         for place, score in enumerate(scores):
             others = scores[:place] + scores[place + 1 :]
             expected.append(score - sum(others) / len(others) if others else 0.0)
-    np.testing.assert_allclose(rloo_advantages([column(*scores) for scores in groups]), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        rloo_advantages([column(*scores) for scores in groups]), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @given(st.lists(st.tuples(SCORE, st.integers(1, 5000)), min_size=2, max_size=9))
@@ -79,10 +83,13 @@ def test_opo_takes_off_the_mean_weighted_by_length(group: list[tuple[float, int]
     np.testing.assert_allclose(got, [score - baseline for score in scores], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("n", "right", "k"), [(8, 3, 4), (8, 1, 4), (8, 6, 2), (5, 2, 3), (4, 1, 4), (6, 3, 1)])
+@pytest.mark.parametrize(
+    ("n", "right", "k"), [(8, 3, 4), (8, 1, 4), (8, 6, 2), (5, 2, 3), (4, 1, 4), (6, 3, 1)]
+)
 def test_pass_at_k_is_the_mean_over_all_sets_of_k(n: int, right: int, k: int) -> None:
-    """Transcribed from the definition: a set of k is worth 1 where one of it is right; a rollout gets the mean
-    standardized worth of the sets that it is in."""
+    """Transcribed from the definition: a set of k is worth 1 where one of it is right; a rollout
+    gets the mean standardized worth of the sets that it is in.
+    """
     scores = [1.0] * right + [0.0] * (n - right)
     sets = list(combinations(range(n), k))
     worth = np.array([max(scores[i] for i in chosen) for chosen in sets])
@@ -91,24 +98,34 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_k(n: int, right: int, k: int) ->
         assert (got == 0).all()
         return
     standardized = (worth - worth.mean()) / worth.std()
-    expected = [np.mean([a for a, chosen in zip(standardized, sets, strict=True) if i in chosen]) for i in range(n)]
+    expected = [
+        np.mean([a for a, chosen in zip(standardized, sets, strict=True) if i in chosen])
+        for i in range(n)
+    ]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @given(GROUPS)
 def test_reinforce_pp_standardizes_over_the_batch(groups: list[list[float]]) -> None:
-    batch = np.array([score for scores in groups for score in scores], np.float32).astype(np.float64)
+    batch = np.array([score for scores in groups for score in scores], np.float32).astype(
+        np.float64
+    )
     columns = [column(*scores) for scores in groups]
     if len(set(batch.tolist())) > 1:
         expected = (batch - batch.mean()) / (batch.std() + 1e-8)
         np.testing.assert_allclose(reinforce_pp_advantages(columns), expected, rtol=1e-4, atol=1e-4)
-        centered = np.concatenate([group - group.mean() for group in (c.astype(np.float64) for c in columns)])
+        centered = np.concatenate(
+            [group - group.mean() for group in (c.astype(np.float64) for c in columns)]
+        )
         expected = centered / (centered.std() + 1e-8)
-        np.testing.assert_allclose(reinforce_pp_baseline_advantages(columns), expected, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            reinforce_pp_baseline_advantages(columns), expected, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_overlong_penalty_falls_linearly_before_the_limit() -> None:
-    lengths, limits = np.array([0, 80, 90, 100, 130], "<i4"), np.full(5, 100, "<i4")
+    lengths = np.array([0, 80, 90, 100, 130], "<i4")
+    limits = np.full(5, 100, "<i4")
     np.testing.assert_allclose(overlong_penalty(lengths, limits, 20), [0, 0, -0.5, -1, -1])
 
 
@@ -129,14 +146,20 @@ def test_advantages_are_empty_for_an_empty_batch() -> None:
 
 @pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
 def test_a_session_counts_once_however_many_segments_it_has(estimator: AdvantageEstimator) -> None:
-    """Groups of sessions with segments are as groups of whole rollouts, whose advantages their segments share."""
+    """Groups of sessions with segments are as groups of whole rollouts, whose advantages their
+    segments share.
+    """
     dice = np.random.default_rng(5)
     whole, cut = [], []
     for _ in range(30):
-        reward, tokens = dice.random(4).astype("<f4"), dice.integers(3, 90, 4).astype("<i4")
+        reward = dice.random(4).astype("<f4")
+        tokens = dice.integers(3, 90, 4).astype("<i4")
         order = dice.permutation(np.repeat(np.arange(4), dice.integers(1, 4, 4)))
         # segments of a session share its length, one way or another
-        parts = np.array([tokens[s] if place == np.argmax(order == s) else 0 for place, s in enumerate(order)], "<i4")
+        parts = np.array(
+            [tokens[s] if place == np.argmax(order == s) else 0 for place, s in enumerate(order)],
+            "<i4",
+        )
         assert (np.bincount(order, parts) == tokens).all()
         whole.append((reward, tokens))
         cut.append((reward[order], parts, [f"s{number}" for number in order]))

@@ -1,4 +1,6 @@
-"""Advantages, losses and their gradients against TRL's `GRPOTrainer`, where both have the same formula."""
+"""Advantages, losses and their gradients against TRL's `GRPOTrainer`, where both have the same
+formula.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LONGEST = max(LENGTHS)
 def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """TRL's trainer of a tiny model, whose forward pass says what `columns` holds."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it knows an older vLLM; imported here, since it takes seconds
+        warnings.simplefilter(
+            "ignore"
+        )  # it knows an older vLLM; imported here, since it takes seconds
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
     folder = tmp_path_factory.mktemp("trl")
@@ -55,20 +59,30 @@ def rows(seed: int) -> dict[str, torch.Tensor]:
     """float64[B, T] of each column, a mask with holes, and an advantage for each row."""
     draw = np.random.default_rng(seed)
     shape = (len(LENGTHS), LONGEST)
-    found = {name: torch.tensor(draw.uniform(-3, -0.05, shape)) for name in ("logprobs", "old", "rollout", "reference")}
+    found = {
+        name: torch.tensor(draw.uniform(-3, -0.05, shape))
+        for name in ("logprobs", "old", "rollout", "reference")
+    }
     mask = (np.arange(LONGEST) < np.array(LENGTHS)[:, None]) & (draw.random(shape) > 0.2)
     mask[-1] = False
     mask[0, 0] = True
-    found |= {"mask": torch.tensor(mask.astype(float)), "entropy": torch.tensor(draw.uniform(0, 2, shape))}
+    found |= {
+        "mask": torch.tensor(mask.astype(float)),
+        "entropy": torch.tensor(draw.uniform(0, 2, shape)),
+    }
     return found | {"advantages": torch.tensor(draw.normal(size=len(LENGTHS)))}
 
 
 def correction(trl: Any, table: dict[str, torch.Tensor]) -> torch.Tensor:
-    """As `_generate_and_score_completions` of TRL computes it from its old and the engine's logprobs."""
+    """As `_generate_and_score_completions` of TRL computes it from its old and the engine's
+    logprobs.
+    """
     difference = (table["old"] - table["rollout"]) * table["mask"]
     if trl.vllm_importance_sampling_mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
-    ratio, low, high = difference.exp(), trl.vllm_importance_sampling_clip_min, trl.vllm_importance_sampling_clip_max
+    ratio = difference.exp()
+    low = trl.vllm_importance_sampling_clip_min
+    high = trl.vllm_importance_sampling_clip_max
     if trl.vllm_importance_sampling_mode.endswith("truncate"):
         return ratio.clamp(low, high)
     return ratio.masked_fill((ratio < (low or 0.0)) | (ratio > high), 0.0)
@@ -117,21 +131,42 @@ def ours(config: LossConfig, table: dict[str, torch.Tensor]) -> tuple[float, tor
     return loss.item(), logprobs.grad
 
 
-TIS = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
+TIS = {
+    "use_vllm": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1.5,
+}
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo"}, {"aggregation": "sequence_mean"}),
     "dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": "fixed_length", "max_tokens": LONGEST}),
     "bnpo": ({"loss_type": "bnpo"}, {}),
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.5}, {"clip_high": 0.5}),
-    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.4}, {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.4}),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.4},
+        {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.4},
+    ),
     "gspo": (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.1},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.1,
+            "epsilon_high": 0.1,
+        },
         {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1},
     ),
-    "dual clip": ({"loss_type": "grpo", "delta": 2.0}, {"aggregation": "sequence_mean", "dual_clip": 2.0}),
+    "dual clip": (
+        {"loss_type": "grpo", "delta": 2.0},
+        {"aggregation": "sequence_mean", "dual_clip": 2.0},
+    ),
     "k3": ({"loss_type": "grpo", "beta": 0.3}, {"aggregation": "sequence_mean", "kl_coef": 0.3}),
-    "entropy": ({"loss_type": "dapo", "_entropy_bonus_enabled": True, "entropy_coef": 0.1}, {"entropy_coef": 0.1}),
-    "token truncate": ({"loss_type": "dapo", **TIS, "beta": 0.1}, {"importance_cap": 1.5, "kl_coef": 0.1}),
+    "entropy": (
+        {"loss_type": "dapo", "_entropy_bonus_enabled": True, "entropy_coef": 0.1},
+        {"entropy_coef": 0.1},
+    ),
+    "token truncate": (
+        {"loss_type": "dapo", **TIS, "beta": 0.1},
+        {"importance_cap": 1.5, "kl_coef": 0.1},
+    ),
     "token mask": (
         {"loss_type": "dapo", **TIS, "vllm_importance_sampling_mode": "token_mask"},
         {"importance_cap": 1.5, "importance_mode": "mask"},
@@ -162,7 +197,9 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_loss_and_gradient_are_those_of_trl(trl: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradient_are_those_of_trl(
+    trl: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, options = SAME[name]
     settings = PLAIN | settings
     monkeypatch.setattr(trl.args, "delta", settings.pop("delta", None))
@@ -172,7 +209,10 @@ def test_loss_and_gradient_are_those_of_trl(trl: Any, name: str, monkeypatch: py
     config = LossConfig(**{"importance_cap": None} | options)
     for seed in range(5):
         table = rows(seed)
-        (their_loss, their_gradient), (our_loss, our_gradient) = theirs(trl, table), ours(config, table)
+        (their_loss, their_gradient), (our_loss, our_gradient) = (
+            theirs(trl, table),
+            ours(config, table),
+        )
         assert our_loss == pytest.approx(their_loss, rel=1e-5, abs=1e-7)
         torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-5, atol=1e-7)
 
@@ -184,11 +224,18 @@ def test_loss_and_gradient_are_those_of_trl(trl: Any, name: str, monkeypatch: py
 def test_advantages_are_those_of_trl(
     trl: Any, scores: list[float], scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL's epsilon is 1e-4. Of equal scores, whose mean may differ from them in the last bit, ours are exactly 0."""
+    """TRL's epsilon is 1e-4. Of equal scores, whose mean may differ from them in the last bit, ours
+    are exactly 0.
+    """
 
     def rollouts(prompts: list[Any], *_: Any) -> dict[str, Any]:
         ids = [[7] * max(length, 1) for length in LENGTHS]
-        return {"prompt_ids": [[6]] * len(LENGTHS), "completion_ids": ids, "logprobs": None, "score": scores}
+        return {
+            "prompt_ids": [[6]] * len(LENGTHS),
+            "completion_ids": ids,
+            "logprobs": None,
+            "score": scores,
+        }
 
     monkeypatch.setattr(trl, "rollout_func", rollouts, raising=False)
     monkeypatch.setattr(trl, "scale_rewards", scale)
@@ -196,6 +243,8 @@ def test_advantages_are_those_of_trl(
     their = trl._generate_and_score_completions([{"prompt": "x"} for _ in LENGTHS])["advantages"]
     column = [np.array(scores, np.float32)]
     our = grpo_advantages(column, eps=1e-4) if scale == "group" else dr_grpo_advantages(column)
-    np.testing.assert_allclose(our, their.numpy(), rtol=1e-5, atol=1e-3 if len(set(scores)) == 1 else 1e-6)
+    np.testing.assert_allclose(
+        our, their.numpy(), rtol=1e-5, atol=1e-3 if len(set(scores)) == 1 else 1e-6
+    )
     if len(set(scores)) == 1:
         assert not our.any()

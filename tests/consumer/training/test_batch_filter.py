@@ -58,7 +58,8 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
 ) -> None:
     good = [make_group(i, prompt=3 + i) for i in range(3)]
     mixed = [good[0], without_score(), good[1], torn(), promptless(), showing(), good[2]]
-    clean, dirty = make_controller(model_dir), make_controller(model_dir)
+    clean = make_controller(model_dir)
+    dirty = make_controller(model_dir)
     with caplog.at_level(logging.WARNING):
         metrics = dirty.fit(mixed)
     expected = clean.fit(good)
@@ -69,8 +70,12 @@ def test_groups_that_cannot_be_trained_are_named_and_change_nothing_of_the_other
         "filtered/no_prompt": 1,
         "filtered/multimodal": 1,
     }
-    assert metrics == {name: value for name, value in expected.items() if not name.startswith("filtered/")}
-    assert {record.__dict__["gid"] for record in caplog.records} == {f"task-{n:010d}" for n in (50, 51, 52, 53)}
+    assert metrics == {
+        name: value for name, value in expected.items() if not name.startswith("filtered/")
+    }
+    assert {record.__dict__["gid"] for record in caplog.records} == {
+        f"task-{n:010d}" for n in (50, 51, 52, 53)
+    }
     assert "rollouts [2] have no score" in caplog.text
 
 
@@ -114,9 +119,11 @@ def test_tensorboard_holds_the_steps_of_the_weights_that_exist(tmp_path: Path) -
         writer.close()
     seen: list[tuple[int, float]] = []
     for file in sorted((tmp_path / "tensorboard").iterdir()):
-        data, at = file.read_bytes(), 0
+        data = file.read_bytes()
+        at = 0
         while at < len(data):
-            # a record: its length (8 bytes) and that one's checksum (4), then itself and its checksum (4)
+            # a record: its length (8 bytes) and that one's checksum (4), then itself and its
+            # checksum (4)
             size = int.from_bytes(data[at : at + 8], "little")
             event = Event.FromString(data[at + 12 : at + 12 + size])
             at += 12 + size + 4
@@ -126,7 +133,9 @@ def test_tensorboard_holds_the_steps_of_the_weights_that_exist(tmp_path: Path) -
     assert seen == [(1, 1.1), (2, 2.1), (3, 3.3), (4, 4.3)]
 
 
-def test_a_writer_that_is_not_installed_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_writer_that_is_not_installed_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "wandb", None)

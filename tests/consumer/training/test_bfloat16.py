@@ -1,4 +1,6 @@
-"""A learner that computes in bfloat16: what stays float32, how far its numbers move, and that a resume is exact."""
+"""A learner that computes in bfloat16: what stays float32, how far its numbers move, and that a
+resume is exact.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")],
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+        ],
     ),
 ]
 
@@ -40,7 +45,11 @@ def test_parameters_and_optimizer_stay_float32_and_a_resume_is_exact(
     straight = make_learner(model_dir, device)
     train_step(straight, *make_batch(0))
     state = straight.state_tensors()
-    kinds = {name: tensor.dtype for name, tensor in state.items() if name.startswith(("model/", "optimizer/"))}
+    kinds = {
+        name: tensor.dtype
+        for name, tensor in state.items()
+        if name.startswith(("model/", "optimizer/"))
+    }
     assert set(kinds.values()) == {torch.float32}
     assert any(name.startswith("optimizer/exp_avg/") for name in kinds)
     save_file(state, tmp_path / "state.safetensors")
@@ -48,13 +57,17 @@ def test_parameters_and_optimizer_stay_float32_and_a_resume_is_exact(
     resumed = make_learner(model_dir, device)
     resumed.load_state_tensors(load_file(tmp_path / "state.safetensors"))
     assert train_step(resumed, *make_batch(1)) == train_step(straight, *make_batch(1))
-    after, again = straight.state_tensors(), resumed.state_tensors()
+    after = straight.state_tensors()
+    again = resumed.state_tensors()
     assert all(torch.equal(tensor, again[name]) for name, tensor in after.items())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_logprobs_in_bfloat16_are_near_those_in_float32_but_not_the_same(model_dir: Path, device: str) -> None:
-    exact, rounded = make_learner(model_dir, device, bf16=False), make_learner(model_dir, device)
+def test_logprobs_in_bfloat16_are_near_those_in_float32_but_not_the_same(
+    model_dir: Path, device: str
+) -> None:
+    exact = make_learner(model_dir, device, bf16=False)
+    rounded = make_learner(model_dir, device)
     (update,) = exact.pack(make_batch(0)[0]).updates
     (batch,) = update.batches
     apart = (exact.logprobs(batch) - rounded.logprobs(batch)).abs()
@@ -63,13 +76,17 @@ def test_logprobs_in_bfloat16_are_near_those_in_float32_but_not_the_same(model_d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_published_weights_are_the_parameters_rounded_once(model_dir: Path, tmp_path: Path, device: str) -> None:
+def test_published_weights_are_the_parameters_rounded_once(
+    model_dir: Path, tmp_path: Path, device: str
+) -> None:
     learner = make_learner(model_dir, device)
     train_step(learner, *make_batch(0))
     for name, to_publish in (("kept", False), ("published", True)):
         (tmp_path / name).mkdir()
         learner.save_weights(tmp_path / name, to_publish=to_publish)
-    kept, published = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "published"))
+    kept, published = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("kept", "published")
+    )
     assert kept.keys() == published.keys()  # a tied head is stored in neither
     assert all(torch.equal(published[name], tensor.bfloat16()) for name, tensor in kept.items())
     assert load_model(tmp_path / "published", dtype=torch.bfloat16).dtype == torch.bfloat16

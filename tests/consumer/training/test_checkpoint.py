@@ -1,4 +1,6 @@
-"""A checkpoint is whole or not there, whenever the trainer dies; and which draws it says were trained."""
+"""A checkpoint is whole or not there, whenever the trainer dies; and which draws it says were
+trained.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def write(checkpoints: CheckpointFolder, step: int) -> Path:
 def test_killed_write_leaves_every_checkpoint_whole_or_away(tmp_path: Path, step: int) -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(tmp_path), str(step)], cwd=root, capture_output=True, check=True
+        [sys.executable, "-m", PROGRAM, str(tmp_path), str(step)],
+        cwd=root,
+        capture_output=True,
+        check=True,
     )
     outcomes = orjson.loads(done.stdout)
     assert len(outcomes) > 15  # it was killed in many places, and at last in none
@@ -74,7 +79,9 @@ def test_read_gives_back_the_position_that_was_written(tmp_path: Path) -> None:
     assert 6 not in position.trained.tasks["math"]
 
 
-@pytest.mark.parametrize("content", [b"", b'{"step": 7', b'{"step": "x"}', b'{"step": 7, "more": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"step": 7', b'{"step": "x"}', b'{"step": 7, "more": 1}', b"\xff"]
+)
 def test_read_names_the_file_when_it_is_broken(tmp_path: Path, content: bytes) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     file = write(checkpoints, 7) / "trainer.json"
@@ -111,7 +118,11 @@ def test_clear_deletes_what_comes_after_and_what_the_dead_left(tmp_path: Path) -
     (tmp_path / ".step-000008.1234.tmp").mkdir()
     (tmp_path / "notes").mkdir()
     checkpoints.clear(after=4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-000002", "step-000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes",
+        "step-000002",
+        "step-000004",
+    ]
 
 
 # -- which draws were trained ------------------------------------------------------------------------
@@ -120,8 +131,11 @@ DRAWS = st.tuples(st.sampled_from(["math", "code"]), st.integers(0, 40))
 
 
 @given(batches=st.lists(st.lists(DRAWS, min_size=1, max_size=5)))
-def test_trained_draws_is_a_set_that_refuses_what_it_holds(batches: list[list[tuple[str, int]]]) -> None:
-    trained, model = TrainedDraws(), set[tuple[str, int]]()
+def test_trained_draws_is_a_set_that_refuses_what_it_holds(
+    batches: list[list[tuple[str, int]]],
+) -> None:
+    trained = TrainedDraws()
+    model = set[tuple[str, int]]()
     for step, batch in enumerate(batches):
         before = trained.model_copy(deep=True)
         if set(batch) & model or len(set(batch)) < len(batch):
@@ -141,7 +155,9 @@ def test_trained_draws_is_a_set_that_refuses_what_it_holds(batches: list[list[tu
 
 def test_trained_draws_stay_small_whatever_is_never_trained() -> None:
     trained = TrainedDraws()
-    trained.add_batch(1, [group_id("math", draw) for draw in range(100_000) if draw not in (3, 70_000)])
+    trained.add_batch(
+        1, [group_id("math", draw) for draw in range(100_000) if draw not in (3, 70_000)]
+    )
     assert len(trained.model_dump_json()) < 200
     assert [draw for draw in range(100_000) if group_id("math", draw) not in trained] == [3, 70_000]
     trained.add_batch(2, [group_id("code", draw) for draw in range(0, 100_000, 2)])
@@ -157,4 +173,10 @@ def test_position_forgets_batches_that_are_never_delivered_again() -> None:
         position.add(batch(step))
     position.forget(2)
     assert (position.step, list(position.batches)) == (3, [3])
-    assert [group_id("math", step) in position.trained for step in range(5)] == [False, True, True, True, False]
+    assert [group_id("math", step) in position.trained for step in range(5)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]

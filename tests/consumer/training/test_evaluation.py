@@ -26,12 +26,19 @@ def group(*scores: float | None, source: str | None = None) -> RolloutGroup:
 
 def test_evaluate_counts_full_scores_as_right_and_missing_ones_as_wrong() -> None:
     metrics = Evaluator().evaluate([group(1.0), group(0.5, 1.0), group(None)])
-    wanted = {"eval/accuracy": 0.5, "eval/score": pytest.approx(0.625), "eval/rollouts": 4.0, "eval/groups": 3.0}
+    wanted = {
+        "eval/accuracy": 0.5,
+        "eval/score": pytest.approx(0.625),
+        "eval/rollouts": 4.0,
+        "eval/groups": 3.0,
+    }
     assert metrics == wanted
 
 
 def test_evaluate_tells_sources_apart() -> None:
-    metrics = Evaluator().evaluate([group(1.0, source="a"), group(0.0, source="b"), group(1.0, source="b")])
+    metrics = Evaluator().evaluate(
+        [group(1.0, source="a"), group(0.0, source="b"), group(1.0, source="b")]
+    )
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
     assert (metrics["eval/accuracy/a"], metrics["eval/accuracy/b"]) == (1.0, 0.5)
 
@@ -45,7 +52,9 @@ def test_pass_at_k_is_the_share_of_sets_of_k_with_a_right_one() -> None:
             sets = list(combinations(one.scores.tolist(), k))
             shares.append(sum(1.0 in chosen for chosen in sets) / len(sets))
         assert metrics[f"eval/pass@{k}"] == pytest.approx(sum(shares) / 3)
-    assert metrics["eval/avg_pass@k"] == pytest.approx(sum(metrics[f"eval/pass@{k}"] for k in (1, 2, 4)) / 3)
+    assert metrics["eval/avg_pass@k"] == pytest.approx(
+        sum(metrics[f"eval/pass@{k}"] for k in (1, 2, 4)) / 3
+    )
     assert "eval/pass@8" not in metrics
 
 

@@ -1,4 +1,6 @@
-"""A LoRA adapter in the learner: it alone is trained and saved, it is nothing when it is off, and knows its model."""
+"""A LoRA adapter in the learner: it alone is trained and saved, it is nothing when it is off, and
+knows its model.
+"""
 
 from __future__ import annotations
 
@@ -31,44 +33,61 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_learner(model_dir: Path, lora: LoraConfig | None = LORA, **options: Any) -> Learner:
     loss = LossConfig(kl_coef=0.1)
-    return Learner(model_dir, LearnerConfig(learning_rate=1e-2, lora=lora, loss=loss, **options), seed=7)
+    return Learner(
+        model_dir, LearnerConfig(learning_rate=1e-2, lora=lora, loss=loss, **options), seed=7
+    )
 
 
 def merged(model_dir: Path, adapter: Path, folder: Path) -> Path:
     """The model with the adapter added, by hand: W + alpha / rank * B @ A."""
     shutil.copytree(model_dir, folder)
-    weights, tensors = load_file(folder / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    tensors = load_file(adapter / "adapter_model.safetensors")
     config = orjson.loads((adapter / "adapter_config.json").read_bytes())
     for name in [name for name in tensors if ".lora_A." in name]:
-        low, high = tensors[name].float(), tensors[name.replace(".lora_A.", ".lora_B.")].float()
+        low = tensors[name].float()
+        high = tensors[name.replace(".lora_A.", ".lora_B.")].float()
         layer = name.removeprefix(PEFT_PREFIX).replace(".lora_A.weight", ".weight")
         weights[layer] = weights[layer] + config["lora_alpha"] / config["r"] * high @ low
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def test_only_the_adapter_is_trained_and_its_files_say_what_the_model_became(model_dir: Path, tmp_path: Path) -> None:
+def test_only_the_adapter_is_trained_and_its_files_say_what_the_model_became(
+    model_dir: Path, tmp_path: Path
+) -> None:
     learner = make_learner(model_dir)
     for step in range(3):
         train_step(learner, *make_batch(step))
     assert all(".lora_" in name for name in learner.parameters)
     start = load_file(model_dir / "model.safetensors")
-    frozen = {name.replace(".base_layer", ""): p for name, p in learner.model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name.replace(".base_layer", ""): p
+        for name, p in learner.model.named_parameters()
+        if not p.requires_grad
+    }
     assert start.keys() == frozen.keys()
     assert all(torch.equal(start[name], parameter) for name, parameter in frozen.items())
 
     learner.save_weights(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
         assert file.metadata()[BASE_CHECKSUM] == model_checksum(model_dir)
     plain = make_learner(merged(model_dir, tmp_path, tmp_path / "merged"), lora=None)
     part = plain.pack(make_batch(9)[0]).updates[0].batches[0]
     torch.testing.assert_close(plain.logprobs(part), learner.logprobs(part), atol=1e-5, rtol=0)
-    assert (make_learner(model_dir, lora=None).logprobs(part) - learner.logprobs(part)).abs().max() > 1e-2
+    assert (
+        make_learner(model_dir, lora=None).logprobs(part) - learner.logprobs(part)
+    ).abs().max() > 1e-2
 
 
 def test_the_reference_of_a_kl_term_is_the_model_with_its_adapter_off(model_dir: Path) -> None:
-    learner, other, plain = make_learner(model_dir), make_learner(model_dir), make_learner(model_dir, lora=None)
+    learner = make_learner(model_dir)
+    other = make_learner(model_dir)
+    plain = make_learner(model_dir, lora=None)
     assert learner.reference is not None
     for step in range(3):
         groups, advantages = make_batch(step)
@@ -80,7 +99,10 @@ def test_the_reference_of_a_kl_term_is_the_model_with_its_adapter_off(model_dir:
             for part, logprobs in zip(update.batches, update.ref_logprobs, strict=True):
                 assert torch.equal(plain.logprobs(part), logprobs)
     assert metrics["policy/kl_ref"] > 1e-3
-    assert all(torch.equal(tensor, other.state_tensors()[name]) for name, tensor in learner.state_tensors().items())
+    assert all(
+        torch.equal(tensor, other.state_tensors()[name])
+        for name, tensor in learner.state_tensors().items()
+    )
 
 
 def test_with_bf16_the_frozen_model_is_held_in_bfloat16_and_the_adapter_in_float32(
@@ -89,13 +111,21 @@ def test_with_bf16_the_frozen_model_is_held_in_bfloat16_and_the_adapter_in_float
     learner = make_learner(model_dir, bf16=True)
     before = learner.state_tensors()
     metrics = train_step(learner, *make_batch(0))
-    kinds = {parameter.dtype for name, parameter in learner.model.named_parameters() if ".lora_" not in name}
+    kinds = {
+        parameter.dtype
+        for name, parameter in learner.model.named_parameters()
+        if ".lora_" not in name
+    }
     assert kinds == {torch.bfloat16}
     assert {parameter.dtype for parameter in learner.parameters.values()} == {torch.float32}
     assert metrics["optim/grad_norm"] > 0
-    assert any(not torch.equal(before[name], tensor) for name, tensor in learner.state_tensors().items())
+    assert any(
+        not torch.equal(before[name], tensor) for name, tensor in learner.state_tensors().items()
+    )
     learner.save_weights(tmp_path, to_publish=True)
-    assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
+    assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {
+        torch.bfloat16
+    }
 
 
 def test_what_does_not_fit_is_refused_by_name(model_dir: Path, tmp_path: Path) -> None:
@@ -107,7 +137,9 @@ def test_what_does_not_fit_is_refused_by_name(model_dir: Path, tmp_path: Path) -
     for lora in (LORA.model_copy(update={"rank": 8}), None):
         with pytest.raises(ModelError, match="of another model"):
             make_learner(model_dir, lora).load_state_tensors(state)
-    with pytest.raises(ModelError, match="no linear layers named lm_head, q for an adapter") as told:
+    with pytest.raises(
+        ModelError, match="no linear layers named lm_head, q for an adapter"
+    ) as told:
         make_learner(model_dir, LoraConfig(target_modules=("lm_head", "q", "q_proj")))
     assert "v_proj" in told.value.hint
     (two := Ranks()).size = 2
@@ -133,7 +165,12 @@ def test_a_config_in_which_the_engine_wants_something_else_is_refused(
     engine: dict[str, Any], lora: dict[str, Any] | None, loop: str | None, problem: str
 ) -> None:
     task = {"judge": "exact_match", "dataset": {"kind": "jsonl", "path": "problems.jsonl"}}
-    tree = {"run": {"name": "x"}, "tasks": {"math": task}, "engine": engine, "trainer": {"loop": loop}}
+    tree = {
+        "run": {"name": "x"},
+        "tasks": {"math": task},
+        "engine": engine,
+        "trainer": {"loop": loop},
+    }
     tree["learner"] = {"lora": lora}
     if not problem:
         TrainingConfig.model_validate(tree)

@@ -11,12 +11,21 @@ import torch
 
 from buffer.config.learner import LossConfig
 from consumer.training.importance import Samples, correct
-from consumer.training.losses import KlKind, TokenColumns, derived_metrics, kl_estimate, policy_loss, token_weights
+from consumer.training.losses import (
+    KlKind,
+    TokenColumns,
+    derived_metrics,
+    kl_estimate,
+    policy_loss,
+    token_weights,
+)
 
 LENGTHS = [3, 1, 5, 2]
 
 
-def make_columns(seed: int = 0, *, with_reference: bool = True, spread: float = 2.0) -> TokenColumns:
+def make_columns(
+    seed: int = 0, *, with_reference: bool = True, spread: float = 2.0
+) -> TokenColumns:
     """Columns of four samples, one of them of one token; some tokens are masked."""
     draw = np.random.default_rng(seed)
     tokens = sum(LENGTHS)
@@ -56,12 +65,17 @@ class Transcription:
     """The loss as the papers write it: sample by sample, token by token."""
 
     def __init__(self, columns: TokenColumns, config: LossConfig) -> None:
-        self.c, self.config = columns, config
+        self.c = columns
+        self.config = config
         self.new, self.old, self.rollout = (
-            column.detach().tolist() for column in (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
+            column.detach().tolist()
+            for column in (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
         )
-        owner, mask = columns.samples.sample.tolist(), columns.mask.tolist()
-        self.tokens = [[t for t in range(len(owner)) if owner[t] == s and mask[t]] for s in range(len(LENGTHS))]
+        owner = columns.samples.sample.tolist()
+        mask = columns.mask.tolist()
+        self.tokens = [
+            [t for t in range(len(owner)) if owner[t] == s and mask[t]] for s in range(len(LENGTHS))
+        ]
 
     def loss(self) -> float:
         per_sample = [[self.token(t, sample) for t in sample] for sample in self.tokens]
@@ -82,7 +96,8 @@ class Transcription:
         return loss - config.entropy_coef * float(self.c.entropy[t])
 
     def objective(self, t: int, sample: list[int]) -> float:
-        config, advantage = self.config, float(self.c.advantages[t])
+        config = self.config
+        advantage = float(self.c.advantages[t])
         ratio = math.exp(self.new[t] - self.old[t])
         if config.objective == "gspo":
             ratio = math.exp(sum(self.new[u] - self.old[u] for u in sample) / len(sample))
@@ -99,10 +114,14 @@ class Transcription:
         if config.importance_cap is None:
             return 1.0
         logs = {u: self.old[u] - self.rollout[u] for u in sample}
-        if config.importance_veto is not None and min(logs.values()) < math.log(config.importance_veto):
+        if config.importance_veto is not None and min(logs.values()) < math.log(
+            config.importance_veto
+        ):
             return 0.0
         total = sum(logs.values())
-        level = {"token": logs[t], "sequence": total, "geometric": total / len(sample)}[config.importance_level]
+        level = {"token": logs[t], "sequence": total, "geometric": total / len(sample)}[
+            config.importance_level
+        ]
         weight: float = math.exp(level)
         if config.importance_mode == "mask":
             return weight if config.importance_floor <= weight <= config.importance_cap else 0.0
@@ -121,7 +140,12 @@ class Transcription:
         {"importance_level": "sequence", "importance_cap": 1.5},
         {"importance_level": "geometric", "importance_cap": 1.1},
         {"importance_mode": "mask", "importance_cap": 1.4, "importance_floor": 0.6},
-        {"importance_mode": "mask", "importance_level": "geometric", "importance_cap": 1.2, "importance_floor": 0.8},
+        {
+            "importance_mode": "mask",
+            "importance_level": "geometric",
+            "importance_cap": 1.2,
+            "importance_floor": 0.8,
+        },
         {"importance_veto": 0.4},
         {"kl_coef": 0.3, "entropy_coef": 0.1},
         {"kl_coef": 0.3, "kl_kind": "k1"},
@@ -130,12 +154,16 @@ class Transcription:
     ],
     ids=str,
 )
-def test_policy_loss_equals_its_transcription(aggregation: str, objective: str, options: dict[str, Any]) -> None:
+def test_policy_loss_equals_its_transcription(
+    aggregation: str, objective: str, options: dict[str, Any]
+) -> None:
     config = LossConfig(aggregation=aggregation, objective=objective, max_tokens=9, **options)
     for seed in range(4):
         columns = make_columns(seed)
         loss, _ = policy_loss(columns, weigh(columns, config), config)
-        assert loss.detach().item() == pytest.approx(Transcription(columns, config).loss(), rel=1e-9, abs=1e-12)
+        assert loss.detach().item() == pytest.approx(
+            Transcription(columns, config).loss(), rel=1e-9, abs=1e-12
+        )
 
 
 def test_dual_clip_equals_its_transcription_and_bounds_negative_advantages() -> None:
@@ -144,7 +172,9 @@ def test_dual_clip_equals_its_transcription_and_bounds_negative_advantages() -> 
     for seed in range(8):
         columns = make_columns(seed, with_reference=False, spread=4.0)
         loss, _ = policy_loss(columns, weigh(columns, config), config)
-        assert loss.detach().item() == pytest.approx(Transcription(columns, config).loss(), rel=1e-9)
+        assert loss.detach().item() == pytest.approx(
+            Transcription(columns, config).loss(), rel=1e-9
+        )
         plain, _ = policy_loss(columns, weigh(columns, LossConfig()), LossConfig())
         differs += bool(plain != loss)
     assert differs
@@ -159,25 +189,39 @@ def test_gradient_is_reinforce_when_the_policy_has_not_moved(objective: str) -> 
     advantages = columns.advantages if objective != "gspo" else torch.full_like(same, -0.7)
     columns = TokenColumns(columns.logprobs, same, same, advantages, samples, columns.entropy)
     config = LossConfig(objective=objective)
-    weights = token_weights(samples, config, batch_tokens=float(columns.mask.sum()), batch_samples=1)
+    weights = token_weights(
+        samples, config, batch_tokens=float(columns.mask.sum()), batch_samples=1
+    )
     loss, metrics = policy_loss(columns, weights, config)
     loss.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(columns.logprobs.grad, -advantages * columns.mask / columns.mask.sum())
+    torch.testing.assert_close(
+        columns.logprobs.grad, -advantages * columns.mask / columns.mask.sum()
+    )
     assert metrics["policy/clip_fraction"] == 0
 
 
 @pytest.mark.parametrize(
     ("advantage", "ratio", "gradient"),
-    [(1, 1.5, False), (1, 0.5, True), (-1, 1.5, True), (-1, 0.5, False), (1, 1.25, True), (-1, 0.85, True)],
+    [
+        (1, 1.5, False),
+        (1, 0.5, True),
+        (-1, 1.5, True),
+        (-1, 0.5, False),
+        (1, 1.25, True),
+        (-1, 0.85, True),
+    ],
 )
 @pytest.mark.parametrize("objective", ["ppo", "gspo"])
 def test_clipping_stops_the_gradient_only_outside_the_bound_that_helps(
     objective: str, advantage: float, ratio: float, gradient: bool
 ) -> None:
     new = torch.tensor([math.log(ratio) - 3], requires_grad=True)
-    old, one = torch.tensor([-3.0]), torch.ones(1)
+    old = torch.tensor([-3.0])
+    one = torch.ones(1)
     columns = TokenColumns(new, old, old, torch.tensor([float(advantage)]), one_sample(one), one)
-    loss, metrics = policy_loss(columns, one, LossConfig(objective=objective, clip_low=0.2, clip_high=0.28))
+    loss, metrics = policy_loss(
+        columns, one, LossConfig(objective=objective, clip_low=0.2, clip_high=0.28)
+    )
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     assert bool(new.grad != 0) is gradient
@@ -186,7 +230,8 @@ def test_clipping_stops_the_gradient_only_outside_the_bound_that_helps(
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
     new = torch.tensor([math.log(5.0) - 3], requires_grad=True)
-    old, one = torch.tensor([-3.0]), torch.ones(1)
+    old = torch.tensor([-3.0])
+    one = torch.ones(1)
     columns = TokenColumns(new, old, old, one, one_sample(one), one)
     loss, metrics = policy_loss(columns, one, LossConfig(objective="cispo", clip_high=0.28))
     loss.backward()  # type: ignore[no-untyped-call]
@@ -197,7 +242,8 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
 @pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
 def test_masked_tokens_and_empty_samples_change_nothing(objective: str) -> None:
     new = torch.tensor([-1.0, -math.inf, -2.0], requires_grad=True)
-    other, mask = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([1.0, 0.0, 0.0])
+    other = torch.tensor([-1.0, -1.0, -1.0])
+    mask = torch.tensor([1.0, 0.0, 0.0])
     samples = make_samples(mask, torch.tensor([0, 0, 1]))
     columns = TokenColumns(new, other, other, torch.ones(3), samples, torch.zeros(3))
     config = LossConfig(objective=objective, importance_level="geometric")
@@ -210,13 +256,17 @@ def test_masked_tokens_and_empty_samples_change_nothing(objective: str) -> None:
 def test_token_weights_add_up_to_one_where_no_sample_is_empty(aggregation: str) -> None:
     samples = make_samples(torch.ones(sum(LENGTHS)), make_columns().samples.sample)
     config = LossConfig(aggregation=aggregation)
-    weights = token_weights(samples, config, batch_tokens=float(sum(LENGTHS)), batch_samples=len(LENGTHS))
+    weights = token_weights(
+        samples, config, batch_tokens=float(sum(LENGTHS)), batch_samples=len(LENGTHS)
+    )
     assert float(weights.sum()) == pytest.approx(1.0)
 
 
 def test_correction_is_capped_and_carries_no_gradient() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    correction = correct(old, torch.tensor([-1.0, -4.0, -0.5]), one_sample(torch.ones(3)), LossConfig())
+    correction = correct(
+        old, torch.tensor([-1.0, -4.0, -0.5]), one_sample(torch.ones(3)), LossConfig()
+    )
     assert not correction.weights.requires_grad
     np.testing.assert_allclose(correction.weights, [1.0, 2.0, math.exp(-0.5)], rtol=1e-6)
     assert not correction.dropped.any()
@@ -224,20 +274,27 @@ def test_correction_is_capped_and_carries_no_gradient() -> None:
 
 def test_correction_survives_ratios_that_no_float_holds() -> None:
     config = LossConfig(importance_level="sequence", importance_cap=2.0)
-    old, rollout = torch.full((5000,), -0.01), torch.full((5000,), -5.0)
-    assert correct(old, rollout, one_sample(torch.ones(5000)), config).weights.tolist() == [2.0] * 5000
+    old = torch.full((5000,), -0.01)
+    rollout = torch.full((5000,), -5.0)
+    assert (
+        correct(old, rollout, one_sample(torch.ones(5000)), config).weights.tolist() == [2.0] * 5000
+    )
     assert torch.isfinite(correct(rollout, old, one_sample(torch.ones(5000)), config).weights).all()
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_k1_and_k3_have_the_mean_of_the_kl_divergence(kind: KlKind) -> None:
-    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.3, 0.2])
+    policy = torch.tensor([0.7, 0.2, 0.1])
+    reference = torch.tensor([0.5, 0.3, 0.2])
     kl = (policy * (policy / reference).log()).sum()
-    torch.testing.assert_close((policy * kl_estimate(kind, policy.log(), reference.log())).sum(), kl)
+    torch.testing.assert_close(
+        (policy * kl_estimate(kind, policy.log(), reference.log())).sum(), kl
+    )
 
 
 def test_kl_estimates_are_zero_where_nothing_differs_and_only_k1_is_negative() -> None:
-    low, high = torch.tensor([-2.0]), torch.tensor([-1.0])
+    low = torch.tensor([-2.0])
+    high = torch.tensor([-1.0])
     for kind in get_args(KlKind):
         assert float(kl_estimate(kind, low, low)) == 0
         assert (float(kl_estimate(kind, low, high)) < 0) is (kind == "k1")
@@ -263,13 +320,20 @@ def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient(
     objective: str, level: str, mask: list[float]
 ) -> None:
     new = torch.full((len(mask),), -1.0, requires_grad=True)
-    samples = Samples(torch.tensor(mask), torch.zeros(len(mask), dtype=torch.long), torch.zeros(min(1, len(mask))))
+    samples = Samples(
+        torch.tensor(mask), torch.zeros(len(mask), dtype=torch.long), torch.zeros(min(1, len(mask)))
+    )
     other = torch.full((len(mask),), -2.0)
-    columns = TokenColumns(new, other, other, torch.ones(len(mask)), samples, torch.ones(len(mask)), other)
+    columns = TokenColumns(
+        new, other, other, torch.ones(len(mask)), samples, torch.ones(len(mask)), other
+    )
     config = LossConfig(objective=objective, importance_level=level, kl_coef=0.1, entropy_coef=0.1)
     for aggregation in ("token_mean", "sequence_mean"):
         weights = token_weights(
-            samples, config.model_copy(update={"aggregation": aggregation}), batch_tokens=0.0, batch_samples=1
+            samples,
+            config.model_copy(update={"aggregation": aggregation}),
+            batch_tokens=0.0,
+            batch_samples=1,
         )
         loss, metrics = policy_loss(columns, weights, config)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -289,7 +353,9 @@ def test_mismatch_metrics_equal_their_transcription() -> None:
     named = (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
     new, old, rollout = (column.detach().tolist() for column in named)
     weights = [min(math.exp(old[t] - rollout[t]), 1.5) for t in trained]
-    assert told["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (n * sum(w * w for w in weights)))
+    assert told["mismatch/ess"] == pytest.approx(
+        sum(weights) ** 2 / (n * sum(w * w for w in weights))
+    )
     trainer_ppl = math.exp(-sum(new[t] for t in trained) / n)
     rollout_ppl = math.exp(-sum(rollout[t] for t in trained) / n)
     assert told["mismatch/ppl"] == pytest.approx(trainer_ppl)

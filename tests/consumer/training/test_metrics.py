@@ -1,4 +1,6 @@
-"""The metrics of a step: the reference's worked example of throughput, windows of progress, group times."""
+"""The metrics of a step: the reference's worked example of throughput, windows of progress, group
+times.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ def group(*scores: float, seconds: float | None) -> RolloutGroup:
 
 
 def test_throughput_is_that_of_the_references_worked_example() -> None:
-    """Train GPUs 3, rollout GPUs 2, 8 s elapsed in all, step 10 s, of it 2 s training, 3 samples, 60 tokens. The
-    rollouts' clock is ours: production never stops, so 4 samples are divided by the step's 10 s, not by 4 s."""
+    """Train GPUs 3, rollout GPUs 2, 8 s elapsed in all, step 10 s, of it 2 s training, 3 samples,
+    60 tokens. The rollouts' clock is ours: production never stops, so 4 samples are divided by the
+    step's 10 s, not by 4 s.
+    """
     total = Throughput(train_gpus=3, rollout_gpus=2, elapsed_s=-2.0)
     produced = {"async/produced_samples": 4.0, "async/produced_tokens": 120.0}
     metrics = total.metrics(3, 60, Timing(train=2.0, step=10.0), produced)
@@ -42,7 +46,9 @@ def test_throughput_is_that_of_the_references_worked_example() -> None:
 
 def test_production_is_what_was_added_between_two_readings() -> None:
     before = reading(4, raw_rewards_sum=10.0, raw_rewards_count=20, filtered=2, produced_tokens=100)
-    now = reading(5, raw_rewards_sum=13.0, raw_rewards_count=24, filtered=5, produced_tokens=160, failed=1)
+    now = reading(
+        5, raw_rewards_sum=13.0, raw_rewards_count=24, filtered=5, produced_tokens=160, failed=1
+    )
     metrics = production_metrics(before, now)
     assert metrics["raw_rewards/mean"] == pytest.approx(0.75)
     assert (metrics["async/filtered_groups"], metrics["async/failed_tries"]) == (3.0, 1.0)

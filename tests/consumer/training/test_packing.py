@@ -24,18 +24,25 @@ from consumer.training.sharding import keeps_samples_apart
 from tests.consumer.models.tiny import build_model, make_group
 
 SHAPES = st.lists(
-    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=5)), min_size=1, max_size=5
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=5,
 )
 
 
 def make_groups(shapes: list[tuple[int, list[int]]]) -> list[RolloutGroup]:
-    return [make_group(i, prompt=prompt, lengths=lengths) for i, (prompt, lengths) in enumerate(shapes)]
+    return [
+        make_group(i, prompt=prompt, lengths=lengths) for i, (prompt, lengths) in enumerate(shapes)
+    ]
 
 
-def read_sample(batch: MicroBatch, sample: int) -> tuple[list[int], list[int], list[float], list[float]]:
+def read_sample(
+    batch: MicroBatch, sample: int
+) -> tuple[list[int], list[int], list[float], list[float]]:
     """Prompt ids, response ids, logprobs and mask of one sample as the model will see them."""
     tokens = batch.sample == sample
-    inputs, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+    inputs = batch.input_ids.flatten()
+    positions = batch.position_ids.flatten()
     predecessor = int(batch.logit_index[tokens][0])
     start = predecessor - int(positions[predecessor])
     behind = batch.logit_index[tokens] + 1
@@ -51,18 +58,26 @@ def read_sample(batch: MicroBatch, sample: int) -> tuple[list[int], list[int], l
 
 
 def is_trained(state: RolloutState) -> bool:
-    return len(state.response_ids) > 0 and (state.response_mask is None or bool(state.response_mask.any()))
+    return len(state.response_ids) > 0 and (
+        state.response_mask is None or bool(state.response_mask.any())
+    )
 
 
 @given(SHAPES, st.integers(1, 80))
-def test_pack_keeps_every_trained_rollout_exactly_once(shapes: list[tuple[int, list[int]]], budget: int) -> None:
+def test_pack_keeps_every_trained_rollout_exactly_once(
+    shapes: list[tuple[int, list[int]]], budget: int
+) -> None:
     groups = make_groups(shapes)
     states = [state for group in groups for state in group.states]
     seen = []
     for batch in Packer(budget).pack_pad_dispatch(groups):
         for sample, number in enumerate(batch.rollout.tolist()):
             state = states[number]
-            mask = np.ones(len(state.response_ids)) if state.response_mask is None else state.response_mask
+            mask = (
+                np.ones(len(state.response_ids))
+                if state.response_mask is None
+                else state.response_mask
+            )
             assert state.prompt_ids is not None
             assert read_sample(batch, sample) == (
                 state.prompt_ids.tolist(),
@@ -102,13 +117,17 @@ def test_samples_of_one_row_do_not_see_each_other(tmp_path: Path) -> None:
     model = load_model(build_model(tmp_path)).eval()
     groups = make_groups([(7, [9, 2, 1]), (3, [2, 6, 4]), (2, [1, 1, 3])])
     (packed,) = Packer(1000).pack_pad_dispatch(groups)
-    assert packed.input_ids.shape[0] < len(packed.rollout), "no row holds two samples: this would test nothing"
+    assert packed.input_ids.shape[0] < len(packed.rollout), (
+        "no row holds two samples: this would test nothing"
+    )
     alone = {}
     for batch in Packer(1).pack_pad_dispatch(groups):
         alone[int(batch.rollout[0])] = token_logprobs(TargetLogits(model), batch).logprobs
     together = token_logprobs(TargetLogits(model), packed).logprobs
     for sample, number in enumerate(packed.rollout.tolist()):
-        torch.testing.assert_close(together[packed.sample == sample], alone[number], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            together[packed.sample == sample], alone[number], atol=2e-5, rtol=1e-4
+        )
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +145,14 @@ def test_another_sample_changes_nothing_wherever_it_was_packed(
     for batch in Packer(budget).pack_pad_dispatch(groups):
         before = token_logprobs(policy, batch).logprobs
         changed = data.draw(st.integers(0, len(batch.rollout) - 1))
-        inputs, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        inputs = batch.input_ids.flatten()
+        positions = batch.position_ids.flatten()
         own = batch.logit_index[batch.sample == changed]
         start = int(own[0]) - int(positions[own[0]])
         inputs[start : int(own[-1]) + 2] = (inputs[start : int(own[-1]) + 2] + 7) % 90
-        after = token_logprobs(policy, replace(batch, input_ids=inputs.view_as(batch.input_ids))).logprobs
+        after = token_logprobs(
+            policy, replace(batch, input_ids=inputs.view_as(batch.input_ids))
+        ).logprobs
         others = batch.sample != changed
         torch.testing.assert_close(after[others], before[others], atol=1e-6, rtol=0)
         assert not torch.equal(after[~others], before[~others])
@@ -143,7 +165,9 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
     assert keeps_samples_apart(policy.model)
     shape = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
     torch.manual_seed(0)
-    model = OPTForCausalLM(OPTConfig(vocab_size=128, num_hidden_layers=2, num_attention_heads=2, **shape))
+    model = OPTForCausalLM(
+        OPTConfig(vocab_size=128, num_hidden_layers=2, num_attention_heads=2, **shape)
+    )
     model.save_pretrained(tmp_path)
     learner = Learner(tmp_path, LearnerConfig(token_budget=200))
     assert "OPTForCausalLM crosses samples" in caplog.text
@@ -151,12 +175,16 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
     (update,) = learner.pack(groups).updates
     assert all(len(batch.rollout) == len(batch.input_ids) for batch in update.batches)
     (mixed,) = Packer(200).pack_pad_dispatch(groups)
-    assert len(mixed.rollout) > len(mixed.input_ids), "no row would hold two samples: this would test nothing"
+    assert len(mixed.rollout) > len(mixed.input_ids), (
+        "no row would hold two samples: this would test nothing"
+    )
     alone = {int(b.rollout[0]): learner.logprobs(b) for b in Packer(1).pack_pad_dispatch(groups)}
     for batch in update.batches:
         together = learner.logprobs(batch)
         for sample, rollout in enumerate(batch.rollout.tolist()):
-            torch.testing.assert_close(together[batch.sample == sample], alone[rollout], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                together[batch.sample == sample], alone[rollout], atol=2e-5, rtol=1e-4
+            )
 
 
 def test_unused_slots_are_not_seen_when_rows_hold_one_sample(tmp_path: Path) -> None:
@@ -190,6 +218,8 @@ def test_packer_refuses_an_empty_budget() -> None:
 
 def test_packer_refuses_a_prompt_that_shows_images() -> None:
     group = make_group(0, prompt=3, lengths=[2])
-    group.shared["multimodal"] = [{"kind": "image", "uri": "run://see-0000000000/image-0.png", "tokens": 2}]
+    group.shared["multimodal"] = [
+        {"kind": "image", "uri": "run://see-0000000000/image-0.png", "tokens": 2}
+    ]
     with pytest.raises(ConfigError, match="contains images: token ids alone are another prompt"):
         Packer(100).pack_pad_dispatch([group])

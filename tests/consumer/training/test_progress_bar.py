@@ -28,7 +28,9 @@ bar.close()
 def test_a_terminal_shows_how_far_training_is_and_log_lines_stay_whole_above_it() -> None:
     master, slave = pty.openpty()
     env = os.environ | {"COLUMNS": "300", "TERM": "xterm"}
-    subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, stderr=slave, timeout=120, check=True)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, stderr=slave, timeout=120, check=True
+    )
     os.close(slave)
     shown = b""
     with suppress(OSError):  # Linux tells so that the other end is closed

@@ -1,4 +1,6 @@
-"""Rollout routing replay: the trainer computes with the experts that the engine chose, and its gates still learn."""
+"""Rollout routing replay: the trainer computes with the experts that the engine chose, and its
+gates still learn.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5], np.float32)
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts whose first layer has none, and whose others have two that are about as good."""
+    """A mixture of experts whose first layer has none, and whose others have two that are about as
+    good.
+    """
     return write_mixture(tmp_path_factory.mktemp("mixture"), noise=1)
 
 
 @pytest.fixture(scope="module")
 def other_gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with gates that are off by a thousandth, as another machine's arithmetic would have them."""
+    """The same model with gates that are off by a thousandth, as another machine's arithmetic would
+    have them.
+    """
     return write_mixture(tmp_path_factory.mktemp("other"), noise=2)
 
 
@@ -62,9 +68,13 @@ async def roll_out(folder: Path) -> RolloutGroup:
     await engine.start()
     prompt, states = np.array([40, 41, 42, 43, 44], np.int32), []
     for index, length in enumerate(LENGTHS):
-        params = SampleParams(max_tokens=length, seed=index)  # no min_tokens: it changes the distribution
+        params = SampleParams(
+            max_tokens=length, seed=index
+        )  # no min_tokens: it changes the distribution
         made = await engine.generate(str(index), prompt, params)
-        state = RolloutState(index=index, prompt_ids=prompt, reward={"score": 0.0}, status=Status.COMPLETED)
+        state = RolloutState(
+            index=index, prompt_ids=prompt, reward={"score": 0.0}, status=Status.COMPLETED
+        )
         state.append(made.token_ids, made.logprobs, made.spans, routed_experts=made.routed_experts)
         states.append(state)
     await engine.shutdown()
@@ -80,9 +90,12 @@ def mismatch(trainer: Learner, group: RolloutGroup) -> float:
 
 
 def test_replay_of_the_trainers_own_choice_changes_nothing(tmp_path: Path) -> None:
-    folder = write_mixture(tmp_path, noise=1, twins=False)  # no two experts that a sum in another order decides between
+    folder = write_mixture(
+        tmp_path, noise=1, twins=False
+    )  # no two experts that a sum in another order decides between
     group = asyncio.run(roll_out(folder))
-    plain, told = learner(folder), learner(folder, replay_routing=True)
+    plain = learner(folder)
+    told = learner(folder, replay_routing=True)
     assert mismatch(plain, group) == mismatch(told, group) < 1e-4
     for name, weight in plain.parameters.items():
         assert torch.equal(weight, told.parameters[name]), name
@@ -104,7 +117,9 @@ def test_replayed_gates_learn_by_the_true_gradient(
 ) -> None:
     """The slope of the loss along its gradient with respect to a gate, by two more forward passes."""
     loss = LossConfig(kl_coef=kl)
-    trainer = learner(other_gates, replay_routing=True, gradient_checkpointing=checkpointing, loss=loss)
+    trainer = learner(
+        other_gates, replay_routing=True, gradient_checkpointing=checkpointing, loss=loss
+    )
     gate = trainer.parameters["model.layers.1.mlp.gate.weight"]
     packed = trainer.pack([group])
     packed = trainer.compute_ref_logprobs(packed)
@@ -112,7 +127,8 @@ def test_replayed_gates_learn_by_the_true_gradient(
     (update,) = packed.updates
     trainer._backward(update, 0)
     assert gate.grad is not None
-    slope, step = gate.grad.norm(), 1e-3
+    slope = gate.grad.norm()
+    step = 1e-3
     direction = gate.grad / slope
     losses = []
     for move in (step, -2 * step):
@@ -125,7 +141,9 @@ def test_replayed_gates_learn_by_the_true_gradient(
 def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     mixture: Path, group: RolloutGroup, tmp_path: Path
 ) -> None:
-    """Column by column, or as files of the run: what is missing or of another model is never passed over."""
+    """Column by column, or as files of the run: what is missing or of another model is never passed
+    over.
+    """
     media = MediaFolder(tmp_path / "media", "run", "nonce")
     media.claim()
     states = [state.model_copy() for state in group.states]
@@ -174,7 +192,8 @@ def test_a_group_without_experts_of_this_model_is_left_out_and_ends_no_trainer(
     foreign = [state.model_copy(update={"routed_experts": None}) for state in group.states]
     bad = RolloutGroup("moe-0000000002", "moe", foreign)
     once, both = (TrainController(learner(mixture, replay_routing=True)) for _ in range(2))
-    expected, metrics = once.fit([group]), both.fit([bad, group])
+    expected = once.fit([group])
+    metrics = both.fit([bad, group])
     assert metrics == expected | {"filtered/routed_experts": 1.0}
     assert "rollout 0 has no routed experts" in caplog.text
     with pytest.raises(ConfigError, match="no group of the batch has experts"):

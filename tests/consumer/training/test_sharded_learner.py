@@ -1,4 +1,6 @@
-"""FSDP2 with two gloo ranks: the numbers of one rank, exact resumes, and weights that no rank ever held whole."""
+"""FSDP2 with two gloo ranks: the numbers of one rank, exact resumes, and weights that no rank ever
+held whole.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_train_as_one_does_and_go_on_exactly_where_they_stopped(model_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.consumer.training.sharded_learner", str(model_dir), str(tmp_path)]
+def test_two_ranks_train_as_one_does_and_go_on_exactly_where_they_stopped(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.consumer.training.sharded_learner",
+        str(model_dir),
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
 
@@ -28,7 +38,8 @@ def test_two_ranks_train_as_one_does_and_go_on_exactly_where_they_stopped(model_
         steps: list[dict[str, Any]] = orjson.loads((tmp_path / f"{name}-{rank}.json").read_bytes())
         return steps
 
-    one, two = told("one", 0), told("two", 0)
+    one = told("one", 0)
+    two = told("two", 0)
     assert len(one) == STEPS
     assert told("two", 1) == two  # metrics are of all ranks, on all ranks
     for alone, shared in zip(one, two, strict=True):
@@ -39,12 +50,16 @@ def test_two_ranks_train_as_one_does_and_go_on_exactly_where_they_stopped(model_
 
     resumed = told("resumed", 0)
     assert resumed == two[CUT:]
-    assert whole(tmp_path / "weights" / "resumed").keys() == whole(tmp_path / "weights" / "two").keys()
+    assert (
+        whole(tmp_path / "weights" / "resumed").keys() == whole(tmp_path / "weights" / "two").keys()
+    )
     for name, tensor in whole(tmp_path / "weights" / "two").items():
         assert torch.equal(tensor, whole(tmp_path / "weights" / "resumed")[name]), name
 
     # each rank wrote about half of it, and transformers reads what they wrote together
-    sizes = [file.stat().st_size for file in sorted((tmp_path / "weights" / "two").glob("*.safetensors"))]
+    sizes = [
+        file.stat().st_size for file in sorted((tmp_path / "weights" / "two").glob("*.safetensors"))
+    ]
     assert len(sizes) == 2
     assert max(sizes) < 0.7 * sum(sizes)
     loaded = dict(load_model(tmp_path / "weights" / "two").named_parameters())
@@ -55,4 +70,8 @@ def test_two_ranks_train_as_one_does_and_go_on_exactly_where_they_stopped(model_
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }

@@ -1,4 +1,6 @@
-"""What the trainer writes, and what its readers make of it after it was killed in the middle of a line."""
+"""What the trainer writes, and what its readers make of it after it was killed in the middle of a
+line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def test_reader_sees_what_was_written_and_what_a_restart_replaced(tmp_path: Path
     for step in (1, 2, 3):
         add(tmp_path, step)
     log = steps(tmp_path)
-    assert [(s.step, s.gids, s.metrics) for s in log.steps][2] == (3, ("math-0000000003",), {"rewards/mean": 0.3})
+    assert [(s.step, s.gids, s.metrics) for s in log.steps][2] == (
+        3,
+        ("math-0000000003",),
+        {"rewards/mean": 0.3},
+    )
     for step in (2, 3, 4):
         add(tmp_path, step, "l2")
     assert [s.step for s in log.read_new()] == [2, 3, 4]

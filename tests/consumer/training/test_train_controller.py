@@ -1,4 +1,6 @@
-"""The train step in pieces: the same as in one, values and generalized advantages as the papers write them."""
+"""The train step in pieces: the same as in one, values and generalized advantages as the papers
+write them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_controller(model_dir: Path, *, critic: bool = False, **options: Any) -> TrainController:
     loss = LossConfig(**options.pop("loss", {}))
-    learner = Learner(model_dir, LearnerConfig(learning_rate=1e-3, token_budget=40, loss=loss, **options), seed=7)
+    learner = Learner(
+        model_dir, LearnerConfig(learning_rate=1e-3, token_budget=40, loss=loss, **options), seed=7
+    )
     config = CriticConfig(learning_rate=1e-2, lam=0.9, gamma=0.99)
     if critic:
         return TrainController(learner, "gae", critic=Critic(model_dir, config, seed=3))
@@ -43,19 +47,26 @@ def make_batch(step: int = 0) -> list[Any]:
     "options",
     [
         {},
-        {"updates_per_batch": 2, "old_policy": "current", "loss": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+        {
+            "updates_per_batch": 2,
+            "old_policy": "current",
+            "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+        },
         {"critic": True, "updates_per_batch": 2, "old_policy": "current"},
     ],
     ids=str,
 )
 def test_the_steps_one_by_one_are_fit_bit_for_bit(model_dir: Path, options: dict[str, Any]) -> None:
-    whole, pieces = make_controller(model_dir, **options), make_controller(model_dir, **options)
+    whole = make_controller(model_dir, **options)
+    pieces = make_controller(model_dir, **options)
     for step in range(2):
         expected = whole.fit(make_batch(step))
         batch = pieces.pack_pad_dispatch(make_batch(step))
         for compute in ("old_logprobs", "ref_logprobs", "values", "advantages"):
             batch = getattr(pieces, f"compute_{compute}")(batch)
-        assert pieces.train(batch) == {n: v for n, v in expected.items() if not n.startswith("filtered/")}
+        assert pieces.train(batch) == {
+            n: v for n, v in expected.items() if not n.startswith("filtered/")
+        }
     state = whole.state_tensors()
     assert all(torch.equal(tensor, state[name]) for name, tensor in pieces.state_tensors().items())
 
@@ -73,7 +84,8 @@ def test_a_critic_is_refused_where_it_would_not_be_the_same_on_all_ranks(model_d
 
 
 def test_critic_goes_on_exactly_after_save_and_load(model_dir: Path, tmp_path: Path) -> None:
-    straight, first = make_controller(model_dir, critic=True), make_controller(model_dir, critic=True)
+    straight = make_controller(model_dir, critic=True)
+    first = make_controller(model_dir, critic=True)
     straight.fit(make_batch(0))
     first.fit(make_batch(0))
     save_file(first.state_tensors(), tmp_path / "state.safetensors")
@@ -83,14 +95,17 @@ def test_critic_goes_on_exactly_after_save_and_load(model_dir: Path, tmp_path: P
 
 
 def test_critic_learns_what_a_group_is_worth(model_dir: Path) -> None:
-    controller, groups = make_controller(model_dir, critic=True), make_batch(0)
+    controller = make_controller(model_dir, critic=True)
+    groups = make_batch(0)
     errors = [controller.fit(groups)["critic/abs_error"] for _ in range(8)]
     assert errors[-1] < errors[0]
 
 
 def test_gradient_checkpointing_changes_no_number(model_dir: Path) -> None:
-    plain, again = make_controller(model_dir), make_controller(model_dir, gradient_checkpointing=True)
-    one, two = plain.fit(make_batch()), again.fit(make_batch())
+    plain = make_controller(model_dir)
+    again = make_controller(model_dir, gradient_checkpointing=True)
+    one = plain.fit(make_batch())
+    two = again.fit(make_batch())
     assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
 
 
@@ -106,7 +121,9 @@ def test_packed_gae_is_that_of_each_rollout_alone(
     rewards = torch.from_numpy(draw.normal(size=sum(map(len, shapes))).astype("<f4"))
     for batch in Packer(30).pack_pad_dispatch(groups):
         values = torch.from_numpy(draw.normal(size=len(batch.targets)).astype("<f4"))
-        advantages, returns = packed_gae(rewards[batch.rollout], values, batch, gamma=gamma, lam=lam)
+        advantages, returns = packed_gae(
+            rewards[batch.rollout], values, batch, gamma=gamma, lam=lam
+        )
         for number in range(len(batch.rollout)):
             trained = (batch.sample == number) & (batch.mask > 0)
             own = values[trained].double().numpy()
@@ -143,12 +160,18 @@ def test_dispatch_gives_every_rollout_to_one_rank_and_all_ranks_as_many_passes(
     shapes: list[list[int]], ranks: int, budget: int
 ) -> None:
     groups = [make_group(i, lengths=lengths) for i, lengths in enumerate(shapes)]
-    parts = [Packer(budget).pack_pad_dispatch(groups, ranks=ranks, rank=rank) for rank in range(ranks)]
+    parts = [
+        Packer(budget).pack_pad_dispatch(groups, ranks=ranks, rank=rank) for rank in range(ranks)
+    ]
     assert len({len(part) for part in parts}) == 1
     numbers = [int(n) for part in parts for batch in part for n in batch.rollout]
     lengths = [length for shape in shapes for length in shape]
     states = [state for group in groups for state in group.states]
-    trained = [n for n, state in enumerate(states) if state.response_mask is None or state.response_mask.any()]
+    trained = [
+        n
+        for n, state in enumerate(states)
+        if state.response_mask is None or state.response_mask.any()
+    ]
     assert sorted(numbers) == [n for n in trained if lengths[n]]
     loads = [sum(len(batch.targets) + 6 * len(batch.rollout) for batch in part) for part in parts]
     assert max(loads) - min(loads) <= 6 + max(lengths)

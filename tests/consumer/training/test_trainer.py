@@ -1,4 +1,6 @@
-"""The trainer dies between any two of its lines, and ends with the very weights of one that never died."""
+"""The trainer dies between any two of its lines, and ends with the very weights of one that never
+died.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.buffer.time_machine import put_back, remember
 from tests.consumer.crew import at_work
 from tests.servers import on_both
 
-STEPS, GROUPS = 5, 3
+STEPS = 5
+GROUPS = 3
 DRAWS = 5 * GROUPS + 6
 
 
@@ -38,7 +41,9 @@ class Killed(BaseException):
     """Stands for SIGKILL: nobody catches it."""
 
 
-with_adapter_too = pytest.mark.parametrize("config", [None, {"rank": 4}], ids=["weights", "adapter"], indirect=True)
+with_adapter_too = pytest.mark.parametrize(
+    "config", [None, {"rank": 4}], ids=["weights", "adapter"], indirect=True
+)
 
 
 @pytest.fixture
@@ -50,7 +55,10 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Training
         {
             "run": {"name": run.name, "dir": tmp_path / "run", "seed": 3},
             "plan": {"steps": STEPS, "batch_size": GROUPS},
-            "tasks": {"math": {"judge": "exact_match", "dataset": dataset}, "quiz": {"eval_of": "math"}},
+            "tasks": {
+                "math": {"judge": "exact_match", "dataset": dataset},
+                "quiz": {"eval_of": "math"},
+            },
             "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "device": "cpu"},
             "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5, "lora": lora},
             "engine": {"max_lora_rank": 8} if lora else {},
@@ -78,7 +86,9 @@ def last_state(config: TrainingConfig) -> dict[str, torch.Tensor]:
 def published(run: Run) -> list[str]:
     """The versions of all weights that were published, in order."""
     rows = [fields for _, fields in run.store.control.xrange(run.keys.events)]
-    return [row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"]
+    return [
+        row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +104,8 @@ def undisturbed(ends: dict[bool, dict[str, Any]], config: TrainingConfig) -> dic
 
 def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> None:
     """The account adds up, and history and weights are those of the undisturbed run, bit for bit."""
-    log, state = history(config), last_state(config)
+    log = history(config)
+    state = last_state(config)
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
     assert log.trained_twice() == {}
     assert run.account.fsck().clean
@@ -120,7 +131,9 @@ def test_undisturbed_trainer_ends_with_a_clean_account(
     assert any(not torch.equal(start[n], undisturbed["state"][f"model/{n}"]) for n in start)
     kept = list((config.run.folder / "weights").iterdir())
     assert len(kept) == 2
-    assert all((folder / "adapter_config.json").exists() == bool(config.learner.lora) for folder in kept)
+    assert all(
+        (folder / "adapter_config.json").exists() == bool(config.learner.lora) for folder in kept
+    )
 
 
 CRASHES: list[tuple[type, str, int]] = [
@@ -144,7 +157,9 @@ CRASHES: list[tuple[type, str, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize(
+    ("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
     run: Run,
     config: TrainingConfig,
@@ -170,7 +185,9 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
     with at_work(run, stamp=0, math=DRAWS):
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, dying(getattr(owner, method)))
-            patch.setattr(RolloutConsumer, "close", lambda self: self._closed.set())  # the dead say no good-bye
+            patch.setattr(
+                RolloutConsumer, "close", lambda self: self._closed.set()
+            )  # the dead say no good-bye
             with pytest.raises(Killed):
                 train(run, config, model_dir)
         assert train(run, config, model_dir)
@@ -179,7 +196,11 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
 
 @with_adapter_too
 def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
-    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    config: TrainingConfig,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[int] = []
     original = StepWriter.add_step
@@ -201,9 +222,15 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
 
 
 def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
-    run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    config: TrainingConfig,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is stopped while it waits for a worker that confirms no pause: the step is trained, but not published."""
+    """It is stopped while it waits for a worker that confirms no pause: the step is trained, but
+    not published.
+    """
     with at_work(run, stamp=0, math=DRAWS) as crew:
         trainer = Trainer(run, config, model_dir)
         config.run.folder.mkdir()
@@ -228,7 +255,10 @@ def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
     assert history(config).replaced == 0
     log = history(config)
     assert [step.gids for step in log.steps] == undisturbed["gids"]
-    assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+    assert all(
+        torch.equal(tensor, undisturbed["state"][name])
+        for name, tensor in last_state(config).items()
+    )
 
 
 @pytest.mark.parametrize("flow", ["foreground", "exclusive", "background"])
@@ -236,21 +266,26 @@ def test_weights_are_evaluated_every_so_many_steps_and_training_is_the_same(
     run: Run, config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any], flow: str
 ) -> None:
     changes: dict[str, Any] = {"evaluation": {"groups": 3, "every_steps": 2, "flow": flow}}
-    config = TrainingConfig.model_validate(config.model_dump() | changes | {"policy": {"pause_mode": "abort"}})
+    config = TrainingConfig.model_validate(
+        config.model_dump() | changes | {"policy": {"pause_mode": "abort"}}
+    )
     with at_work(run, stamp=0, math=DRAWS) as crew:
         assert train(run, config, model_dir)
     found = read_evaluations(config.run.folder)
     assert set(found) == {("quiz", step) for step in (0, 2, 4, 5)}
     for (_, step), metrics in found.items():
         assert metrics["eval/groups"] == 3
-        # weights of its step made them; in the background, those that were begun late may be of the next
+        # weights of its step made them; in the background, those that were begun late may be of the
+        # next
         assert metrics["eval/newest_version"] == step or (
             flow == "background" and metrics["eval/newest_version"] > step
         )
     modes = {mode for lane, mode in crew.claimed if lane == "eval"}
     assert modes == ({Mode.ABORT} if flow == "exclusive" else {Mode.RUN})
     log = history(config)
-    assert [step.gids for step in log.steps] == undisturbed.setdefault("gids", [step.gids for step in log.steps])
+    assert [step.gids for step in log.steps] == undisturbed.setdefault(
+        "gids", [step.gids for step in log.steps]
+    )
     assert not any(gid.startswith("quiz") for step in log.steps for gid in step.gids)
     assert int(run.progress("math")["consumed"]) == STEPS * GROUPS
     assert run.evaluations.steps()[:2] == (4, 4)
@@ -265,8 +300,13 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Engines sleep in an abort without open lanes (tests/pipeline/test_colocated.py); the learner sleeps otherwise."""
-    changes: dict[str, Any] = {"policy": {"pause_mode": "abort"}, "trainer": config.trainer.model_dump()}
+    """Engines sleep in an abort without open lanes (tests/pipeline/test_colocated.py); the learner
+    sleeps otherwise.
+    """
+    changes: dict[str, Any] = {
+        "policy": {"pause_mode": "abort"},
+        "trainer": config.trainer.model_dump(),
+    }
     changes["trainer"]["flow"] = "colocated"
     config = TrainingConfig.model_validate(config.model_dump() | changes)
     config.run.folder.mkdir()
@@ -295,9 +335,13 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
 def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_further_step(
     make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path
 ) -> None:
-    """Its config says every 4 steps, and the run that weights serve 2: without that it would wait for ever."""
+    """Its config says every 4 steps, and the run that weights serve 2: without that it would wait
+    for ever.
+    """
     run = make_run(stale_threshold=2)
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})})
+    config = config.model_copy(
+        update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})}
+    )
     with at_work(run, math=DRAWS):
         assert train(run, config, model_dir)
     assert published(run) == ["0", "2", "4", "5"]
@@ -311,9 +355,13 @@ def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What `status` of the batch before had promised was taken away: an operator lowered max_staleness."""
+    """What `status` of the batch before had promised was taken away: an operator lowered
+    max_staleness.
+    """
     run = make_run(stale_threshold=4)
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})})
+    config = config.model_copy(
+        update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})}
+    )
     original = Learner.train
 
     def lower(self: Learner, *args: Any) -> dict[str, float]:
@@ -324,7 +372,12 @@ def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
     monkeypatch.setattr(Learner, "train", lower)
     with at_work(run, math=DRAWS), caplog.at_level("WARNING", "rolloutmq.trainer"):
         assert train(run, config, model_dir)
-    assert caplog.text.count("publishing weights before they are due: step 3 cannot be served by the weights") == 1
+    assert (
+        caplog.text.count(
+            "publishing weights before they are due: step 3 cannot be served by the weights"
+        )
+        == 1
+    )
     assert published(run) == ["0", "2", "3", "4", "5"]
     assert [step.step for step in history(config).steps] == [1, 2, 3, 4, 5]
     assert run.account.fsck().clean
@@ -333,7 +386,9 @@ def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
 def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
     run: Run, config: TrainingConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"sync_weights_interval": 3})})
+    config = config.model_copy(
+        update={"policy": config.policy.model_copy(update={"sync_weights_interval": 3})}
+    )
     second = RolloutConsumer(run)
     original = Learner.train
 
@@ -358,14 +413,20 @@ def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
     with at_work(run, stamp=0, math=DRAWS):
         assert train(run, config, model_dir)
         file = config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / "trainer.json"
-        file.write_bytes(orjson.dumps(orjson.loads(file.read_bytes()) | {"run_nonce": "of-another"}))
+        file.write_bytes(
+            orjson.dumps(orjson.loads(file.read_bytes()) | {"run_nonce": "of-another"})
+        )
         with pytest.raises(LostRun, match="another run"):
             train(run, config, model_dir)
 
 
 @on_both
 def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
-    run: Run, make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path, undisturbed: dict[str, Any]
+    run: Run,
+    make_run: Callable[..., Run],
+    config: TrainingConfig,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
 ) -> None:
     def train_to(step: int, **options: bool) -> bool:
         make_run(steps=step)  # it goes on, if it was finished
@@ -382,7 +443,10 @@ def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
     assert train_to(STEPS)
     assert run.progress("math")["reasserted"] == "6"
     assert [step.gids for step in history(config).steps] == undisturbed["gids"]
-    assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+    assert all(
+        torch.equal(tensor, undisturbed["state"][name])
+        for name, tensor in last_state(config).items()
+    )
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
@@ -408,9 +472,12 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     left: list[int],
     lost: bool,
 ) -> None:
-    """Its disk lost the newest checkpoints, the server perhaps its last second, too. What is kept is delivered again,
-    and the weights are the same; what was freed is generated again, in another order, where that is asked for."""
-    raw, original = run.store.at(run.keys.meta).control, StepWriter.add_step
+    """Its disk lost the newest checkpoints, the server perhaps its last second, too. What is kept
+    is delivered again, and the weights are the same; what was freed is generated again, in another
+    order, where that is asked for.
+    """
+    raw = run.store.at(run.keys.meta).control
+    original = StepWriter.add_step
     moments: dict[int, Any] = {}
 
     def remembering(self: StepWriter, step: int, *rest: Any) -> None:
@@ -436,7 +503,10 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     assert log.trained_twice() == {}
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
     if left:
-        assert all(torch.equal(tensor, undisturbed["state"][name]) for name, tensor in last_state(config).items())
+        assert all(
+            torch.equal(tensor, undisturbed["state"][name])
+            for name, tensor in last_state(config).items()
+        )
     assert run.account.fsck().clean
 
 
@@ -462,19 +532,29 @@ def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(
     with at_work(run, stamp=0, math=DRAWS):
         assert train(run, config, model_dir)
     published = load_file(Path(run.control.state().weights_path) / "model.safetensors")
-    kept = load_file(config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / "model" / "model.safetensors")
+    kept = load_file(
+        config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / "model" / "model.safetensors"
+    )
     assert published.keys() == kept.keys()
     for name, tensor in kept.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(published[name], tensor.bfloat16()), name
-    assert orjson.loads((Path(run.control.state().weights_path) / "config.json").read_bytes())["dtype"] == "bfloat16"
+    assert (
+        orjson.loads((Path(run.control.state().weights_path) / "config.json").read_bytes())["dtype"]
+        == "bfloat16"
+    )
 
 
 def test_full_memory_makes_the_trainer_write_checkpoints_ahead_of_time(
-    make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path, caplog: pytest.LogCaptureFixture
+    make_run: Callable[..., Run],
+    config: TrainingConfig,
+    model_dir: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = make_run(low_bytes=5000, high_bytes=9000, steps=STEPS, batch_size=GROUPS)
-    trainer = config.trainer.model_copy(update={"checkpoint_every_steps": 1000, "keep_checkpoints": 2})
+    trainer = config.trainer.model_copy(
+        update={"checkpoint_every_steps": 1000, "keep_checkpoints": 2}
+    )
     with at_work(run, math=DRAWS):
         assert train(run, config.model_copy(update={"trainer": trainer}), model_dir)
     assert len(history(config).steps) == STEPS

@@ -31,7 +31,9 @@ def test_write_gives_a_folder_that_its_reader_accepts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["torn", "changed", "gone", "manifest", "other"])
-def test_reader_refuses_a_folder_that_is_not_what_was_published(tmp_path: Path, damage: str) -> None:
+def test_reader_refuses_a_folder_that_is_not_what_was_published(
+    tmp_path: Path, damage: str
+) -> None:
     path, checksum = FolderSender(tmp_path).write(PolicyVersion("ab12cd34", 4), save)
     file = Path(path) / "model.safetensors"
     if damage == "torn":

@@ -1,4 +1,6 @@
-"""Tools and environments from elsewhere: an MCP server, a sandboxed interpreter, the interface of `verifiers`."""
+"""Tools and environments from elsewhere: an MCP server, a sandboxed interpreter, the interface of
+`verifiers`.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def test_tools_of_an_mcp_server_are_offered_called_and_survive_its_death() -> No
 
     together, refused, died, again = asyncio.run(scene())
     assert together == ["5", "6", "20"]
-    assert refused == ["error: McpError: only positive ones", "error: there is no tool 'divide'; known: add, multiply"]
+    assert refused == [
+        "error: McpError: only positive ones",
+        "error: there is no tool 'divide'; known: add, multiply",
+    ]
     assert died[0].startswith("error: McpError: MCP server")
     assert again == ["56"]
 
@@ -75,7 +80,9 @@ def test_calls_of_other_groups_go_on_beside_a_refused_one_and_end_with_their_ser
         await toolbox.call_all([call("multiply", a=13, b=1)])
         async with asyncio.timeout(60):
             assert all(told.startswith("error: McpError: MCP server") for told in await pending)
-        fresh = await asyncio.gather(*(toolbox.call_all([call("multiply", a=n, b=2)]) for n in range(5)))
+        fresh = await asyncio.gather(
+            *(toolbox.call_all([call("multiply", a=n, b=2)]) for n in range(5))
+        )
         assert fresh == [[str(2 * n)] for n in range(5)]
         await toolbox.close()
 
@@ -98,8 +105,12 @@ def multiply(a: int, b: int) -> int:
 
 
 def test_a_model_runs_python_and_reads_what_it_prints(chat: Any) -> None:
-    program = '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7); 1 / 0"}}</tool_call>'
-    (state,) = run(loop_of(chat, tools=["python"]), TalkingEngine(chat, [program, "42"]), [rollout()])
+    program = (
+        '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7); 1 / 0"}}</tool_call>'
+    )
+    (state,) = run(
+        loop_of(chat, tools=["python"]), TalkingEngine(chat, [program, "42"]), [rollout()]
+    )
     assert "42\nerror: ZeroDivisionError: division by zero" in chat.decode(state.response_ids)
     assert state.status is Status.COMPLETED
 
@@ -152,13 +163,17 @@ def test_an_environment_of_verifiers_plays_and_scores(chat: Any, returns_state: 
     state.ground_truth = "5"
     (state,) = run(loop, TalkingEngine(chat, ["3", "8", "5"]), [state])
     text = chat.decode(state.response_ids)
-    assert text.index("higher (1)") < text.index("lower (2)"), "its own state goes on from turn to turn"
+    assert text.index("higher (1)") < text.index("lower (2)"), (
+        "its own state goes on from turn to turn"
+    )
     assert len(turns_of(state)) == 3
     assert state.reward == pytest.approx({"found": 1.0, "quickly": 1 / 3, "score": 1.0 + 0.5 / 3})
 
 
 def test_a_task_may_leave_its_reward_to_the_environment() -> None:
-    task = TaskSection.model_validate({"judge": "environment", "dataset": {"kind": "jsonl", "path": "none"}})
+    task = TaskSection.model_validate(
+        {"judge": "environment", "dataset": {"kind": "jsonl", "path": "none"}}
+    )
     assert task.judges == []
 
 
@@ -172,7 +187,9 @@ def test_tools_and_environment_in_the_readme_work_as_written(
         (tmp_path / name).write_text(readme_block(name), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     search = '<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>'
-    (state,) = run(loop_of(chat, tools=["my_tools:search"]), TalkingEngine(chat, [search, "5"]), [rollout()])
+    (state,) = run(
+        loop_of(chat, tools=["my_tools:search"]), TalkingEngine(chat, [search, "5"]), [rollout()]
+    )
     assert '["a page about cats"]' in chat.decode(state.response_ids)
 
     common: dict[str, Any] = {"judge": None, "tokenizer": chat, "eos_ids": [chat.eos_token_id]}

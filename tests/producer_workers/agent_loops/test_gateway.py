@@ -1,4 +1,6 @@
-"""Agents that only speak the OpenAI API, by its own client: what they made the model say is recorded token by token."""
+"""Agents that only speak the OpenAI API, by its own client: what they made the model say is
+recorded token by token.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
-def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(chat: Any) -> None:
+def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(
+    chat: Any,
+) -> None:
     engine = Recorder(chat)
-    states = run(loop_of(chat), engine, questions(*(f"question {n}" for n in range(24)), max_tokens=10_000))
+    states = run(
+        loop_of(chat), engine, questions(*(f"question {n}" for n in range(24)), max_tokens=10_000)
+    )
     assert len(engine.said) > 60
     assert len(states) > 24 + 10, "they cut, edited and asked twice"
     engine.check(states)
@@ -43,7 +49,9 @@ def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it
     assert all(len(facts) == 1 for facts in by_session.values())
     # what the task says is what the trainer counts on; and no two requests have the same seed
     assert {params.temperature for *_, params in engine.requests} == {1.0}
-    assert len({(name.rpartition("/")[0], params.seed) for name, _, params in engine.requests}) == len(engine.requests)
+    assert len(
+        {(name.rpartition("/")[0], params.seed) for name, _, params in engine.requests}
+    ) == len(engine.requests)
 
 
 def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
@@ -52,21 +60,29 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
     def judge(*, response: str, state: RolloutState, **_: Any) -> float:
         return float(response == "\ufffdit is 5" and len(state.tool_calls) == 2)
 
-    (state,) = run(loop_of(chat, "calculate", judge=FunctionJudge("j", judge)), engine, questions("2 + 3?"))
+    (state,) = run(
+        loop_of(chat, "calculate", judge=FunctionJudge("j", judge)), engine, questions("2 + 3?")
+    )
     engine.check([state])
     assert state.reward == {"score": 1.0}
     assert [span.version for span in state.spans] == [0, 1], "the second turn had later weights"
-    assert [(call.name, call.arguments) for call in state.tool_calls] == [("add", {"a": 2, "b": 3})] * 2
+    assert [(call.name, call.arguments) for call in state.tool_calls] == [
+        ("add", {"a": 2, "b": 3})
+    ] * 2
     text = chat.decode(state.response_ids)
     between = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
 
 
-def test_an_agent_that_stops_before_an_observation_reads_none_and_all_that_was_sampled_is_trained(chat: Any) -> None:
+def test_an_agent_that_stops_before_an_observation_reads_none_and_all_that_was_sampled_is_trained(
+    chat: Any,
+) -> None:
     engine = Recorder(chat, [f"I look. {CALL}\nSeen:", "it is 5"])
     (state,) = run(loop_of(chat, "reason_and_act"), engine, questions("2 + 3?"))
     engine.check([state])
-    assert f"{CALL}\nSeen:<|im_end|>\n<|im_start|>user\nSeen: 5<|im_end|>" in chat.decode(state.response_ids)
+    assert f"{CALL}\nSeen:<|im_end|>\n<|im_start|>user\nSeen: 5<|im_end|>" in chat.decode(
+        state.response_ids
+    )
 
 
 def test_what_an_agent_read_somewhere_begins_no_turn(chat: Any) -> None:
@@ -77,32 +93,50 @@ def test_what_an_agent_read_somewhere_begins_no_turn(chat: Any) -> None:
         async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
             messages: list[Any] = [{"role": "user", "content": attack}]
             reply = await client.chat.completions.create(model="any", messages=messages)
-            messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": "c", "content": attack}]
+            messages += [
+                reply.choices[0].message,
+                {"role": "tool", "tool_call_id": "c", "content": attack},
+            ]
             await client.chat.completions.create(model="any", messages=messages)
 
     engine = Recorder(chat, ["one", "two"])
     (state,) = run(loop_of(chat, agent=reads), engine, questions("x"))
     engine.check([state])
     assert len(turns_of(state)) == 2
-    starts, end = chat.convert_tokens_to_ids("<|im_start|>"), chat.eos_token_id
+    starts = chat.convert_tokens_to_ids("<|im_start|>")
+    end = chat.eos_token_id
     read = engine.read[1].tolist()
-    assert (read.count(starts), read.count(end)) == (4, 3), "user, assistant, tool, and a turn that begins"
+    assert (read.count(starts), read.count(end)) == (4, 3), (
+        "user, assistant, tool, and a turn that begins"
+    )
 
 
 def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(PROGRAM, encoding="utf-8")
     engine = Recorder(chat)
     engine.now = FIRST
-    loop = partial(GatewayAgentLoop, command=[sys.executable, str(tmp_path / "agent.py"), "{question}"])
+    loop = partial(
+        GatewayAgentLoop, command=[sys.executable, str(tmp_path / "agent.py"), "{question}"]
+    )
     problem = {"question": "2 + 2 = ?", "answer": "4"}
     given: dict[str, Any] = {"tokenizer": chat, "engine": engine}
     (group,) = rehearse([problem], judge=lambda **_: 0.5, agent_loop=in_chat(loop, chat), **given)
-    assert [(m["index"], m["session_id"][-2:]) for m in group.members] == [(0, "/0"), (0, "/0"), (1, "/1"), (1, "/1")]
+    assert [(m["index"], m["session_id"][-2:]) for m in group.members] == [
+        (0, "/0"),
+        (0, "/0"),
+        (1, "/1"),
+        (1, "/1"),
+    ]
     assert group.scores.tolist() == [0.5] * 4
     assert [group.sessions.index(session) for session in group.sessions] == [0, 0, 2, 2]
     engine.check([s.model_copy(update={"response_mask": _mask(s)}) for s in group.states])
     with pytest.raises(RehearsalError, match="exited with 1: cannot go on"):
-        rehearse([{"question": "fail", "answer": ""}], judge=lambda **_: 0.0, agent_loop=in_chat(loop, chat), **given)
+        rehearse(
+            [{"question": "fail", "answer": ""}],
+            judge=lambda **_: 0.0,
+            agent_loop=in_chat(loop, chat),
+            **given,
+        )
 
 
 def in_chat(loop: Any, tokenizer: Any) -> Any:
@@ -111,17 +145,32 @@ def in_chat(loop: Any, tokenizer: Any) -> Any:
 
 
 def _mask(state: RolloutState) -> NDArray[np.uint8]:
-    return np.ones(len(state.response_ids), "u1") if state.response_mask is None else state.response_mask
+    return (
+        np.ones(len(state.response_ids), "u1")
+        if state.response_mask is None
+        else state.response_mask
+    )
 
 
 def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat: Any) -> None:
-    first, second = Recorder(chat), Recorder(chat)
+    first = Recorder(chat)
+    second = Recorder(chat)
     first.cut = {1, 4, 5}
-    states = run(loop_of(chat, partial_rollout=True), first, questions(*"abcdefgh", max_tokens=10_000))
+    states = run(
+        loop_of(chat, partial_rollout=True), first, questions(*"abcdefgh", max_tokens=10_000)
+    )
     assert {state.index for state in states if state.status is Status.ABORTED} == first.cut
-    assert {state.index for state in states if state.status is Status.COMPLETED} == set(range(8)) - first.cut
-    assert all(not len(s.response_ids) and s.reward is None for s in states if s.status is Status.ABORTED)
-    kept = {state.index: _texts(states, state.index) for state in states if state.status is Status.COMPLETED}
+    assert {state.index for state in states if state.status is Status.COMPLETED} == set(
+        range(8)
+    ) - first.cut
+    assert all(
+        not len(s.response_ids) and s.reward is None for s in states if s.status is Status.ABORTED
+    )
+    kept = {
+        state.index: _texts(states, state.index)
+        for state in states
+        if state.status is Status.COMPLETED
+    }
     states = run(loop_of(chat, partial_rollout=True), second, states)
     assert {state.status for state in states} == {Status.COMPLETED}
     assert {state.index for state in states} == set(range(8))
@@ -150,14 +199,18 @@ def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> Non
         ("never_ends", "took longer than 0.05 s"),
     ],
 )
-def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(chat: Any, agent: str, reason: str) -> None:
+def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(
+    chat: Any, agent: str, reason: str
+) -> None:
     (state,) = run(loop_of(chat, agent, time_limit_s=0.05), Recorder(chat), questions("x"))
     assert state.status is Status.FAILED
     assert reason in str(state.error)
 
 
 def test_plain_functions_that_wait_take_no_threads_of_the_worker(chat: Any) -> None:
-    """More of them meet here than asyncio's own pool holds (32 at most), which loads weights and hands in groups."""
+    """More of them meet here than asyncio's own pool holds (32 at most), which loads weights and
+    hands in groups.
+    """
     meeting = threading.Barrier(40)
 
     def meet(task: AgentTask) -> float:
@@ -165,7 +218,9 @@ def test_plain_functions_that_wait_take_no_threads_of_the_worker(chat: Any) -> N
         return 1.0
 
     states = run(loop_of(chat, agent=meet), Recorder(chat), questions(*map(str, range(40))))
-    assert {str(state.error) for state in states} == {"the agent ended without an answer of the model"}
+    assert {str(state.error) for state in states} == {
+        "the agent ended without an answer of the model"
+    }
 
 
 def test_a_dead_engine_is_the_workers_matter(chat: Any) -> None:

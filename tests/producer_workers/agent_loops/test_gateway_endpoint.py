@@ -1,5 +1,6 @@
-"""The gateway's endpoint, as an agent that is hostile or careless uses it: every answer is one that OpenAI's clients
-know, nothing outlives the session, and no session samples more than it has."""
+"""The gateway's endpoint, as an agent that is hostile or careless uses it: every answer is one that
+OpenAI's clients know, nothing outlives the session, and no session samples more than it has.
+"""
 
 from __future__ import annotations
 
@@ -29,31 +30,44 @@ GENEROUS_S = 60.0
 
 
 class Desk:
-    """One session behind an endpoint, and who asks it. `ask` returns (status, what the error says, or the answer)."""
+    """One session behind an endpoint, and who asks it. `ask` returns (status, what the error says,
+    or the answer).
+    """
 
     def __init__(self, endpoint: Endpoint, session: Session, http: aiohttp.ClientSession) -> None:
-        self.endpoint, self.session, self.http = endpoint, session, http
+        self.endpoint = endpoint
+        self.session = session
+        self.http = http
         self.key = endpoint.admit(session)
 
-    async def ask(self, body: Any, path: str = "chat/completions", **headers: str) -> tuple[int, Any]:
+    async def ask(
+        self, body: Any, path: str = "chat/completions", **headers: str
+    ) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self.key}", **headers}
         data = body if isinstance(body, bytes) else orjson.dumps(body)
-        async with self.http.post(f"{self.endpoint.url}/{path}", data=data, headers=headers) as reply:
+        async with self.http.post(
+            f"{self.endpoint.url}/{path}", data=data, headers=headers
+        ) as reply:
             said = orjson.loads(await reply.read())
         if reply.status == 200:
             return 200, said
         assert set(said) == {"error"}
         assert set(said["error"]) == {"message", "type", "code", "param"}
-        assert said["error"]["type"] == ("server_error" if reply.status >= 500 else "invalid_request_error")
+        assert said["error"]["type"] == (
+            "server_error" if reply.status >= 500 else "invalid_request_error"
+        )
         return reply.status, said["error"]
 
 
-def at_desk(chat: Any, engine: Any, scene: Callable[[Desk], Awaitable[None]], **params: Any) -> Session:
+def at_desk(
+    chat: Any, engine: Any, scene: Callable[[Desk], Awaitable[None]], **params: Any
+) -> Session:
     """Play `scene` against a session of `params`; returns that session."""
 
     @asynccontextmanager
     async def open_desk() -> AsyncIterator[Desk]:
-        delta, sampling = ChatDelta(chat, [chat.eos_token_id]), SampleParams(**params)
+        delta = ChatDelta(chat, [chat.eos_token_id])
+        sampling = SampleParams(**params)
         made = Session("g/0", engine, chat, delta, [chat.eos_token_id], sampling, "hermes")
         async with Endpoint(chat) as endpoint, aiohttp.ClientSession() as http:
             yield Desk(endpoint, made, http)
@@ -71,7 +85,8 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-CHAT, TEXT = "chat/completions", "completions"
+CHAT = "chat/completions"
+TEXT = "completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -89,7 +104,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": [{"role": "poet", "content": "x"}]}, "no such role: poet"),
         (CHAT, {"messages": [{"role": "user", "content": {"a": 1}}]}, "only text"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "only text"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            "only text",
+        ),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls is a list"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "has an id"),
         (CHAT, {"messages": [{"role": "user", "content": 5}] * 1000}, "only text"),
@@ -102,8 +121,16 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5}, "top_logprobs: only"),
         (CHAT, {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}}, "as it is"),
         (CHAT, {"messages": USER, "response_format": {"type": "grammar"}}, "response_format: "),
-        (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "json_schema with its schema"),
-        (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "letters cannot keep to a structure"),
+        (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "json_schema"}},
+            "json_schema with its schema",
+        ),
+        (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "json_object"}},
+            "letters cannot keep to a structure",
+        ),
         (TEXT, {"prompt": ""}, "prompt"),
         (TEXT, {"prompt": [2**40]}, "prompt"),
         (TEXT, {"prompt": ["a", "b"]}, "one prompt at a time"),
@@ -111,7 +138,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (TEXT, {"prompt": "a", "echo": True}, "echo: "),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(chat: Any, path: str, body: Any, said: str) -> None:
+def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
+    chat: Any, path: str, body: Any, said: str
+) -> None:
     engine = Recorder(chat)
 
     async def scene(desk: Desk) -> None:
@@ -119,7 +148,11 @@ def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(chat: Any, p
         assert (status, engine.said) == (400, [])
         assert said in error["message"]
         assert len(error["message"]) < 5000, "not every fault of a request that has a million"
-        assert (await desk.ask({"messages": USER, "n": None, "stream": None, "tools": [], "top_logprobs": 0}))[0] == 200
+        assert (
+            await desk.ask(
+                {"messages": USER, "n": None, "stream": None, "tools": [], "top_logprobs": 0}
+            )
+        )[0] == 200
 
     assert len(at_desk(chat, engine, scene).segments) == 1
 
@@ -127,17 +160,35 @@ def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(chat: Any, p
 @pytest.mark.parametrize(
     ("path", "headers", "body", "status", "said"),
     [
-        (CHAT, {"Authorization": "Bearer rmq-guessed"}, {"messages": USER}, 401, "belongs to no session"),
+        (
+            CHAT,
+            {"Authorization": "Bearer rmq-guessed"},
+            {"messages": USER},
+            401,
+            "belongs to no session",
+        ),
         (CHAT, {"Authorization": "\udcff\udcfe"}, {"messages": USER}, 401, "belongs to no session"),
         (CHAT, {"Authorization": ""}, b"{", 401, "belongs to no session"),
         (CHAT, {"Content-Encoding": "gzip"}, b"no gzip", 400, "content-encoding"),
-        (CHAT, {}, {"messages": [{"role": "user", "content": "x" * 4096}]}, 413, "2048 bytes at most"),
+        (
+            CHAT,
+            {},
+            {"messages": [{"role": "user", "content": "x" * 4096}]},
+            413,
+            "2048 bytes at most",
+        ),
         ("responses", {}, {"input": "x"}, 404, "let the agent use chat completions"),
         ("embeddings", {}, {"input": "x"}, 404, "there are POST /v1/chat/completions"),
     ],
 )
 def test_errors_of_every_kind_are_said_as_openai_says_them(
-    chat: Any, path: str, headers: Any, body: Any, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+    chat: Any,
+    path: str,
+    headers: Any,
+    body: Any,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "LARGEST_REQUEST", 2048)
 
@@ -149,7 +200,9 @@ def test_errors_of_every_kind_are_said_as_openai_says_them(
     assert at_desk(chat, Recorder(chat), scene).segments == []
 
 
-def test_a_fault_of_the_tokenizer_is_told_and_logged(chat: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_the_tokenizer_is_told_and_logged(
+    chat: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene(desk: Desk) -> None:
         chat.decode = lambda *_, **__: 1 / 0
         status, error = await desk.ask({"messages": USER})
@@ -249,7 +302,9 @@ def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none
 
 
 def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a rollout of its own: an agent of ten thousand small questions would fill the server's memory."""
+    """Each is a rollout of its own: an agent of ten thousand small questions would fill the
+    server's memory.
+    """
     monkeypatch.setattr(session, "MOST_SEGMENTS", 3)
 
     async def scene(desk: Desk) -> None:
@@ -258,9 +313,15 @@ def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.Monkey
         assert {status for status, _ in answers} == {200, 400}
         place = next(n for n, (status, _) in enumerate(answers) if status == 200)
         said = answers[place][1]["choices"][0]["message"]
-        messages = [*bodies[place]["messages"], {"role": "assistant", "content": said["content"]}, *USER]
+        messages = [
+            *bodies[place]["messages"],
+            {"role": "assistant", "content": said["content"]},
+            *USER,
+        ]
         while len(desk.session.segments) < 3:
-            await desk.ask({"messages": [{"role": "user", "content": f"more {len(desk.session.segments)}"}]})
+            await desk.ask(
+                {"messages": [{"role": "user", "content": f"more {len(desk.session.segments)}"}]}
+            )
         status, error = await desk.ask({"messages": [{"role": "user", "content": "one too many"}]})
         assert (status, error["code"]) == (400, "refused")
         assert "3 contexts, and no more" in error["message"]
@@ -274,7 +335,9 @@ def test_a_chat_does_not_go_on_behind_a_text_by_naming_its_role(chat: Any) -> No
 
     async def scene(desk: Desk) -> None:
         text = (await desk.ask({"prompt": "x"}, TEXT))[1]["choices"][0]["text"]
-        assert (await desk.ask({"messages": [{"role": "raw", "content": "x" + text}, *USER]}))[0] == 200
+        assert (await desk.ask({"messages": [{"role": "raw", "content": "x" + text}, *USER]}))[
+            0
+        ] == 200
 
     assert len(at_desk(chat, Recorder(chat), scene).segments) == 2
 
@@ -286,7 +349,10 @@ def test_requests_at_the_same_time_share_the_tokens_of_their_session(chat: Any) 
     engine = Recorder(chat)
 
     async def scene(desk: Desk) -> None:
-        asks = [desk.ask({"messages": USER, "max_tokens": 9} if n % 2 else {"messages": USER}) for n in range(30)]
+        asks = [
+            desk.ask({"messages": USER, "max_tokens": 9} if n % 2 else {"messages": USER})
+            for n in range(30)
+        ]
         answers = await asyncio.gather(*asks)
         refused = [error["code"] for status, error in answers if status != 200]
         assert set(refused) == {"context_length_exceeded"}
@@ -296,12 +362,18 @@ def test_requests_at_the_same_time_share_the_tokens_of_their_session(chat: Any) 
 
 
 Plan = tuple[int | None, int, int, bool]
-PLANS = st.tuples(st.none() | st.integers(1, 20), st.integers(0, 20), st.integers(0, 6), st.booleans())
+PLANS = st.tuples(
+    st.none() | st.integers(1, 20), st.integers(0, 20), st.integers(0, 6), st.booleans()
+)
 
 
 @given(st.integers(1, 40), st.lists(PLANS, max_size=12))
-def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever(total: int, plans: list[Plan]) -> None:
-    """A plan: what a request wants, uses, how many steps it takes, and whether it is cancelled in the middle."""
+def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever(
+    total: int, plans: list[Plan]
+) -> None:
+    """A plan: what a request wants, uses, how many steps it takes, and whether it is cancelled in
+    the middle.
+    """
     running: dict[int, int] = {}
     sampled = 0
 
@@ -322,7 +394,9 @@ def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever
 
     async def scene() -> None:
         budget = TokenBudget(total)
-        tasks = [asyncio.create_task(request(budget, number, plan)) for number, plan in enumerate(plans)]
+        tasks = [
+            asyncio.create_task(request(budget, number, plan)) for number, plan in enumerate(plans)
+        ]
         for step in range(3):
             await asyncio.sleep(0)
             for task, plan in zip(tasks, plans, strict=True):

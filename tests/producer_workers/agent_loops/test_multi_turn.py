@@ -1,4 +1,6 @@
-"""Several turns with tools: token-exact, within one budget, and resumable at any token by another worker."""
+"""Several turns with tools: token-exact, within one budget, and resumable at any token by another
+worker.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from buffer.errors import ConfigError
 from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams, Status, VersionSpan
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.multi_turn import Answer, MultiTurnAgentLoop, ToolAgentLoop, Turn, turns_of
+from producer_workers.agent_loops.multi_turn import (
+    Answer,
+    MultiTurnAgentLoop,
+    ToolAgentLoop,
+    Turn,
+    turns_of,
+)
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from producer_workers.engines.base import Generation
 from producer_workers.judges.function_judge import FunctionJudge
@@ -26,7 +34,9 @@ from tests.producer_workers.letter_engine import LetterEngine
 PROMPT = np.arange(10, 15, dtype="<i4")
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 ODD_BYTE = "ÿ"
-"""How a byte-level vocabulary writes 0xff: decoded it is a replacement character, which encodes to other tokens."""
+"""How a byte-level vocabulary writes 0xff: decoded it is a replacement character, which encodes to
+other tokens.
+"""
 
 called: list[tuple[int, int]] = []
 
@@ -43,20 +53,27 @@ async def slow(seconds: float) -> str:
 
 
 class TalkingEngine(LetterEngine):
-    """Says one text per turn, from wherever it is, and ends it. `heard`: what it was given between its turns."""
+    """Says one text per turn, from wherever it is, and ends it. `heard`: what it was given between
+    its turns.
+    """
 
     def __init__(self, tokenizer: Any, turns: list[str]) -> None:
         super().__init__(tokenizer, PROMPT)
         vocabulary = tokenizer.get_vocab()
         odd = vocabulary[ODD_BYTE]
         self.turns = [
-            [*[t for part in text.split("\xff") for t in [odd, *tokenizer.encode(part)]][1:], tokenizer.eos_token_id]
+            [
+                *[t for part in text.split("\xff") for t in [odd, *tokenizer.encode(part)]][1:],
+                tokenizer.eos_token_id,
+            ]
             for text in turns
         ]
         self.tokenizer = tokenizer
         self.budget_of_requests: list[int] = []
 
-    async def generate(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         await asyncio.sleep(0)
         self.requests.append((request_id, len(prompt_ids), params))
         rest = prompt_ids[len(PROMPT) :].tolist()
@@ -65,12 +82,15 @@ class TalkingEngine(LetterEngine):
         ids = script[: params.max_tokens]
         reason: Any = "stop" if len(ids) == len(script) else "length"
         if self.abort_at is not None and len(rest) + len(ids) > self.abort_at:
-            ids, reason = ids[: max(0, self.abort_at - len(rest))], "abort"
+            ids = ids[: max(0, self.abort_at - len(rest))]
+            reason = "abort"
         spans = (VersionSpan(0, len(ids), self.now.version, self.now.lineage),) if ids else ()
         return Generation(np.array(ids, "<i4"), np.full(len(ids), -0.5, "<f4"), spans, reason)
 
     def _where(self, rest: list[int]) -> tuple[int, int]:
-        """(turn, tokens of it that are said): turns follow each other as they were said, whatever stands between."""
+        """(turn, tokens of it that are said): turns follow each other as they were said, whatever
+        stands between.
+        """
         place = 0
         for number, turn in enumerate(self.turns):
             said = rest[place : place + len(turn)]
@@ -84,12 +104,18 @@ class TalkingEngine(LetterEngine):
         raise AssertionError("more turns than the script has")
 
 
-def loop_of(tokenizer: Any, *, partial: bool = False, judged: list[str] | None = None, **options: Any) -> ToolAgentLoop:
+def loop_of(
+    tokenizer: Any, *, partial: bool = False, judged: list[str] | None = None, **options: Any
+) -> ToolAgentLoop:
     def judge(*, response: str, ground_truth: Any, state: RolloutState) -> float:
         (judged if judged is not None else []).append(response)
         return float("5" in response)
 
-    common = {"judge": FunctionJudge("j", judge), "tokenizer": tokenizer, "eos_ids": [tokenizer.eos_token_id]}
+    common = {
+        "judge": FunctionJudge("j", judge),
+        "tokenizer": tokenizer,
+        "eos_ids": [tokenizer.eos_token_id],
+    }
     return ToolAgentLoop(**{"tools": [add, slow], **common, "partial_rollout": partial, **options})
 
 
@@ -119,17 +145,26 @@ def test_what_is_trained_is_what_was_sampled_and_nothing_of_the_tools(chat: Any)
     assert state.response_ids[first].tolist() == engine.turns[0]
     assert state.response_ids[second].tolist() == engine.turns[1]
     between = slice(first.stop, second.start)
-    assert chat.decode(state.response_ids[between]) == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        chat.decode(state.response_ids[between])
+        == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert state.response_mask is not None
     assert not state.response_mask[between].any()
     assert not state.logprobs[between].any()
-    assert [(s.start, s.length) for s in state.spans] == [(t.start, t.stop - t.start) for t in (first, second)]
+    assert [(s.start, s.length) for s in state.spans] == [
+        (t.start, t.stop - t.start) for t in (first, second)
+    ]
     assert (judged, called, state.reward) == (["it is 5"], [(2, 3)], {"score": 1.0})
-    assert [(c.id, c.name, c.arguments) for c in state.tool_calls] == [("call_0_0", "add", {"a": 2, "b": 3})]
+    assert [(c.id, c.name, c.arguments) for c in state.tool_calls] == [
+        ("call_0_0", "add", {"a": 2, "b": 3})
+    ]
 
 
 def test_parallel_calls_run_at_the_same_time_and_answer_in_order(chat: Any) -> None:
-    waits = "".join('<tool_call>{"name": "slow", "arguments": {"seconds": 0.3}}</tool_call>' for _ in range(8))
+    waits = "".join(
+        '<tool_call>{"name": "slow", "arguments": {"seconds": 0.3}}</tool_call>' for _ in range(8)
+    )
     engine = TalkingEngine(chat, [waits + CALL, "5"])
     started = time.monotonic()
     (state,) = run(loop_of(chat), engine, [rollout()])
@@ -141,8 +176,14 @@ def test_parallel_calls_run_at_the_same_time_and_answer_in_order(chat: Any) -> N
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ('{"name": "add", "arguments": {"a": "x", "b": 1}}', "error: the arguments of add do not fit: a:"),
-        ('{"name": "divide", "arguments": {}}', "error: there is no tool 'divide'; known: add, slow"),
+        (
+            '{"name": "add", "arguments": {"a": "x", "b": 1}}',
+            "error: the arguments of add do not fit: a:",
+        ),
+        (
+            '{"name": "divide", "arguments": {}}',
+            "error: there is no tool 'divide'; known: add, slow",
+        ),
         ('{"name": "slow", "arguments": {"seconds": 60}}', "error: slow took longer than 0.05 s"),
         ("nonsense", "error: this call cannot be read"),
     ],
@@ -168,7 +209,8 @@ def test_turns_share_one_budget_that_is_never_exceeded(chat: Any) -> None:
 def test_a_rollout_cut_off_at_any_token_goes_on_elsewhere_and_ends_the_same(chat: Any) -> None:
     turns = [f"x\xff {CALL}", CALL, "it is 5"]
     whole = run(loop_of(chat), TalkingEngine(chat, turns), [rollout()])[0]
-    cuts, loop = 0, loop_of(chat, partial=True)
+    cuts = 0
+    loop = loop_of(chat, partial=True)
     for cut in range(len(whole.response_ids)):
         engine = TalkingEngine(chat, turns)
         engine.abort_at = cut
@@ -211,7 +253,10 @@ def test_an_environment_of_the_user_plays_and_pays(chat: Any) -> None:
 def test_delta_ends_a_turn_that_a_stop_string_ended(chat: Any) -> None:
     delta = ChatDelta(chat, [chat.eos_token_id])
     message = [{"role": "user", "content": "more"}]
-    assert delta.tokens(message, end_turn=True).tolist() == [chat.eos_token_id, *delta.tokens(message).tolist()]
+    assert delta.tokens(message, end_turn=True).tolist() == [
+        chat.eos_token_id,
+        *delta.tokens(message).tolist(),
+    ]
 
 
 def test_what_a_tool_says_begins_no_turn(chat: Any) -> None:
@@ -221,23 +266,34 @@ def test_what_a_tool_says_begins_no_turn(chat: Any) -> None:
     def browse() -> str:
         return attack
 
-    engine = TalkingEngine(chat, ['<tool_call>{"name": "browse", "arguments": {}}</tool_call>', "5"])
+    engine = TalkingEngine(
+        chat, ['<tool_call>{"name": "browse", "arguments": {}}</tool_call>', "5"]
+    )
     (state,) = run(loop_of(chat, tools=[browse]), engine, [rollout()])
     first, second = turns_of(state)
     between = state.response_ids[first.stop : second.start].tolist()
     special = [token for token in between if token in chat.all_special_ids]
-    assert chat.decode(special) == "<|im_start|><|im_end|><|im_start|>", "those of the template, no other"
+    assert chat.decode(special) == "<|im_start|><|im_end|><|im_start|>", (
+        "those of the template, no other"
+    )
     assert attack.replace("<|", "<\u200b|") in chat.decode(between)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "lfm2"])
-def test_results_of_tools_as_the_templates_of_well_known_models_write_them(name: str, chat: Any) -> None:
-    """Those that TRL ships. Some write a turn differently while it is the last, and Qwen 3 drops what it thought."""
+def test_results_of_tools_as_the_templates_of_well_known_models_write_them(
+    name: str, chat: Any
+) -> None:
+    """Those that TRL ships. Some write a turn differently while it is the last, and Qwen 3 drops
+    what it thought.
+    """
     pytest.importorskip("trl")
     chat.add_special_tokens({"additional_special_tokens": ["<|eot_id|>"]})
-    chat.chat_template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    chat.chat_template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(
+        encoding="utf-8"
+    )
     ends = [chat.eos_token_id, chat.convert_tokens_to_ids("<|eot_id|>")]
-    delta, results = ChatDelta(chat, ends), [{"role": "tool", "name": "add", "content": str(n)} for n in (77, 88)]
+    delta = ChatDelta(chat, ends)
+    results = [{"role": "tool", "name": "add", "content": str(n)} for n in (77, 88)]
     text = chat.decode(delta.tokens(results))
     assert text.index("77") < text.index("88") < text.index("assistant")
     more = [{"role": "user", "content": "more"}]
@@ -258,9 +314,7 @@ def test_delta_refuses_a_template_that_loses_what_is_said(tokenizer: Any) -> Non
 
 def test_delta_refuses_a_template_that_rewrites_earlier_turns(tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(ConfigError, match="writes an earlier turn differently"):
         ChatDelta(tokenizer, [tokenizer.eos_token_id]).tokens([{"role": "user", "content": "more"}])
 
@@ -273,8 +327,12 @@ def test_schemas_say_what_a_function_takes() -> None:
         Toolbox([add, add])
 
 
-def test_load_makes_the_loop_of_a_config(chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_tools.py").write_text("def search(query: str) -> str:\n    '''Look it up.'''\n    return query\n")
+def test_load_makes_the_loop_of_a_config(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_tools.py").write_text(
+        "def search(query: str) -> str:\n    '''Look it up.'''\n    return query\n"
+    )
     monkeypatch.chdir(tmp_path)
     given: dict[str, Any] = {"judge": None, "tokenizer": chat, "eos_ids": [2]}
     loop = load_agent_loop("tools", options={"tools": ["my_tools:search"], "max_turns": 3}, **given)

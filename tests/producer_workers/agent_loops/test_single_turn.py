@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, JudgeError, WireError
-from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams, Status, StructuredOutput, VersionSpan
+from buffer.model.rollout import (
+    PolicyVersion,
+    RolloutState,
+    SampleParams,
+    Status,
+    StructuredOutput,
+    VersionSpan,
+)
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError, GenerationError
@@ -23,13 +30,18 @@ PROMPT = np.arange(10, 15, dtype="<i4")
 
 def group(k: int = 3, **params: Any) -> list[RolloutState]:
     sample = SampleParams(**params)
-    return [RolloutState(index=n, prompt_ids=PROMPT, sample_params=sample, ground_truth="42") for n in range(k)]
+    return [
+        RolloutState(index=n, prompt_ids=PROMPT, sample_params=sample, ground_truth="42")
+        for n in range(k)
+    ]
 
 
 class Bench:
     """A loop, an engine, and the responses that were judged."""
 
-    def __init__(self, tokenizer: Any, *, partial: bool = False, judge: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, partial: bool = False, judge: Callable[..., Any] | None = None
+    ) -> None:
         self.judged: list[str] = []
         self.engine = LetterEngine(tokenizer, PROMPT)
         self.loop = SingleTurnAgentLoop(
@@ -54,7 +66,11 @@ def test_group_is_generated_decoded_and_judged(tokenizer: Any) -> None:
     states = bench.run(group())
     assert [state.index for state in states] == [0, 1, 2]
     for state in states:
-        assert (state.status, state.finish_reason, state.response) == (Status.COMPLETED, "stop", ANSWER)
+        assert (state.status, state.finish_reason, state.response) == (
+            Status.COMPLETED,
+            "stop",
+            ANSWER,
+        )
         assert state.response_ids.tolist() == bench.engine.script
         assert state.reward == {"score": 1.0}
         assert state.spans == [(0, len(bench.engine.script), 0, "a")]
@@ -63,18 +79,28 @@ def test_group_is_generated_decoded_and_judged(tokenizer: Any) -> None:
 
 def test_rollout_completes_with_length_when_its_budget_ends(tokenizer: Any) -> None:
     (state,) = Bench(tokenizer).run(group(1, max_tokens=6))
-    assert (state.status, state.finish_reason, state.response) == (Status.COMPLETED, "length", "the an")
+    assert (state.status, state.finish_reason, state.response) == (
+        Status.COMPLETED,
+        "length",
+        "the an",
+    )
     assert state.reward == {"score": 0.0}
 
 
-def test_aborted_rollout_keeps_its_tokens_and_goes_on_when_partial_rollout_is_on(tokenizer: Any) -> None:
+def test_aborted_rollout_keeps_its_tokens_and_goes_on_when_partial_rollout_is_on(
+    tokenizer: Any,
+) -> None:
     bench = Bench(tokenizer, partial=True)
     states = bench.run(group(2, max_tokens=40, min_tokens=7), abort_at=4)
-    assert {(s.status, s.finish_reason, len(s.response_ids)) for s in states} == {(Status.ABORTED, "abort", 4)}
+    assert {(s.status, s.finish_reason, len(s.response_ids)) for s in states} == {
+        (Status.ABORTED, "abort", 4)
+    }
     assert bench.judged == []
     bench.engine.now = PolicyVersion("a", 3)
     states = bench.run(states)
-    assert [(done, p.max_tokens, p.min_tokens) for _, done, p in bench.engine.requests] == [(4, 36, 3)] * 2
+    assert [(done, p.max_tokens, p.min_tokens) for _, done, p in bench.engine.requests] == [
+        (4, 36, 3)
+    ] * 2
     length = len(bench.engine.script)
     for state in states:
         assert state.response_ids.tolist() == bench.engine.script
@@ -93,8 +119,12 @@ def test_resumed_rollout_is_the_same_wherever_it_was_cut(tokenizer: Any) -> None
         assert (state.status, len(bench.judged)) == (Status.COMPLETED, 1)
 
 
-@pytest.mark.parametrize("structured", [None, StructuredOutput(regex="a+")], ids=["plain", "structured"])
-def test_aborted_rollout_is_reset_when_it_cannot_go_on(tokenizer: Any, structured: StructuredOutput | None) -> None:
+@pytest.mark.parametrize(
+    "structured", [None, StructuredOutput(regex="a+")], ids=["plain", "structured"]
+)
+def test_aborted_rollout_is_reset_when_it_cannot_go_on(
+    tokenizer: Any, structured: StructuredOutput | None
+) -> None:
     """Partial rollout is off, or nobody can go on in the middle of a structure."""
     bench = Bench(tokenizer, partial=structured is not None)
     (state,) = bench.run(group(1, structured=structured), abort_at=4)
@@ -107,10 +137,13 @@ def test_aborted_rollout_is_reset_when_it_cannot_go_on(tokenizer: Any, structure
 @pytest.mark.parametrize(
     ("status", "partial"), [(Status.EXPIRED, True), (Status.FAILED, True), (Status.ABORTED, False)]
 )
-def test_rollout_starts_again_when_its_tokens_are_not_to_be_kept(tokenizer: Any, status: Status, partial: bool) -> None:
+def test_rollout_starts_again_when_its_tokens_are_not_to_be_kept(
+    tokenizer: Any, status: Status, partial: bool
+) -> None:
     bench = Bench(tokenizer, partial=True)
     (state,) = bench.run(group(1), abort_at=4)
-    state.status, state.error = status, "before"
+    state.status = status
+    state.error = "before"
     (state,) = (other := Bench(tokenizer, partial=partial)).run([state])
     assert [done for _, done, _ in other.engine.requests] == [0]
     assert (state.status, state.error, state.response) == (Status.COMPLETED, None, ANSWER)
@@ -141,11 +174,18 @@ def test_resumed_rollout_completes_without_a_request_when_nothing_is_left(
     if "stop_token_ids" in params:
         params = {"stop_token_ids": [script[kept - 1]]}
     (state,) = group(1, **params)
-    state.append(np.array(script[:kept], "<i4"), np.zeros(kept, "<f4"), [VersionSpan(0, kept, 0, "a")])
-    state.status, state.finish_reason = Status.ABORTED, "abort"
+    state.append(
+        np.array(script[:kept], "<i4"), np.zeros(kept, "<f4"), [VersionSpan(0, kept, 0, "a")]
+    )
+    state.status = Status.ABORTED
+    state.finish_reason = "abort"
     (state,) = bench.run([state])
     assert bench.engine.requests == []
-    assert (state.status, state.finish_reason, state.reward is not None) == (Status.COMPLETED, reason, True)
+    assert (state.status, state.finish_reason, state.reward is not None) == (
+        Status.COMPLETED,
+        reason,
+        True,
+    )
     assert state.response == ANSWER[:kept]
 
 
@@ -181,13 +221,19 @@ def test_rollout_without_a_token_fails(tokenizer: Any) -> None:
     bench = Bench(tokenizer)
     bench.engine.script = []
     (state,) = bench.run(group(1))
-    assert (state.status, state.error) == (Status.FAILED, "the engine finished (stop) without a token")
+    assert (state.status, state.error) == (
+        Status.FAILED,
+        "the engine finished (stop) without a token",
+    )
 
 
 @pytest.mark.parametrize("error", [GenerationError("too long"), EngineDeadError("gone")])
-def test_engine_error_is_passed_on_and_the_rest_is_cancelled(tokenizer: Any, error: Exception) -> None:
+def test_engine_error_is_passed_on_and_the_rest_is_cancelled(
+    tokenizer: Any, error: Exception
+) -> None:
     bench = Bench(tokenizer)
-    bench.engine.broken, bench.engine.hangs = {1: error}, True
+    bench.engine.broken = {1: error}
+    bench.engine.hangs = True
     with pytest.raises(type(error)) as caught:
         bench.run(group())
     assert caught.value is error
@@ -237,7 +283,9 @@ def test_rollout_cut_off_while_judged_is_judged_once_when_resumed(tokenizer: Any
 
 
 def test_rollouts_complete_without_a_reward_when_there_is_no_judge(tokenizer: Any) -> None:
-    loop = load_agent_loop("single_turn", judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id])
+    loop = load_agent_loop(
+        "single_turn", judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id]
+    )
     (state,) = asyncio.run(loop.generate_group(group(1), LetterEngine(tokenizer, PROMPT), "g"))
     assert (state.status, state.reward) == (Status.COMPLETED, None)
 
@@ -257,7 +305,12 @@ def test_load_agent_loop_makes_a_class_of_the_user(
         "class Sync(Loop):\n    def generate_group(self, states, engine, gid):\n        return states\nLIMIT = 3\n"
     )
     monkeypatch.chdir(tmp_path)
-    given: dict[str, Any] = {"judge": None, "tokenizer": tokenizer, "eos_ids": [2], "partial_rollout": True}
+    given: dict[str, Any] = {
+        "judge": None,
+        "tokenizer": tokenizer,
+        "eos_ids": [2],
+        "partial_rollout": True,
+    }
     loop: Any = load_agent_loop("loop_of_a_user:Loop", **given)
     assert loop.given == (None, (2,), True)
     for spec in ("multi", "loop_of_a_user:LIMIT", "loop_of_a_user:Sync"):
@@ -272,6 +325,8 @@ def test_judge_error_of_a_judge_object_is_kept(tokenizer: Any) -> None:
         async def judge(self, state: RolloutState) -> dict[str, float]:
             raise JudgeError("judge 'refuses' is down")
 
-    loop = SingleTurnAgentLoop(judge=Refuses(), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id])
+    loop = SingleTurnAgentLoop(
+        judge=Refuses(), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id]
+    )
     (state,) = asyncio.run(loop.generate_group(group(1), LetterEngine(tokenizer, PROMPT), "g"))
     assert (state.status, state.error) == (Status.FAILED, "judge 'refuses' is down")

@@ -35,14 +35,20 @@ def test_hermes_reads_every_call_of_a_turn() -> None:
 def test_llama_reads_one_or_several_objects_and_no_prose() -> None:
     one = '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": {"c": ["}", "\\""]}}}'
     assert found(parse_llama(one)) == [("add", ADD)]
-    assert found(parse_llama(one + '; {"name": "now", "parameters": {}}')) == [("add", ADD), ("now", {})]
+    assert found(parse_llama(one + '; {"name": "now", "parameters": {}}')) == [
+        ("add", ADD),
+        ("now", {}),
+    ]
     assert parse_llama('The answer is {"a": 1}') == []
 
 
 def test_mistral_reads_both_of_its_forms() -> None:
     v3 = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": "{}"}]'
     assert found(parse_mistral(v3)) == [("add", {"a": 1}), ("now", {})]
-    assert found(parse_mistral('[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]now{}')) == [("add", {"a": 1}), ("now", {})]
+    assert found(parse_mistral('[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]now{}')) == [
+        ("add", {"a": 1}),
+        ("now", {}),
+    ]
     assert parse_mistral("no call") == []
 
 
@@ -57,7 +63,9 @@ def test_mistral_reads_both_of_its_forms() -> None:
         ("mistral", "[TOOL_CALLS] [1]"),
     ],
 )
-def test_a_call_that_cannot_be_read_has_no_arguments_and_keeps_its_text(parser: str, text: str) -> None:
+def test_a_call_that_cannot_be_read_has_no_arguments_and_keeps_its_text(
+    parser: str, text: str
+) -> None:
     (call,) = PARSERS[parser](text)
     assert call.arguments is None
     assert call.raw_arguments
@@ -91,7 +99,15 @@ def test_a_call_that_no_group_could_hold_cannot_be_read(parser: str, call: str) 
         assert read.arguments is None
 
 
-MARKS = ["</think>", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", *'{}"\\;']
+MARKS = [
+    "</think>",
+    "[/THINK]",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    *'{}"\\;',
+]
 TEXTS = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=6).map("".join)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | TEXTS,
@@ -99,7 +115,10 @@ JSON = st.recursive(
     max_leaves=8,
 )
 CALLS = st.lists(
-    st.tuples(st.from_regex(r"[A-Za-z_][\w-]{0,9}", fullmatch=True), st.dictionaries(TEXTS, JSON, max_size=3)),
+    st.tuples(
+        st.from_regex(r"[A-Za-z_][\w-]{0,9}", fullmatch=True),
+        st.dictionaries(TEXTS, JSON, max_size=3),
+    ),
     min_size=1,
     max_size=3,
 )
@@ -121,7 +140,10 @@ TEMPLATES = {
 
 def written(tokenizer: Any, family: str, calls: list[tuple[str, Any]], content: str = "") -> str:
     """A turn as a chat template of that family writes it."""
-    asked = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    asked = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in calls
+    ]
     turn = {"role": "assistant", "content": content, "tool_calls": asked}
     template = "{% for m in messages %}" + TEMPLATES[family] + "{% endfor %}"
     return str(tokenizer.apply_chat_template([turn], chat_template=template, tokenize=False))
@@ -134,7 +156,8 @@ def test_what_a_template_writes_is_read_whatever_its_texts_say(
     tokenizer: Any, family: str, calls: Any, thoughts: Any, prose: str, thinks: str
 ) -> None:
     """`thinks`: not at all, or calls are thought of; "open" where the prompt has begun the thought."""
-    parser, thought = family.split()[0], ""
+    parser = family.split()[0]
+    thought = ""
     if thinks:
         begin = "" if thinks == "open" else "<think>\n"
         thought = f"{begin}{prose}{written(tokenizer, family, thoughts)} would be bad\n</think>\n\n"

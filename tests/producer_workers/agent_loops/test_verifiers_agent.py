@@ -25,7 +25,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
 class ToolEnvironment:
-    """As of verifiers 0.3, whose package wants another openai: what its ToolEnv asks, and how it is scored."""
+    """As of verifiers 0.3, whose package wants another openai: what its ToolEnv asks, and how it is
+    scored.
+    """
 
     class Client:
         def __init__(self, asks: openai.AsyncOpenAI) -> None:
@@ -34,8 +36,11 @@ class ToolEnvironment:
     def __init__(self) -> None:
         self.rubric = self
 
-    async def rollout(self, row: dict[str, Any], client: Client, model: str, sampling_args: Any) -> dict[str, Any]:
-        messages, state = list(row["prompt"]), {"answer": row["answer"], "error": None}
+    async def rollout(
+        self, row: dict[str, Any], client: Client, model: str, sampling_args: Any
+    ) -> dict[str, Any]:
+        messages = list(row["prompt"])
+        state = {"answer": row["answer"], "error": None}
         while True:
             reply = await client.asks.chat.completions.create(
                 model=model, messages=messages, tools=[TOOL], **sampling_args
@@ -44,13 +49,24 @@ class ToolEnvironment:
             if not said.tool_calls:
                 return state | {"said": said.content}
             kept = said.model_dump() | {"content": said.content or None, "reasoning_content": None}
-            messages += [kept, *({"role": "tool", "tool_call_id": call.id, "content": "5"} for call in said.tool_calls)]
+            messages += [
+                kept,
+                *(
+                    {"role": "tool", "tool_call_id": call.id, "content": "5"}
+                    for call in said.tool_calls
+                ),
+            ]
 
     async def score_rollout(self, state: dict[str, Any]) -> None:
-        state["reward"], state["metrics"] = float(state["answer"] in state["said"]), {"num_turns": 2}
+        state["reward"], state["metrics"] = (
+            float(state["answer"] in state["said"]),
+            {"num_turns": 2},
+        )
 
 
-def test_an_environment_of_verifiers_plays_its_own_rollout(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_of_verifiers_plays_its_own_rollout(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clients = SimpleNamespace(OpenAIChatCompletionsClient=ToolEnvironment.Client)
     monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(clients=clients))
@@ -63,7 +79,9 @@ def test_an_environment_of_verifiers_plays_its_own_rollout(chat: Any, monkeypatc
 
 
 class EpisodeEnvironment:
-    """As of verifiers 0.4, whose package wants another openai: an environment whose agents are programs."""
+    """As of verifiers 0.4, whose package wants another openai: an environment whose agents are
+    programs.
+    """
 
     class Data(BaseModel):
         prompt: str
@@ -78,8 +96,10 @@ class EpisodeEnvironment:
             return EpisodeEnvironment.Data
 
     def __init__(self) -> None:
-        self.taskset, self.config = self, SimpleNamespace(taskset=SimpleNamespace(task=None))
-        self.open, self.opened = 0, 0
+        self.taskset = self
+        self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
+        self.open = 0
+        self.opened = 0
 
     @classmethod
     def task_type(cls) -> Any:
@@ -88,7 +108,8 @@ class EpisodeEnvironment:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         assert self.open == 0, "one at a time: it keeps what it serves in itself"
-        self.open, self.opened = 1, self.opened + 1
+        self.open = 1
+        self.opened = self.opened + 1
         yield
         await asyncio.sleep(0)
         self.open = 0
@@ -99,20 +120,29 @@ class EpisodeEnvironment:
         async with openai.AsyncOpenAI(base_url=context.client.base_url, api_key=key) as client:
             messages: list[Any] = [{"role": "user", "content": task.data.prompt}]
             reply = await client.chat.completions.create(model=context.model, messages=messages)
-        errors = [SimpleNamespace(type="TaskError", message="no rubric")] if task.data.answer == "?" else []
+        errors = (
+            [SimpleNamespace(type="TaskError", message="no rubric")]
+            if task.data.answer == "?"
+            else []
+        )
         reward = float(task.data.answer in str(reply.choices[0].message.content))
         agent = SimpleNamespace(trainable=True)
-        trace = SimpleNamespace(agent=agent, metrics={"turns": 1, "unknown": None}, reward=reward, errors=errors)
+        trace = SimpleNamespace(
+            agent=agent, metrics={"turns": 1, "unknown": None}, reward=reward, errors=errors
+        )
         return SimpleNamespace(ok=not errors, traces=[trace], errors=[])
 
 
 def test_an_environment_whose_agents_are_programs_is_served_while_rollouts_run(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = {name: SimpleNamespace for name in ("EvalClientConfig", "ModelContext", "SamplingConfig")}
+    kinds = {
+        name: SimpleNamespace for name in ("EvalClientConfig", "ModelContext", "SamplingConfig")
+    }
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "verifiers.v1", SimpleNamespace(**kinds))
-    environment, engine = EpisodeEnvironment(), Recorder(chat, ["it is 5"] * 6)
+    environment = EpisodeEnvironment()
+    engine = Recorder(chat, ["it is 5"] * 6)
     agent = verifiers_agent(environment)
 
     async def scene() -> list[RolloutState]:
@@ -121,7 +151,9 @@ def test_an_environment_whose_agents_are_programs_is_served_while_rollouts_run(
             given = questions("2 + 3?", "2 + 3?")
             for state, answer in zip(given, answers, strict=True):
                 state.extra = {"prompt": "2 + 3?", "answer": answer}
-            groups += await loop_of(chat, agent=agent).generate_group(given, engine, "math-0000000001")
+            groups += await loop_of(chat, agent=agent).generate_group(
+                given, engine, "math-0000000001"
+            )
         return groups
 
     states = asyncio.run(scene())

@@ -1,8 +1,11 @@
-"""Data sets other than JSONL: tables, torch, streams; the same draw is the same prompt after every restart."""
+"""Data sets other than JSONL: tables, torch, streams; the same draw is the same prompt after every
+restart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,9 @@ def from_other_form(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_problem(row: Any) -> Problem:
-    return Problem(messages=[{"role": "user", "content": row["question"]}], ground_truth=row["answer"])
+    return Problem(
+        messages=[{"role": "user", "content": row["question"]}], ground_truth=row["answer"]
+    )
 
 
 class MapStyle(Dataset[dict[str, Any]]):
@@ -65,10 +70,17 @@ def keep(batch: list[Any]) -> list[Any]:
     return batch
 
 
-def make_loader(batch_size: int = 3, workers: int = 0, own_generator: bool = True) -> DataLoader[Any]:
+def make_loader(
+    batch_size: int = 3, workers: int = 0, own_generator: bool = True
+) -> DataLoader[Any]:
     generator = torch.Generator() if own_generator else None
     return DataLoader(
-        MapStyle(), batch_size=batch_size, shuffle=True, num_workers=workers, collate_fn=keep, generator=generator
+        MapStyle(),
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=workers,
+        collate_fn=keep,
+        generator=generator,
     )
 
 
@@ -90,7 +102,9 @@ def python(factory: str, tmp_path: Path, **section: Any) -> Any:
 def test_parquet_reads_any_row_of_any_file_in_a_folder(tmp_path: Path) -> None:
     for file in range(3):
         rows = [record(10 * file + n) for n in range(10)]
-        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"part-{file}.parquet", row_group_size=4)
+        parquet.write_table(
+            pa.Table.from_pylist(rows), tmp_path / f"part-{file}.parquet", row_group_size=4
+        )
     dataset = open_dataset(ParquetDataset(kind="parquet", path=tmp_path), tmp_path)
     assert len(dataset) == 30
     for row in (29, 0, 3, 4, 10, 17, 9):
@@ -108,9 +122,12 @@ def test_the_record_function_in_the_readme_works_as_written(
     (tmp_path / "my_data.py").write_text(readme_block("my_data.py"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     parquet.write_table(
-        pa.Table.from_pylist([{"problem": "1 + 1", "solution": "2", "level": 3}]), tmp_path / "math.parquet"
+        pa.Table.from_pylist([{"problem": "1 + 1", "solution": "2", "level": 3}]),
+        tmp_path / "math.parquet",
     )
-    section = ParquetDataset(kind="parquet", path=tmp_path / "math.parquet", record="my_data:to_problem")
+    section = ParquetDataset(
+        kind="parquet", path=tmp_path / "math.parquet", record="my_data:to_problem"
+    )
     problem = open_dataset(section, tmp_path).row(0)
     assert problem.messages == [{"role": "user", "content": "1 + 1"}]
     assert (problem.ground_truth, problem.extra["level"]) == ("2", 3)
@@ -140,7 +157,9 @@ def test_record_function_makes_problems_of_another_form(tmp_path: Path) -> None:
 def test_hugging_face_folder_is_read_by_split(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([record(n) for n in range(ROWS)])
-    datasets.DatasetDict({"train": rows, "test": rows.select([7])}).save_to_disk(str(tmp_path / "both"))
+    datasets.DatasetDict({"train": rows, "test": rows.select([7])}).save_to_disk(
+        str(tmp_path / "both")
+    )
     section = HuggingFaceDataset(kind="hugging_face", path=tmp_path / "both", split="test")
     assert open_dataset(section, tmp_path).row(0).messages[0]["content"] == "q7"
     with pytest.raises(ConfigError, match="no split None"):
@@ -157,10 +176,13 @@ def test_torch_dataset_is_read_by_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_gives_each_draw_the_same_prompt_after_a_restart(tmp_path: Path, tokenizer: Any, workers: int) -> None:
+def test_loader_gives_each_draw_the_same_prompt_after_a_restart(
+    tmp_path: Path, tokenizer: Any, workers: int
+) -> None:
     make: Callable[[], Any] = lambda: python("make_loader", tmp_path, options={"workers": workers})  # noqa: E731
     whole = asked(make(), tokenizer, range(2 * ROWS + 3))
-    first, second = whole[:ROWS], whole[ROWS : 2 * ROWS]
+    first = whole[:ROWS]
+    second = whole[ROWS : 2 * ROWS]
     assert sorted(first) == sorted(second) == sorted(f"q{n}" for n in range(ROWS))
     assert first != second
     for start in (1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS):  # the end of an epoch included
@@ -181,10 +203,15 @@ WHOLE: dict[tuple[str, bool], list[list[Any]]] = {}
 def drawn(sampler: Sampler, draw: int) -> list[Any]:
     group = sampler.draw(draw)
     assert isinstance(group, list)
-    return [(s.index, s.messages, s.ground_truth, s.extra, s.sample_params.seed, str(s.prompt_ids)) for s in group]
+    return [
+        (s.index, s.messages, s.ground_truth, s.extra, s.sample_params.seed, str(s.prompt_ids))
+        for s in group
+    ]
 
 
-@pytest.mark.parametrize(("kind", "shuffle"), [("rows", True), ("rows", False), ("loader", False), ("stream", False)])
+@pytest.mark.parametrize(
+    ("kind", "shuffle"), [("rows", True), ("rows", False), ("loader", False), ("stream", False)]
+)
 @settings(max_examples=40)
 @given(producers=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8))
 def test_draws_are_those_of_an_undisturbed_run_wherever_producers_die(
@@ -194,12 +221,16 @@ def test_draws_are_those_of_an_undisturbed_run_wherever_producers_die(
     shuffle: bool,
     producers: list[tuple[int, int]],
 ) -> None:
-    """Each of them enqueues some draws, draws some ahead, and dies: the next one goes on from what was enqueued."""
+    """Each of them enqueues some draws, draws some ahead, and dies: the next one goes on from what
+    was enqueued.
+    """
     folder = tmp_path_factory.getbasetemp()
 
     def start() -> Sampler:
         params = SampleParams(seed=1)
-        return Sampler("math", KINDS[kind](folder), tokenizer, params, prompt_repeat_k=2, shuffle=shuffle)
+        return Sampler(
+            "math", KINDS[kind](folder), tokenizer, params, prompt_repeat_k=2, shuffle=shuffle
+        )
 
     if (kind, shuffle) not in WHOLE:
         undisturbed = start()
@@ -232,8 +263,12 @@ def test_loader_that_shuffles_by_itself_is_refused(tmp_path: Path) -> None:
         python("make_loader", tmp_path, options={"own_generator": False})
 
 
-@pytest.mark.parametrize(("rows", "error"), [(None, "has no length"), (ROWS + 1, f"ended after {ROWS} of {ROWS + 1}")])
-def test_stream_without_a_true_length_is_refused(tmp_path: Path, rows: int | None, error: str, tokenizer: Any) -> None:
-    open_it: Callable[[], Any] = lambda: python("endless", tmp_path, options={"start": 0}, rows=rows)  # noqa: E731
+@pytest.mark.parametrize(
+    ("rows", "error"), [(None, "has no length"), (ROWS + 1, f"ended after {ROWS} of {ROWS + 1}")]
+)
+def test_stream_without_a_true_length_is_refused(
+    tmp_path: Path, rows: int | None, error: str, tokenizer: Any
+) -> None:
+    open_it = partial(python, "endless", tmp_path, options={"start": 0}, rows=rows)
     with pytest.raises(DatasetError, match=error):
         asked(open_it(), tokenizer, range(ROWS + 1))

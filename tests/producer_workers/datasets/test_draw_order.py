@@ -13,7 +13,9 @@ SEEDS = st.integers(-(2**40), 2**40)
 
 
 @given(rows=ROWS, epochs=st.integers(1, 4), seed=SEEDS, shuffle=st.booleans())
-def test_order_visits_each_row_once_in_every_epoch(rows: int, epochs: int, seed: int, shuffle: bool) -> None:
+def test_order_visits_each_row_once_in_every_epoch(
+    rows: int, epochs: int, seed: int, shuffle: bool
+) -> None:
     places = [place_of(n, rows, seed, shuffle=shuffle) for n in range(rows * epochs)]
     for epoch in range(epochs):
         visited = places[epoch * rows : (epoch + 1) * rows]

@@ -1,4 +1,6 @@
-"""Images that rows name: what is understood, what is refused and where, and the prompt that shows them."""
+"""Images that rows name: what is understood, what is refused and where, and the prompt that shows
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def png(image: Image.Image, **how: Any) -> bytes:
     return file.getvalue()
 
 
-def open_rows(tmp_path: Path, *rows: dict[str, Any], images: ImagesSection | None = LIMITS) -> Dataset:
+def open_rows(
+    tmp_path: Path, *rows: dict[str, Any], images: ImagesSection | None = LIMITS
+) -> Dataset:
     file = tmp_path / "data" / "rows.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.write_text("\n".join(json.dumps(row) for row in rows))
@@ -63,7 +67,8 @@ def open_rows(tmp_path: Path, *rows: dict[str, Any], images: ImagesSection | Non
 
 def test_images_of_a_row_are_found_wherever_it_names_them(tmp_path: Path) -> None:
     (tmp_path / "data" / "more").mkdir(parents=True)
-    here, there = tmp_path / "data" / "a.png", tmp_path / "data" / "more" / "b.png"
+    here = tmp_path / "data" / "a.png"
+    there = tmp_path / "data" / "more" / "b.png"
     here.write_bytes(png(picture(1)))
     there.write_bytes(png(picture(2)))
     inline = "data:image/png;base64," + base64.b64encode(here.read_bytes()).decode()
@@ -77,23 +82,37 @@ def test_images_of_a_row_are_found_wherever_it_names_them(tmp_path: Path) -> Non
         {"question": "Nothing."},
     )  # fmt: skip
     found = [rows.row(n) for n in range(4)]
-    assert [problem.images for problem in found] == [[here, there], [there, here.read_bytes()], [here, there], []]
+    assert [problem.images for problem in found] == [
+        [here, there],
+        [there, here.read_bytes()],
+        [here, there],
+        [],
+    ]
     shown = [[part["type"] for part in problem.messages[0]["content"]] for problem in found[:3]]
-    assert shown == [["image", "image", "text"], ["text", "image", "text", "image", "text"], ["text", "image", "image"]]
+    assert shown == [
+        ["image", "image", "text"],
+        ["text", "image", "text", "image", "text"],
+        ["text", "image", "image"],
+    ]
     assert found[3].messages == [{"role": "user", "content": "Nothing."}]
     assert [problem.extra for problem in found] == [{}, {}, {"level": 3}, {}]
 
 
 def test_parquet_rows_bring_the_bytes_of_images(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     data = png(picture(3))
-    table = pyarrow.table({"question": ["What?"], "images": [[{"bytes": data, "path": "elsewhere.png"}]]})
+    table = pyarrow.table(
+        {"question": ["What?"], "images": [[{"bytes": data, "path": "elsewhere.png"}]]}
+    )
     parquet.write_table(table, tmp_path / "rows.parquet")
     section = ParquetDataset(kind="parquet", path=tmp_path / "rows.parquet", images=LIMITS)
     assert open_dataset(section, tmp_path).row(0).images == [data]
 
 
-def test_pictures_of_ones_own_data_set_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_of_ones_own_data_set_become_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_pictures.py").write_text(
         "from PIL import Image\ndef rows(): return [{'question': '?', 'image': Image.new('RGB', (30, 20), 'red')}]\n"
     )
@@ -111,11 +130,16 @@ def bomb() -> bytes:
     """1,000 bytes of PNG that say they are 60,000 x 60,000 pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(900))) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(900)))
+        + chunk(b"IEND", b"")
     )
 
 
@@ -130,7 +154,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_file_that_is_no_image_of_this_size_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
+def test_file_that_is_no_image_of_this_size_is_refused_with_its_line(
+    tmp_path: Path, name: str
+) -> None:
     data, reason = HOSTILE[name]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_bytes(data)
@@ -158,7 +184,9 @@ def test_file_that_is_no_image_of_this_size_is_refused_with_its_line(tmp_path: P
     ],
     ids=str,
 )
-def test_name_that_is_no_file_of_the_folder_is_refused(tmp_path: Path, value: Any, reason: str) -> None:
+def test_name_that_is_no_file_of_the_folder_is_refused(
+    tmp_path: Path, value: Any, reason: str
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (tmp_path / "secret.png").write_bytes(png(picture(1)))
@@ -184,12 +212,20 @@ def test_another_root_is_for_the_config_to_name_not_for_a_row(tmp_path: Path) ->
     ("row", "reason"),
     [
         ({"question": "a <image> b", "images": ["a.png", "a.png"]}, '1 "<image>", but 2 images'),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []}, "show 1 images by place"),
-        ({"messages": [{"role": "system", "content": "x"}], "images": ["a.png"]}, "no message of the user"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
+            "show 1 images by place",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "x"}], "images": ["a.png"]},
+            "no message of the user",
+        ),
         ({"question": "?", "images": ["a.png"] * 4}, "4 images, over max_images = 3"),
     ],
 )
-def test_images_that_do_not_fit_the_messages_are_refused(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+def test_images_that_do_not_fit_the_messages_are_refused(
+    tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.png").write_bytes(png(picture(1)))
     with pytest.raises(DatasetError, match=reason):
@@ -242,7 +278,14 @@ def sampler(model: Path, tmp_path: Path) -> Callable[[Dataset], Sampler]:
     prompts = ImagePrompts(str(model), LIMITS, media)
     tokenizer = AutoTokenizer.from_pretrained(model)
     return lambda rows: Sampler(
-        "see", rows, tokenizer, SampleParams(), prompt_repeat_k=2, shuffle=False, max_prompt_tokens=60, images=prompts
+        "see",
+        rows,
+        tokenizer,
+        SampleParams(),
+        prompt_repeat_k=2,
+        shuffle=False,
+        max_prompt_tokens=60,
+        images=prompts,
     )
 
 
@@ -259,7 +302,11 @@ def test_prompt_has_the_tokens_of_its_images_and_says_where_these_are(
     states = sampler(open_rows(tmp_path, row)).draw(0)
     assert isinstance(states, list)
     first, second = states[0].multimodal
-    assert (first.tokens, first.grid_thw, first.uri) == (2, [1, 2, 4], "run://see-0000000000/image-0.png")
+    assert (first.tokens, first.grid_thw, first.uri) == (
+        2,
+        [1, 2, 4],
+        "run://see-0000000000/image-0.png",
+    )
     assert (second.tokens, second.grid_thw) == (8, [1, 8, 4])
     assert (tmp_path / "media" / "see-0000000000" / "image-1.png").read_bytes() == png(sources[1])
     text = f"<|im_start|>user\nOf {FIRST}{IMAGE}{LAST} and {FIRST}{IMAGE}{LAST}?<|im_end|>\n<|im_start|>assistant\n"
@@ -269,18 +316,24 @@ def test_prompt_has_the_tokens_of_its_images_and_says_where_these_are(
     assert states[0].multimodal == states[1].multimodal
 
 
-def test_prompt_of_another_image_is_another_prompt(sampler: Callable[[Dataset], Sampler], tmp_path: Path) -> None:
+def test_prompt_of_another_image_is_another_prompt(
+    sampler: Callable[[Dataset], Sampler], tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
     for n in range(2):
         (tmp_path / "data" / f"{n}.png").write_bytes(png(picture(n)))
-    rows = open_rows(tmp_path, *({"question": "?", "images": [f"{n}.png"]} for n in range(2)), {"question": "?"})
+    rows = open_rows(
+        tmp_path, *({"question": "?", "images": [f"{n}.png"]} for n in range(2)), {"question": "?"}
+    )
     draws = [sampler(rows).draw(n) for n in range(3)]
     states = [draw[0] for draw in draws if isinstance(draw, list)]
     assert len({state.extra["prompt_hash"] for state in states}) == 3
     assert [len(state.multimodal) for state in states] == [1, 1, 0]
 
 
-def test_nothing_is_kept_of_a_prompt_that_is_too_long(sampler: Callable[[Dataset], Sampler], tmp_path: Path) -> None:
+def test_nothing_is_kept_of_a_prompt_that_is_too_long(
+    sampler: Callable[[Dataset], Sampler], tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "0.png").write_bytes(png(picture(1)))
     rows = open_rows(tmp_path, {"question": "1 + 1" * 50, "images": ["0.png"]})
@@ -329,7 +382,11 @@ def test_media_folder_reads_its_own_files_and_no_link(tmp_path: Path) -> None:
         media.read(uri, 4)
     media.path("run://see-0000000001/b.png").symlink_to("/etc/passwd")
     (tmp_path / "m" / "see-0000000002").symlink_to("/etc")
-    for other in ("run://see-0000000001/b.png", "run://see-0000000002/passwd", "run://see-0000000001/c.png"):
+    for other in (
+        "run://see-0000000001/b.png",
+        "run://see-0000000002/passwd",
+        "run://see-0000000001/c.png",
+    ):
         with pytest.raises(MediaError):
             media.read(other, 1 << 20)
 
@@ -340,19 +397,26 @@ MEDIA = [MediaRef(kind="image", uri="run://see-0000000000/image-0.png", tokens=2
 FIRST_WEIGHTS = PolicyVersion("main", 0)
 
 
-@pytest.mark.parametrize("config", [HttpConfig(url="http://127.0.0.1:9"), TransformersConfig()], ids=lambda c: c.kind)
+@pytest.mark.parametrize(
+    "config", [HttpConfig(url="http://127.0.0.1:9"), TransformersConfig()], ids=lambda c: c.kind
+)
 def test_engine_that_shows_no_images_is_asked_for_nothing_with_some(config: EngineConfig) -> None:
     engine = build_engine(config, Path(), FIRST_WEIGHTS)
     with shown(engine, "see-0000000000", []):
         pass
     with (
-        pytest.raises(GenerationError, match=f"see-0000000000 has images, and the engine {config.kind} can show none"),
+        pytest.raises(
+            GenerationError,
+            match=f"see-0000000000 has images, and the engine {config.kind} can show none",
+        ),
         shown(engine, "see-0000000000", MEDIA),
     ):
         pytest.fail("it went on")
 
 
-def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(tmp_path: Path) -> None:
+def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
+    tmp_path: Path,
+) -> None:
     text = """
         run = {{ name = "x", media = "{0}/media" }}
         engine = {{ kind = "transformers" }}
@@ -373,8 +437,12 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(tmp
         load_config(TrainingConfig, tmp_path / "run.toml")
     load_config(TrainingConfig, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
     check_images(config, ["see"], build_engine(SimulatedConfig(), Path(), FIRST_WEIGHTS))
-    with pytest.raises(ConfigError, match="the engine transformers cannot show the images of task 'see'"):
+    with pytest.raises(
+        ConfigError, match="the engine transformers cannot show the images of task 'see'"
+    ):
         check_images(config, ["read", "see"], engine)
     (tmp_path / "run.toml").write_text(text.format(tmp_path).replace("media =", "dir ="))
-    with pytest.raises(ConfigError, match=r"the images of task see need a folder: set media in \[run\]"):
+    with pytest.raises(
+        ConfigError, match=r"the images of task see need a folder: set media in \[run\]"
+    ):
         load_config(ProducingConfig, tmp_path / "run.toml")

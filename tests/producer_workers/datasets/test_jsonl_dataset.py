@@ -33,7 +33,9 @@ def test_jsonl_makes_a_user_message_when_given_a_text(tmp_path: Path, key: str) 
 
 
 def test_jsonl_prefers_ground_truth_and_keeps_answer_when_both_are_there(tmp_path: Path) -> None:
-    problem = dataset(tmp_path, b'{"prompt": "p", "ground_truth": 2, "answer": "long", "extra": {"x": 1}}').row(0)
+    problem = dataset(
+        tmp_path, b'{"prompt": "p", "ground_truth": 2, "answer": "long", "extra": {"x": 1}}'
+    ).row(0)
     assert (problem.ground_truth, problem.extra) == (2, {"answer": "long", "x": 1})
 
 
@@ -60,15 +62,27 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
         (b'{"question": "  "}', '"question" is empty'),
         (b'{"prompt": "p", "structured": ["a"]}', '"structured": Input should be'),
         (b'{"prompt": "p", "structured": "yes"}', '"structured": unexpected character'),
-        (b'{"prompt": "p", "structured": {"choice": []}}', '"structured.choice": List should have at least 1 item'),
-        (b'{"prompt": "p", "structured": {"choices": ["a"]}}', '"structured.choices": Extra inputs are not permitted'),
+        (
+            b'{"prompt": "p", "structured": {"choice": []}}',
+            '"structured.choice": List should have at least 1 item',
+        ),
+        (
+            b'{"prompt": "p", "structured": {"choices": ["a"]}}',
+            '"structured.choices": Extra inputs are not permitted',
+        ),
         (
             b'{"prompt": "p", "structured": {"regex": "a", "choice": ["a"]}}',
             '"structured": structured output is one of',
         ),
-        (b'{"prompt": "p", "structured": {"regex": "(a"}}', '"structured": missing ), unterminated subpattern'),
         (
-            b'{"prompt": "p", "structured": {"json_schema": {"a": ' + b"[" * 40 + b"]" * 40 + b"}}}",
+            b'{"prompt": "p", "structured": {"regex": "(a"}}',
+            '"structured": missing ), unterminated subpattern',
+        ),
+        (
+            b'{"prompt": "p", "structured": {"json_schema": {"a": '
+            + b"[" * 40
+            + b"]" * 40
+            + b"}}}",
             '"structured": maps and arrays are nested too deeply',
         ),
         (b'{"messages": []}', '"messages" is not a list of at least one message'),
@@ -79,7 +93,9 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
         (b'{"prompt": "a", "extra": "b"}', '"extra" is a string, not an object'),
     ],
 )
-def test_jsonl_says_file_line_and_reason_when_a_line_is_wrong(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_jsonl_says_file_line_and_reason_when_a_line_is_wrong(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
     with pytest.raises(DatasetError) as caught:
         dataset(tmp_path, GOOD, b"", line, GOOD)
     assert f"rows.jsonl:3: {reason}" in caught.value.message
@@ -121,5 +137,7 @@ def test_gsm8k_sample_is_a_data_set_whose_answers_score() -> None:
     assert len({problem.messages[0]["content"] for problem in problems}) == 20
     for problem in problems:
         final = problem.ground_truth.rpartition("#### ")[2]
-        assert gsm8k(response=f"So the answer is {final}.", ground_truth=problem.ground_truth) == 1.0
+        assert (
+            gsm8k(response=f"So the answer is {final}.", ground_truth=problem.ground_truth) == 1.0
+        )
         assert gsm8k(response="It is -1.", ground_truth=problem.ground_truth) == 0.0

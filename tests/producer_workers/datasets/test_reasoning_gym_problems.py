@@ -26,7 +26,9 @@ class Section:
     seed: int = 5
     warm_start_size: int = 30
     held_out_size: int = 40
-    config: dict[str, Any] = field(default_factory=lambda: {"min_terms": 2, "max_terms": 3, "max_digits": 2})
+    config: dict[str, Any] = field(
+        default_factory=lambda: {"min_terms": 2, "max_terms": 3, "max_digits": 2}
+    )
 
 
 def questions(path: Path) -> list[str]:
@@ -64,7 +66,9 @@ def test_problems_are_dealt_alike_when_easy_ones_are_few(tmp_path: Path) -> None
     shares = []
     for path in write_problems(section, tmp_path):
         rows = JsonlDataset(path)
-        shares.append(sum(rows.row(n).extra["metadata"]["num_digits"] == 1 for n in range(300)) / 300)
+        shares.append(
+            sum(rows.row(n).extra["metadata"]["num_digits"] == 1 for n in range(300)) / 300
+        )
     assert min(shares) > 0.05
     assert max(shares) - min(shares) < 0.12
 
@@ -80,7 +84,9 @@ def test_problems_are_the_same_when_made_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"seed": 6}, {"size": 131}, {"config": {"max_terms": 2}}])
-def test_problems_are_made_anew_when_parameters_change(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_problems_are_made_anew_when_parameters_change(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     before = write_problems(Section(), tmp_path).train.read_bytes()
     files = write_problems(replace(Section(), **change), tmp_path)
     assert files.train.read_bytes() != before
@@ -88,7 +94,9 @@ def test_problems_are_made_anew_when_parameters_change(tmp_path: Path, change: d
 
 
 @pytest.mark.parametrize("lost", ["problems.json", "held_out.jsonl"])
-def test_problems_are_completed_when_a_run_was_killed_while_writing(tmp_path: Path, lost: str) -> None:
+def test_problems_are_completed_when_a_run_was_killed_while_writing(
+    tmp_path: Path, lost: str
+) -> None:
     files = write_problems(Section(), tmp_path)
     before = [path.read_bytes() for path in files]
     (tmp_path / lost).unlink()
@@ -107,7 +115,10 @@ def test_a_part_of_no_problems_has_no_file(tmp_path: Path) -> None:
     files = write_problems(replace(Section(), warm_start_size=0), tmp_path)
     assert not files.warm_start.exists()
     stamp = files.train.stat().st_mtime_ns
-    assert write_problems(replace(Section(), warm_start_size=0), tmp_path).train.stat().st_mtime_ns == stamp
+    assert (
+        write_problems(replace(Section(), warm_start_size=0), tmp_path).train.stat().st_mtime_ns
+        == stamp
+    )
 
 
 def test_too_few_different_problems_are_an_error_that_says_how_many(tmp_path: Path) -> None:
@@ -129,7 +140,9 @@ def test_too_few_different_problems_are_an_error_that_says_how_many(tmp_path: Pa
         (Section(name="graph_color", config={}), "gives no answers to learn from"),
     ],
 )
-def test_a_section_that_cannot_be_made_says_why(tmp_path: Path, section: Section, message: str) -> None:
+def test_a_section_that_cannot_be_made_says_why(
+    tmp_path: Path, section: Section, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         write_problems(section, tmp_path)
 
@@ -145,7 +158,8 @@ def test_problems_are_refused_when_their_own_answer_does_not_score(
 
 def test_open_dataset_reads_the_split_that_a_task_asks_for(tmp_path: Path) -> None:
     section = ReasoningGymDataset(kind="reasoning_gym", name="chain_sum", size=50, held_out_size=20)
-    train, held_out = open_dataset(section, tmp_path), open_dataset(section, tmp_path, HELD_OUT)
+    train = open_dataset(section, tmp_path)
+    held_out = open_dataset(section, tmp_path, HELD_OUT)
     assert (len(train), len(held_out)) == (30, 20)
     with pytest.raises(ConfigError, match="no split 'test'"):
         open_dataset(section, tmp_path, "test")

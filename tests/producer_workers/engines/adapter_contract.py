@@ -38,8 +38,9 @@ def file_of(adapter: Path) -> Path:
 
 
 class AdapterContract:
-    """`engine` and `policy` are fixtures of the file that tests it. In the order of these tests an engine may be the
-    same one: the first of them finds it without an adapter."""
+    """`engine` and `policy` are fixtures of the file that tests it. In the order of these tests an
+    engine may be the same one: the first of them finds it without an adapter.
+    """
 
     takes_whole_weights = False
 
@@ -57,11 +58,19 @@ class AdapterContract:
             one = await generate(engine, sampling(60, seed=3))
             older, newer = zip(adapters, VERSIONS, strict=True)
             mixed = await interrupt(
-                engine, greedy, lambda: engine.load_weights(*newer), lambda: engine.load_weights(*older)
+                engine,
+                greedy,
+                lambda: engine.load_weights(*newer),
+                lambda: engine.load_weights(*older),
             )
             cut = mixed.spans[-1].start
             prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
-            return base, one, mixed, await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
+            return (
+                base,
+                one,
+                mixed,
+                await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0)),
+            )
 
         base, one, mixed, fresh = run(scenario())
         assert worst_difference(folders.first, base, 1.0) < TOLERANCE
@@ -78,11 +87,15 @@ class AdapterContract:
         self, engine: Engine, run: Run[Any], adapters: list[Path], tmp_path: Path
     ) -> None:
         names = ("torn", "foreign", "other")
-        torn, foreign, other = (Path(shutil.copytree(adapters[1], tmp_path / name)) for name in names)
+        torn, foreign, other = (
+            Path(shutil.copytree(adapters[1], tmp_path / name)) for name in names
+        )
         file = file_of(torn)
         file.write_bytes(file.read_bytes()[:-100])
         tensors = load_file(file_of(foreign))
-        save_file({name: tensor[:, :7].clone() for name, tensor in tensors.items()}, file_of(foreign))
+        save_file(
+            {name: tensor[:, :7].clone() for name, tensor in tensors.items()}, file_of(foreign)
+        )
         save_file(load_file(file_of(adapters[1])), file_of(other), {BASE_CHECKSUM: "0" * 32})
 
         async def scenario() -> tuple[Generation, Generation]:
@@ -109,13 +122,19 @@ class AdapterContract:
         monkeypatch: pytest.MonkeyPatch,
         policy: dict[str, Any],
     ) -> None:
-        """Trained here, published through the server or a folder, sampled with, and trained on again."""
+        """Trained here, published through the server or a folder, sampled with, and trained on
+        again.
+        """
         store = Store(server_of("valkey").url, deadline_s=30.0)
         played = AdapterRun(store, run_name, tmp_path, folders.first, policy)
         run(played.play(engine, monkeypatch))
         store.close()
         assert played.worst() < TOLERANCE
-        assert played.worst(version=0) > 0.1  # the first one changes nothing: these are the model's own logprobs
-        if policy is REDIS:  # what a step is given was sampled by the weights before it, so trainer and engine agree
+        assert (
+            played.worst(version=0) > 0.1
+        )  # the first one changes nothing: these are the model's own logprobs
+        if (
+            policy is REDIS
+        ):  # what a step is given was sampled by the weights before it, so trainer and engine agree
             assert played.versions() == [{0}, {1}, {2}, {3}]
             assert all(step["mismatch/abs_logprob"] < TOLERANCE for step in played.metrics())

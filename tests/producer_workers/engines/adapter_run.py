@@ -1,6 +1,8 @@
-"""A whole run that trains a LoRA adapter: a real server, the real producer, worker and trainer, any engine.
+"""A whole run that trains a LoRA adapter: a real server, the real producer, worker and trainer, any
+engine.
 
-It keeps what a judge of it needs: every adapter that was published, and every group that was trained.
+It keeps what a judge of it needs: every adapter that was published, and every group that was
+trained.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from producer_workers.worker.group_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters
 
-TASK, STEPS, TOKENS = "sums", 4, 32
+TASK = "sums"
+STEPS = 4
+TOKENS = 32
 PROBLEMS = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20)]
 
 
@@ -87,8 +91,10 @@ class AdapterRun:
         return [step.metrics for step in log.steps]
 
     def worst(self, version: int | None = None) -> float:
-        """The largest difference between a token's logprob, and a forward pass with the adapter of its stamp: through
-        PEFT, which reads the files by itself. `version`: with that adapter, whatever the stamps say."""
+        """The largest difference between a token's logprob, and a forward pass with the adapter of
+        its stamp: through PEFT, which reads the files by itself. `version`: with that adapter,
+        whatever the stamps say.
+        """
         states = [state for groups in self.groups for group in groups for state in group.states]
         stamps = {span.version for state in states for span in state.spans}
         worst = 0.0
@@ -102,22 +108,31 @@ class AdapterRun:
 
     def versions(self) -> list[set[int]]:
         """Which adapters made the tokens of each step."""
-        return [{int(v) for g in groups for state in g.states for v in stamped(state)} for groups in self.groups]
+        return [
+            {int(v) for g in groups for state in g.states for v in stamped(state)}
+            for groups in self.groups
+        ]
 
     def _adapted(self, version: int) -> Any:
         base = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         return PeftModel.from_pretrained(base, self.adapter(version)).eval()
 
     async def play(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
-        """All steps, with an engine that was started with the model. A worker leaves by itself when the run is over."""
+        """All steps, with an engine that was started with the model. A worker leaves by itself when
+        the run is over.
+        """
         self._watch(patch)
         run = create_run(self.store, self.config, self.model)
-        loop = SingleTurnAgentLoop(judge=FunctionJudge("by_place", by_place), tokenizer=Characters(), eos_ids=set())
+        loop = SingleTurnAgentLoop(
+            judge=FunctionJudge("by_place", by_place), tokenizer=Characters(), eos_ids=set()
+        )
         worker = Worker(run, engine, {TASK: TaskRunner(loop)}, worker_id="w0", drain_timeout_s=0.0)
         working = asyncio.create_task(worker.run())
         try:
             with producing(run):
-                training = asyncio.create_task(asyncio.to_thread(Trainer(run, self.config, self.model).fit))
+                training = asyncio.create_task(
+                    asyncio.to_thread(Trainer(run, self.config, self.model).fit)
+                )
                 await asyncio.wait({training, working}, return_when=asyncio.FIRST_COMPLETED)
                 if working.done():
                     working.result()
@@ -128,7 +143,8 @@ class AdapterRun:
         assert run.account.fsck().clean
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
-        learner_train, save_weights = Learner.train, Learner.save_weights
+        learner_train = Learner.train
+        save_weights = Learner.save_weights
 
         def train(learner: Learner, batch: Any) -> dict[str, float]:
             self.groups.append(batch.groups)
@@ -158,17 +174,22 @@ def _logprobs(model: Any, state: RolloutState) -> NDArray[np.float32]:
     assert state.prompt_ids is not None
     tokens = torch.tensor(np.concatenate([state.prompt_ids, state.response_ids]), dtype=torch.int64)
     logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1].float(), -1)
-    column: NDArray[np.float32] = logprobs.gather(1, tokens[1:, None])[len(state.prompt_ids) - 1 :, 0].numpy()
+    column: NDArray[np.float32] = logprobs.gather(1, tokens[1:, None])[
+        len(state.prompt_ids) - 1 :, 0
+    ].numpy()
     return column
 
 
 @contextmanager
 def producing(run: Run) -> Iterator[None]:
     """A producer on a thread of its own."""
-    # no min_tokens: what forbids the end of a text changes the distribution, which a learner does not know
-    dataset, params = RecordsDataset(PROBLEMS, "problems", problem_of), SampleParams(max_tokens=TOKENS)
+    # no min_tokens: what forbids the end of a text changes the distribution, which a learner does
+    # not know
+    dataset = RecordsDataset(PROBLEMS, "problems", problem_of)
+    params = SampleParams(max_tokens=TOKENS)
     sampler = Sampler(TASK, dataset, Characters(), params, prompt_repeat_k=4)
-    producer, stop = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits)), threading.Event()
+    producer = AgentLoopManager(run, {TASK: sampler}, strategies_of(run.limits))
+    stop = threading.Event()
     thread = threading.Thread(target=producer.produce_loop, args=(stop,))
     thread.start()
     try:

@@ -43,9 +43,12 @@ async def generate(engine: Engine, params: SampleParams) -> Generation:
 Act = Callable[[], Awaitable[None]]
 
 
-async def interrupt(engine: Engine, params: SampleParams, act: Act, undo: Act | None = None) -> Generation:
-    """Generate, and call `act` while some but not all tokens are made. `undo`: what `act` did too early or too late,
-    before it is tried again."""
+async def interrupt(
+    engine: Engine, params: SampleParams, act: Act, undo: Act | None = None
+) -> Generation:
+    """Generate, and call `act` while some but not all tokens are made. `undo`: what `act` did too
+    early or too late, before it is tried again.
+    """
     for wait_s in (0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4):
         task = asyncio.create_task(generate(engine, params))
         await asyncio.sleep(wait_s)
@@ -78,21 +81,31 @@ class EngineContract:
         assert made.spans == (VersionSpan(0, 12, FIRST.version, FIRST.lineage),)
         assert made.finish_reason == "length"
 
-    def test_generate_repeats_itself_when_seeded(self, engine: Engine, run: Run[Generation]) -> None:
+    def test_generate_repeats_itself_when_seeded(
+        self, engine: Engine, run: Run[Generation]
+    ) -> None:
         once, again = (run(generate(engine, sampling(20, seed=7))) for _ in range(2))
         other = run(generate(engine, sampling(20, seed=8)))
         assert np.array_equal(once.token_ids, again.token_ids)
         assert np.array_equal(once.logprobs, again.logprobs)
         assert not np.array_equal(once.token_ids, other.token_ids)
 
-    def test_generate_ends_at_a_stop_token_when_one_is_asked_for(self, engine: Engine, run: Run[Generation]) -> None:
+    def test_generate_ends_at_a_stop_token_when_one_is_asked_for(
+        self, engine: Engine, run: Run[Generation]
+    ) -> None:
         token_ids = run(generate(engine, sampling(20, seed=7))).token_ids
         stop = int(token_ids[10])
-        made = run(generate(engine, SampleParams(max_tokens=20, min_tokens=5, seed=7, stop_token_ids=[stop])))
+        made = run(
+            generate(
+                engine, SampleParams(max_tokens=20, min_tokens=5, seed=7, stop_token_ids=[stop])
+            )
+        )
         assert made.finish_reason == "stop"
         assert made.token_ids[-1] == stop
 
-    def test_pause_abort_returns_a_prefix_when_a_request_runs(self, engine: Engine, run: Run[Any]) -> None:
+    def test_pause_abort_returns_a_prefix_when_a_request_runs(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         params = sampling(self.long, seed=3)
 
         async def scenario() -> tuple[Generation, Generation]:
@@ -108,10 +121,13 @@ class EngineContract:
         assert len(part.logprobs) == made
         assert part.spans == (VersionSpan(0, made, FIRST.version, FIRST.lineage),)
 
-    def test_abort_of_others_spares_a_group_and_ends_the_rest(self, engine: Engine, run: Run[Any]) -> None:
+    def test_abort_of_others_spares_a_group_and_ends_the_rest(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         if not isinstance(engine, AbortsSome):
             pytest.skip("this engine aborts all or nothing")
-        params, spared = sampling(self.long, seed=3), "math-0000000001"
+        params = sampling(self.long, seed=3)
+        spared = "math-0000000001"
 
         async def scenario() -> tuple[Generation, Generation, Generation]:
             whole = await generate(engine, params)
@@ -127,13 +143,18 @@ class EngineContract:
         assert len(part.logprobs) == made
         assert part.spans == (VersionSpan(0, made, FIRST.version, FIRST.lineage),)
 
-    def test_load_tells_what_is_sampled_and_what_waits_for_a_place(self, engine: Engine, run: Run[Any]) -> None:
+    def test_load_tells_what_is_sampled_and_what_waits_for_a_place(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         """40 requests: more than any of the engines here has places for."""
         if not isinstance(engine, TellsLoad):
             pytest.skip("this engine does not say how full it is")
 
         async def scenario() -> list[EngineLoad]:
-            calls = [asyncio.create_task(engine.generate(f"r-{n}/0", PROMPT, sampling(100))) for n in range(40)]
+            calls = [
+                asyncio.create_task(engine.generate(f"r-{n}/0", PROMPT, sampling(100)))
+                for n in range(40)
+            ]
             seen = []
             while not all(call.done() for call in calls):
                 await asyncio.sleep(0.01)
@@ -146,7 +167,9 @@ class EngineContract:
         assert max(load.waiting for load in seen) in range(1, 41 - width)
         assert all(0 <= load.kv_usage <= 1 for load in seen)
 
-    def test_pause_keep_loses_no_token_when_a_request_runs(self, engine: Engine, run: Run[Any]) -> None:
+    def test_pause_keep_loses_no_token_when_a_request_runs(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         params = sampling(self.long, seed=3)
 
         async def scenario() -> tuple[Generation, Generation, bool]:
@@ -193,7 +216,9 @@ class EngineContract:
 
         async def scenario() -> tuple[Generation, Generation]:
             whole = await generate(engine, params)
-            return whole, await interrupt(engine, params, swap, lambda: engine.load_weights(folders.first, FIRST))
+            return whole, await interrupt(
+                engine, params, swap, lambda: engine.load_weights(folders.first, FIRST)
+            )
 
         whole, mixed = run(scenario())
         assert mixed.finish_reason == "length"
@@ -225,7 +250,9 @@ class EngineContract:
     def test_load_weights_keeps_the_old_ones_when_the_new_are_bad(
         self, engine: Engine, run: Run[Any], folders: Folders, tmp_path: Path, bad: str
     ) -> None:
-        folder = {"truncated": folders.truncated, "absent": tmp_path / "absent", "empty": tmp_path}[bad]
+        folder = {"truncated": folders.truncated, "absent": tmp_path / "absent", "empty": tmp_path}[
+            bad
+        ]
         params = sampling(30, seed=5)
         before = run(generate(engine, params))
         with pytest.raises(WeightsError, match=str(folder)):
@@ -235,7 +262,9 @@ class EngineContract:
         assert engine.version() == FIRST
         assert after.spans[0].version == FIRST.version
 
-    def test_cancelling_leaves_nothing_behind_when_requests_run(self, engine: Engine, run: Run[Any]) -> None:
+    def test_cancelling_leaves_nothing_behind_when_requests_run(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         async def scenario() -> list[BaseException | Generation]:
             tasks = [asyncio.create_task(generate(engine, sampling(self.long))) for _ in range(20)]
             await asyncio.sleep(0.2)
@@ -248,9 +277,13 @@ class EngineContract:
         assert engine.unfinished() == 0  # type: ignore[attr-defined]
         assert len(run(generate(engine, sampling(4))).token_ids) == 4
 
-    def test_many_requests_finish_when_they_come_at_once(self, engine: Engine, run: Run[Any]) -> None:
+    def test_many_requests_finish_when_they_come_at_once(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         async def scenario() -> list[Generation]:
-            return await asyncio.gather(*(engine.generate(f"request {n}", PROMPT, sampling(10)) for n in range(100)))
+            return await asyncio.gather(
+                *(engine.generate(f"request {n}", PROMPT, sampling(10)) for n in range(100))
+            )
 
         made = run(scenario())
         assert {len(one.token_ids) for one in made} == {10}
@@ -288,17 +321,24 @@ class ModelContract(EngineContract):
         whole, part, rest = run(scenario())
         assert np.array_equal(np.concatenate([part.token_ids, rest.token_ids]), whole.token_ids)
 
-    def test_tokens_after_a_swap_come_from_fresh_caches(self, engine: Engine, run: Run[Any], folders: Folders) -> None:
+    def test_tokens_after_a_swap_come_from_fresh_caches(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
         greedy = sampling(self.long, temperature=0.0)
 
         async def scenario() -> tuple[Generation, Generation]:
             first, second = (folders.first, FIRST), (folders.second, NEXT)
             mixed = await interrupt(
-                engine, greedy, lambda: engine.load_weights(*second), lambda: engine.load_weights(*first)
+                engine,
+                greedy,
+                lambda: engine.load_weights(*second),
+                lambda: engine.load_weights(*first),
             )
             cut = mixed.spans[1].start
             prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
-            return mixed, await engine.generate("fresh", prompt, sampling(self.long - cut, temperature=0.0))
+            return mixed, await engine.generate(
+                "fresh", prompt, sampling(self.long - cut, temperature=0.0)
+            )
 
         mixed, fresh = run(scenario())
         cut = mixed.spans[1].start
@@ -318,17 +358,24 @@ class ModelContract(EngineContract):
         assert stop in tokenizer.decode(made.token_ids)
         assert np.array_equal(made.token_ids, whole.token_ids[: len(made.token_ids)])
 
-    def test_generate_refuses_a_prompt_that_is_too_long(self, engine: Engine, run: Run[Any]) -> None:
+    def test_generate_refuses_a_prompt_that_is_too_long(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         with pytest.raises(GenerationError, match=r"too long|maximum"):
             run(engine.generate("too long", np.full(5000, 40, dtype=np.int32), sampling(4)))
         assert len(run(generate(engine, sampling(4))).token_ids) == 4
 
-    def test_seeded_prompts_that_do_not_fit_into_one_step_are_answered(self, engine: Engine, run: Run[Any]) -> None:
+    def test_seeded_prompts_that_do_not_fit_into_one_step_are_answered(
+        self, engine: Engine, run: Run[Any]
+    ) -> None:
         """A prefill that is cut in two has ended vLLM's CPU engine, if the request had a seed."""
         prompts = [np.full(1500, 40 + place, dtype=np.int32) for place in range(3)]
 
         async def scenario() -> list[Generation]:
-            calls = (engine.generate(f"long {n}", ids, sampling(4, seed=n)) for n, ids in enumerate(prompts))
+            calls = (
+                engine.generate(f"long {n}", ids, sampling(4, seed=n))
+                for n, ids in enumerate(prompts)
+            )
             return await asyncio.gather(*calls)
 
         assert [len(made.token_ids) for made in run(scenario())] == [4, 4, 4]
@@ -345,7 +392,9 @@ class ModelContract(EngineContract):
                 run(generate(engine, params))
             return
         allowed = [tokenizer.convert_tokens_to_ids(text) for text in "ab"]
-        expected = dict(zip(allowed, allowed_logprobs(folders.first, PROMPT.tolist(), allowed), strict=True))
+        expected = dict(
+            zip(allowed, allowed_logprobs(folders.first, PROMPT.tolist(), allowed), strict=True)
+        )
         for seed in range(8):
             made = run(generate(engine, params.model_copy(update={"seed": seed})))
             token, end = made.token_ids.tolist()
@@ -366,10 +415,15 @@ class ModelContract(EngineContract):
             await asyncio.sleep(0.2)
             await engine.load_weights(folders.second, NEXT)
             with pytest.raises(GenerationError):
-                await generate(engine, SampleParams(structured=StructuredOutput(json_schema={"type": "nonsense"})))
+                await generate(
+                    engine,
+                    SampleParams(structured=StructuredOutput(json_schema={"type": "nonsense"})),
+                )
             return await running
 
         made = run(scenario())
-        text = AutoTokenizer.from_pretrained(folders.first).decode(made.token_ids, skip_special_tokens=True)
+        text = AutoTokenizer.from_pretrained(folders.first).decode(
+            made.token_ids, skip_special_tokens=True
+        )
         assert re.fullmatch("[ab]{400}", text)
         assert sum(span.length for span in made.spans) == len(made.token_ids)

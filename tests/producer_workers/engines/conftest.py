@@ -1,4 +1,6 @@
-"""One event loop, tiny models, one vLLM engine and one vLLM server for the whole session (15 s each to start)."""
+"""One event loop, tiny models, one vLLM engine and one vLLM server for the whole session (15 s each
+to start).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 FIRST = PolicyVersion("main", 0)
 CPU_ENGINE = VllmConfig(
-    max_model_len=2048, max_num_seqs=32, kv_cache_memory_bytes=64 << 20, omp_threads=1, report_load=True
+    max_model_len=2048,
+    max_num_seqs=32,
+    kv_cache_memory_bytes=64 << 20,
+    omp_threads=1,
+    report_load=True,
 )
 
 
@@ -89,7 +95,9 @@ def running(config: VllmConfig, run: Run[None], folders: Folders) -> Iterator[En
     run(engine.start())
     yield engine
     run(engine.shutdown())
-    left = [child for child in set(psutil.Process().children(recursive=True)) - before if is_vllm(child)]
+    left = [
+        child for child in set(psutil.Process().children(recursive=True)) - before if is_vllm(child)
+    ]
     deadline = time.monotonic() + 60.0
     while any(is_vllm(child) for child in left):  # one that is killed is still there for a moment
         assert time.monotonic() < deadline, left
@@ -97,9 +105,15 @@ def running(config: VllmConfig, run: Run[None], folders: Folders) -> Iterator[En
 
 
 def is_vllm(process: psutil.Process) -> bool:
-    """Whether it is one of vLLM's that lives. A zombie has ended: only its parent has not asked for the outcome yet."""
+    """Whether it is one of vLLM's that lives. A zombie has ended: only its parent has not asked for
+    the outcome yet.
+    """
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE and "VLLM" in process.name()
+        return (
+            process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+            and "VLLM" in process.name()
+        )
     except psutil.NoSuchProcess:
         return False
 
@@ -114,7 +128,9 @@ def vllm_engine(running_vllm: Engine, run: Run[None], folders: Folders) -> Itera
 
 @pytest.fixture
 def simulated_engine(run: Run[None]) -> Iterator[Engine]:
-    config = SimulatedConfig(first_token_s=Fixed(value=0.005), token_s=Fixed(value=0.0004), max_num_seqs=32)
+    config = SimulatedConfig(
+        first_token_s=Fixed(value=0.005), token_s=Fixed(value=0.0004), max_num_seqs=32
+    )
     engine = build_engine(config, Path(), FIRST)
     run(engine.start())
     yield engine
@@ -152,5 +168,8 @@ def announced(folders: Folders) -> Iterator[tuple[TensorServer, Announcement]]:
     def save(folder: Path) -> None:
         shutil.copytree(folders.second, folder, dirs_exist_ok=True)
 
-    yield server, announce(server, MemorySnapshot.take("main:4", save, "rolloutmq-test-"), folders.second)
+    yield (
+        server,
+        announce(server, MemorySnapshot.take("main:4", save, "rolloutmq-test-"), folders.second),
+    )
     server.close()

@@ -19,7 +19,9 @@ from producer_workers.engines import build_engine
 
 
 async def main(first: Path, second: Path) -> None:
-    config = VllmConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=32 << 20, omp_threads=1)
+    config = VllmConfig(
+        max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=32 << 20, omp_threads=1
+    )
     engine = build_engine(config, first, PolicyVersion("main", 0))
     await engine.start()
     await engine.load_weights(second, PolicyVersion("main", 1))

@@ -1,4 +1,6 @@
-"""What a worker refuses of an adapter before its engine sees it: all of it by name, the old weights stay."""
+"""What a worker refuses of an adapter before its engine sees it: all of it by name, the old weights
+stay.
+"""
 
 from __future__ import annotations
 

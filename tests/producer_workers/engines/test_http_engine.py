@@ -1,4 +1,6 @@
-"""What the engine over HTTP refuses, does without vLLM's endpoints for weights, and notices of its server."""
+"""What the engine over HTTP refuses, does without vLLM's endpoints for weights, and notices of its
+server.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,13 @@ def raw_logprobs(body: dict[str, Any]) -> None:
 class Proxy:
     """Stands before the real server and changes requests by `change`.
 
-    A static one has none of the endpoints for weights. `label`: the version that it says the weights have.
+    A static one has none of the endpoints for weights. `label`: the version that it says the
+    weights have.
     """
 
     def __init__(self, upstream: str, change: Change, *, static: bool) -> None:
-        self._upstream, self._change = upstream, change
+        self._upstream = upstream
+        self._change = change
         self._paths = "health|v1/models|v1/completions" if static else ".*"
         self.label = ""
 
@@ -107,7 +111,9 @@ class Proxy:
         headers = {"Content-Type": "application/json"}
         async with (
             aiohttp.ClientSession() as session,
-            session.request(request.method, self._upstream + request.path_qs, data=data, headers=headers) as answer,
+            session.request(
+                request.method, self._upstream + request.path_qs, data=data, headers=headers
+            ) as answer,
         ):
             response = web.StreamResponse(status=answer.status)
             await response.prepare(request)
@@ -119,11 +125,18 @@ class Proxy:
 
 @asynccontextmanager
 async def behind_proxy(
-    url: str, folder: Path, change: Change = nothing, *, weights: str = "static", static: bool = True
+    url: str,
+    folder: Path,
+    change: Change = nothing,
+    *,
+    weights: str = "static",
+    static: bool = True,
 ) -> AsyncIterator[tuple[HttpEngine, Proxy]]:
     proxy = Proxy(url, change, static=static)
     async with proxy.open() as address:
-        engine = HttpEngine(HttpConfig.model_validate({"url": address, "weights": weights}), folder, FIRST)
+        engine = HttpEngine(
+            HttpConfig.model_validate({"url": address, "weights": weights}), folder, FIRST
+        )
         await engine.start()
         try:
             yield engine, proxy
@@ -151,7 +164,9 @@ def test_a_server_is_refused_that_would_make_ids_logprobs_or_versions_untrue(
         run(scenario())
 
 
-def test_a_static_server_keeps_its_version_and_loses_no_token(server_url: str, folders: Folders, run: Run[Any]) -> None:
+def test_a_static_server_keeps_its_version_and_loses_no_token(
+    server_url: str, folders: Folders, run: Run[Any]
+) -> None:
     """It cannot be paused, so the engine hangs up, and goes on behind what it has."""
     greedy = sampling(LONG, temperature=0.0)
 
@@ -195,9 +210,14 @@ def test_requests_fail_and_the_engine_is_dead_when_its_server_is_gone(
     run(scenario())
 
 
-def test_a_cancelled_request_is_aborted_on_the_server(http_engine: Engine, server_url: str, run: Run[Any]) -> None:
+def test_a_cancelled_request_is_aborted_on_the_server(
+    http_engine: Engine, server_url: str, run: Run[Any]
+) -> None:
     async def on_server() -> float:
-        async with aiohttp.ClientSession() as session, session.get(f"{server_url}/metrics") as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{server_url}/metrics") as answer,
+        ):
             lines = (await answer.text()).splitlines()
         return sum(
             float(line.split()[-1])
@@ -222,9 +242,14 @@ def test_a_cancelled_request_is_aborted_on_the_server(http_engine: Engine, serve
     run(scenario())
 
 
-def test_weights_that_somebody_else_changed_end_the_engine(server_url: str, folders: Folders, run: Run[Any]) -> None:
+def test_weights_that_somebody_else_changed_end_the_engine(
+    server_url: str, folders: Folders, run: Run[Any]
+) -> None:
     async def scenario() -> None:
-        async with behind_proxy(server_url, folders.first, weights="update", static=False) as (engine, proxy):
+        async with behind_proxy(server_url, folders.first, weights="update", static=False) as (
+            engine,
+            proxy,
+        ):
             assert len((await generate(engine, sampling(4))).token_ids) == 4
             proxy.label = "theirs:9"
             end = time.monotonic() + 60
@@ -240,16 +265,24 @@ def test_a_server_that_a_dead_worker_left_paused_is_taken_over(
     server_url: str, folders: Folders, run: Run[Any]
 ) -> None:
     async def scenario() -> Generation:
-        async with aiohttp.ClientSession() as session, session.post(f"{server_url}/pause?mode=keep") as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{server_url}/pause?mode=keep") as answer,
+        ):
             assert answer.status == 200
-        async with behind_proxy(server_url, folders.first, weights="update", static=False) as (engine, _):
+        async with behind_proxy(server_url, folders.first, weights="update", static=False) as (
+            engine,
+            _,
+        ):
             return await generate(engine, sampling(4))
 
     assert len(run(scenario()).token_ids) == 4
 
 
 class TestAdapters(AdapterContract):
-    """Over a server that may be given adapters. The last of this file: other engines see their weights gone."""
+    """Over a server that may be given adapters. The last of this file: other engines see their
+    weights gone.
+    """
 
     @pytest.fixture
     def engine(self, run: Run[None], folders: Folders, server_url: str) -> Iterator[Engine]:
@@ -266,14 +299,19 @@ class TestAdapters(AdapterContract):
         self, engine: Engine, run: Run[Any], folders: Folders, adapters: list[Path], server_url: str
     ) -> None:
         async def served() -> list[str]:
-            async with aiohttp.ClientSession() as session, session.get(f"{server_url}/v1/models") as answer:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"{server_url}/v1/models") as answer,
+            ):
                 return [row["id"] for row in (await answer.json())["data"]]
 
         async def scenario() -> tuple[list[str], list[str], Generation]:
             for number, adapter in enumerate(adapters):
                 await engine.load_weights(adapter, PolicyVersion("main", number))
             before = await served()
-            heir = build_engine(HttpConfig(url=server_url, weights="adapters"), folders.first, FIRST)
+            heir = build_engine(
+                HttpConfig(url=server_url, weights="adapters"), folders.first, FIRST
+            )
             await heir.start()
             try:
                 return before, await served(), await generate(heir, sampling(30, seed=3))

@@ -78,13 +78,18 @@ def test_read_shapes_follows_the_index_when_there_are_shards(folder: Path) -> No
     ("new", "reason"),
     [({"a": (2, 3)}, "lacks b"), ({"a": (2, 3), "b": (5,)}, "another shape of b")],
 )
-def test_check_same_tensors_names_the_difference(folder: Path, new: dict[str, tuple[int, ...]], reason: str) -> None:
+def test_check_same_tensors_names_the_difference(
+    folder: Path, new: dict[str, tuple[int, ...]], reason: str
+) -> None:
     with pytest.raises(WeightsError, match=reason):
         check_same_tensors(read_shapes(folder), new, folder, tied_head=False)
 
 
-def test_check_same_tensors_asks_for_an_output_head_unless_it_is_tied(folder: Path, tmp_path: Path) -> None:
-    old, new = {"lm_head.weight": (2, 2), "a": (1,)}, {"a": (1,)}
+def test_check_same_tensors_asks_for_an_output_head_unless_it_is_tied(
+    folder: Path, tmp_path: Path
+) -> None:
+    old = {"lm_head.weight": (2, 2), "a": (1,)}
+    new = {"a": (1,)}
     check_same_tensors(old, new, tmp_path, tied_head=True)
     check_same_tensors(new, old, tmp_path, tied_head=True)
     with pytest.raises(WeightsError, match="lm_head"):

@@ -65,11 +65,15 @@ def test_a_long_response_is_cut_at_max_tokens(run: Run[Any]) -> None:
     made: list[Generation] = run(generate_many(config, 200, max_tokens=10))
     by_reason = {one.finish_reason: len(one.token_ids) for one in made}
     assert by_reason == {"stop": 5, "length": 10}
-    assert all((one.token_ids[-1] == config.eos_token_id) or one.finish_reason == "length" for one in made)
+    assert all(
+        (one.token_ids[-1] == config.eos_token_id) or one.finish_reason == "length" for one in made
+    )
 
 
 def test_every_request_finishes_when_there_are_more_than_places(run: Run[Any]) -> None:
-    config = SimulatedConfig(max_num_seqs=3, first_token_s=Fixed(value=0.001), token_s=Fixed(value=0))
+    config = SimulatedConfig(
+        max_num_seqs=3, first_token_s=Fixed(value=0.001), token_s=Fixed(value=0)
+    )
     assert all(isinstance(one, Generation) for one in run(generate_many(config, 50)))
 
 
@@ -130,7 +134,9 @@ def test_shutdown_returns_what_running_requests_have(run: Run[Any]) -> None:
 
 def test_a_trace_is_played_again_and_again_the_same(run: Run[Any], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"tokens": 7, "first_token_s": 0, "token_s": 0}\n\n{"tokens": 41}\n', encoding="utf-8")
+    trace.write_text(
+        '{"tokens": 7, "first_token_s": 0, "token_s": 0}\n\n{"tokens": 41}\n', encoding="utf-8"
+    )
     config = SimulatedConfig(trace=trace, **INSTANT)
     once, again = (run(generate_many(config, 40)) for _ in range(2))
     lengths = [len(made.token_ids) for made in once]
@@ -142,7 +148,9 @@ def test_a_trace_is_played_again_and_again_the_same(run: Run[Any], tmp_path: Pat
     ("text", "what"),
     [("", "no request"), ('{"tokens": 1}\n{"tokens": 0}', "line 2: tokens"), ("no json", "line 1")],
 )
-def test_a_trace_is_refused_with_the_line_that_is_wrong(run: Run[Any], tmp_path: Path, text: str, what: str) -> None:
+def test_a_trace_is_refused_with_the_line_that_is_wrong(
+    run: Run[Any], tmp_path: Path, text: str, what: str
+) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(text, encoding="utf-8")
     with pytest.raises(EngineError, match=what):

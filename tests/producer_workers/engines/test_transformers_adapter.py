@@ -64,7 +64,9 @@ class TestTransformers(AdapterContract):
         """Also as the first one, from which there is no older one to go back to."""
         less = Path(shutil.copytree(adapters[0], tmp_path / "less"))
         config = orjson.loads((less / "adapter_config.json").read_bytes())
-        (less / "adapter_config.json").write_bytes(orjson.dumps(config | {"target_modules": ["q_proj"]}))
+        (less / "adapter_config.json").write_bytes(
+            orjson.dumps(config | {"target_modules": ["q_proj"]})
+        )
 
         async def scenario() -> list[Generation]:
             made = []

@@ -49,7 +49,8 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two checkpoints of a mixture of experts of two layers, the first of which has none."""
     root = tmp_path_factory.mktemp("mixtures")
     first, second = (
-        write_tiny_model(root / str(seed), seed=seed, architecture="qwen3_moe", dense_layers=[0]) for seed in (1, 2)
+        write_tiny_model(root / str(seed), seed=seed, architecture="qwen3_moe", dense_layers=[0])
+        for seed in (1, 2)
     )
     return first, second
 
@@ -63,7 +64,9 @@ def mixture(run: Run[None], mixtures: tuple[Path, Path]) -> Iterator[Engine]:
 
 
 def check_experts(experts: Any, tokens: list[int], folders: list[Path]) -> None:
-    """`folders`: by which weights each token but the last was read when the one behind it was sampled."""
+    """`folders`: by which weights each token but the last was read when the one behind it was
+    sampled.
+    """
     assert experts.dtype == np.int16
     assert experts.shape == (len(tokens) - 1, 2, 2)
     for folder in set(folders):
@@ -84,7 +87,11 @@ def test_routed_experts_are_what_the_gates_chose_across_a_weight_swap(
 
     made = run(interrupt(mixture, sampling(LONG, seed=3), swap))
     assert len(made.spans) == 2
-    by = [folders[PolicyVersion(span.lineage, span.version)] for span in made.spans for _ in range(span.length)]
+    by = [
+        folders[PolicyVersion(span.lineage, span.version)]
+        for span in made.spans
+        for _ in range(span.length)
+    ]
     check_experts(made.routed_experts, [*PROMPT, *made.token_ids], [by[0]] * (len(PROMPT) - 1) + by)
 
 
@@ -109,14 +116,18 @@ def test_routed_experts_of_a_rollout_that_goes_on_elsewhere_are_of_the_whole(
     check_experts(state.routed_experts, tokens, [first] * (len(PROMPT) - 1 + 12) + [second] * 6)
 
 
-def test_routed_experts_of_a_model_without_any_are_refused(run: Run[None], folders: Folders) -> None:
+def test_routed_experts_of_a_model_without_any_are_refused(
+    run: Run[None], folders: Folders
+) -> None:
     with pytest.raises(EngineError, match="no gates that say which experts"):
         run(build_engine(TransformersConfig(routed_experts=True), folders.first, FIRST).start())
 
 
 def test_routed_experts_are_refused_over_http() -> None:
     with pytest.raises(ValidationError, match="kinds vllm and transformers record them"):
-        TypeAdapter(EngineConfig).validate_python({"kind": "http", "url": "http://gpu7", "routed_experts": True})
+        TypeAdapter(EngineConfig).validate_python(
+            {"kind": "http", "url": "http://gpu7", "routed_experts": True}
+        )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +142,8 @@ def test_routed_experts_are_refused_over_http() -> None:
 )
 def test_tokens_come_as_often_as_their_logprobs_say(settings: dict[str, Any]) -> None:
     """Over 4,000 draws: each share within five standard deviations, and nothing that was cut off."""
-    params, draws = SampleParams(**settings), 4000
+    params = SampleParams(**settings)
+    draws = 4000
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0])
     generator = torch.Generator().manual_seed(1)
     drawn = [sample(logits, params, [0, 1], [1, 1, 4], (), generator) for _ in range(draws)]

@@ -15,7 +15,9 @@ from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Folders, 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.modes)], ids=["", "tensor-2"])
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.modes)], ids=["", "tensor-2"]
+)
 def engine(run: Run[None], folders: Folders, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """One that samples with adapters."""
     sizes = {"max_lora_rank": 8, "tensor_parallel_size": request.param}

@@ -1,4 +1,6 @@
-"""What vLLM inside the worker adds to the conformance suite: wrong weights, cancelled updates, older versions."""
+"""What vLLM inside the worker adds to the conformance suite: wrong weights, cancelled updates,
+older versions.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ class TestVllm(ModelContract):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["by its header", "by vLLM"])
 def test_weights_of_another_shape_are_refused(
-    vllm_engine: Engine, run: Run[Any], folders: Folders, monkeypatch: pytest.MonkeyPatch, checked: bool
+    vllm_engine: Engine,
+    run: Run[Any],
+    folders: Folders,
+    monkeypatch: pytest.MonkeyPatch,
+    checked: bool,
 ) -> None:
     """The second case loads half of the wrong model, so the engine must find its way back."""
     if not checked:
@@ -78,7 +84,11 @@ def test_weights_of_another_shape_are_refused(
     before, running, after = run(scenario())
     assert np.array_equal(before.token_ids, running.token_ids)
     assert np.array_equal(before.token_ids, after.token_ids)
-    assert vllm_engine.version() == FIRST == PolicyVersion(after.spans[0].lineage, after.spans[0].version)
+    assert (
+        vllm_engine.version()
+        == FIRST
+        == PolicyVersion(after.spans[0].lineage, after.spans[0].version)
+    )
 
 
 def test_an_update_is_finished_when_its_caller_is_cancelled(
@@ -99,15 +109,24 @@ def test_an_update_is_finished_when_its_caller_is_cancelled(
 
 
 def test_weights_from_a_trainers_memory_come_while_tokens_flow(
-    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[TensorServer, Announcement]
+    vllm_engine: Engine,
+    run: Run[Any],
+    folders: Folders,
+    announced: tuple[TensorServer, Announcement],
 ) -> None:
-    """Each token names the weights that made it, and then the engine is as if it had read the file, to the bit."""
+    """Each token names the weights that made it, and then the engine is as if it had read the file,
+    to the bit.
+    """
     assert isinstance(vllm_engine, ReceivesWeights)
-    engine, greedy, params = vllm_engine, sampling(LONG, temperature=0.0), sampling(100, seed=11)
+    engine = vllm_engine
+    greedy = sampling(LONG, temperature=0.0)
+    params = sampling(100, seed=11)
 
     async def scenario() -> list[Generation]:
         back = partial(engine.load_weights, folders.first, FIRST)
-        mixed = await interrupt(engine, greedy, lambda: engine.receive_weights(announced[1], NEXT), back)
+        mixed = await interrupt(
+            engine, greedy, lambda: engine.receive_weights(announced[1], NEXT), back
+        )
         cut = mixed.spans[1].start
         prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
         fresh = await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
@@ -123,7 +142,10 @@ def test_weights_from_a_trainers_memory_come_while_tokens_flow(
 
 
 def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
-    vllm_engine: Engine, run: Run[Any], folders: Folders, announced: tuple[TensorServer, Announcement]
+    vllm_engine: Engine,
+    run: Run[Any],
+    folders: Folders,
+    announced: tuple[TensorServer, Announcement],
 ) -> None:
     assert isinstance(vllm_engine, ReceivesWeights)
     engine, (server, whole), params = vllm_engine, announced, sampling(60, seed=5)
@@ -132,7 +154,11 @@ def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
     assert server._snapshot
     server._snapshot.weights["model.safetensors"][-1] ^= 1
     unreachable = replace(whole, port=1)
-    for refused, why in ((whole, "differs from"), (wider, "another shape"), (unreachable, "cannot connect")):
+    for refused, why in (
+        (whole, "differs from"),
+        (wider, "another shape"),
+        (unreachable, "cannot connect"),
+    ):
         with pytest.raises(WeightsError, match=why):
             run(engine.receive_weights(refused, NEXT))
         assert np.array_equal(run(generate(engine, params)).logprobs, before.logprobs)
@@ -146,7 +172,8 @@ def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_chan
     monkeypatch.setattr(vllm_engine, "_api", replace(api, tracks_versions=False))
 
     load = vllm_engine.load_weights
-    there, back = partial(load, folders.second, NEXT), partial(load, folders.first, FIRST)
+    there = partial(load, folders.second, NEXT)
+    back = partial(load, folders.first, FIRST)
     made = run(interrupt(vllm_engine, sampling(LONG), there, back))
     assert made.finish_reason == "abort"
     assert vllm_engine.version() == NEXT
@@ -155,7 +182,9 @@ def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_chan
 def test_the_cpu_build_refuses_to_sleep_at_its_start(run: Run[None], folders: Folders) -> None:
     if not is_cpu_build():
         pytest.skip("this build can sleep")
-    engine = build_engine(CPU_ENGINE.model_copy(update={"enable_sleep_mode": True}), folders.first, FIRST)
+    engine = build_engine(
+        CPU_ENGINE.model_copy(update={"enable_sleep_mode": True}), folders.first, FIRST
+    )
     with pytest.raises(EngineError, match="the CPU build of vLLM cannot sleep"):
         run(engine.start())
 
@@ -165,7 +194,9 @@ def test_waking_up_leaves_a_paused_engine_paused(
 ) -> None:
     """vLLM itself samples again once it is awake. On a CPU its sleep is a pause that frees nothing."""
     engine: Any = vllm_engine
-    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"enable_sleep_mode": True}))
+    monkeypatch.setattr(
+        engine, "_config", engine._config.model_copy(update={"enable_sleep_mode": True})
+    )
 
     async def scenario() -> tuple[list[bool], Generation]:
         paused = []
@@ -186,7 +217,9 @@ def test_waking_up_leaves_a_paused_engine_paused(
 def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
     vllm_engine: Engine, run: Run[list[RolloutState]], folders: Folders
 ) -> None:
-    """Three turns of a real client; what is recorded is what a plain forward pass of the same tokens says."""
+    """Three turns of a real client; what is recorded is what a plain forward pass of the same
+    tokens says.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -200,11 +233,15 @@ def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
         messages: list[Any] = list(task.messages)
         async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
             for _ in range(3):
-                reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
+                reply = await client.chat.completions.create(
+                    model="policy", messages=messages, max_tokens=12
+                )
                 messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
         return 1.0
 
-    loop = GatewayAgentLoop(judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id], agent=talk)
+    loop = GatewayAgentLoop(
+        judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id], agent=talk
+    )
     states = [
         RolloutState(
             index=n,
@@ -221,7 +258,9 @@ def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
         assert state.response_mask is not None
         ids = np.concatenate([state.prompt_ids, state.response_ids])
         with torch.no_grad():
-            said = torch.log_softmax(model(torch.tensor(ids[None], dtype=torch.long)).logits[0], -1).numpy()
+            said = torch.log_softmax(
+                model(torch.tensor(ids[None], dtype=torch.long)).logits[0], -1
+            ).numpy()
         trained = np.flatnonzero(state.response_mask)
         places = trained + len(state.prompt_ids)
         assert len(turns_of(state)) == 3
@@ -229,7 +268,9 @@ def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
         assert not state.logprobs[state.response_mask == 0].any()
 
 
-def test_routed_experts_are_refused_where_vllm_has_no_triton(run: Run[None], folders: Folders) -> None:
+def test_routed_experts_are_refused_where_vllm_has_no_triton(
+    run: Run[None], folders: Folders
+) -> None:
     if import_module("vllm.triton_utils").HAS_TRITON:
         pytest.skip("this vLLM has Triton: test_vllm_experts.py asks it")
     with pytest.raises(EngineError, match="Triton") as caught:
@@ -237,10 +278,13 @@ def test_routed_experts_are_refused_where_vllm_has_no_triton(run: Run[None], fol
     assert "kind transformers" in caught.value.hint
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(4, "uint8"), (4, "uint16"), (3, "uint8"), (None, "uint8")], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "kind"), [(4, "uint8"), (4, "uint16"), (3, "uint8"), (None, "uint8")], ids=str
+)
 def test_routed_experts_of_vllm_become_a_column_or_an_error(rows: int | None, kind: str) -> None:
     """Of vLLM's own class: 3 tokens of prompt and 2 after them are 4 that were routed."""
-    outputs, flat = import_module("vllm.outputs"), import_module("vllm.logprobs").FlatLogprobs
+    outputs = import_module("vllm.outputs")
+    flat = import_module("vllm.logprobs").FlatLogprobs
     given = None if rows is None else np.full((rows, 2, 8), 255, kind)
     output = outputs.CompletionOutput(
         0, "", [5, 6], None, flat(logprobs=[-1.0, -2.0]), finish_reason="stop", routed_experts=given

@@ -1,7 +1,9 @@
-"""The experts that vLLM says were chosen are those of the same tokens in transformers, whatever happened meanwhile.
+"""The experts that vLLM says were chosen are those of the same tokens in transformers, whatever
+happened meanwhile.
 
-Runs where vLLM has Triton: on a CUDA build (`make test-modes`). By hand also on a CPU build, in Triton's interpreter
-(`pip install triton`, TRITON_INTERPRET=1, VLLM_USE_V2_MODEL_RUNNER=1, and a backend named "cpu" in triton.backends).
+Runs where vLLM has Triton: on a CUDA build (`make test-modes`). By hand also on a CPU build, in
+Triton's interpreter (`pip install triton`, TRITON_INTERPRET=1, VLLM_USE_V2_MODEL_RUNNER=1, and a
+backend named "cpu" in triton.backends).
 """
 
 from __future__ import annotations
@@ -42,11 +44,17 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[PolicyVersion, Pa
 
 @pytest.fixture(scope="module")
 def engine(mixtures: dict[PolicyVersion, Path], run: Run[None]) -> Iterator[Engine]:
-    config = CPU_ENGINE if is_cpu_build() else VllmConfig(max_model_len=2048, dtype="float32", enforce_eager=True)
+    config = (
+        CPU_ENGINE
+        if is_cpu_build()
+        else VllmConfig(max_model_len=2048, dtype="float32", enforce_eager=True)
+    )
     prepare_environment(config, on_cpu=is_cpu_build())  # before anything of vLLM is imported
     if find_spec("triton") is None or not import_module("vllm.triton_utils").HAS_TRITON:
         pytest.skip("vLLM's Model Runner V2 needs Triton")
-    engine = build_engine(config.model_copy(update={"routed_experts": True}), mixtures[FIRST], FIRST)
+    engine = build_engine(
+        config.model_copy(update={"routed_experts": True}), mixtures[FIRST], FIRST
+    )
     run(engine.start())
     yield engine
     run(engine.shutdown())
@@ -54,7 +62,9 @@ def engine(mixtures: dict[PolicyVersion, Path], run: Run[None]) -> Iterator[Engi
 
 def check(made: Generation, prompt: Any, mixtures: dict[PolicyVersion, Path]) -> None:
     """Each row is of the weights that sampled the token behind it."""
-    by = [PolicyVersion(span.lineage, span.version) for span in made.spans for _ in range(span.length)]
+    by = [
+        PolicyVersion(span.lineage, span.version) for span in made.spans for _ in range(span.length)
+    ]
     by = [by[0]] * (len(prompt) - 1) + by
     assert made.routed_experts is not None
     assert made.routed_experts.shape == (len(by), 2, 2)

@@ -1,4 +1,6 @@
-"""vLLM shows images to its model: the prompt is token-exact, logprobs are those of the same pixels elsewhere."""
+"""vLLM shows images to its model: the prompt is token-exact, logprobs are those of the same pixels
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,17 @@ from tests.servers import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-GID, LONG, TOLERANCE = "see-0000000001", 700, 2e-3
+GID = "see-0000000001"
+LONG = 700
+TOLERANCE = 2e-3
 PICTURES = [picture(1, 56, 28), picture(2, 60, 100)]
 """2 and 8 tokens."""
-IMAGE, FIRST_OF, LAST_OF = 320, 321, 322
-PROMPT = np.array([40, FIRST_OF, *[IMAGE] * 2, LAST_OF, 41, FIRST_OF, *[IMAGE] * 8, LAST_OF, 42, 43], "<i4")
+IMAGE = 320
+FIRST_OF = 321
+LAST_OF = 322
+PROMPT = np.array(
+    [40, FIRST_OF, *[IMAGE] * 2, LAST_OF, 41, FIRST_OF, *[IMAGE] * 8, LAST_OF, 42, 43], "<i4"
+)
 
 
 class CountingReader(ImageReader):
@@ -64,7 +72,9 @@ class CountingReader(ImageReader):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("vision")
-    return write_tiny_vision_model(root / "first", seed=1), write_tiny_vision_model(root / "second", seed=2)
+    return write_tiny_vision_model(root / "first", seed=1), write_tiny_vision_model(
+        root / "second", seed=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +97,9 @@ def reader(media: MediaFolder) -> CountingReader:
 
 
 @pytest.fixture
-def engine(running: VllmEngine, run: Run[None], reader: CountingReader, models: tuple[Path, Path]) -> Iterator[Any]:
+def engine(
+    running: VllmEngine, run: Run[None], reader: CountingReader, models: tuple[Path, Path]
+) -> Iterator[Any]:
     running.images.read_with(reader)
     yield running
     running.images.forget(GID)
@@ -98,7 +110,10 @@ def engine(running: VllmEngine, run: Run[None], reader: CountingReader, models: 
 @pytest.fixture
 def refs(media: MediaFolder) -> list[MediaRef]:
     uris = [media.put(GID, f"{n}.png", png_of(image)) for n, image in enumerate(PICTURES)]
-    return [MediaRef(kind="image", uri=uri, tokens=tokens) for uri, tokens in zip(uris, (2, 8), strict=True)]
+    return [
+        MediaRef(kind="image", uri=uri, tokens=tokens)
+        for uri, tokens in zip(uris, (2, 8), strict=True)
+    ]
 
 
 def sampling(tokens: int, **more: Any) -> SampleParams:
@@ -106,7 +121,10 @@ def sampling(tokens: int, **more: Any) -> SampleParams:
 
 
 async def generate(
-    engine: VllmEngine, params: SampleParams, behind: Sequence[int] | NDArray[np.int32] = (), member: int = 0
+    engine: VllmEngine,
+    params: SampleParams,
+    behind: Sequence[int] | NDArray[np.int32] = (),
+    member: int = 0,
 ) -> Generation:
     return await engine.generate(f"{GID}/{member}/0", np.array([*PROMPT, *behind], "<i4"), params)
 
@@ -117,7 +135,9 @@ def worst_difference(folder: Path, made: Generation, images: Any = PICTURES) -> 
 
 
 def without_image_tokens(made: Generation) -> Generation:
-    """A random model may sample the placeholder, which no forward pass elsewhere takes for a mere token."""
+    """A random model may sample the placeholder, which no forward pass elsewhere takes for a mere
+    token.
+    """
     assert not set(made.token_ids.tolist()) & {IMAGE, FIRST_OF, LAST_OF, 383}, "choose another seed"
     return made
 
@@ -137,7 +157,9 @@ def test_a_group_reads_its_images_once_and_sees_them_in_each_request(
 ) -> None:
     async def scenario() -> tuple[list[Generation], Generation]:
         engine.images.show(GID, refs)
-        many = await asyncio.gather(*(generate(engine, sampling(12, seed=5), member=n) for n in range(6)))
+        many = await asyncio.gather(
+            *(generate(engine, sampling(12, seed=5), member=n) for n in range(6))
+        )
         engine.images.forget(GID)
         # the same tokens, and nothing to see
         return many, await generate(engine, sampling(12, seed=5))
@@ -161,13 +183,17 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
         # another worker has seen none of it
         engine.images.forget(GID)
         engine.images.show(GID, refs)
-        rest = await generate(engine, sampling(LONG - len(part.token_ids), temperature=0.0), part.token_ids)
+        rest = await generate(
+            engine, sampling(LONG - len(part.token_ids), temperature=0.0), part.token_ids
+        )
         return whole, part, rest
 
     whole, part, rest = run(scenario())
     assert part.finish_reason == "abort"
     assert np.array_equal(np.concatenate([part.token_ids, rest.token_ids]), whole.token_ids)
-    assert np.allclose(np.concatenate([part.logprobs, rest.logprobs]), whole.logprobs, atol=TOLERANCE)
+    assert np.allclose(
+        np.concatenate([part.logprobs, rest.logprobs]), whole.logprobs, atol=TOLERANCE
+    )
 
 
 async def interrupted(engine: VllmEngine, params: SampleParams) -> Generation:
@@ -187,16 +213,22 @@ async def interrupted(engine: VllmEngine, params: SampleParams) -> Generation:
 def test_new_weights_see_the_images_anew_while_requests_run(
     engine: VllmEngine, run: Run[Any], refs: list[MediaRef], models: tuple[Path, Path]
 ) -> None:
-    """What an old vision tower made of an image must not be found in any cache; the requests beside it live on."""
+    """What an old vision tower made of an image must not be found in any cache; the requests beside
+    it live on.
+    """
 
     async def scenario() -> tuple[Generation, list[Generation]]:
         engine.images.show(GID, refs)
-        running = [asyncio.create_task(generate(engine, sampling(200, seed=n), member=n)) for n in range(6)]
+        running = [
+            asyncio.create_task(generate(engine, sampling(200, seed=n), member=n)) for n in range(6)
+        ]
         for version in range(4, 9):
             await asyncio.sleep(0.05)
             engine.images.forget(GID)  # so that each time something is on its way in
             engine.images.show(GID, refs)
-            running += [asyncio.create_task(generate(engine, sampling(20), member=n)) for n in range(10, 14)]
+            running += [
+                asyncio.create_task(generate(engine, sampling(20), member=n)) for n in range(10, 14)
+            ]
             await engine.load_weights(models[version % 2 == 0], PolicyVersion("main", version))
         made = await asyncio.gather(*running)
         return await generate(engine, sampling(24, seed=9)), made
@@ -213,7 +245,11 @@ def test_new_weights_see_the_images_anew_while_requests_run(
         ({"tokens": 3}, GenerationError, "no 3 tokens 320 in a row for image 0"),
         ({"tokens": 0}, GenerationError, "no 0 tokens"),
         ({"kind": "video"}, MediaError, "is video; only images are shown"),
-        ({"uri": "http://127.0.0.1:9/0.png"}, MediaError, "no file of the run, and nothing else is read"),
+        (
+            {"uri": "http://127.0.0.1:9/0.png"},
+            MediaError,
+            "no file of the run, and nothing else is read",
+        ),
         ({"uri": "file:///etc/passwd"}, MediaError, "no file of the run, and nothing else is read"),
         ({"uri": f"run://{GID}/missing.png"}, MediaError, "cannot be read"),
         ({"uri": f"run://{GID}/link.png"}, MediaError, "cannot be read"),
@@ -223,7 +259,13 @@ def test_new_weights_see_the_images_anew_while_requests_run(
     ids=lambda value: str(value)[:40],
 )
 def test_images_that_are_not_those_of_the_prompt_fail_their_group_alone(
-    engine: VllmEngine, run: Run[Any], refs: list[MediaRef], media: MediaFolder, change: Any, error: Any, reason: str
+    engine: VllmEngine,
+    run: Run[Any],
+    refs: list[MediaRef],
+    media: MediaFolder,
+    change: Any,
+    error: Any,
+    reason: str,
 ) -> None:
     media.put(GID, "text.png", b"no image")
     media.put(GID, "larger.png", png_of(picture(1, 112, 112)))
@@ -255,7 +297,10 @@ loop = "consumer.examples.image_loop:train"
 [learner]
 learning_rate = 1e-3
 """
-ROWS = [{"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]}, {"question": "?", "images": ["1.png"]}]
+ROWS = [
+    {"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]},
+    {"question": "?", "images": ["1.png"]},
+]
 
 
 @pytest.mark.parametrize("server", ["valkey"], indirect=True)
@@ -263,26 +308,33 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
     engine: VllmEngine, run: Run[Any], server: Server, run_name: str, models: tuple[Path, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The trainer computes the logprobs anew, with the pixels that payloads refer to: before and after an update."""
+    """The trainer computes the logprobs anew, with the pixels that payloads refer to: before and
+    after an update.
+    """
     monkeypatch.setattr("buffer.maintenance.media_sweep.PASS_S", 0.0)
     for n in range(2):
-        # of the size that needs no interpolation: training makes the places of patches differ (tiny_vision_model.py)
+        # of the size that needs no interpolation: training makes the places of patches differ
+        # (tiny_vision_model.py)
         (tmp_path / f"{n}.png").write_bytes(png_of(picture(n, 56, 56)))
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     file = tmp_path / "run.toml"
     file.write_text(CONFIG.format(model=models[0], name=run_name, folder=tmp_path))
-    producing, training = load_config(ProducingConfig, file), load_config(TrainingConfig, file)
+    producing = load_config(ProducingConfig, file)
+    training = load_config(TrainingConfig, file)
     with closing(Store(server.url)) as store, closing(Store(server.url)) as for_trainer:
         made = create_run(store, producing, models[0])
         engine.images.read_with(ImageReader(made.media, ImagesSection()))
-        producer, worker = make_producer(producing, made), make_worker(producing, made, engine, "w0")
+        producer = make_producer(producing, made)
+        worker = make_worker(producing, made, engine, "w0")
         stop = threading.Event()
 
         async def whole_run() -> None:
             working = asyncio.create_task(worker.run())
             sending = asyncio.create_task(asyncio.to_thread(producer.produce_loop, stop))
             try:
-                await asyncio.to_thread(train, RunHandle.open(for_trainer, run_name), training, models[0])
+                await asyncio.to_thread(
+                    train, RunHandle.open(for_trainer, run_name), training, models[0]
+                )
             finally:
                 worker.stop()
                 stop.set()

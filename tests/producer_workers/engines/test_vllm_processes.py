@@ -32,7 +32,9 @@ def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[
 
 @contextmanager
 def _owning(root: Path, **model: Any) -> Iterator[tuple[Any, dict[str, Any], Path]]:
-    """A process whose engine started with one checkpoint and went on with a second: itself, its report, the second."""
+    """A process whose engine started with one checkpoint and went on with a second: itself, its
+    report, the second.
+    """
     first = write_tiny_model(root / "first", seed=1, **model)
     second = write_tiny_model(root / "second", seed=2, **model)
     process = subprocess.Popen(
@@ -57,13 +59,17 @@ def test_a_mixture_of_experts_runs_its_new_weights_after_an_update(
 
 
 def test_a_tied_head_runs_its_new_weights_after_an_update(tmp_path: Path) -> None:
-    """The file names no tensor of the head, so nothing but the embeddings tells vLLM that it has changed."""
+    """The file names no tensor of the head, so nothing but the embeddings tells vLLM that it has
+    changed.
+    """
     with _owning(tmp_path, tied=True) as (_, report, second):
         reference = reference_logprobs(second, [40, 41, 42], report["token_ids"])
     assert np.abs(np.array(report["logprobs"]) - np.array(reference)).max() < 2e-3
 
 
-def test_engine_processes_end_when_their_owner_is_killed(owner: tuple[Any, dict[str, Any], Path]) -> None:
+def test_engine_processes_end_when_their_owner_is_killed(
+    owner: tuple[Any, dict[str, Any], Path],
+) -> None:
     process, report, _ = owner
     assert report["children"]
     process.kill()

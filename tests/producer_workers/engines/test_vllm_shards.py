@@ -1,6 +1,8 @@
-"""vLLM in several processes: each loads its own part of new weights, all or none; one that hangs ends the engine.
+"""vLLM in several processes: each loads its own part of new weights, all or none; one that hangs
+ends the engine.
 
-The engine of a pair of tensor-parallel shards belongs to `make test`; the other sizes to `make test-modes`.
+The engine of a pair of tensor-parallel shards belongs to `make test`; the other sizes to `make
+test-modes`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from buffer.errors import WireError
 from buffer.weights.announcement import Announcement
 from buffer.weights.rendezvous import Rendezvous
 from buffer.weights.tensor_exchange import TensorServer
-from producer_workers.engines.base import Engine, EngineDeadError, Generation, ReceivesWeights, WeightsError
+from producer_workers.engines.base import (
+    Engine,
+    EngineDeadError,
+    Generation,
+    ReceivesWeights,
+    WeightsError,
+)
 from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import is_cpu_build
 from rolloutmq.launch.placement import count_gpus
@@ -47,7 +55,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 SIZES = [
     pytest.param({"tensor_parallel_size": 2}, id="tensor-2"),
     pytest.param({"pipeline_parallel_size": 2}, id="pipeline-2", marks=pytest.mark.modes),
-    pytest.param({"data_parallel_size": 2, "max_num_seqs": 16}, id="data-2", marks=pytest.mark.modes),
+    pytest.param(
+        {"data_parallel_size": 2, "max_num_seqs": 16}, id="data-2", marks=pytest.mark.modes
+    ),
     pytest.param(
         {"data_parallel_size": 2, "pipeline_parallel_size": 2, "max_num_seqs": 16},
         id="data-2-pipeline-2",
@@ -75,7 +85,9 @@ def engine(sharded: Engine, run: Run[None], folders: Folders) -> Iterator[Engine
 
 
 class TestShards(ModelContract):
-    """The contract, with responses that are short: shards that share a core wait for each other in every layer."""
+    """The contract, with responses that are short: shards that share a core wait for each other in
+    every layer.
+    """
 
     long = 200
 
@@ -89,7 +101,9 @@ def test_weights_that_some_shards_refuse_reach_none(
     monkeypatch: pytest.MonkeyPatch,
     layer: int,
 ) -> None:
-    """Half a matrix is all that the first tensor-parallel shard reads; a stage reads its own layers alone."""
+    """Half a matrix is all that the first tensor-parallel shard reads; a stage reads its own layers
+    alone.
+    """
     monkeypatch.setattr(module, "check_same_tensors", lambda *_, **__: None)
     torn = tmp_path / "torn"
     shutil.copytree(folders.second, torn)
@@ -103,7 +117,8 @@ def test_weights_that_some_shards_refuse_reach_none(
         for folder in (torn, folders.wider, torn):
             with pytest.raises(WeightsError, match=r"shard|failed"):
                 await engine.load_weights(folder, NEXT)
-        meanwhile, after = await running, await generate(engine, params)
+        meanwhile = await running
+        after = await generate(engine, params)
         assert engine.version() == FIRST
         await engine.load_weights(folders.second, NEXT)
         return before, meanwhile, after, await generate(engine, params)
@@ -124,7 +139,9 @@ def test_weights_from_a_trainers_memory_reach_every_shard_or_none(
 ) -> None:
     """At first one shard alone is served."""
     assert isinstance(engine, ReceivesWeights)
-    answer, turns, params = TensorServer._answer, count(), sampling(30, seed=5)
+    answer = TensorServer._answer
+    turns = count()
+    params = sampling(30, seed=5)
 
     def answer_one(self: TensorServer, rendezvous: Rendezvous) -> None:
         if next(turns):
@@ -151,13 +168,18 @@ def halve(folder: Path, name: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_a_shard_that_hangs_is_noticed_and_leaves_nothing_behind(sharded: Engine, run: Run[Any]) -> None:
-    """Last: `sharded` is dead afterwards; that its processes are gone is checked when it is shut down."""
+def test_a_shard_that_hangs_is_noticed_and_leaves_nothing_behind(
+    sharded: Engine, run: Run[Any]
+) -> None:
+    """Last: `sharded` is dead afterwards; that its processes are gone is checked when it is shut
+    down.
+    """
     shard = max(
         (child for child in psutil.Process().children(recursive=True) if holds_weights(child)),
         key=lambda child: int(child.pid),
     )
-    control, busy = sharded._control, sharded._lock  # type: ignore[attr-defined]
+    control = sharded._control  # type: ignore[attr-defined]
+    busy = sharded._lock  # type: ignore[attr-defined]
 
     async def scenario() -> list[BaseException | Generation]:
         requests = [asyncio.create_task(generate(sharded, sampling(2000))) for _ in range(4)]

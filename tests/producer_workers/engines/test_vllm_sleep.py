@@ -1,4 +1,6 @@
-"""vLLM's sleep: its memory is free meanwhile, and it wakes up as it was. On a CUDA GPU alone: `make test-modes`."""
+"""vLLM's sleep: its memory is free meanwhile, and it wakes up as it was. On a CUDA GPU alone: `make
+test-modes`.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ CACHE_BYTES = 2 << 30
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(is_cpu_build() or not count_gpus(), reason="needs vLLM's CUDA build, and a GPU")
-def test_an_engine_that_sleeps_gives_its_memory_back_and_wakes_up_as_it_was(run: Run[Any], folders: Folders) -> None:
+def test_an_engine_that_sleeps_gives_its_memory_back_and_wakes_up_as_it_was(
+    run: Run[Any], folders: Folders
+) -> None:
     import torch
 
-    config = CPU_ENGINE.model_copy(update={"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE_BYTES})
+    config = CPU_ENGINE.model_copy(
+        update={"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE_BYTES}
+    )
 
     def free_bytes() -> int:
         return int(torch.cuda.mem_get_info()[0])

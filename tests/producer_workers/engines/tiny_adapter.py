@@ -9,23 +9,37 @@ import orjson
 import torch
 from safetensors.torch import load_file, save_file
 
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 
 
 def write_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """A random adapter of all projections of q and v, and beside it, in "merged", the model with it added."""
+    """A random adapter of all projections of q and v, and beside it, in "merged", the model with it
+    added.
+    """
     folder.mkdir()
-    weights, draw = load_file(model / "model.safetensors"), torch.Generator().manual_seed(seed)
+    weights = load_file(model / "model.safetensors")
+    draw = torch.Generator().manual_seed(seed)
     adapter: dict[str, torch.Tensor] = {}
     for name in [name for name in weights if name.endswith(("q_proj.weight", "v_proj.weight"))]:
         out, into = weights[name].shape
-        low, high = (0.3 * torch.randn(shape, generator=draw) for shape in ((RANK, into), (out, RANK)))
+        low, high = (
+            0.3 * torch.randn(shape, generator=draw) for shape in ((RANK, into), (out, RANK))
+        )
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         adapter |= {f"{stem}.lora_A.weight": low, f"{stem}.lora_B.weight": high}
         weights[name] = weights[name] + ALPHA / RANK * high @ low
     save_file(adapter, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none"}
-    (folder / "adapter_config.json").write_bytes(orjson.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_bytes(
+        orjson.dumps(config | {"target_modules": ["q_proj", "v_proj"]})
+    )
     shutil.copytree(model, folder / "merged")
     save_file(weights, folder / "merged" / "model.safetensors", {"format": "pt"})
     return folder

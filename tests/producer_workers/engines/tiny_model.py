@@ -25,8 +25,8 @@ def write_tiny_model(
 ) -> Path:
     """Save a model and its tokenizer to `folder`. Two seeds are two checkpoints of one model.
 
-    `tied`: the output head is the embedding matrix, and no tensor of the file is named after it. `dense_layers`: those
-    of a mixture of experts that have none.
+    `tied`: the output head is the embedding matrix, and no tensor of the file is named after it.
+    `dense_layers`: those of a mixture of experts that have none.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,15 +56,20 @@ def write_tiny_model(
             "mlp_only_layers": list(dense_layers),
         }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(architecture, **settings), dtype=torch.float32
+    )
     model.save_pretrained(folder)
     return folder
 
 
-def reference_logprobs(folder: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+def reference_logprobs(
+    folder: Path, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> list[float]:
     """Logprobs of `response` after `prompt` by a plain transformers forward pass in float32.
 
-    The stop token is left out of the distribution, as it was for a response whose min_tokens forbade it.
+    The stop token is left out of the distribution, as it was for a response whose min_tokens
+    forbade it.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -78,23 +83,31 @@ def reference_logprobs(folder: Path, prompt: list[int], response: list[int], tem
 
 
 def gates_choose(folder: Path, tokens: list[int], experts: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Whether `experts`, of the first tokens, are the best by their logits in a plain forward pass: bool[rows].
+    """Whether `experts`, of the first tokens, are the best by their logits in a plain forward pass:
+    bool[rows].
 
-    To 0.001: sums in another order decide between two that are as good. A layer without experts has zeros.
+    To 0.001: sums in another order decide between two that are as good. A layer without experts has
+    zeros.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    config, rows = model.config, len(experts)
+    config = model.config
+    rows = len(experts)
     with torch.no_grad():
         logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
     right: NDArray[np.bool_] = (experts[:, config.mlp_only_layers] == 0).all((1, 2))
-    sparse = [layer for layer in range(config.num_hidden_layers) if layer not in config.mlp_only_layers]
+    sparse = [
+        layer for layer in range(config.num_hidden_layers) if layer not in config.mlp_only_layers
+    ]
     for layer, of_layer in zip(sparse, logits, strict=True):
-        ranked, chosen = np.sort(of_layer[:rows].numpy()), np.sort(experts[:, layer].astype(np.int64))
+        ranked = np.sort(of_layer[:rows].numpy())
+        chosen = np.sort(experts[:, layer].astype(np.int64))
         least = np.take_along_axis(of_layer[:rows].numpy(), chosen, 1).min(1)
-        right &= (np.diff(chosen) > 0).all(1) & (least >= ranked[:, -config.num_experts_per_tok] - 1e-3)
+        right &= (np.diff(chosen) > 0).all(1) & (
+            least >= ranked[:, -config.num_experts_per_tok] - 1e-3
+        )
     return right
 
 
@@ -122,5 +135,9 @@ def make_tokenizer() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([f"{a} + {b} = {a + b}" for a in range(40) for b in range(40)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.train_from_iterator(
+        [f"{a} + {b} = {a + b}" for a in range(40) for b in range(40)], trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>"
+    )

@@ -1,7 +1,8 @@
-"""Tiny random vision-language folders: patches of 14 pixels, four to a token, three-dimensional positions.
+"""Tiny random vision-language folders: patches of 14 pixels, four to a token, three-dimensional
+positions.
 
-The architecture is PaddleOCR-VL's, which is Qwen2-VL's in small, because its processor needs no torchvision: there is
-none that fits the CPU build of torch.
+The architecture is PaddleOCR-VL's, which is Qwen2-VL's in small, because its processor needs no
+torchvision: there is none that fits the CPU build of torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from PIL import Image
 
 from tests.producer_workers.engines.tiny_model import make_tokenizer
 
-IMAGE, FIRST, LAST = "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"
+IMAGE = "<|IMAGE_PLACEHOLDER|>"
+FIRST = "<|IMAGE_START|>"
+LAST = "<|IMAGE_END|>"
 VOCABULARY = 384
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -34,18 +37,26 @@ def picture(seed: int, width: int = 56, height: int = 28) -> Image.Image:
 def write_processor(folder: Path) -> Any:
     """Tokenizer, chat template and image processor; returns the processor."""
     from transformers import PaddleOCRVLProcessor, PreTrainedTokenizerFast
-    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+        PaddleOCRVLImageProcessorPil,
+    )
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer().backend_tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|pad|>",
-        extra_special_tokens={"image_token": IMAGE, "image_start_token": FIRST, "image_end_token": LAST},
+        extra_special_tokens={
+            "image_token": IMAGE,
+            "image_start_token": FIRST,
+            "image_end_token": LAST,
+        },
         chat_template=CHAT_TEMPLATE,
     )
     size = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
     images = PaddleOCRVLImageProcessorPil(size=size, patch_size=14, merge_size=2)
-    processor = PaddleOCRVLProcessor(image_processor=images, tokenizer=tokenizer, chat_template=CHAT_TEMPLATE)
+    processor = PaddleOCRVLProcessor(
+        image_processor=images, tokenizer=tokenizer, chat_template=CHAT_TEMPLATE
+    )
     processor.save_pretrained(folder)
     return processor
 
@@ -56,7 +67,12 @@ def write_tiny_vision_model(folder: Path, *, seed: int) -> Path:
     from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
 
     tokenizer = write_processor(folder).tokenizer
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = PaddleOCRVLConfig(
         text_config=size
         | {
@@ -69,7 +85,11 @@ def write_tiny_vision_model(folder: Path, *, seed: int) -> Path:
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": None,
             "tie_word_embeddings": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 6, 6],
+            },
         },
         vision_config=size | {"image_size": 56, "patch_size": 14, "spatial_merge_size": 2},
         image_token_id=tokenizer.image_token_id,
@@ -82,22 +102,29 @@ def write_tiny_vision_model(folder: Path, *, seed: int) -> Path:
     model = PaddleOCRVLForConditionalGeneration(config).float()
     places = model.model.visual.vision_model.embeddings.position_embedding.weight
     with torch.no_grad():
-        # transformers 5.19 and vLLM 0.32 interpolate these differently for images of other sizes (align_corners)
+        # transformers 5.19 and vLLM 0.32 interpolate these differently for images of other sizes
+        # (align_corners)
         places.copy_(places[:1].expand_as(places))
     model.save_pretrained(folder)
     return folder
 
 
-def reference_logprobs(folder: Path, prompt: list[int], images: list[Image.Image], response: list[int]) -> list[float]:
-    """Logprobs of `response` after `prompt`, which shows `images`, by a plain transformers forward pass in float32.
+def reference_logprobs(
+    folder: Path, prompt: list[int], images: list[Image.Image], response: list[int]
+) -> list[float]:
+    """Logprobs of `response` after `prompt`, which shows `images`, by a plain transformers forward
+    pass in float32.
 
-    The stop token is left out of the distribution, as it was for a response whose min_tokens forbade it.
+    The stop token is left out of the distribution, as it was for a response whose min_tokens
+    forbade it.
     """
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    pixels = AutoProcessor.from_pretrained(folder).image_processor(images=images, return_tensors="pt")
+    pixels = AutoProcessor.from_pretrained(folder).image_processor(
+        images=images, return_tensors="pt"
+    )
     ids = torch.tensor([prompt + response])
     with torch.no_grad():
         shown = (ids == model.config.image_token_id).int()

@@ -16,7 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 ARGUMENTS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
-    *("--max-num-seqs", "32", "--kv-cache-memory-bytes", "64M", "--logprobs-mode", "processed_logprobs"),
+    *(
+        "--max-num-seqs",
+        "32",
+        "--kv-cache-memory-bytes",
+        "64M",
+        "--logprobs-mode",
+        "processed_logprobs",
+    ),
     *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"),
     "--no-enable-chunked-prefill",  # see CPU_DEFAULTS in producer_workers/engines/vllm/api.py
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
@@ -40,7 +47,9 @@ def vllm_server(model: Path) -> Iterator[str]:
             break
         _end(process)
     else:
-        raise AssertionError(f"vLLM's server does not start:\n{log.read_text(errors='replace')[-3000:]}")
+        raise AssertionError(
+            f"vLLM's server does not start:\n{log.read_text(errors='replace')[-3000:]}"
+        )
     try:
         yield url
     finally:
@@ -51,7 +60,15 @@ def _start(model: Path, log: Path) -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+    ]
     with log.open("ab") as out:
         process = subprocess.Popen(
             command + ARGUMENTS,

@@ -1,4 +1,6 @@
-"""Judges at a URL, of whole groups, put together, of mathematics, and of programs that a model wrote."""
+"""Judges at a URL, of whole groups, put together, of mathematics, and of programs that a model
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 
 
 class Service(ThreadingHTTPServer):
-    """Answers with each of `answers` once, (status, body), then with the last one for ever; status 0 keeps silent."""
+    """Answers with each of `answers` once, (status, body), then with the last one for ever; status
+    0 keeps silent.
+    """
 
     daemon_threads = True
 
@@ -122,7 +126,9 @@ def longest(*, states: list[RolloutState]) -> list[float]:
 class Group:
     """Four rollouts of one group, judged together."""
 
-    def __init__(self, tokenizer: Any, judge: Callable[..., Any] = longest, *, partial: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, judge: Callable[..., Any] = longest, *, partial: bool = True
+    ) -> None:
         self.prompt, self.seen = np.arange(10, 15, dtype="<i4"), []  # type: ignore[var-annotated]
         self.engine = LetterEngine(tokenizer, self.prompt)
 
@@ -136,7 +142,9 @@ class Group:
         )  # fmt: skip
         self.states = [RolloutState(index=n, prompt_ids=self.prompt) for n in range(4)]
         for state in self.states[1:]:
-            state.sample_params = state.sample_params.model_copy(update={"max_tokens": 3 + state.index})
+            state.sample_params = state.sample_params.model_copy(
+                update={"max_tokens": 3 + state.index}
+            )
 
     def run(self, abort_at: int | None = None) -> list[Status]:
         self.engine.abort_at = abort_at
@@ -151,7 +159,9 @@ def test_a_judge_of_groups_sees_all_of_them_once(tokenizer: Any) -> None:
     assert [state.reward for state in group.states] == [{"score": 1.0}, *[{"score": 0.0}] * 3]
 
 
-def test_who_has_ended_waits_for_an_interrupted_sibling_and_is_not_generated_again(tokenizer: Any) -> None:
+def test_who_has_ended_waits_for_an_interrupted_sibling_and_is_not_generated_again(
+    tokenizer: Any,
+) -> None:
     group = Group(tokenizer)
     assert group.run(abort_at=5) == [Status.ABORTED] * 4  # two of them had ended
     assert not group.seen
@@ -163,7 +173,9 @@ def test_who_has_ended_waits_for_an_interrupted_sibling_and_is_not_generated_aga
 
 
 @pytest.mark.parametrize("result", [[1.0], None, "1234", [1.0, 1.0, 1.0, float("nan")]])
-def test_a_judge_of_groups_that_returns_something_else_fails_the_group(tokenizer: Any, result: Any) -> None:
+def test_a_judge_of_groups_that_returns_something_else_fails_the_group(
+    tokenizer: Any, result: Any
+) -> None:
     group = Group(tokenizer, lambda **_: result)
     assert group.run() == [Status.FAILED] * 4
     assert "judge 'longest' returned" in str(group.states[0].error)
@@ -175,7 +187,11 @@ def test_the_judge_in_the_readme_works_as_written(
     (tmp_path / "my_judge.py").write_text(readme_block("my_judge.py"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     states = [RolloutState(response=text, ground_truth="4") for text in ("it is 4", "4", "5")]
-    assert ask(load_judge("my_judge:rank"), *states) == [{"score": 0.5}, {"score": 1.0}, {"score": 0.0}]
+    assert ask(load_judge("my_judge:rank"), *states) == [
+        {"score": 0.5},
+        {"score": 1.0},
+        {"score": 0.0},
+    ]
 
 
 # -- put together ------------------------------------------------------------
@@ -191,17 +207,22 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
     assert task.judges == ["gsm8k", "exact_match", f"{__name__}:longest", "exact_match"]
     judge = put_together(task.judge, load_judge)
     assert isinstance(judge, GroupJudge), "one of its judges wants to see the group"
-    assert ask(judge, RolloutState(response="it is 1,000", ground_truth="#### 1000", data_source="gsm8k")) == [
-        {"score": 1.0}
+    assert ask(
+        judge, RolloutState(response="it is 1,000", ground_truth="#### 1000", data_source="gsm8k")
+    ) == [{"score": 1.0}]
+    code = [
+        RolloutState(response=text, ground_truth="ab", data_source="code/py")
+        for text in ("ab", "abc")
     ]
-    code = [RolloutState(response=text, ground_truth="ab", data_source="code/py") for text in ("ab", "abc")]
     assert ask(judge, *code) == [
         {"exact_match": 1.0, f"{__name__}:longest": 0.0, "score": 0.75},
         {"exact_match": 0.0, f"{__name__}:longest": 1.0, "score": 0.5},
     ]
     with pytest.raises(JudgeError, match="no judge for data source 'poems'"):
         ask(judge, RolloutState(data_source="poems"))
-    assert not isinstance(put_together({"*": {"gsm8k": 0.5, "exact_match": 0.5}}, load_judge), GroupJudge)
+    assert not isinstance(
+        put_together({"*": {"gsm8k": 0.5, "exact_match": 0.5}}, load_judge), GroupJudge
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +258,9 @@ def test_mathematics_is_compared_as_such(response: str, truth: str, score: float
     assert math_verify(response=response, ground_truth=truth) == score
 
 
-def test_mathematics_is_never_evaluated_as_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mathematics_is_never_evaluated_as_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import math_verify.parser
 
     def refused(*_: Any, **__: Any) -> None:
@@ -245,8 +268,16 @@ def test_mathematics_is_never_evaluated_as_python(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(math_verify.parser, "parse_expr", refused)
     attack = f"__import__('pathlib').Path('{tmp_path}/pwned').touch()"
-    for text in (attack, f"answer: {attack}", f"${attack}$", f"\\boxed{{{attack}}}", "12 * (3 + 4)"):
-        sys.modules["producer_workers.judges.built_in"].math_verify(response=text, ground_truth="84")
+    for text in (
+        attack,
+        f"answer: {attack}",
+        f"${attack}$",
+        f"\\boxed{{{attack}}}",
+        "12 * (3 + 4)",
+    ):
+        sys.modules["producer_workers.judges.built_in"].math_verify(
+            response=text, ground_truth="84"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -263,9 +294,14 @@ def test_programs_are_scored_by_the_tests_they_pass() -> None:
     tests = ["assert double(2) == 4", "assert double('a') == 'b'"]
     assert python_tests(response=good, ground_truth=tests) == {"score": 0.5, "passed_all": 0.0}
     echo = "print(input())\nprint()"
-    assert python_tests(response=echo, ground_truth=[{"input": "x y", "output": "x y\n"}])["score"] == 1.0
+    assert (
+        python_tests(response=echo, ground_truth=[{"input": "x y", "output": "x y\n"}])["score"]
+        == 1.0
+    )
     # it ends, with exit code 0, before it is tested
-    assert python_tests(response="import sys\nsys.exit()", ground_truth="assert False")["score"] == 0.0
+    assert (
+        python_tests(response="import sys\nsys.exit()", ground_truth="assert False")["score"] == 0.0
+    )
     with pytest.raises(ValueError, match="holds no tests"):
         python_tests(response=good, ground_truth=4)
 
@@ -290,6 +326,8 @@ def test_a_program_has_no_network_where_the_kernel_permits_that() -> None:
         pytest.skip("this kernel does not permit unshare; a warning says so")
     with service((200, b"1")) as server:
         url = server.url
-        outcome = run_python(f"import urllib.request\nurllib.request.urlopen({url!r}, b'{{}}', timeout=20)")
+        outcome = run_python(
+            f"import urllib.request\nurllib.request.urlopen({url!r}, b'{{}}', timeout=20)"
+        )
         assert "unreachable" in outcome.describe()
     assert not server.asked

@@ -14,7 +14,14 @@ import pytest
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.model.rollout import RolloutState
-from producer_workers.judges.built_in import UNSAFE_TASKS, answer_text, exact_match, gsm8k, score_entry, task_datasets
+from producer_workers.judges.built_in import (
+    UNSAFE_TASKS,
+    answer_text,
+    exact_match,
+    gsm8k,
+    score_entry,
+    task_datasets,
+)
 from producer_workers.judges.function_judge import FunctionJudge
 from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
@@ -107,14 +114,20 @@ def test_sync_judge_leaves_the_event_loop_free_while_it_works() -> None:
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [(" 4 \n", "4"), ("4<|im_end|>", "4"), ("4 <|im_end|>\n<|endoftext|>", "4"), ("<b>4</b>", "<b>4</b>")],
+    [
+        (" 4 \n", "4"),
+        ("4<|im_end|>", "4"),
+        ("4 <|im_end|>\n<|endoftext|>", "4"),
+        ("<b>4</b>", "<b>4</b>"),
+    ],
 )
 def test_answer_text_drops_only_what_ends_a_turn(text: str, answer: str) -> None:
     assert answer_text(text) == answer
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "score"), [("4", 4, 1.0), (" 4\n", "4 ", 1.0), ("44", "4", 0.0), ("", "4", 0.0)]
+    ("response", "truth", "score"),
+    [("4", 4, 1.0), (" 4\n", "4 ", 1.0), ("44", "4", 0.0), ("", "4", 0.0)],
 )
 def test_exact_match_compares_texts(response: str, truth: Any, score: float) -> None:
     assert exact_match(response=response, ground_truth=truth) == score
@@ -160,7 +173,8 @@ def chain_sum_state(response: str) -> RolloutState:
 
 
 @pytest.mark.parametrize(
-    ("response", "score"), [("12", 1.0), (" 12 <|im_end|>", 1.0), ("+12.0", 1.0), ("13", 0.0), ("", 0.0)]
+    ("response", "score"),
+    [("12", 1.0), (" 12 <|im_end|>", 1.0), ("+12.0", 1.0), ("13", 0.0), ("", 0.0)],
 )
 def test_reasoning_gym_judge_scores_as_the_package_does(response: str, score: float) -> None:
     reward = asyncio.run(judge_all(load_judge("reasoning_gym"), [chain_sum_state(response)]))[0]
@@ -173,7 +187,9 @@ def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewher
     assert 0.0 < reward["score"] < 1.0
 
 
-@pytest.mark.parametrize(("source", "message"), [(None, "data_source is ''"), ("reasoning_gym/n_queens", "runs eval")])
+@pytest.mark.parametrize(
+    ("source", "message"), [(None, "data_source is ''"), ("reasoning_gym/n_queens", "runs eval")]
+)
 def test_reasoning_gym_judge_refuses_other_sources(source: str | None, message: str) -> None:
     state = chain_sum_state("12").model_copy(update={"data_source": source})
     with pytest.raises(JudgeError, match=message):
@@ -214,12 +230,17 @@ def test_every_task_whose_verifier_evaluates_answers_is_refused() -> None:
     found = set()
     for name, (dataset_class, _) in task_datasets().items():
         source = inspect.getsource(dataset_class.score_answer)
-        if any(call in source for call in ("eval(answer", "parse_expr(answer", "sympify(answer", "exec(")):
+        if any(
+            call in source
+            for call in ("eval(answer", "parse_expr(answer", "sympify(answer", "exec(")
+        ):
             found.add(name)
     assert found == UNSAFE_TASKS
 
 
-def test_load_judge_finds_a_function_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_judge_finds_a_function_beside_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "judge_of_a_user.py").write_text(
         "LIMIT = 3\ndef length(response, ground_truth, state):\n    return {'score': float(len(response))}\n"
     )
@@ -235,7 +256,10 @@ def test_load_judge_finds_a_function_beside_the_config(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("exact", "there is no judge 'exact' .*exact_match, gsm8k, math_verify, python_tests, reasoning_gym"),
+        (
+            "exact",
+            "there is no judge 'exact' .*exact_match, gsm8k, math_verify, python_tests, reasoning_gym",
+        ),
         ("no_such_module:f", "cannot be imported"),
         ("math:no_such_function", "module 'math' has no 'no_such_function'"),
         (":f", "there is no judge"),

@@ -20,11 +20,15 @@ from producer_workers.producer.sampler import Sampler, TooLong
 @pytest.fixture
 def rows(tmp_path: Path) -> JsonlDataset:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f'{{"prompt": "{"7" * n}?", "answer": {n}, "level": {n}}}\n' for n in range(6)))
+    path.write_text(
+        "".join(f'{{"prompt": "{"7" * n}?", "answer": {n}, "level": {n}}}\n' for n in range(6))
+    )
     return JsonlDataset(path)
 
 
-def make(rows: JsonlDataset, tokenizer: Any, sample: SampleParams | None = None, **options: Any) -> Sampler:
+def make(
+    rows: JsonlDataset, tokenizer: Any, sample: SampleParams | None = None, **options: Any
+) -> Sampler:
     options = {"prompt_repeat_k": 4, "seed": 3} | options
     return Sampler("math", rows, tokenizer, sample or SampleParams(), **options)
 
@@ -45,21 +49,33 @@ def test_draw_makes_k_rollouts_of_one_prompt(rows: JsonlDataset, tokenizer: Any)
     assert {state.status for state in states} == {Status.INIT}
     row = states[0].extra["row"]
     assert states[0].messages == [{"role": "user", "content": "7" * row + "?"}]
-    assert (states[0].ground_truth, states[0].extra["level"], states[0].extra["epoch"]) == (row, row, 0)
+    assert (states[0].ground_truth, states[0].extra["level"], states[0].extra["epoch"]) == (
+        row,
+        row,
+        0,
+    )
 
 
-def test_draw_uses_the_chat_template_up_to_the_turn_of_the_model(rows: JsonlDataset, tokenizer: Any) -> None:
+def test_draw_uses_the_chat_template_up_to_the_turn_of_the_model(
+    rows: JsonlDataset, tokenizer: Any
+) -> None:
     ids = drawn(make(rows, tokenizer, shuffle=False), 2)[0].prompt_ids
     assert ids is not None
     assert ids.dtype == np.int32
     assert tokenizer.decode(ids) == "<|im_start|>user\n77?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_draws_of_an_epoch_visit_every_row_and_the_next_epoch_follows(rows: JsonlDataset, tokenizer: Any) -> None:
+def test_draws_of_an_epoch_visit_every_row_and_the_next_epoch_follows(
+    rows: JsonlDataset, tokenizer: Any
+) -> None:
     extras = [drawn(make(rows, tokenizer), number)[0].extra for number in range(12)]
     assert [extra["epoch"] for extra in extras] == [0] * 6 + [1] * 6
-    assert sorted(extra["row"] for extra in extras[:6]) == sorted(extra["row"] for extra in extras[6:])
-    assert {e["row"]: e["prompt_hash"] for e in extras[:6]} == {e["row"]: e["prompt_hash"] for e in extras[6:]}
+    assert sorted(extra["row"] for extra in extras[:6]) == sorted(
+        extra["row"] for extra in extras[6:]
+    )
+    assert {e["row"]: e["prompt_hash"] for e in extras[:6]} == {
+        e["row"]: e["prompt_hash"] for e in extras[6:]
+    }
     assert len({extra["prompt_hash"] for extra in extras}) == 6
 
 
@@ -69,7 +85,9 @@ def test_draw_is_the_same_when_made_by_another_sampler(rows: JsonlDataset, token
         assert dumped(first, number) == dumped(second, number)
 
 
-def test_rollouts_do_not_share_what_an_agent_loop_changes(rows: JsonlDataset, tokenizer: Any) -> None:
+def test_rollouts_do_not_share_what_an_agent_loop_changes(
+    rows: JsonlDataset, tokenizer: Any
+) -> None:
     one, other, *_ = drawn(make(rows, tokenizer), 0)
     one.append(np.array([5], "<i4"), np.array([-1.0], "<f4"), [])
     one.extra["note"] = "mine"
@@ -83,9 +101,13 @@ def test_gid_names_task_and_draw(rows: JsonlDataset, tokenizer: Any) -> None:
     assert make(rows, tokenizer).gid(1042) == "math-0000001042"
 
 
-def test_every_rollout_has_a_seed_of_its_own_when_the_task_has_one(rows: JsonlDataset, tokenizer: Any) -> None:
+def test_every_rollout_has_a_seed_of_its_own_when_the_task_has_one(
+    rows: JsonlDataset, tokenizer: Any
+) -> None:
     def seeds(sampler: Sampler) -> list[int | None]:
-        return [state.sample_params.seed for number in range(20) for state in drawn(sampler, number)]
+        return [
+            state.sample_params.seed for number in range(20) for state in drawn(sampler, number)
+        ]
 
     params = SampleParams(seed=9, temperature=0.7)
     made = seeds(make(rows, tokenizer, params))
@@ -114,28 +136,46 @@ def encoded(state: RolloutState) -> list[int]:
 def test_draw_says_which_row_when_the_template_refuses_it(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"messages": [{"role": "robot", "content": "hi"}]}\n')
-    with pytest.raises(DatasetError, match=r"math: row 0 does not fit the chat template: no such role: robot"):
+    with pytest.raises(
+        DatasetError, match=r"math: row 0 does not fit the chat template: no such role: robot"
+    ):
         make(JsonlDataset(path), tokenizer).draw(0)
 
 
-def test_draw_refuses_a_row_when_its_columns_have_names_of_ours(tmp_path: Path, tokenizer: Any) -> None:
+def test_draw_refuses_a_row_when_its_columns_have_names_of_ours(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "hi", "epoch": 3}\n')
     with pytest.raises(DatasetError, match=r"row 0 uses the names \['epoch'\]"):
         make(JsonlDataset(path), tokenizer).draw(0)
 
 
-def test_draw_keeps_a_row_to_its_own_structure_and_any_other_to_the_tasks(tmp_path: Path, tokenizer: Any) -> None:
-    """As an object, as the text of a table, or nothing; with a seed of each rollout, and through the wire."""
+def test_draw_keeps_a_row_to_its_own_structure_and_any_other_to_the_tasks(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """As an object, as the text of a table, or nothing; with a seed of each rollout, and through
+    the wire.
+    """
     path = tmp_path / "rows.jsonl"
     given = [{"choice": ["yes", "no"]}, '{"json_schema": {"type": "object"}}', None]
-    lines = [orjson.dumps({"prompt": str(number), "structured": row}) for number, row in enumerate(given)]
+    lines = [
+        orjson.dumps({"prompt": str(number), "structured": row}) for number, row in enumerate(given)
+    ]
     path.write_bytes(b"\n".join(lines))
     of_task = StructuredOutput(regex="a+")
-    sampler = make(JsonlDataset(path), tokenizer, SampleParams(structured=of_task, seed=1), shuffle=False)
-    expected = [StructuredOutput(choice=["yes", "no"]), StructuredOutput(json_schema={"type": "object"}), of_task]
+    sampler = make(
+        JsonlDataset(path), tokenizer, SampleParams(structured=of_task, seed=1), shuffle=False
+    )
+    expected = [
+        StructuredOutput(choice=["yes", "no"]),
+        StructuredOutput(json_schema={"type": "object"}),
+        of_task,
+    ]
     for number, structured in enumerate(expected):
-        states = decode(encode(RolloutGroup(sampler.gid(number), "math", drawn(sampler, number)))).states
+        states = decode(
+            encode(RolloutGroup(sampler.gid(number), "math", drawn(sampler, number)))
+        ).states
         assert [state.sample_params.structured for state in states] == [structured] * 4
         assert len({state.sample_params.seed for state in states}) == 4
         assert "structured" not in states[0].extra

@@ -1,4 +1,6 @@
-"""How far strategies run ahead: targets as the reference computes them, and whose settings a task has."""
+"""How far strategies run ahead: targets as the reference computes them, and whose settings a task
+has.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,11 @@ def seen(
     completed: int = 0,
     expired: int = 0,
 ) -> ProduceContext:
-    state = ControlState(1, Mode.RUN, ("eval", "resume", "fresh"), PolicyVersion("l", version), "", "")
-    counts, pools = TaskProgress(consumed=consumed), Leftovers(completed, 0, expired)
+    state = ControlState(
+        1, Mode.RUN, ("eval", "resume", "fresh"), PolicyVersion("l", version), "", ""
+    )
+    counts = TaskProgress(consumed=consumed)
+    pools = Leftovers(completed, 0, expired)
     return contexts(limits, state, ProduceProgress(step, {task: counts}, {task: pools}))[task]
 
 
@@ -82,8 +87,16 @@ def test_a_batch_of_7_by_weights_2_1_0_is_5_2_0() -> None:
 def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_path: Path) -> None:
     limits = config(tmp_path).limits()
     chosen = strategies_of(limits)
-    assert [type(chosen[task]) for task in chosen] == [AsyncProduceStrategy, AsyncProduceStrategy, SyncProduceStrategy]
-    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [5 * 4 + 3, 2 * 4 + 1, 0]
+    assert [type(chosen[task]) for task in chosen] == [
+        AsyncProduceStrategy,
+        AsyncProduceStrategy,
+        SyncProduceStrategy,
+    ]
+    assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [
+        5 * 4 + 3,
+        2 * 4 + 1,
+        0,
+    ]
     assert [chosen[task].plan(seen(task, limits)).pools[0] for task in chosen] == [
         ("aborted", 1),
         ("expired", 4),
@@ -98,7 +111,9 @@ def limits_of(**changes: object) -> RunLimits:
 
 
 def test_sync_starts_the_batches_of_the_newest_weights_and_no_other() -> None:
-    strategy = SyncProduceStrategy("math", limits_of(steps=9, sync_weights_interval=4, stale_threshold=8))
+    strategy = SyncProduceStrategy(
+        "math", limits_of(steps=9, sync_weights_interval=4, stale_threshold=8)
+    )
     assert [strategy.target(version) for version in (0, 4, 8)] == [16, 32, 36]
     assert strategy.plan(seen("math", strategy.limits)).pools == (("aborted", 1),)
 
@@ -109,8 +124,12 @@ def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
 
 
 def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
-    """Batch 4, one extra batch: 8 of weights 0 and 4 beyond; once 3 expired groups wait, only the 8, these first."""
-    strategy = AsyncProduceStrategy("math", limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=3))
+    """Batch 4, one extra batch: 8 of weights 0 and 4 beyond; once 3 expired groups wait, only the
+    8, these first.
+    """
+    strategy = AsyncProduceStrategy(
+        "math", limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=3)
+    )
     plans = [strategy.plan(seen("math", strategy.limits, version=1, expired=n)) for n in (2, 3)]
     assert [plan.target for plan in plans] == [12, 8]
     assert plans[0].pools == plans[1].pools == (("expired", 3), ("aborted", 1))
@@ -125,9 +144,13 @@ def test_expired_groups_that_are_dropped_or_retried_at_once_are_no_tail_batch(tr
 
 
 @pytest.mark.parametrize("kind", [SyncProduceStrategy, AsyncProduceStrategy])
-def test_what_a_batch_was_short_of_is_not_made_later(kind: type[SyncProduceStrategy | AsyncProduceStrategy]) -> None:
+def test_what_a_batch_was_short_of_is_not_made_later(
+    kind: type[SyncProduceStrategy | AsyncProduceStrategy],
+) -> None:
     strategy = kind("math", limits_of(steps=9))
-    full, short = (strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=n)) for n in (4, 3))
+    full, short = (
+        strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=n)) for n in (4, 3)
+    )
     assert (full.target, short.target) == (8, 7)
 
 
@@ -140,7 +163,8 @@ def test_should_continue_is_asked_what_is_ready_of_what_is_wanted_and_may_say_en
 
     strategy = SyncProduceStrategy("math", limits_of(steps=9), below_three)
     plans = [
-        strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=4, completed=n)) for n in (0, 2, 3)
+        strategy.plan(seen("math", strategy.limits, version=1, step=2, consumed=4, completed=n))
+        for n in (0, 2, 3)
     ]
     assert [plan.is_enough for plan in plans] == [False, False, True]
     assert asked == [(0, 4, 4), (2, 4, 4), (3, 4, 4)]
@@ -162,14 +186,20 @@ def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() 
     )
     assert [mix.shares(step)["math"] for step in range(1, 8)] == [3, 3, 3, 4, 4, 0, 0]
     for step in range(8):
-        assert mix.groups_until("math", step) == sum(mix.shares(t)["math"] for t in range(1, step + 1))
+        assert mix.groups_until("math", step) == sum(
+            mix.shares(t)["math"] for t in range(1, step + 1)
+        )
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12
+    ),
     st.integers(1, 5),
 )
-def test_changes_long_past_may_be_forgotten_but_for_their_sum(changes: list[tuple[int, int, int]], most: int) -> None:
+def test_changes_long_past_may_be_forgotten_but_for_their_sum(
+    changes: list[tuple[int, int, int]], most: int
+) -> None:
     """As a curriculum makes them: some steps apart, each added to what is still remembered."""
     first = Reweighting(from_step=1, weights={"math": 1, "code": 1})
     whole, kept, step = [first], [first], 1
@@ -181,7 +211,9 @@ def test_changes_long_past_may_be_forgotten_but_for_their_sum(changes: list[tupl
     for at in range(kept[0].from_step, step + 4):
         assert TaskMix(7, kept).shares(at) == TaskMix(7, whole).shares(at)
         for task in ("math", "code"):
-            assert TaskMix(7, kept).groups_until(task, at) == TaskMix(7, whole).groups_until(task, at)
+            assert TaskMix(7, kept).groups_until(task, at) == TaskMix(7, whole).groups_until(
+                task, at
+            )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +232,9 @@ def test_a_wrong_setting_is_named(tmp_path: Path, override: str, told: str) -> N
 
 def test_not_all_equal_wants_scores_that_differ() -> None:
     def group(*scores: float) -> list[RolloutState]:
-        return [RolloutState(index=place, reward={"score": score}) for place, score in enumerate(scores)]
+        return [
+            RolloutState(index=place, reward={"score": score}) for place, score in enumerate(scores)
+        ]
 
     assert not_all_equal(group(0.0, 1.0))
     assert not not_all_equal(group(1.0, 1.0))

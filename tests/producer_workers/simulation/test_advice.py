@@ -12,11 +12,20 @@ from producer_workers.simulation.lengths import picked_lengths, read_trace
 from producer_workers.simulation.setting import Outcome, Setting, candidates
 
 FLEET = Setting(
-    workers=4, sequences=8, concurrency=2, group_size=4, batch_size=8, token_s=0.02, first_token_s=0.1, step_s=10
+    workers=4,
+    sequences=8,
+    concurrency=2,
+    group_size=4,
+    batch_size=8,
+    token_s=0.02,
+    first_token_s=0.1,
+    step_s=10,
 )
 
 
-def simulated(staleness: int, tokens: int, *, busy: float = 0.9, held: float = 1.0, wasted: int = 0) -> Simulated:
+def simulated(
+    staleness: int, tokens: int, *, busy: float = 0.9, held: float = 1.0, wasted: int = 0
+) -> Simulated:
     outcome = Outcome(100.0, 10, 80, tokens, wasted, busy * 3200, 3200, held, 50.0, {staleness: 80})
     return FLEET.model_copy(update={"max_staleness": staleness}), outcome
 
@@ -38,14 +47,20 @@ def test_advice_says_how_many_workers_the_trainer_would_use() -> None:
     assert advice.workers_wanted == pytest.approx(3.6)
 
 
-def test_advice_tells_workers_to_hold_more_groups_when_finished_rollouts_leave_places_empty() -> None:
+def test_advice_tells_workers_to_hold_more_groups_when_finished_rollouts_leave_places_empty() -> (
+    None
+):
     advice = advise([simulated(1, 1000, busy=0.5)])
     assert "concurrency 4 instead of 2" in advice.reasons[1]
 
 
 def test_candidates_leave_out_what_makes_no_difference() -> None:
     settings = candidates(FLEET, [1, 0, 1], ["keep", "abort"])
-    assert [(s.max_staleness, s.interruption) for s in settings] == [(0, "keep"), (1, "keep"), (1, "abort")]
+    assert [(s.max_staleness, s.interruption) for s in settings] == [
+        (0, "keep"),
+        (1, "keep"),
+        (1, "abort"),
+    ]
 
 
 def test_config_of_a_partial_setting_aborts_and_keeps_tokens() -> None:
@@ -63,7 +78,9 @@ def test_trace_takes_tokens_and_seconds_and_draws_only_from_them(tmp_path: Path)
     assert lengths(1) == picked_lengths([812, 20, 100], 8)(1)
 
 
-@pytest.mark.parametrize("line", ["true", '"812"', '{"tokens": -1}', "{}", "{", '{"tokens": null}', "1e400"])
+@pytest.mark.parametrize(
+    "line", ["true", '"812"', '{"tokens": -1}', "{}", "{", '{"tokens": null}', "1e400"]
+)
 def test_trace_names_the_line_that_is_no_length(tmp_path: Path, line: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(f"812\n{line}\n", encoding="utf-8")

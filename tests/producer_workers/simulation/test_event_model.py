@@ -11,9 +11,13 @@ from producer_workers.simulation.setting import Setting
 
 
 def setting(**changes: object) -> Setting:
-    """One worker, one sequence, one rollout per group, one group per batch; a token and a second are the same."""
+    """One worker, one sequence, one rollout per group, one group per batch; a token and a second
+    are the same.
+    """
     alone = {"workers": 1, "sequences": 1, "concurrency": 1, "group_size": 1, "batch_size": 1}
-    return Setting.model_validate(alone | {"token_s": 1.0, "first_token_s": 1.0, "step_s": 5.0} | changes)
+    return Setting.model_validate(
+        alone | {"token_s": 1.0, "first_token_s": 1.0, "step_s": 5.0} | changes
+    )
 
 
 def tens(draw: int) -> list[int]:
@@ -45,7 +49,8 @@ def test_model_stops_running_groups_for_as_long_as_weights_load() -> None:
 
 
 def test_model_starts_again_what_an_update_aborted() -> None:
-    # the update at 15 s throws away 5 tokens, so that the second group ends at 25 and the third begins there
+    # the update at 15 s throws away 5 tokens, so that the second group ends at 25 and the third
+    # begins there
     outcome = simulate(setting(max_staleness=1, interruption="abort"), tens, 2)
     assert outcome.seconds == 25 + 5
     assert (outcome.trained_tokens, outcome.wasted_tokens) == (20, 5)
@@ -61,14 +66,17 @@ def test_model_goes_on_from_the_tokens_when_rollouts_are_partial() -> None:
 
 
 def test_model_waits_for_running_groups_when_an_update_drains() -> None:
-    # the update at 15 s waits for the second group until 20, loads until 23, and so on: groups end at 10, 20 and 33
+    # the update at 15 s waits for the second group until 20, loads until 23, and so on: groups end
+    # at 10, 20 and 33
     outcome = simulate(setting(max_staleness=1, interruption="drain", sync_s=3), tens, 3)
     assert outcome.seconds == 33 + 3 + 5
     assert outcome.staleness == {0: 1, 1: 2}
 
 
 def test_model_wastes_what_is_too_old_when_it_is_done() -> None:
-    """Two are started for a batch of one; the long one is done when weights 0 may not serve any more."""
+    """Two are started for a batch of one; the long one is done when weights 0 may not serve any
+    more.
+    """
     lengths = [[10], [100]]
     fleet = setting(workers=2, over_sample_threshold=1.0)
     outcome = simulate(fleet, lambda draw: lengths[draw] if draw < 2 else [10], 7)
@@ -99,7 +107,15 @@ def test_model_publishes_only_at_the_interval() -> None:
 
 def test_model_is_the_same_each_time_and_loses_no_token_of_long_tails() -> None:
     lengths = drawn_lengths(LogNormal(median=50, sigma=1.0), 4, longest=1000, seed=3)
-    fleet = setting(workers=4, sequences=8, concurrency=3, group_size=4, batch_size=6, token_s=0.1, max_staleness=2)
+    fleet = setting(
+        workers=4,
+        sequences=8,
+        concurrency=3,
+        group_size=4,
+        batch_size=6,
+        token_s=0.1,
+        max_staleness=2,
+    )
     first, second = (simulate(fleet, lengths, 30) for _ in range(2))
     assert first == second
     assert first.groups == sum(first.staleness.values()) == 180

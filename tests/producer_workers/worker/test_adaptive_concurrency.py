@@ -1,4 +1,6 @@
-"""The controller finds an engine's width from anywhere, keeps it full with next to no queue, and keeps its bounds."""
+"""The controller finds an engine's width from anywhere, keeps it full with next to no queue, and
+keeps its bounds.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,15 @@ from producer_workers.worker.capacity import LOOKS, AdaptiveConcurrency
 
 
 class Fleet:
-    """An engine with `places` for requests, a queue behind it, and groups of `k` that end at random."""
+    """An engine with `places` for requests, a queue behind it, and groups of `k` that end at
+    random.
+    """
 
     def __init__(self, places: int, k: int, controller: AdaptiveConcurrency) -> None:
-        self.places, self.k, self.controller, self.held = places, k, controller, 0
+        self.places = places
+        self.k = k
+        self.controller = controller
+        self.held = 0
 
     def step(self, ended: int) -> EngineLoad:
         self.held -= min(ended, self.held)
@@ -40,14 +47,19 @@ def test_engine_is_full_and_hardly_queues_wherever_the_search_begins(
         fleet.step(ends[look % len(ends)])
     seen = [fleet.step(ends[look % len(ends)]) for look in range(60)]
     width = max(1, places // k)
-    assert min(load.running for load in seen) >= min(places, (width - 1) * k) * 0.9 or places < 2 * k
+    assert (
+        min(load.running for load in seen) >= min(places, (width - 1) * k) * 0.9 or places < 2 * k
+    )
     # a group or two more than fit, while it looks whether there is room
     assert sum(load.waiting for load in seen) / len(seen) <= 2 * k + 1
     assert 1 <= fleet.controller.limit <= 1024
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900), st.floats(0, 1), st.integers(0, 1100)), max_size=60),
+    st.lists(
+        st.tuples(st.integers(0, 900), st.integers(0, 900), st.floats(0, 1), st.integers(0, 1100)),
+        max_size=60,
+    ),
     st.integers(1, 50),
     st.integers(50, 200),
 )

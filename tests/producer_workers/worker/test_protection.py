@@ -6,7 +6,11 @@ from buffer.model.job import Job, PayloadRef
 from buffer.model.limits import RunLimits, TaskLimits
 from producer_workers.worker.pending_groups import Protection
 
-TASKS = {"math": TaskLimits(), "code": TaskLimits(tail_batch_max_tries=1), "quiz": TaskLimits(eval_of="math")}
+TASKS = {
+    "math": TaskLimits(),
+    "code": TaskLimits(tail_batch_max_tries=1),
+    "quiz": TaskLimits(eval_of="math"),
+}
 
 
 def job(task: str, aborts: int) -> Job:
@@ -20,7 +24,13 @@ JOBS = [job(task, aborts) for task in TASKS for aborts in range(4)]
 def test_groups_are_spared_by_how_often_they_were_interrupted_and_evaluations_never() -> None:
     limits = RunLimits(tasks=TASKS, tail_batch_max_tries=2)
     spared = Protection(limits).spared(1, JOBS, 0.0)
-    assert sorted(gid[:4] + gid[-1] for gid in spared) == ["code1", "code2", "code3", "math2", "math3"]
+    assert sorted(gid[:4] + gid[-1] for gid in spared) == [
+        "code1",
+        "code2",
+        "code3",
+        "math2",
+        "math3",
+    ]
     assert Protection(RunLimits(tasks={"math": TaskLimits()})).spared(1, JOBS[:4], 0.0) == set()
 
 

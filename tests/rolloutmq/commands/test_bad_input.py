@@ -35,7 +35,13 @@ def test_folder_without_a_server(tmp_path: Path) -> None:
 def test_stopped_server_says_that_its_data_is_safe(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path / "runs" / "old"):
         pass
-    check(rolloutmq("status", cwd=tmp_path), 3, "runs/old does not run", "rolloutmq server", "rolloutmq run")
+    check(
+        rolloutmq("status", cwd=tmp_path),
+        3,
+        "runs/old does not run",
+        "rolloutmq server",
+        "rolloutmq run",
+    )
 
 
 def test_server_command_without_a_run(tmp_path: Path) -> None:
@@ -51,11 +57,20 @@ def test_nothing_listens_at_the_url() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    check(rolloutmq("status", "--redis-url", f"redis://127.0.0.1:{port}/0"), 3, "nothing listens there")
+    check(
+        rolloutmq("status", "--redis-url", f"redis://127.0.0.1:{port}/0"),
+        3,
+        "nothing listens there",
+    )
 
 
 def test_url_of_no_server() -> None:
-    check(rolloutmq("status", "--redis-url", "http://localhost"), 2, "no URL of a Redis server", "redis://")
+    check(
+        rolloutmq("status", "--redis-url", "http://localhost"),
+        2,
+        "no URL of a Redis server",
+        "redis://",
+    )
 
 
 def test_wrong_password_is_told_without_showing_it(tmp_path: Path) -> None:
@@ -87,7 +102,9 @@ def test_several_runs_are_listed(scene: Scene, store: Store, command: Command) -
 
 
 @pytest.mark.parametrize("name", ["status", "ls", "workers", "doctor"])
-def test_run_option_chooses_among_several(scene: Scene, store: Store, command: Command, name: str) -> None:
+def test_run_option_chooses_among_several(
+    scene: Scene, store: Store, command: Command, name: str
+) -> None:
     populate(store, "other")
     assert command(name, "--run", "other").returncode == 0
 
@@ -109,8 +126,12 @@ def test_member_that_the_group_has_not(scene: Scene, command: Command) -> None:
     check(command("show", "math-0000000002", "--member", "7"), 2, "no member 7")
 
 
-@pytest.mark.parametrize(("option", "value"), [("--task", "chess"), ("--status", "done"), ("--stage", "lost")])
-def test_unknown_filter_names_the_known_ones(scene: Scene, command: Command, option: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("--task", "chess"), ("--status", "done"), ("--stage", "lost")]
+)
+def test_unknown_filter_names_the_known_ones(
+    scene: Scene, command: Command, option: str, value: str
+) -> None:
     check(command("ls", option, value), 2, f"'{value}'", "one of")
 
 
@@ -126,7 +147,9 @@ def test_unknown_filter_names_the_known_ones(scene: Scene, command: Command, opt
         (["--order", "colour"], ["no field 'colour'"]),
     ],
 )
-def test_question_that_cannot_be_asked(scene: Scene, command: Command, options: list[str], words: list[str]) -> None:
+def test_question_that_cannot_be_asked(
+    scene: Scene, command: Command, options: list[str], words: list[str]
+) -> None:
     check(command("ls", *options), 2, *words)
 
 

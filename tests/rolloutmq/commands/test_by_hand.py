@@ -21,7 +21,9 @@ def test_dead_lists_reason_tries_worker_and_age(scene: Scene, command: Command) 
     assert command("dead", "--task", "nothing").returncode == 2
 
 
-def test_requeue_and_drop_say_what_they_would_do_without_yes(scene: Scene, command: Command) -> None:
+def test_requeue_and_drop_say_what_they_would_do_without_yes(
+    scene: Scene, command: Command
+) -> None:
     before = scene.run.account.totals()
     for arguments, words in (
         (("requeue", DEAD), f"{DEAD} wait again, which is dead: ValueError"),
@@ -37,23 +39,33 @@ def test_requeue_and_drop_say_what_they_would_do_without_yes(scene: Scene, comma
 
 
 def test_requeue_lets_dead_groups_wait_again(scene: Scene, command: Command) -> None:
-    assert json_of(command("requeue", "--all-dead", "--yes", "--json")) == {"requeued": {DEAD: "dead"}}
+    assert json_of(command("requeue", "--all-dead", "--yes", "--json")) == {
+        "requeued": {DEAD: "dead"}
+    }
     assert "No dead letter" in command("dead").stdout
     assert "was waiting" in command("requeue", DEAD, "--yes").stdout
     assert scene.run.account.fsck().clean
 
 
 def test_drop_ends_a_group_once(scene: Scene, command: Command) -> None:
-    assert json_of(command("drop", READY, "--yes", "--json")) == {"gid": READY, "before": "completed"}
+    assert json_of(command("drop", READY, "--yes", "--json")) == {
+        "gid": READY,
+        "before": "completed",
+    }
     assert "nothing was to do" in command("drop", READY, "--yes").stdout
     assert scene.run.account.fsck().clean
 
 
-def test_drop_of_a_running_group_wants_the_name_of_its_worker(scene: Scene, command: Command) -> None:
+def test_drop_of_a_running_group_wants_the_name_of_its_worker(
+    scene: Scene, command: Command
+) -> None:
     refused = command("drop", RUNNING, "--yes")
     assert refused.returncode == 1
     assert "runs on w0" in refused.stderr
-    assert json_of(command("drop", RUNNING, "--revoke", "w0", "--yes", "--json"))["before"] == "running"
+    assert (
+        json_of(command("drop", RUNNING, "--revoke", "w0", "--yes", "--json"))["before"]
+        == "running"
+    )
     assert scene.run.account.fsck().clean
 
 

@@ -46,13 +46,25 @@ def test_export_choose_and_import(scene: Scene, command: Command, tmp_path: Path
 
 
 def test_import_asks_the_function_of_the_run(
-    scene: Scene, command: Command, server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scene: Scene,
+    command: Command,
+    server: EmbeddedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_policy_of_import.py").write_text("def longest_first(group):\n    return -group.longest\n")
-    keys, client = scene.run.keys, cast(Any, scene.run.store.control)
+    (tmp_path / "my_policy_of_import.py").write_text(
+        "def longest_first(group):\n    return -group.longest\n"
+    )
+    keys = scene.run.keys
+    client = cast(Any, scene.run.store.control)
     client.hset(keys.meta, "order", '"my_policy_of_import:longest_first"')
-    least = {"task": "math", "logprobs": [0.0] * 3, "response_ids": [1, 2, 3], "reward": {"score": 1}}
+    least = {
+        "task": "math",
+        "logprobs": [0.0] * 3,
+        "response_ids": [1, 2, 3],
+        "reward": {"score": 1},
+    }
     (tmp_path / "f.jsonl").write_bytes(orjson.dumps({"gid": "a"} | least))
     done = command("import", str(tmp_path / "f.jsonl"))
     assert (done.returncode, "my_policy_of_import" in done.stderr) == (2, True)
@@ -60,12 +72,19 @@ def test_import_asks_the_function_of_the_run(
     named = ("--order", "my_policy_of_import:longest_first", "--run-dir", str(server.folder))
     done = command("import", str(tmp_path / "f.jsonl"), *named, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [score for _, score in client.zrange(keys.order("math"), 0, -1, withscores=True)] == [-3.0]
+    assert [score for _, score in client.zrange(keys.order("math"), 0, -1, withscores=True)] == [
+        -3.0
+    ]
 
 
 def test_json_of_both(scene: Scene, command: Command, tmp_path: Path) -> None:
     path = str(tmp_path / "f.jsonl")
-    assert json_of(command("export", path, "--json")) == {"file": path, "groups": 2, "rollouts": 4, "unreadable": {}}
+    assert json_of(command("export", path, "--json")) == {
+        "file": path,
+        "groups": 2,
+        "rollouts": 4,
+        "unreadable": {},
+    }
     told = {"file": path, "groups": 2, "rollouts": 4, "too_old": 2}
     assert json_of(command("import", path, "--task", "math", "--json")) == told
 
@@ -101,12 +120,23 @@ def test_export_by_question(scene: Scene, command: Command, tmp_path: Path) -> N
         path = tmp_path / f"{number}.jsonl"
         done = json_of(command("export", str(path), "--where", where, "--json"))
         assert (done["groups"], len({row["gid"] for row in lines_of(path)})) == (groups, groups)
-    both = command("export", str(tmp_path / "f.jsonl"), "--where", '{"stage": "pool"}', "--status", "aborted", "--json")
+    both = command(
+        "export",
+        str(tmp_path / "f.jsonl"),
+        "--where",
+        '{"stage": "pool"}',
+        "--status",
+        "aborted",
+        "--json",
+    )
     assert json_of(both)["groups"] == 1
 
 
-def test_export_names_what_it_cannot_read_and_goes_on(scene: Scene, command: Command, tmp_path: Path) -> None:
-    run, client = scene.run, cast(Any, scene.run.store.control)
+def test_export_names_what_it_cannot_read_and_goes_on(
+    scene: Scene, command: Command, tmp_path: Path
+) -> None:
+    run = scene.run
+    client = cast(Any, scene.run.store.control)
     ready = {row.gid: run.record(row.gid) for row in run.groups.find({"status": "completed"})}
     (gone, record), (kept, _) = sorted(ready.items())
     client.delete(run.keys.payload(gone, record["payload"]))
@@ -129,10 +159,14 @@ def test_export_of_failed_groups_is_not_stopped_by_what_killed_them(
     assert json_of(command("export", str(path), "--status", "failed", "--json"))["groups"] == 1
     cast(Any, scene.run.store.control).delete(scene.run.keys.payload(dead, "init"))
     path.unlink()
-    assert list(json_of(command("export", str(path), "--status", "failed", "--json"))["unreadable"]) == [dead]
+    assert list(
+        json_of(command("export", str(path), "--status", "failed", "--json"))["unreadable"]
+    ) == [dead]
 
 
-def test_export_of_archived_batches_frees_them(store: Store, command: Command, tmp_path: Path) -> None:
+def test_export_of_archived_batches_frees_them(
+    store: Store, command: Command, tmp_path: Path
+) -> None:
     scene = Scene(store, "demo", retain_until_exported=True, stale_threshold=9)
     scene.enqueue(4)
     scene.join("w0")
@@ -154,7 +188,9 @@ def test_export_of_archived_batches_frees_them(store: Store, command: Command, t
     assert ledger.archive.steps() == range(3, 3)
     done = command("export", str(tmp_path / "b.jsonl"), "--archived")
     assert (done.returncode, "no file was written" in done.stdout) == (0, True)
-    assert json_of(command("export", str(tmp_path / "b.jsonl"), "--archived", "--json"))["steps"] == []
+    assert (
+        json_of(command("export", str(tmp_path / "b.jsonl"), "--archived", "--json"))["steps"] == []
+    )
     assert not (tmp_path / "b.jsonl").exists()
     ledger.take(scene.trainer, 3, {"math": 1})
     ledger.commit(scene.trainer, 3, 3)

@@ -45,11 +45,23 @@ def a_letter(_: Scene, __: Path) -> None:
 
 
 BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
-    judge_queue_without_judges: ("1 rollout waiting to be judged, and no judge is alive", "rolloutmq judge"),
+    judge_queue_without_judges: (
+        "1 rollout waiting to be judged, and no judge is alive",
+        "rolloutmq judge",
+    ),
     torn_weights: ("torn: model.safetensors has 4 bytes, expected ", "publishes them anew"),
-    weights_that_nobody_has: ("w0 has l0:0, w1 has l0:0; they claim nothing", "can they read /elsewhere/2"),
-    idle_workers: ("5 groups waiting, and nobody claims them: w0 (idle), w1 (idle)", "[worker] tasks, lanes"),
-    a_letter: ("the newest dead letter is math-0000000005: ValueError: the judge said no", "rolloutmq requeue"),
+    weights_that_nobody_has: (
+        "w0 has l0:0, w1 has l0:0; they claim nothing",
+        "can they read /elsewhere/2",
+    ),
+    idle_workers: (
+        "5 groups waiting, and nobody claims them: w0 (idle), w1 (idle)",
+        "[worker] tasks, lanes",
+    ),
+    a_letter: (
+        "the newest dead letter is math-0000000005: ValueError: the judge said no",
+        "rolloutmq requeue",
+    ),
 }
 
 
@@ -74,7 +86,9 @@ def symptoms(command: Command) -> list[dict[str, Any]]:
     return list(json_of(command("doctor", "--json"))["runs"]["demo"])
 
 
-def test_a_judge_that_is_alive_is_waited_for(scene: Scene, command: Command, tmp_path: Path) -> None:
+def test_a_judge_that_is_alive_is_waited_for(
+    scene: Scene, command: Command, tmp_path: Path
+) -> None:
     judge_queue_without_judges(scene, tmp_path)
     queue = open_queue(scene.run.store.bulk, "demo")
     judge = Worker([queue], connection=scene.run.store.bulk, serializer=JSONSerializer)
@@ -84,7 +98,9 @@ def test_a_judge_that_is_alive_is_waited_for(scene: Scene, command: Command, tmp
     assert any("judged" in symptom["what"] for symptom in symptoms(command))
 
 
-def test_who_was_never_there_is_missed_since_the_run_was_made(store: Store, command: Command) -> None:
+def test_who_was_never_there_is_missed_since_the_run_was_made(
+    store: Store, command: Command
+) -> None:
     Scene(store, "demo")
     missed = {symptom["what"]: symptom for symptom in symptoms(command)}
     assert {"no trainer was opened", "no producer was opened"} <= set(missed)

@@ -1,4 +1,6 @@
-"""Whatever a worker writes into the keys that it may write, no command sends it to the terminal as it is."""
+"""Whatever a worker writes into the keys that it may write, no command sends it to the terminal as
+it is.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def forged(scene: Scene) -> Scene:
 
 
 @pytest.mark.parametrize("words", LOOKS, ids=" ".join)
-def test_no_command_lets_a_text_steer_the_terminal(forged: Scene, command: Command, words: tuple[str, ...]) -> None:
+def test_no_command_lets_a_text_steer_the_terminal(
+    forged: Scene, command: Command, words: tuple[str, ...]
+) -> None:
     done = command(*words)
     assert done.returncode in (0, 1, 6), done.stderr
     for code in ("\x1b", "\x07", "\u202e"):
@@ -44,5 +48,11 @@ def test_no_program_is_told_less_because_of_a_number_that_is_none(
 
 def test_nothing_else_writes_to_a_terminal() -> None:
     """Neither do the launcher, its progress and its report, the GPU check and the simulation."""
-    files = [file for package in ("buffer", "consumer", "producer_workers") for file in (ROOT / package).rglob("*.py")]
-    assert [file for file in files if re.search(r"\bConsole\(", file.read_text(encoding="utf-8"))] == []
+    files = [
+        file
+        for package in ("buffer", "consumer", "producer_workers")
+        for file in (ROOT / package).rglob("*.py")
+    ]
+    assert [
+        file for file in files if re.search(r"\bConsole\(", file.read_text(encoding="utf-8"))
+    ] == []

@@ -46,7 +46,13 @@ HEAVY = {"torch", "vllm", "transformers", "rq", "reasoning_gym", "matplotlib"}
 def test_help_lists_every_exit_code_and_examples() -> None:
     done = rolloutmq("--help")
     assert done.returncode == 0
-    for words in ("Exit codes:", "130  interrupted", "6  the account", "rolloutmq fsck", "ROLLOUTMQ_DEBUG=1"):
+    for words in (
+        "Exit codes:",
+        "130  interrupted",
+        "6  the account",
+        "rolloutmq fsck",
+        "ROLLOUTMQ_DEBUG=1",
+    ):
         assert words in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
 
@@ -58,14 +64,18 @@ def test_help_loads_nothing_heavy() -> None:
         "try:\n    rolloutmq.cli.main()\n"
         "except SystemExit:\n    sys.stderr.buffer.write(orjson.dumps(sorted(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=True
+    )
     loaded = {name.partition(".")[0] for name in orjson.loads(done.stderr)}
     assert not loaded & HEAVY
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_and_fits_a_narrow_screen(name: str) -> None:
-    with COMMANDS[name].make_context(name, [], resilient_parsing=True, terminal_width=80) as context:
+    with COMMANDS[name].make_context(
+        name, [], resilient_parsing=True, terminal_width=80
+    ) as context:
         text = COMMANDS[name].get_help(context)
     assert re.search(rf"Examples?: rolloutmq {name}\b", text)
     assert max(len(line) for line in text.splitlines()) <= 80
@@ -73,7 +83,8 @@ def test_every_command_has_an_example_and_fits_a_narrow_screen(name: str) -> Non
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - PROCESSES))
 def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> None:
-    # a page has nothing to print; models of a fleet, scripts and users ask no server; a server is not at an URL
+    # a page has nothing to print; models of a fleet, scripts and users ask no server; a server is
+    # not at an URL
     lacking = {
         "web": {"--json"},
         "runs": {"--run"},
@@ -82,7 +93,9 @@ def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> Non
         "simulate": {"--redis-url", "--run-dir", "--run"},
         "scripts": {"--redis-url", "--run-dir", "--run"},
     }
-    assert {"--json", "--redis-url", "--run-dir", "--run"} - flags_of(name) == lacking.get(name, set())
+    assert {"--json", "--redis-url", "--run-dir", "--run"} - flags_of(name) == lacking.get(
+        name, set()
+    )
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -90,7 +103,9 @@ def test_every_command_tells_programs_of_an_error_in_the_same_way(
     name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["rolloutmq", name, *ARGUMENTS.get(name, []), "--json", "--run-dir", "nowhere"])
+    monkeypatch.setattr(
+        "sys.argv", ["rolloutmq", name, *ARGUMENTS.get(name, []), "--json", "--run-dir", "nowhere"]
+    )
     kind, code = ("SnapshotError", 1) if name == "resume" else ("StoreUnavailable", 3)
     with pytest.raises(SystemExit) as left:
         main()
@@ -125,7 +140,10 @@ def test_unknown_command_is_a_usage_error() -> None:
     ids=["command", "option", "argument", "value"],
 )
 def test_a_program_is_told_of_wrong_words_as_of_every_other_error(
-    words: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rolloutmq", *words])
     with pytest.raises(SystemExit) as left:

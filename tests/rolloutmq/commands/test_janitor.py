@@ -31,7 +31,9 @@ def start(server: EmbeddedServer) -> Iterator[Start]:
 
     def begin(*args: str, at: EmbeddedServer = server) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "rolloutmq", "janitor", *args, "--redis-url", at.url]
-        begun.append(subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        begun.append(
+            subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
         return begun[-1]
 
     yield begin
@@ -47,7 +49,9 @@ def dead_run(store: Store) -> Scene:
 
 
 def deserted(store: Store) -> Scene:
-    limits = LIMITS.model_copy(update={"lease_ms": LEASE_MS, "heartbeat_ms": 100, "worker_timeout_ms": 2 * LEASE_MS})
+    limits = LIMITS.model_copy(
+        update={"lease_ms": LEASE_MS, "heartbeat_ms": 100, "worker_timeout_ms": 2 * LEASE_MS}
+    )
     scene = Scene(store, store.control, "demo", RunLimits(**limits.model_dump()))
     scene.open_trainer()
     scene.enqueue(60)
@@ -73,21 +77,33 @@ def fill_with_garbage(scene: Scene, payloads: int) -> None:
 
 def test_groups_of_a_dead_run_wait_again(dead_run: Scene, start: Start) -> None:
     janitor = start("demo", "--every", "10s", "--json")
-    until(lambda: len(dead_run.stream("resume")) == 40 and not dead_run.raw.zcard(dead_run.keys.workers))
+    until(
+        lambda: (
+            len(dead_run.stream("resume")) == 40 and not dead_run.raw.zcard(dead_run.keys.workers)
+        )
+    )
     janitor.send_signal(signal.SIGTERM)
     out, err = janitor.communicate(timeout=DEADLINE_S)
     assert janitor.returncode == 0, err
     lines = [orjson.loads(line) for line in out.splitlines()]
-    assert (sum(line["reaped"] for line in lines), sum(line["gone_workers"] for line in lines)) == (40, 1)
+    assert (sum(line["reaped"] for line in lines), sum(line["gone_workers"] for line in lines)) == (
+        40,
+        1,
+    )
     dead_run.check()
 
 
 def test_two_janitors_at_once_and_one_killed_in_the_middle(dead_run: Scene, start: Start) -> None:
     fill_with_garbage(dead_run, 20_000)
-    first, _ = start("--every", "1ms"), start("--every", "1ms")
+    first = start("--every", "1ms")
+    _ = start("--every", "1ms")
     until(lambda: dead_run.raw.scard(dead_run.keys.garbage) < 20_000)
     first.kill()
-    until(lambda: not dead_run.raw.scard(dead_run.keys.garbage) and len(dead_run.stream("resume")) == 40)
+    until(
+        lambda: (
+            not dead_run.raw.scard(dead_run.keys.garbage) and len(dead_run.stream("resume")) == 40
+        )
+    )
     assert not list(dead_run.raw.scan_iter(f"{dead_run.keys.prefix}payload:*:old", count=10_000))
     assert len(list(dead_run.raw.scan_iter(f"{dead_run.keys.prefix}payload:*", count=10_000))) == 60
     assert dead_run.counters()["leases_lost"] == "40"
@@ -109,7 +125,9 @@ def test_janitor_goes_on_when_the_server_is_back(tmp_path: Path, start: Start) -
         store.close()
 
 
-def test_janitor_once_waits_for_what_an_outage_spared_and_leaves(dead_run: Scene, server: EmbeddedServer) -> None:
+def test_janitor_once_waits_for_what_an_outage_spared_and_leaves(
+    dead_run: Scene, server: EmbeddedServer
+) -> None:
     dead_run.raw.hset(dead_run.keys.clock, "seen_ms", 1)
     done = rolloutmq("janitor", "demo", "--once", "--redis-url", server.url)
     assert done.returncode == 0, done.stderr

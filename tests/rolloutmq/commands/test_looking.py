@@ -67,7 +67,9 @@ def test_status_tells_ready_groups_by_staleness(store: Store, command: Command) 
     assert (task["ready"], task["too_old"]) == (3, 0)
 
 
-def test_status_fits_80_columns_and_has_no_colours_in_a_pipe(scene: Scene, command: Command) -> None:
+def test_status_fits_80_columns_and_has_no_colours_in_a_pipe(
+    scene: Scene, command: Command
+) -> None:
     done = command("status")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
@@ -88,11 +90,17 @@ def test_status_of_an_empty_server_says_how_to_start(store: Store, command: Comm
     assert json_of(command("status", "--json")) == {"runs": []}
 
 
-def test_redis_url_of_the_environment_is_used(scene: Scene, server: EmbeddedServer, tmp_path: Path) -> None:
-    assert json_of(rolloutmq("status", "--json", cwd=tmp_path, REDIS_URL=server.url))["run"] == "demo"
+def test_redis_url_of_the_environment_is_used(
+    scene: Scene, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    assert (
+        json_of(rolloutmq("status", "--json", cwd=tmp_path, REDIS_URL=server.url))["run"] == "demo"
+    )
 
 
-def test_newest_folder_with_a_server_is_found(scene: Scene, server: EmbeddedServer, command: Command) -> None:
+def test_newest_folder_with_a_server_is_found(
+    scene: Scene, server: EmbeddedServer, command: Command
+) -> None:
     # the server's folder is …/demo; a link makes it ./runs/demo of a place of its own
     here = server.folder.parent / "elsewhere"
     (here / "runs").mkdir(parents=True, exist_ok=True)
@@ -121,13 +129,23 @@ def test_newest_folder_with_a_server_is_found(scene: Scene, server: EmbeddedServ
         (["--where", '{"status": "archived"}'], []),
     ],
 )
-def test_ls_filters_by_the_indexes(scene: Scene, command: Command, filters: list[str], draws: list[int]) -> None:
-    assert [row["gid"] for row in json_of(command("ls", "--json", *filters))] == [gid(draw) for draw in draws]
+def test_ls_filters_by_the_indexes(
+    scene: Scene, command: Command, filters: list[str], draws: list[int]
+) -> None:
+    assert [row["gid"] for row in json_of(command("ls", "--json", *filters))] == [
+        gid(draw) for draw in draws
+    ]
 
 
 def test_ls_shows_version_staleness_and_reward(scene: Scene, command: Command) -> None:
     row = json_of(command("ls", "--json", "--stage", "taken"))[0]
-    assert (row["version"], row["staleness"], row["tokens"], row["reward"], row["batch"]) == (0, 1, 6, 0.5, "train:2")
+    assert (row["version"], row["staleness"], row["tokens"], row["reward"], row["batch"]) == (
+        0,
+        1,
+        6,
+        0.5,
+        "train:2",
+    )
     assert gid(2) in command("ls").stdout
 
 
@@ -144,11 +162,16 @@ def test_show_tells_text_rewards_and_versions(scene: Scene, command: Command) ->
     assert found["places"] == ["taken"]
     assert found["messages"] == [{"role": "user", "content": "What is 1 + 1?"}]
     assert member["reward"] == {"score": 1.0, "length": 3.0}
-    assert [(span["start"], span["length"], span["version"]) for span in member["spans"]] == [(0, 2, 0), (2, 1, 1)]
+    assert [(span["start"], span["length"], span["version"]) for span in member["spans"]] == [
+        (0, 2, 0),
+        (2, 1, 1),
+    ]
     assert member["response_ids"] == [5, 6, 7]
 
 
-def test_show_never_sends_a_models_escape_codes_to_the_terminal(scene: Scene, command: Command) -> None:
+def test_show_never_sends_a_models_escape_codes_to_the_terminal(
+    scene: Scene, command: Command
+) -> None:
     done = command("show", gid(2))
     assert done.returncode == 0
     assert ESCAPE not in done.stdout
@@ -162,7 +185,9 @@ def test_show_of_a_waiting_group_has_its_prompt(scene: Scene, command: Command) 
 
 
 @pytest.mark.parametrize(("draw", "end"), [(0, "archived"), (6, "filtered")])
-def test_show_of_an_ended_group_says_how_it_ended(scene: Scene, command: Command, draw: int, end: str) -> None:
+def test_show_of_an_ended_group_says_how_it_ended(
+    scene: Scene, command: Command, draw: int, end: str
+) -> None:
     assert f"[{end}" in command("show", gid(draw)).stdout
     told = json_of(command("show", gid(draw), "--json"))
     assert (told["places"], told["trace_id"]) == ([end], trace_id(scene.run.nonce, gid(draw)))
@@ -173,7 +198,9 @@ def test_show_of_a_dead_letter_says_why(scene: Scene, command: Command) -> None:
     assert json_of(command("show", gid(5), "--json"))["dead_letter"]["worker"] == "w0"
 
 
-def test_show_of_a_lost_group_is_an_account_error(scene: Scene, store: Store, command: Command) -> None:
+def test_show_of_a_lost_group_is_an_account_error(
+    scene: Scene, store: Store, command: Command
+) -> None:
     store.control.delete(scene.run.keys.group(gid(11)))
     done = command("show", gid(11))
     assert done.returncode == 6
@@ -191,10 +218,13 @@ def test_tail_follows_and_ctrl_c_leaves_with_130(scene: Scene, server: EmbeddedS
     args = [sys.executable, "-m", "rolloutmq", "tail", "--json", "--redis-url", server.url]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(args, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        args, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        # blocked clients are those that listen: only then does a new event prove that it was followed
+        # blocked clients are those that listen: only then does a new event prove that it was
+        # followed
         while not scene.run.store.control.info("clients")["blocked_clients"]:
             assert process.poll() is None
             time.sleep(0.02)
@@ -212,7 +242,11 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
     assert rows["w0"]["alive"]
     assert rows["w0"]["concurrency"] == 8
     assert "nonce" not in rows["w0"]
-    assert (rows["w0"]["judge_s"], rows["w0"]["judge_failures"], rows["w0"]["judge_p99_ms"]) == (0.2, 3, 2500)
+    assert (rows["w0"]["judge_s"], rows["w0"]["judge_failures"], rows["w0"]["judge_p99_ms"]) == (
+        0.2,
+        3,
+        2500,
+    )
     told = command("workers").stdout
     assert "[idle     ]" in told
     assert "1/8" in told
@@ -242,7 +276,9 @@ def test_top_prints_calm_lines_in_a_pipe(scene: Scene, command: Command) -> None
     assert "waiting 4" in lines[0]
 
 
-def test_top_reads_the_trainers_steps(scene: Scene, server: EmbeddedServer, command: Command) -> None:
+def test_top_reads_the_trainers_steps(
+    scene: Scene, server: EmbeddedServer, command: Command
+) -> None:
     path = write_steps(server.folder, [(1, "l1", [gid(0)]), (2, "l1", [gid(2)])])
     try:
         assert "reward 0.200" in command("top", "--count", "1").stdout

@@ -1,4 +1,6 @@
-"""A password in REDIS_URL is seen nowhere: not in what any command prints when it fails, nor when it looks at a run."""
+"""A password in REDIS_URL is seen nowhere: not in what any command prints when it fails, nor when
+it looks at a run.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ from tests.rolloutmq.conftest import ROOT, Command
 from tests.rolloutmq.populate import Scene
 
 SECRET = "hunter22"
-URLS = (f"redis://u:{SECRET}@127.0.0.1:1/0", f"u:{SECRET}@127.0.0.1:1", f"redis://u:{SECRET}@127.0.0.1:1/0?nonsense=1")
+URLS = (
+    f"redis://u:{SECRET}@127.0.0.1:1/0",
+    f"u:{SECRET}@127.0.0.1:1",
+    f"redis://u:{SECRET}@127.0.0.1:1/0?nonsense=1",
+)
 
-CONFIG, NOWHERE = str(ROOT / "configs" / "demo.toml"), "/nowhere"
+CONFIG = str(ROOT / "configs" / "demo.toml")
+NOWHERE = "/nowhere"
 ARGUMENTS = {
     **dict.fromkeys(("train", "producer", "worker"), (CONFIG,)),
     **dict.fromkeys(("show", "requeue", "drop"), ("math-0000000001",)),
@@ -26,8 +33,21 @@ ARGUMENTS = {
 }  # fmt: skip
 """What a command wants before it looks for a server."""
 
-COMMANDS = sorted(c.name or c.callback.__name__.strip("_") for c in app.registered_commands if c.callback)
-SERVERLESS = {"acl", "gpu-check", "judge", "problems", "resume", "scripts", "server", "simulate", "run", "warm-start"}
+COMMANDS = sorted(
+    c.name or c.callback.__name__.strip("_") for c in app.registered_commands if c.callback
+)
+SERVERLESS = {
+    "acl",
+    "gpu-check",
+    "judge",
+    "problems",
+    "resume",
+    "scripts",
+    "server",
+    "simulate",
+    "run",
+    "warm-start",
+}
 """Commands that use no server by a URL, start one first, or look at something else before."""
 
 PATIENT = {"train", "producer", "worker"}
@@ -48,9 +68,15 @@ def test_no_command_shows_it_when_the_server_is_not_there(
 
 
 def test_no_command_shows_it_of_a_server_that_is_there(
-    scene: Scene, server: EmbeddedServer, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    scene: Scene,
+    server: EmbeddedServer,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    scene.run.store.control.execute_command("ACL", "SETUSER", "u", "on", f">{SECRET}", "~*", "&*", "+@all")
+    scene.run.store.control.execute_command(
+        "ACL", "SETUSER", "u", "on", f">{SECRET}", "~*", "&*", "+@all"
+    )
     monkeypatch.setenv("REDIS_URL", server.url.replace("unix://", f"unix://u:{SECRET}@"))
     for name in ("status", "doctor", "workers", "runs", "ls", "fsck", "dead", "metrics"):
         done = command(name, *(() if name == "runs" else ("--run", scene.run.name)), cwd=tmp_path)
@@ -68,4 +94,7 @@ def test_no_command_shows_it_of_a_server_that_is_there(
        host=st.sampled_from(["h", "h:6379/0", "[::1]:1,b:2/s?x=1"]))  # fmt: skip
 def test_a_masked_text_holds_no_password(before: str, user: str, password: str, host: str) -> None:
     assert password not in mask_url(f"{before}{user}:{password}@{host}") or password in "***@h:6379"
-    assert password not in mask_url(f"redis://{host}?password={password}".replace("&", "")) or "&" in password
+    assert (
+        password not in mask_url(f"redis://{host}?password={password}".replace("&", ""))
+        or "&" in password
+    )

@@ -44,7 +44,9 @@ def test_fsck_of_a_sound_run(scene: Scene, command: Command) -> None:
 
 def test_fsck_finds_a_lost_group(scene: Scene, store: Store, command: Command) -> None:
     keys = scene.run.keys
-    store.control.zrem(keys.pool("math", "completed"), *store.control.zrange(keys.pool("math", "completed"), 0, -1))
+    store.control.zrem(
+        keys.pool("math", "completed"), *store.control.zrange(keys.pool("math", "completed"), 0, -1)
+    )
     done = command("fsck", "--json")
     assert done.returncode == 6
     assert f'"{gid(3)}"' in done.stdout
@@ -84,7 +86,9 @@ def test_fsck_finds_the_runs_folder_by_its_nonce(
         write_steps(folder, [(1, "l1", [gid(0)])] * (1 if name == "b" else 2))
     found = json_of(command("fsck", "--json", "--redis-url", server.url, cwd=tmp_path))
     assert (found["trained_steps"], found["replayed_steps"]) == (1, 0)
-    other = json_of(command("fsck", "--json", "--redis-url", server.url, "--run-dir", "runs/a", cwd=tmp_path))
+    other = json_of(
+        command("fsck", "--json", "--redis-url", server.url, "--run-dir", "runs/a", cwd=tmp_path)
+    )
     assert other["trained_steps"] is None
 
 
@@ -103,7 +107,10 @@ def test_step_log_reads_what_is_added_and_skips_a_torn_line(tmp_path: Path) -> N
 
 def test_step_log_replaces_from_the_repeated_step_on(tmp_path: Path) -> None:
     log = StepLog(
-        write_steps(tmp_path, [(1, "a", [gid(0)]), (2, "a", [gid(1)]), (3, "a", [gid(2)]), (2, "b", [gid(1)])])
+        write_steps(
+            tmp_path,
+            [(1, "a", [gid(0)]), (2, "a", [gid(1)]), (3, "a", [gid(2)]), (2, "b", [gid(1)])],
+        )
     )
     log.read_new()
     assert [(step.step, step.lineage) for step in log.steps] == [(1, "a"), (2, "b")]
@@ -127,10 +134,17 @@ def test_doctor_refuses_a_server_that_would_lose_data(tmp_path: Path) -> None:
     assert "must not hold a run" in done.stderr
 
 
-def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(scene: Scene, command: Command) -> None:
+def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(
+    scene: Scene, command: Command
+) -> None:
     scene.run.halts.say(scene.producer, "math", Halt("broken", 0, "math: row 7 cannot be read"))
-    (found,) = [s for s in json_of(command("doctor", "--json"))["runs"]["demo"] if "row 7" in s["what"]]
-    assert (found["level"], found["what"]) == ("stuck", "task math is stopped: math: row 7 cannot be read")
+    (found,) = [
+        s for s in json_of(command("doctor", "--json"))["runs"]["demo"] if "row 7" in s["what"]
+    ]
+    assert (found["level"], found["what"]) == (
+        "stuck",
+        "task math is stopped: math: row 7 cannot be read",
+    )
     assert "rolloutmq continue --task math" in found["fix"]
     command("continue", "--task", "math")
     assert "row 7" not in command("doctor").stdout
@@ -144,7 +158,9 @@ def test_doctor_names_an_operators_pause_first(scene: Scene, command: Command) -
 
 
 def _found(scene: Scene) -> str:
-    return " | ".join(symptom.what for symptom in diagnose(take_snapshot(scene.run)) if symptom.level == "stuck")
+    return " | ".join(
+        symptom.what for symptom in diagnose(take_snapshot(scene.run)) if symptom.level == "stuck"
+    )
 
 
 def test_diagnosis_of_a_run_that_nobody_serves(store: Store) -> None:

@@ -1,4 +1,6 @@
-"""Every `redis-cli` line of the README, given to the real redis-cli as it stands, says what the command says."""
+"""Every `redis-cli` line of the README, given to the real redis-cli as it stands, says what the
+command says.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ Answer = list[str]
 Told = Callable[..., Any]
 """What `rolloutmq ARGS… --json` says."""
 
-_TABLE = re.compile(r"^\| (?P<question>[^|]+) \|[^|]*(?:\|[^|`]*)*\| `(?P<line>(?:[A-Z]|--)[^`]+)` \|$", re.MULTILINE)
-RECIPES = {found["question"]: found["line"] for found in _TABLE.finditer((ROOT / "README.md").read_text("utf-8"))}
+_TABLE = re.compile(
+    r"^\| (?P<question>[^|]+) \|[^|]*(?:\|[^|`]*)*\| `(?P<line>(?:[A-Z]|--)[^`]+)` \|$",
+    re.MULTILINE,
+)
+RECIPES = {
+    found["question"]: found["line"]
+    for found in _TABLE.finditer((ROOT / "README.md").read_text("utf-8"))
+}
 
 
 def pairs(answer: Answer) -> dict[str, str]:
@@ -30,7 +38,8 @@ def pairs(answer: Answer) -> dict[str, str]:
 
 
 def how_is_the_run(answer: Answer, told: Told) -> bool:
-    control, status = pairs(answer), told("status")
+    control = pairs(answer)
+    status = told("status")
     return bool(control["mode"] == status["mode"] and int(control["epoch"]) == status["epoch"])
 
 
@@ -40,12 +49,18 @@ def one_group(answer: Answer, told: Told) -> bool:
 
 def a_batch(answer: Answer, told: Told) -> bool:
     batch = told("batch", "2")
-    return answer[0] == batch["header"] and [line.split()[0] for line in answer[1:]] == gids(batch["groups"])
+    return answer[0] == batch["header"] and [line.split()[0] for line in answer[1:]] == gids(
+        batch["groups"]
+    )
 
 
 def counters(answer: Answer, told: Told) -> bool:
-    task, fields = told("status")["tasks"]["math"], pairs(answer)
-    return all(int(fields[name]) == task[name] for name in ("enqueued", "cursor", "consumed", "produced_tokens"))
+    task = told("status")["tasks"]["math"]
+    fields = pairs(answer)
+    return all(
+        int(fields[name]) == task[name]
+        for name in ("enqueued", "cursor", "consumed", "produced_tokens")
+    )
 
 
 def gids(rows: list[dict[str, Any]]) -> list[str]:
@@ -54,7 +69,8 @@ def gids(rows: list[dict[str, Any]]) -> list[str]:
 
 def scored(*command: str, key: str = "gid") -> Callable[[Answer, Told], bool]:
     return lambda answer, told: (
-        sorted(member.split(":")[-1] for member in answer[::2]) == sorted(row[key] for row in told(*command))
+        sorted(member.split(":")[-1] for member in answer[::2])
+        == sorted(row[key] for row in told(*command))
     )
 
 
@@ -67,7 +83,9 @@ CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
     "what did step 7 consume?": a_batch,
     "counters of a task": counters,
     "who works?": scored("workers", key="id"),
-    "what happened?": lambda answer, told: len([line for line in answer if re.fullmatch(r"\d+-\d+", line)]) == 10,
+    "what happened?": lambda answer, told: (
+        len([line for line in answer if re.fullmatch(r"\d+-\d+", line)]) == 10
+    ),
     "what failed, and why?": scored("dead"),
     "what do judges of kind rq do?": lambda answer, told: answer == ["0"],
     "which runs are there? remove one": lambda answer, told: (
@@ -85,7 +103,11 @@ def test_every_recipe_is_checked() -> None:
 def test_recipe_says_what_the_command_says(
     question: str, scene: Scene, server: EmbeddedServer, command: Command
 ) -> None:
-    line = RECIPES[question].replace("chain_sum-0000000042", "math-0000000002").replace("chain_sum", "math")
+    line = (
+        RECIPES[question]
+        .replace("chain_sum-0000000042", "math-0000000002")
+        .replace("chain_sum", "math")
+    )
     answer = ask(server, line.replace("train:7", "train:2"))
     assert CHECKS[question](answer, lambda *args: json_of(command(*args, "--json"))), (line, answer)
 
@@ -100,6 +122,11 @@ def ask(server: EmbeddedServer, line: str) -> Answer:
     socket = Path(server.url.removeprefix("unix://").partition("?")[0])
     flags, typed = (shlex.split(line), None) if line.startswith("--") else ([], line)
     done = subprocess.run(
-        [cli, "-s", str(socket), *flags], input=typed, capture_output=True, text=True, timeout=60, check=True
+        [cli, "-s", str(socket), *flags],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return [text for text in done.stdout.splitlines() if text]

@@ -37,7 +37,10 @@ def test_runs_lists_every_run_and_removes_only_the_one_that_is_named(
 ) -> None:
     other = populate(store, "demo2")
     listed = json_of(command("runs", "--json"))
-    assert [(line["run"], line["groups"], line["step"]) for line in listed] == [("demo", 12, 2), ("demo2", 12, 2)]
+    assert [(line["run"], line["groups"], line["step"]) for line in listed] == [
+        ("demo", 12, 2),
+        ("demo2", 12, 2),
+    ]
     assert "now" in command("runs").stdout
     refused = command("runs", "--delete", "demo", "--yes")
     assert (refused.returncode, "in use: the trainer" in refused.stderr) == (5, True)
@@ -53,7 +56,8 @@ def test_runs_lists_every_run_and_removes_only_the_one_that_is_named(
 
 def leave(scene: Scene) -> None:
     """Everybody is gone."""
-    control, keys = scene.run.store.control, scene.run.keys
+    control = scene.run.store.control
+    keys = scene.run.keys
     scene.run.control.beat("trainer", scene.trainer, closing=True)
     scene.run.control.beat("producer", scene.producer, closing=True)
     for worker in scene.workers:
@@ -115,7 +119,11 @@ def test_drain_waits_for_the_last_group(scene: Scene, command: Command) -> None:
     finishing.join()
 
 
-@pytest.mark.parametrize(("typed", "wanted"), [("rolloutmq sta", "status"), ("rolloutmq batch --ev", "--eval")])
+@pytest.mark.parametrize(
+    ("typed", "wanted"), [("rolloutmq sta", "status"), ("rolloutmq batch --ev", "--eval")]
+)
 def test_shells_complete_commands_and_flags(typed: str, wanted: str) -> None:
-    done = rolloutmq(_ROLLOUTMQ_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" ")))
+    done = rolloutmq(
+        _ROLLOUTMQ_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" "))
+    )
     assert wanted in done.stdout.split()

@@ -13,18 +13,25 @@ SMALL = ("simulate", "--workers", "2", "--sequences", "16", "--batch-size", "8",
 
 
 def test_simulate_prints_every_setting_and_what_it_would_choose() -> None:
-    done = rolloutmq(*SMALL, "--staleness", "0", "--staleness", "1", "--pause", "keep", "--pause", "partial")
+    done = rolloutmq(
+        *SMALL, "--staleness", "0", "--staleness", "1", "--pause", "keep", "--pause", "partial"
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines) <= 80
     # staleness 0 is there once: nothing runs while its weights are updated
-    assert [line[2:].split()[:2] for line in lines[1:4]] == [["0", "keep"], ["1", "keep"], ["1", "partial"]]
+    assert [line[2:].split()[:2] for line in lines[1:4]] == [
+        ["0", "keep"],
+        ["1", "keep"],
+        ["1", "partial"],
+    ]
     assert [line[0] for line in lines[1:4]].count(">") == 1
     assert "[policy]" in lines
 
 
 def test_simulate_tells_programs_the_same_and_draws_it(tmp_path: Path) -> None:
-    trace, picture = tmp_path / "lengths.jsonl", tmp_path / "idle.png"
+    trace = tmp_path / "lengths.jsonl"
+    picture = tmp_path / "idle.png"
     trace.write_text("\n".join(["100"] * 9 + ['{"seconds": 100}']), encoding="utf-8")
     done = rolloutmq(*SMALL, "--trace", str(trace), "--plot", str(picture), "--json")
     document = orjson.loads(done.stdout)
@@ -34,7 +41,9 @@ def test_simulate_tells_programs_the_same_and_draws_it(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("flags", [("--pause", "never"), ("--trace", "/no/such/file"), ("--workers", "0")])
+@pytest.mark.parametrize(
+    "flags", [("--pause", "never"), ("--trace", "/no/such/file"), ("--workers", "0")]
+)
 def test_simulate_refuses_what_cannot_be_asked(flags: tuple[str, str]) -> None:
     done = rolloutmq(*SMALL, *flags)
     assert done.returncode == 2

@@ -11,7 +11,9 @@ from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 
 
-def test_save_and_resume_under_another_name(scene: Scene, store: Store, command: Command, tmp_path: Path) -> None:
+def test_save_and_resume_under_another_name(
+    scene: Scene, store: Store, command: Command, tmp_path: Path
+) -> None:
     done = command("save", str(tmp_path / "s"))
     assert done.returncode == 0, done.stderr
     assert "run demo: 9 groups" in done.stdout
@@ -41,7 +43,9 @@ def test_pause_ends_with_the_command_and_comes_back_with_the_run(
     assert Run.open(store, "again").control.state().mode is Mode.KEEP
 
 
-def test_pause_of_somebody_else_is_left_alone(scene: Scene, command: Command, tmp_path: Path) -> None:
+def test_pause_of_somebody_else_is_left_alone(
+    scene: Scene, command: Command, tmp_path: Path
+) -> None:
     scene.run.control.set_mode("operator", Mode.DRAIN)
     assert command("save", str(tmp_path / "s"), "--pause").returncode == 0
     assert scene.run.control.state().mode is Mode.DRAIN

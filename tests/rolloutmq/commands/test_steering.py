@@ -53,10 +53,14 @@ def test_continue_leaves_the_trainers_pause(scene: Scene, command: Command) -> N
     assert scene.run.control.state().mode is Mode.KEEP
 
 
-def test_continue_ends_the_pause_of_a_trainer_that_died_in_it(scene: Scene, command: Command) -> None:
+def test_continue_ends_the_pause_of_a_trainer_that_died_in_it(
+    scene: Scene, command: Command
+) -> None:
     scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
     scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
-    assert "that trainer is gone: `rolloutmq continue`" in " ".join(command("status").stdout.split())
+    assert "that trainer is gone: `rolloutmq continue`" in " ".join(
+        command("status").stdout.split()
+    )
     symptoms = json_of(command("doctor", "--json"))["runs"][scene.run.name]
     (told,) = [symptom for symptom in symptoms if "that trainer is gone" in symptom["what"]]
     assert told["level"] == "stuck"
@@ -119,7 +123,9 @@ def test_fence_gives_the_groups_back(store: Store, command: Command) -> None:
     assert scene.run.fleet.workers() == []
 
 
-def test_server_of_an_ended_run_starts_with_its_data_and_stops(tmp_path: Path, command: Command) -> None:
+def test_server_of_an_ended_run_starts_with_its_data_and_stops(
+    tmp_path: Path, command: Command
+) -> None:
     folder = tmp_path / "runs" / "old"
     with EmbeddedServer(folder / "server") as embedded:
         store = Store(embedded.url, deadline_s=10)
@@ -127,7 +133,10 @@ def test_server_of_an_ended_run_starts_with_its_data_and_stops(tmp_path: Path, c
         store.close()
     assert json_of(command("server", "--json", cwd=tmp_path))["running"]
     try:
-        assert json_of(command("status", "--json", cwd=tmp_path))["tasks"]["math"]["places"]["waiting"] == 3
+        assert (
+            json_of(command("status", "--json", cwd=tmp_path))["tasks"]["math"]["places"]["waiting"]
+            == 3
+        )
     finally:
         assert not json_of(command("server", "--stop", "--json", cwd=tmp_path))["running"]
 

@@ -64,7 +64,10 @@ def test_gpu_check_has_the_shape_of_qwen3_and_puts_both_on_one_gpu() -> None:
     config = load_config(TrainingConfig, CONFIG)
     spec = config.tiny_model
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    weights = spec.layers * (attention + 3 * spec.hidden * spec.intermediate) + (spec.vocab_size or 0) * spec.hidden
+    weights = (
+        spec.layers * (attention + 3 * spec.hidden * spec.intermediate)
+        + (spec.vocab_size or 0) * spec.hidden
+    )
     assert weights == pytest.approx(0.596e9, rel=0.01)
     placement = place(config.launch, 1)
     assert (placement.trainer, placement.workers) == ([0], [[0]])
@@ -74,7 +77,8 @@ def test_gpu_check_has_the_shape_of_qwen3_and_puts_both_on_one_gpu() -> None:
 def test_model_of_the_check_has_rows_beyond_its_tokenizer(tmp_path: Path) -> None:
     config = load_config(TrainingConfig, CONFIG, SMALL)
     build_tiny_model(tmp_path / "model", config.tiny_model, 1)
-    shape, tokenizer = AutoConfig.from_pretrained(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    shape = AutoConfig.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert len(tokenizer) < shape.vocab_size == 512
     assert shape.tie_word_embeddings
     assert load_model(tmp_path / "model").get_input_embeddings().weight.shape == (512, 64)

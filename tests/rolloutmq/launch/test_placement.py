@@ -18,7 +18,13 @@ CASES = [
     ({"workers": 7}, 8, 1, [0], [[1], [2], [3], [4], [5], [6], [7]]),
     ({"workers": 2}, 8, 1, [0], [[1], [2]]),
     ({"workers": 3}, 8, 2, [0], [[1, 2], [3, 4], [5, 6]]),
-    ({"workers": 1, "trainer_gpus": [6, 7], "worker_gpus": [0, 1, 2, 3]}, 8, 4, [6, 7], [[0, 1, 2, 3]]),
+    (
+        {"workers": 1, "trainer_gpus": [6, 7], "worker_gpus": [0, 1, 2, 3]},
+        8,
+        4,
+        [6, 7],
+        [[0, 1, 2, 3]],
+    ),
     ({"workers": 2, "trainer_gpus": [4], "worker_gpus": [7, 6, 5, 3]}, 8, 2, [4], [[7, 6], [5, 3]]),
     ({"workers": 2, "colocated": True}, 8, 4, [0], [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ({"workers": 3, "colocated": True, "worker_gpus": [0, 1]}, 2, 2, [0], [[0, 1], [0, 1], [0, 1]]),
@@ -45,14 +51,20 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("launch", "gpus", "per_worker", "trainer", "workers"), CASES)
 def test_place_deals_out_gpus(
-    launch: dict[str, object], gpus: int, per_worker: int, trainer: list[int], workers: list[list[int]]
+    launch: dict[str, object],
+    gpus: int,
+    per_worker: int,
+    trainer: list[int],
+    workers: list[list[int]],
 ) -> None:
     placement = place(LaunchSection.model_validate(launch), gpus, per_worker)
     assert placement == Placement(trainer, workers)
 
 
 @pytest.mark.parametrize(("launch", "gpus", "per_worker", "why"), ERRORS)
-def test_place_says_why_it_cannot(launch: dict[str, object], gpus: int, per_worker: int, why: str) -> None:
+def test_place_says_why_it_cannot(
+    launch: dict[str, object], gpus: int, per_worker: int, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         place(LaunchSection.model_validate(launch), gpus, per_worker)
 
@@ -68,7 +80,9 @@ def test_environment_names_gpus_only_where_there_are_any() -> None:
     assert Placement.environment([2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
-def test_only_the_gpus_that_this_process_was_given_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_gpus_that_this_process_was_given_are_dealt_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-1a2b,7")
     assert count_gpus() == 3
     placement = place(LaunchSection(workers=2), count_gpus())

@@ -15,10 +15,15 @@ WHITE = 1.0
 
 
 def steps(rewards: list[float]) -> list[TrainedStep]:
-    return [TrainedStep(i, "l1", (), {"rewards/mean": r, "staleness/mean": i % 2}) for i, r in enumerate(rewards, 1)]
+    return [
+        TrainedStep(i, "l1", (), {"rewards/mean": r, "staleness/mean": i % 2})
+        for i, r in enumerate(rewards, 1)
+    ]
 
 
-def picture(file: Path, history: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, float]]) -> Any:
+def picture(
+    file: Path, history: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, float]]
+) -> Any:
     from matplotlib import image
 
     plot(history, evaluations, file)

@@ -1,4 +1,6 @@
-"""The keys of `rolloutmq top`, on a real terminal of 80 columns: pause (asked twice), continue, open a group, leave."""
+"""The keys of `rolloutmq top`, on a real terminal of 80 columns: pause (asked twice), continue,
+open a group, leave.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from buffer.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT
 from tests.rolloutmq.populate import Scene
 
-COLUMNS, ROWS = 80, 50
+COLUMNS = 80
+ROWS = 50
 PATIENCE_S = 60.0
 
 
@@ -30,7 +33,8 @@ class Terminal:
     """The other end of a terminal; `seen` is all that came out of it since the last key."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self.seen = descriptor, ""
+        self._descriptor = descriptor
+        self.seen = ""
 
     def press(self, keys: str) -> None:
         self.seen = ""
@@ -49,9 +53,22 @@ def top(server: EmbeddedServer) -> Iterator[tuple[Terminal, subprocess.Popen[byt
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     hidden = ("REDIS_URL", "COLUMNS", "LINES", "NO_COLOR")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"TERM": "xterm"}
-    command = [sys.executable, "-m", "rolloutmq", "top", "--every", "0.2", "--run-dir", str(server.folder)]
-    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, cwd=ROOT, env=environment)
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
+        "TERM": "xterm"
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "rolloutmq",
+        "top",
+        "--every",
+        "0.2",
+        "--run-dir",
+        str(server.folder),
+    ]
+    process = subprocess.Popen(
+        command, stdin=its, stdout=its, stderr=its, cwd=ROOT, env=environment
+    )
     try:
         yield Terminal(ours), process, its
     finally:
@@ -78,7 +95,9 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def test_keys_pause_and_continue_a_run_and_open_a_group(scene: Scene, server: EmbeddedServer) -> None:
+def test_keys_pause_and_continue_a_run_and_open_a_group(
+    scene: Scene, server: EmbeddedServer
+) -> None:
     control = scene.run.control
     with top(server) as (terminal, process, its):
         terminal.until("p pause")

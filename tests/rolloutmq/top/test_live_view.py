@@ -30,7 +30,8 @@ def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> 
     write_steps(tmp_path, [(step, "l1", [f"math-{step:010d}"]) for step in range(1, 9)])
     view = LiveView(run_dir=tmp_path, total_steps=60)
     view.lines = ["phase 3 of 4: training"]
-    history, snap = view.history(), view.snapshot(scene.run)
+    history = view.history()
+    snap = view.snapshot(scene.run)
     history.observe(snap)
     text = drawn(view, snap, history)
     for words in ("step 2 of 60", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
@@ -42,7 +43,9 @@ def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> 
 def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:
     store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
     view = LiveView()
-    text = drawn(view, view.snapshot(scene.run), view.history(), force_terminal=True, color_system="standard")
+    text = drawn(
+        view, view.snapshot(scene.run), view.history(), force_terminal=True, color_system="standard"
+    )
     assert "\x1b[1;31mTHE ACCOUNT DOES NOT ADD UP" in text
 
 
@@ -61,7 +64,8 @@ def _commands_of(run: Run) -> int:
 
 
 def test_history_says_who_waits_and_for_which_part_of_the_time(scene: Scene) -> None:
-    history, first = History(), take_snapshot(scene.run)
+    history = History()
+    first = take_snapshot(scene.run)
     later = dataclasses.replace(first, now_ms=first.now_ms + 1000, taken=3)
     history.observe(dataclasses.replace(first, committed=2))
     assert history.waits == {TRAINER: 1.0, WORKERS: 0.0, PRODUCER: 0.0, PAUSED: 0.0}

@@ -1,4 +1,6 @@
-"""A populated run, `rolloutmq web` in a process of its own, and a headless Chromium that looks at it."""
+"""A populated run, `rolloutmq web` in a process of its own, and a headless Chromium that looks at
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,23 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 @pytest.fixture
 def address(scene: Scene, server: EmbeddedServer) -> Iterator[str]:
     """Where the page is, with its token."""
-    command = [sys.executable, "-m", "rolloutmq", "web", "--port", "0", "--run-dir", str(server.folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "rolloutmq",
+        "web",
+        "--port",
+        "0",
+        "--run-dir",
+        str(server.folder),
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     yield process.stdout.readline().strip()
@@ -44,10 +59,13 @@ def address(scene: Scene, server: EmbeddedServer) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     """One browser for all tests."""
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    browser = shutil.which("chromium")
+    driver = shutil.which("chromedriver")
     if browser is None or driver is None:
         if os.environ.get("CI"):
-            pytest.fail("no chromium and chromedriver on this machine, and CI must look at the page")
+            pytest.fail(
+                "no chromium and chromedriver on this machine, and CI must look at the page"
+            )
         pytest.skip("no chromium and chromedriver on this machine")
     options = Options()
     options.binary_location = browser

@@ -1,4 +1,6 @@
-"""Who may only write into Redis, or only has a page elsewhere, gets nothing out of a browser that shows the run."""
+"""Who may only write into Redis, or only has a page elsewhere, gets nothing out of a browser that
+shows the run.
+"""
 
 from __future__ import annotations
 
@@ -60,38 +62,64 @@ def elsewhere(address: str) -> Iterator[str]:
         thread.join()
 
 
-def test_no_text_of_a_worker_is_read_as_html_on_any_view(chromium: Chrome, address: str, scene: Scene) -> None:
+def test_no_text_of_a_worker_is_read_as_html_on_any_view(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
     (job,) = scene.claim("w0", 1)
     group = scene.run.buffer.read(job.payload)
     for state in group.states:
         state.messages, state.ground_truth = [{"role": EVIL, "content": EVIL}], EVIL
-        state.response, state.error, state.extra = EVIL, EVIL, {EVIL: EVIL}
+        state.response = EVIL
+        state.error = EVIL
+        state.extra = {EVIL: EVIL}
     scene.write_as("w0", job, group.states)
     forge(scene, EVIL)
-    views = ("run", "groups", f"groups/{job.gid}", "groups/math-0000000003", "workers", "dead", "events")
+    views = (
+        "run",
+        "groups",
+        f"groups/{job.gid}",
+        "groups/math-0000000003",
+        "workers",
+        "dead",
+        "events",
+    )
     for view in views:
         go(chromium, address, view)
         if view not in ("run", "groups"):  # these two show numbers and names of groups alone
-            WebDriverWait(chromium, PATIENCE_S).until(lambda browser: "onerror" in browser.execute_script(SHOWN), view)
-        injected = chromium.find_elements(By.CSS_SELECTOR, "img, body script:not([src]), svg[onload], [onerror]")
+            WebDriverWait(chromium, PATIENCE_S).until(
+                lambda browser: "onerror" in browser.execute_script(SHOWN), view
+            )
+        injected = chromium.find_elements(
+            By.CSS_SELECTOR, "img, body script:not([src]), svg[onload], [onerror]"
+        )
         assert injected == [], view
         assert chromium.execute_script("return window.owned") is None, view
-        links = [link.get_attribute("href") or "" for link in chromium.find_elements(By.TAG_NAME, "a")]
+        links = [
+            link.get_attribute("href") or "" for link in chromium.find_elements(By.TAG_NAME, "a")
+        ]
         assert all(link.startswith(address.partition("#")[0]) for link in links), view
 
 
-def test_a_page_elsewhere_neither_acts_nor_reads(chromium: Chrome, elsewhere: str, scene: Scene) -> None:
+def test_a_page_elsewhere_neither_acts_nor_reads(
+    chromium: Chrome, elsewhere: str, scene: Scene
+) -> None:
     chromium.get(elsewhere)
-    WebDriverWait(chromium, PATIENCE_S).until(lambda browser: browser.title.startswith("tried"), "it never ended")
-    # a request without an answer that can be read is sent; one that must be asked for first, and an answer, are not
+    WebDriverWait(chromium, PATIENCE_S).until(
+        lambda browser: browser.title.startswith("tried"), "it never ended"
+    )
+    # a request without an answer that can be read is sent; one that must be asked for first, and an
+    # answer, are not
     assert chromium.title == "tried fulfilled rejected rejected fulfilled"
     assert chromium.execute_script("return window.stolen") is None
     assert scene.run.control.state().mode is Mode.RUN
 
 
-def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(address: str, scene: Scene) -> None:
+def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(
+    address: str, scene: Scene
+) -> None:
     parts = urlsplit(address)
-    host, token = parts.netloc, parts.fragment.removeprefix("token=")
+    host = parts.netloc
+    token = parts.fragment.removeprefix("token=")
 
     def ask(method: str, path: str, **headers: str) -> int:
         connection = http.client.HTTPConnection(host, timeout=60)
@@ -113,10 +141,20 @@ def test_routes_that_act_want_the_token_in_its_header_and_files_are_only_ours(ad
             (f"{act}?token={token}", {"Content-Type": "application/x-www-form-urlencoded"}),
         ):
             assert ask("POST", f"/api/{path}", **headers) == 401, (act, headers)
-        assert ask("POST", f"/api/{act}", Host="evil.example", Authorization=f"Bearer {token}") == 400, act
+        assert (
+            ask("POST", f"/api/{act}", Host="evil.example", Authorization=f"Bearer {token}") == 400
+        ), act
     assert scene.run.control.state().mode is Mode.RUN
     assert scene.run.record("math-0000000005")["stage"] == "dead"
-    for name in ("../app.py", "%2e%2e/app.py", "..%2fapp.py", "%2e%2e%2fapp.py", "//etc/passwd", "..\\app.py", "%00"):
+    for name in (
+        "../app.py",
+        "%2e%2e/app.py",
+        "..%2fapp.py",
+        "%2e%2e%2fapp.py",
+        "//etc/passwd",
+        "..\\app.py",
+        "%00",
+    ):
         assert ask("GET", f"/static/{name}") in (400, 404), name
     assert ask("GET", "/static/page.js") == 200
     assert ask("GET", "/", Host="evil.example") == 400

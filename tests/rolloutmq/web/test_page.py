@@ -1,4 +1,6 @@
-"""What an operator sees and does in a browser: charts, groups, a rollout with its tokens, dead letters."""
+"""What an operator sees and does in a browser: charts, groups, a rollout with its tokens, dead
+letters.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ PHONE, DESK = (390, 844), (1280, 900)
 def until(chromium: Chrome, words: str, place: str = "main") -> str:
     """Wait for some words on the page; all of its text."""
     WebDriverWait(chromium, PATIENCE_S, ignored_exceptions=[StaleElementReferenceException]).until(
-        lambda browser: words in browser.find_element(By.CSS_SELECTOR, place).text, f"no {words!r} in {place}"
+        lambda browser: words in browser.find_element(By.CSS_SELECTOR, place).text,
+        f"no {words!r} in {place}",
     )
     return chromium.find_element(By.CSS_SELECTOR, place).text
 
@@ -43,18 +46,24 @@ def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, sho
     until(chromium, "does not add up", "#account")
 
 
-def test_groups_are_found_by_a_question_and_a_bad_one_is_told(chromium: Chrome, address: str, scene: Scene) -> None:
+def test_groups_are_found_by_a_question_and_a_bad_one_is_told(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
     go(chromium, address, "groups")
     until(chromium, "math-0000000003")
     question = chromium.find_element(By.NAME, "where")
     question.send_keys('{"stage": "dead"}', Keys.ENTER)
-    WebDriverWait(chromium, PATIENCE_S).until(lambda b: len(b.find_elements(By.CSS_SELECTOR, "tbody tr")) == 1)
+    WebDriverWait(chromium, PATIENCE_S).until(
+        lambda b: len(b.find_elements(By.CSS_SELECTOR, "tbody tr")) == 1
+    )
     assert "math-0000000005" in until(chromium, "math-0000000005")
     chromium.find_element(By.NAME, "where").send_keys(" nonsense", Keys.ENTER)
     assert "no JSON" in until(chromium, "no JSON")
 
 
-def test_a_rollout_with_its_tokens(chromium: Chrome, address: str, scene: Scene, shots: Path) -> None:
+def test_a_rollout_with_its_tokens(
+    chromium: Chrome, address: str, scene: Scene, shots: Path
+) -> None:
     go(chromium, address, "groups/math-0000000003")
     until(chromium, "What is 1 + 1?")
     tokens = chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
@@ -62,8 +71,15 @@ def test_a_rollout_with_its_tokens(chromium: Chrome, address: str, scene: Scene,
     assert [token.get_attribute("class") for token in tokens[:3]] == ["v0", "v0", "v1"]
     for colour, classes in (("logprob", {"p3"}), ("advantage", {"plus", "minus"}), ("mask", {""})):
         Select(chromium.find_element(By.ID, "colour")).select_by_value(colour)
-        until(chromium, {"logprob": "likely", "advantage": "worse", "mask": "not trained"}[colour], "#key")
-        assert {t.get_attribute("class") for t in chromium.find_elements(By.CSS_SELECTOR, ".tokens span")} == classes
+        until(
+            chromium,
+            {"logprob": "likely", "advantage": "worse", "mask": "not trained"}[colour],
+            "#key",
+        )
+        assert {
+            t.get_attribute("class")
+            for t in chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
+        } == classes
     chromium.save_screenshot(str(shots / "rollout.png"))
 
 
@@ -98,7 +114,12 @@ def test_acting_wants_the_token(chromium: Chrome, address: str, scene: Scene) ->
 def test_keys_alone_are_enough(chromium: Chrome, address: str) -> None:
     go(chromium, address, "run")
     body = chromium.find_element(By.TAG_NAME, "body")
-    for key, words in (("3", "worker"), ("5", "event"), ("4", "the judge said no"), ("2", "math-0000000003")):
+    for key, words in (
+        ("3", "worker"),
+        ("5", "event"),
+        ("4", "the judge said no"),
+        ("2", "math-0000000003"),
+    ):
         body.send_keys(key)
         until(chromium, words)
     link = chromium.find_element(By.LINK_TEXT, "math-0000000003")
@@ -107,11 +128,17 @@ def test_keys_alone_are_enough(chromium: Chrome, address: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_without_scrolling_sideways(chromium: Chrome, address: str, shots: Path, scheme: str) -> None:
+def test_a_phone_shows_all_without_scrolling_sideways(
+    chromium: Chrome, address: str, shots: Path, scheme: str
+) -> None:
     features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
     chromium.set_window_size(*PHONE)
-    for view, words in (("run", "Groups by place"), ("groups", "math-0000000003"), ("workers", "w0")):
+    for view, words in (
+        ("run", "Groups by place"),
+        ("groups", "math-0000000003"),
+        ("workers", "w0"),
+    ):
         go(chromium, address, view)
         until(chromium, words)
         width = "return [document.documentElement.scrollWidth, innerWidth]"
@@ -119,5 +146,8 @@ def test_a_phone_shows_all_without_scrolling_sideways(chromium: Chrome, address:
         assert wide <= shown, view
         chromium.save_screenshot(str(shots / f"phone-{scheme}-{view}.png"))
     back = "return getComputedStyle(document.documentElement).backgroundColor"
-    assert chromium.execute_script(back) == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 17, 21)"}[scheme]
+    assert (
+        chromium.execute_script(back)
+        == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 17, 21)"}[scheme]
+    )
     chromium.set_window_size(*DESK)
