@@ -1,4 +1,4 @@
-"""Lowers the limits of its own process, then becomes the program: `limiter.py TIME_S MEMORY_MB
+"""Lowers the limits of its own process, then becomes the program: `sandbox_limiter.py TIME_S MEMORY_MB
 FILE_MB FILES PROGRAM`.
 
 A program of its own, since code between fork and exec may not run in a process with threads.

@@ -24,6 +24,7 @@ from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.rollout_consumer import RolloutConsumer
+from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.learner import Learner
 from consumer.training.step_log import StepWriter, read_evaluations
@@ -450,7 +451,7 @@ def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
-        make_run(run.store, config, model_dir, regenerate=False)
+        checkpoint.make_run(run.store, config, model_dir, regenerate=False)
     with pytest.raises(LostRun, match="no trainer has ever opened"):
         train_to(STEPS + 1)
     assert train_to(STEPS + 1, regenerate=True)
