@@ -22,7 +22,7 @@
 -- ARGV task, count  name, 1..1_000_000 xKEYS  of each
 -- replies OK header, then "gid token chunks size crc samples version" per group
 --       | SHORT (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
---       | BLOCKED task | UNORDERED task (nothing was done; see buffer/groups/order_index.py)
+--       | BLOCKED task | UNORDERED task (nothing was done; see buffer/batches/ledger.py)
 -- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (batches that only a
 -- checkpoint frees are not waited behind for ever), I13 (step)
 

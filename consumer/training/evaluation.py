@@ -24,7 +24,7 @@ from buffer.config.trainer import TrainingConfig
 from buffer.model.group import RolloutGroup
 from buffer.model.manifest import NotReady
 from buffer.model.rollout import VersionSpan
-from consumer.batches.evaluation import EvaluationRound
+from consumer.batches.evaluation_round import EvaluationRound
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.step_log import StepWriter
 

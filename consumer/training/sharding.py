@@ -165,8 +165,8 @@ def write_together(ranks: Ranks, save: Save, make: Callable[[Save], T]) -> T | N
     """
 
     def write_part(folder: str) -> None:
-        save(Path(ranks.say(folder)[0]))
-        ranks.say("written")
+        save(Path(ranks.gather(folder)[0]))
+        ranks.gather("written")
 
     if ranks.rank == 0:
         return make(lambda folder: write_part(str(folder)))

@@ -11,7 +11,7 @@ from buffer.model import wire
 from buffer.run import Run
 from consumer.async_consumer import AsyncRolloutConsumer
 from consumer.batches.batch import Stopped
-from consumer.batches.wait import WaitReason
+from consumer.batches.outlook import WaitReason
 from tests.consumer.crew import at_work
 
 GENEROUS_S = 60.0

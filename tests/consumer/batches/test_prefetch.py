@@ -52,7 +52,7 @@ def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(
         ahead.end()
         manifest = consumer.take_batch(1, {"math": 5}).manifest
         refs = [entry.payload for entry in manifest.entries]
-        found = ahead.hand_out(refs)
+        found = ahead.pop(refs)
         assert found
         assert set(found) <= set(refs)
         assert group_id("math", 0) not in {ref.gid for ref in found}
