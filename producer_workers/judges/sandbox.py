@@ -22,7 +22,7 @@ from pathlib import Path
 
 log = logging.getLogger("rolloutmq.worker")
 
-_LIMITER = str(Path(__file__).with_name("limiter.py"))
+_LIMITER = str(Path(__file__).with_name("sandbox_limiter.py"))
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 
 LONGEST_OUTPUT = 64 * 1024
