@@ -48,20 +48,7 @@ from producer_workers.judges.sandbox import Limits, run_python
 
 # Of tokenizers that do not call their end of turn special, so that decoding leaves it in the text.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
-
-
-def answer_text(response: str) -> str:
-    """`response` without surrounding white space and without end markers behind it; nothing else
-    goes.
-    """
-    text = response.strip()
-    while marker := next((m for m in END_MARKERS if text.endswith(m)), None):
-        text = text.removesuffix(marker).rstrip()
-    return text
-
-
 SOURCE_PREFIX = "reasoning_gym/"
-
 # Their verifiers hand the answer to eval, or to sympy's parse_expr, which evals. A test keeps the
 # list whole.
 UNSAFE_TASKS = frozenset(
@@ -77,67 +64,77 @@ UNSAFE_TASKS = frozenset(
         "string_insertion",
     }
 )
-
-
-def task_datasets() -> dict[str, tuple[Any, Any]]:
-    """All tasks of reasoning-gym: name to (data set class, configuration class)."""
-    # The whole package, not its factory: tasks register while it is imported, and judges run in
-    # several threads. Only this form waits for an import that another thread has begun.
-    import reasoning_gym
-
-    return dict(reasoning_gym.factory.DATASETS)
-
-
-def check_safe(name: str) -> None:
-    """Raises ConfigError for a task whose verifier runs what a model wrote."""
-    if name in UNSAFE_TASKS:
-        raise ConfigError(
-            f"reasoning-gym task {name!r} is refused: its verifier runs eval() on what the model wrote",
-            hint="take another task, or judge it in a sandbox of your own",
-        )
-
-
-def reasoning_gym_score(*, response: str, ground_truth: Any, state: RolloutState) -> float:
-    """The verifier's score, 0.0 to 1.0, for a rollout that `write_problems` made the problem of."""
-    source = state.data_source or ""
-    if not source.startswith(SOURCE_PREFIX):
-        raise ValueError(f"data_source is {source!r}, not {SOURCE_PREFIX}<task>")
-    question = next((m["content"] for m in reversed(state.messages) if m.get("role") == "user"), "")
-    name = source.removeprefix(SOURCE_PREFIX)
-    return score_entry(name, answer_text(response), question, ground_truth, state.extra)
-
-
-def score_entry(
-    name: str, answer: str, question: str, truth: Any, extra: Mapping[str, Any]
-) -> float:
-    """Score `answer` to the problem made of `question`, `truth` and `extra` (its metadata and
-    config).
-    """
-    config = orjson.dumps(extra.get("config", {}), option=orjson.OPT_SORT_KEYS)
-    entry = {"question": question, "answer": truth, "metadata": extra.get("metadata", {})}
-    verifier = _verifier(name, config)
-    try:
-        return float(verifier.score_answer(answer, entry))
-    except Exception:
-        # Some verifiers raise on text they cannot parse, and models write any text. Where the right
-        # answer can be scored, the text was at fault and is wrong; where not, this raises: the
-        # problem is broken.
-        verifier.score_answer(truth if truth is not None else "", entry)
-        return 0.0
-
-
-@lru_cache(maxsize=256)
-def _verifier(name: str, config: bytes) -> Any:
-    """The task's data set: some verifiers read its config. Built once for each source."""
-    check_safe(name)
-    dataset_class, config_class = task_datasets()[name]
-    return dataset_class(config=config_class(**orjson.loads(config)))
-
-
 TEST_S = 10.0
 """Seconds for one test."""
-
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\d.,])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+_TAIL_CHARS = 2000  # a response that never says its answer is not searched from end to end
+_LONGEST_NUMBER = 50
+_MATHS = re.compile(r"\\boxed|\$|\\\(|\\\[")
+_ANSWER = re.compile(
+    r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
+)
+_LONGEST = 2000
+"""Characters of the end of a response in which its answer is looked for."""
+
+
+def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
+    """Compares text with text, without white space around it. Raises ValueError without a ground
+    truth.
+    """
+    if ground_truth is None:
+        raise ValueError("the problem has no ground_truth")
+    return float(answer_text(response) == str(ground_truth).strip())
+
+
+def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> float:
+    """1.0 for the right final number, else 0.0. Raises ValueError where the ground truth holds
+    none.
+    """
+    right = final_number(str(ground_truth))
+    if right is None:
+        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
+    return float(final_number(response) == right)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The first number behind the last "####", or the last number of a text without "####"."""
+    _, marker, answer = text.rpartition("####")
+    numbers = _NUMBER.findall(answer[:_TAIL_CHARS] if marker else text[-_TAIL_CHARS:])
+    if not numbers:
+        return None
+    number = numbers[0] if marker else numbers[-1]
+    return Decimal(number.replace(",", "")) if len(number) <= _LONGEST_NUMBER else None
+
+
+def math_verify(*, response: str, ground_truth: Any, state: object = None) -> float:
+    """1.0 for an answer equal to the ground truth, else 0.0. Raises ValueError where that holds no
+    mathematics.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    def read(text: str) -> list[Any]:
+        # without its time limit, which only works in a main thread: the work-horse has one
+        config = [LatexExtractionConfig()]
+        return list(parse(as_latex(text), extraction_config=config, parsing_timeout=None))
+
+    truth = read(str(ground_truth))
+    if not truth:
+        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no mathematics")
+    return float(verify(truth, read(answer_text(response)), timeout_seconds=None))
+
+
+def as_latex(text: str) -> str:
+    """The end of `text`; what it says as its answer in dollars, where it has no LaTeX."""
+    text = text[-_LONGEST:]
+    if _MATHS.search(text):
+        return text
+    if said := _ANSWER.findall(text):
+        return f"${said[-1]}$"
+    if "\n" not in text and len(text) <= 100:
+        return f"${text}$"
+    number = final_number(text)
+    return f"${number}$" if number is not None else text
 
 
 def python_tests(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
@@ -176,78 +173,71 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-_NUMBER = re.compile(r"(?<![\d.,])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-_TAIL_CHARS = 2000  # a response that never says its answer is not searched from end to end
-_LONGEST_NUMBER = 50
+def reasoning_gym_score(*, response: str, ground_truth: Any, state: RolloutState) -> float:
+    """The verifier's score, 0.0 to 1.0, for a rollout that `write_problems` made the problem of."""
+    source = state.data_source or ""
+    if not source.startswith(SOURCE_PREFIX):
+        raise ValueError(f"data_source is {source!r}, not {SOURCE_PREFIX}<task>")
+    question = next((m["content"] for m in reversed(state.messages) if m.get("role") == "user"), "")
+    name = source.removeprefix(SOURCE_PREFIX)
+    return score_entry(name, answer_text(response), question, ground_truth, state.extra)
 
 
-def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """1.0 for the right final number, else 0.0. Raises ValueError where the ground truth holds
-    none.
+def score_entry(
+    name: str, answer: str, question: str, truth: Any, extra: Mapping[str, Any]
+) -> float:
+    """Score `answer` to the problem made of `question`, `truth` and `extra` (its metadata and
+    config).
     """
-    right = final_number(str(ground_truth))
-    if right is None:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
-    return float(final_number(response) == right)
+    config = orjson.dumps(extra.get("config", {}), option=orjson.OPT_SORT_KEYS)
+    entry = {"question": question, "answer": truth, "metadata": extra.get("metadata", {})}
+    verifier = _verifier(name, config)
+    try:
+        return float(verifier.score_answer(answer, entry))
+    except Exception:
+        # Some verifiers raise on text they cannot parse, and models write any text. Where the right
+        # answer can be scored, the text was at fault and is wrong; where not, this raises: the
+        # problem is broken.
+        verifier.score_answer(truth if truth is not None else "", entry)
+        return 0.0
 
 
-def final_number(text: str) -> Decimal | None:
-    """The first number behind the last "####", or the last number of a text without "####"."""
-    _, marker, answer = text.rpartition("####")
-    numbers = _NUMBER.findall(answer[:_TAIL_CHARS] if marker else text[-_TAIL_CHARS:])
-    if not numbers:
-        return None
-    number = numbers[0] if marker else numbers[-1]
-    return Decimal(number.replace(",", "")) if len(number) <= _LONGEST_NUMBER else None
+def task_datasets() -> dict[str, tuple[Any, Any]]:
+    """All tasks of reasoning-gym: name to (data set class, configuration class)."""
+    # The whole package, not its factory: tasks register while it is imported, and judges run in
+    # several threads. Only this form waits for an import that another thread has begun.
+    import reasoning_gym
+
+    return dict(reasoning_gym.factory.DATASETS)
 
 
-_MATHS = re.compile(r"\\boxed|\$|\\\(|\\\[")
-_ANSWER = re.compile(
-    r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
-)
-_LONGEST = 2000
-"""Characters of the end of a response in which its answer is looked for."""
+def check_safe(name: str) -> None:
+    """Raises ConfigError for a task whose verifier runs what a model wrote."""
+    if name in UNSAFE_TASKS:
+        raise ConfigError(
+            f"reasoning-gym task {name!r} is refused: its verifier runs eval() on what the model wrote",
+            hint="take another task, or judge it in a sandbox of your own",
+        )
 
 
-def math_verify(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """1.0 for an answer equal to the ground truth, else 0.0. Raises ValueError where that holds no
-    mathematics.
-    """
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def read(text: str) -> list[Any]:
-        # without its time limit, which only works in a main thread: the work-horse has one
-        config = [LatexExtractionConfig()]
-        return list(parse(as_latex(text), extraction_config=config, parsing_timeout=None))
-
-    truth = read(str(ground_truth))
-    if not truth:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no mathematics")
-    return float(verify(truth, read(answer_text(response)), timeout_seconds=None))
-
-
-def as_latex(text: str) -> str:
-    """The end of `text`; what it says as its answer in dollars, where it has no LaTeX."""
-    text = text[-_LONGEST:]
-    if _MATHS.search(text):
-        return text
-    if said := _ANSWER.findall(text):
-        return f"${said[-1]}$"
-    if "\n" not in text and len(text) <= 100:
-        return f"${text}$"
-    number = final_number(text)
-    return f"${number}$" if number is not None else text
-
-
-def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """Compares text with text, without white space around it. Raises ValueError without a ground
-    truth.
-    """
-    if ground_truth is None:
-        raise ValueError("the problem has no ground_truth")
-    return float(answer_text(response) == str(ground_truth).strip())
+@lru_cache(maxsize=256)
+def _verifier(name: str, config: bytes) -> Any:
+    """The task's data set: some verifiers read its config. Built once for each source."""
+    check_safe(name)
+    dataset_class, config_class = task_datasets()[name]
+    return dataset_class(config=config_class(**orjson.loads(config)))
 
 
 def parity(*, response: str, ground_truth: Any, state: RolloutState) -> float:
     """1.0 where the token ids of the response add up to an odd number, else 0.0."""
     return float(int(state.response_ids.sum()) % 2)
+
+
+def answer_text(response: str) -> str:
+    """`response` without surrounding white space and without end markers behind it; nothing else
+    goes.
+    """
+    text = response.strip()
+    while marker := next((m for m in END_MARKERS if text.endswith(m)), None):
+        text = text.removesuffix(marker).rstrip()
+    return text

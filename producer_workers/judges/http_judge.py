@@ -19,19 +19,7 @@ from buffer.config.run import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.model.rollout import RolloutState
 from buffer.store.retry import CHANCE
-from producer_workers.judges.judge import check_reward
-
-
-def rollout_fields(state: RolloutState) -> dict[str, Any]:
-    """Its texts, not its token columns; plain JSON where the data set is."""
-    return {
-        "response": state.response,
-        "ground_truth": state.ground_truth,
-        "data_source": state.data_source,
-        "messages": state.messages,
-        "extra": state.extra,
-    }
-
+from producer_workers.judges.judge import check_reward, rollout_fields
 
 log = logging.getLogger("rolloutmq.judge")
 

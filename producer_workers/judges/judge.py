@@ -47,6 +47,17 @@ async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dic
     return list(await asyncio.gather(*(judge.judge(state) for state in states)))
 
 
+def rollout_fields(state: RolloutState) -> dict[str, Any]:
+    """Its texts, not its token columns; plain JSON where the data set is."""
+    return {
+        "response": state.response,
+        "ground_truth": state.ground_truth,
+        "data_source": state.data_source,
+        "messages": state.messages,
+        "extra": state.extra,
+    }
+
+
 def _is_finite(value: Real) -> bool:
     try:
         return math.isfinite(value)

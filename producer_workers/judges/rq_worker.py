@@ -44,9 +44,38 @@ from buffer.store.url import open_client
 from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
 
+log = logging.getLogger("rolloutmq.judge")
 FUNCTION = "producer_workers.judges.rq_worker.score"
-
 _CPU_GRACE_S = 1
+WORKER_TTL_S = 60
+"""How long a worker that is gone is still shown; it says that it is alive more often."""
+CLEAN_S = 60
+"""Time between two sweeps of rq for jobs whose worker died."""
+LOOK_S = 0.2
+RESTART_S = 1.0
+LOST_SERVER = 3
+"""Exit code of a worker whose server went away: the next one waits for it."""
+
+
+def judge_url(configured: str | None, servers: Servers) -> str:
+    """[judges] redis_url, else the run's server. ConfigError where that is a cluster: rq's keys
+    have many slots.
+    """
+    if configured:
+        return configured
+    if servers.is_cluster:
+        raise ConfigError(
+            "judging of kind rq cannot use a cluster",
+            hint="set [judges] redis_url to a single Redis or Valkey server",
+        )
+    return str(servers.masters()[0][0])
+
+
+def open_queue(connection: Any, run: str, **options: Any) -> Queue:
+    """The judge queue of a run. rq's default serializer is pickle: nothing may open this queue by
+    another way.
+    """
+    return Queue(f"rmq-judge:{run}", connection=connection, serializer=JSONSerializer, **options)
 
 
 def score(
@@ -74,42 +103,6 @@ def _lower(limit: int, value: int) -> None:
     _, hard = resource.getrlimit(limit)
     most = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (most, most))
-
-
-def judge_url(configured: str | None, servers: Servers) -> str:
-    """[judges] redis_url, else the run's server. ConfigError where that is a cluster: rq's keys
-    have many slots.
-    """
-    if configured:
-        return configured
-    if servers.is_cluster:
-        raise ConfigError(
-            "judging of kind rq cannot use a cluster",
-            hint="set [judges] redis_url to a single Redis or Valkey server",
-        )
-    return str(servers.masters()[0][0])
-
-
-def open_queue(connection: Any, run: str, **options: Any) -> Queue:
-    """The judge queue of a run. rq's default serializer is pickle: nothing may open this queue by
-    another way.
-    """
-    return Queue(f"rmq-judge:{run}", connection=connection, serializer=JSONSerializer, **options)
-
-
-log = logging.getLogger("rolloutmq.judge")
-
-WORKER_TTL_S = 60
-"""How long a worker that is gone is still shown; it says that it is alive more often."""
-
-CLEAN_S = 60
-"""Time between two sweeps of rq for jobs whose worker died."""
-
-LOOK_S = 0.2
-RESTART_S = 1.0
-
-LOST_SERVER = 3
-"""Exit code of a worker whose server went away: the next one waits for it."""
 
 
 class JudgeJob(Job):

@@ -191,7 +191,7 @@ class _Model:
         else:
             self._finish_sequence()
 
-    # -- workers -------------------------------------------------------------
+    # -- workers
 
     def _start_groups(self) -> None:
         consumed = self.taken * self._setting.batch_size
@@ -223,7 +223,7 @@ class _Model:
         ):
             self._wasted_tokens += heappop(self._ready)[2].made
 
-    # -- trainer -------------------------------------------------------------
+    # -- trainer
 
     def _take(self) -> None:
         if self._mode != "waiting" or len(self._ready) < self._setting.batch_size:

@@ -156,6 +156,8 @@ class GatewayAgentLoop:
         self, state: RolloutState, segments: Sequence[Segment], earned: dict[str, float] | None
     ) -> Rollouts:
         """The segments as rollouts; with their reward, unless all sessions have to end first."""
+        # On the given state, too: the worker reads there that the engine has a free slot again.
+        state.finish_reason = segments[-1].finish_reason
         rollouts = [(state.model_copy(update={"reward": earned}), segment) for segment in segments]
         for rollout, segment in rollouts:
             segment.fill(rollout, 0)

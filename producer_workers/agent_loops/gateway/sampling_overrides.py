@@ -29,7 +29,7 @@ class Wishes:
             return
         if not structures(engine):
             raise ConfigError(
-                f"response_format: the engine {engine.name} cannot keep to a structure"
+                f"response_format: the engine {engine.name} cannot produce structured output"
             )
         if params.structured is not None:
             raise ConfigError(

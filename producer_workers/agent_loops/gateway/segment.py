@@ -90,7 +90,7 @@ class Segment:
         nothing = np.zeros(len(self.ids), "u1")
         return replace(self, mask=nothing, logprobs=nothing.astype("<f4"), spans=(), calls=())
 
-    # -- as rollouts ---------------------------------------------------------
+    # -- as rollouts
 
     @classmethod
     def of_state(cls, state: RolloutState) -> Segment:

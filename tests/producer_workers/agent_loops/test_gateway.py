@@ -4,6 +4,7 @@ recorded token by token.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from rolloutmq.testing import FIRST, RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
@@ -72,6 +73,24 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
     text = chat.decode(state.response_ids)
     between = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", [FunctionJudge, GroupFunctionJudge])
+def test_a_group_that_only_waits_for_its_judge_has_its_finish_reasons(chat: Any, kind: Any) -> None:
+    given = questions("one", "two", max_tokens=1000)
+    seen: list[list[str | None]] = []
+
+    async def single(*, response: str, **_: Any) -> float:
+        await asyncio.sleep(0.5)
+        seen.append([state.finish_reason for state in given])
+        return 1.0
+
+    async def group(*, states: list[RolloutState]) -> list[float]:
+        return [await single(response=state.response) for state in states]
+
+    judge = kind("slow", single if kind is FunctionJudge else group)
+    run(loop_of(chat, judge=judge), Recorder(chat), given)
+    assert seen == [["stop", "stop"]] * 2
 
 
 def test_an_agent_that_stops_before_an_observation_reads_none_and_all_that_was_sampled_is_trained(

@@ -129,7 +129,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (
             CHAT,
             {"messages": USER, "response_format": {"type": "json_object"}},
-            "letters cannot keep to a structure",
+            "letters cannot produce structured output",
         ),
         (TEXT, {"prompt": ""}, "prompt"),
         (TEXT, {"prompt": [2**40]}, "prompt"),

@@ -407,7 +407,7 @@ def test_engine_that_shows_no_images_is_asked_for_nothing_with_some(config: Engi
     with (
         pytest.raises(
             GenerationError,
-            match=f"see-0000000000 has images, and the engine {config.kind} can show none",
+            match=f"see-0000000000 has images, which the engine {config.kind} cannot show",
         ),
         shown(engine, "see-0000000000", MEDIA),
     ):

@@ -388,7 +388,7 @@ class ModelContract(EngineContract):
         tokenizer = AutoTokenizer.from_pretrained(folders.first)
         params = SampleParams(max_tokens=8, structured=StructuredOutput(choice=["a", "b"]))
         if not isinstance(engine, StructuresOutput):
-            with pytest.raises(GenerationError, match="cannot keep to a structure"):
+            with pytest.raises(GenerationError, match="cannot produce structured output"):
                 run(generate(engine, params))
             return
         allowed = [tokenizer.convert_tokens_to_ids(text) for text in "ab"]

@@ -119,7 +119,7 @@ def test_routed_experts_of_a_rollout_that_goes_on_elsewhere_are_of_the_whole(
 def test_routed_experts_of_a_model_without_any_are_refused(
     run: Run[None], folders: Folders
 ) -> None:
-    with pytest.raises(EngineError, match="no gates that say which experts"):
+    with pytest.raises(EngineError, match="no gates that report the chosen experts"):
         run(build_engine(TransformersConfig(routed_experts=True), folders.first, FIRST).start())
 
 

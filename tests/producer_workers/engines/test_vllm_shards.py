@@ -72,7 +72,7 @@ def sharded(run: Run[None], folders: Folders, request: pytest.FixtureRequest) ->
     if not is_cpu_build() and count_gpus() < config.shards:
         pytest.skip(f"needs {config.shards} GPUs")
     with pytest.MonkeyPatch.context() as often:
-        often.setattr(module, "PULSE_S", 1.0)
+        often.setattr(module, "HEALTH_CHECK_S", 1.0)
         with running(config, run, folders) as engine:
             yield engine
 
