@@ -27,7 +27,7 @@ from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
 from buffer.store.bulk_io import Asked, Command, Parts, pipelined, receive, send
 from buffer.store.durability import Durability
 from buffer.store.nodes import Role, Servers
-from buffer.store.retry import CHANCE, OutageLog, is_passing
+from buffer.store.retry import Backoff, OutageLog, is_transient
 from buffer.store.scripts import Arg, KeysByName, Script, library
 from buffer.store.url import SOCKET_TIMEOUT_S, mask_url
 
@@ -40,6 +40,8 @@ class ScriptCall(NamedTuple):
     tail_keys: Sequence[str | KeysByName]
     tail_args: Sequence[Arg]
 
+
+_BACKOFF = Backoff(0.05, 2.0)
 
 _LARGE_BYTES = 32 * 2**10
 """A server takes such a value in by itself, and what is smaller together with what comes next."""
@@ -406,7 +408,7 @@ class Store:
         return result
 
     def _wait(self, what: str, error: redis.RedisError, attempt: int, end: float) -> None:
-        if not is_passing(error):
+        if not is_transient(error):
             raise StoreError(f"{what}: the server refused: {error}") from error
         left = end - time.monotonic()
         if left <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
@@ -414,7 +416,7 @@ class Store:
         self._outages.failed(what, error)
         self.retries += 1
         self.servers.look_again()
-        pause = CHANCE.uniform(0.0, min(2.0, 0.05 * 2.0 ** min(attempt, 10)))
+        pause = _BACKOFF.pause_s(attempt)
         time.sleep(min(left, pause) if left > 0 else pause)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:

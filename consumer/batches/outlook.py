@@ -78,7 +78,7 @@ class BatchOutlook:
         """Raise what makes waiting on useless (see the module). Whether the run goes on: False once
         it is finished.
         """
-        self._waited_s = self._clock.look()
+        self._waited_s = self._clock.poll()
         if answer.recovering or time.monotonic() < self._look_at_s:
             return True
         self._look_at_s = time.monotonic() + LOOK_S
