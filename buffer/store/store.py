@@ -1,16 +1,9 @@
-"""The connection to the server: who retries what, and how a script is called.
+"""The connection to the server: one process's view of a server or cluster, with all retries.
 
 The client library's own retries are off (they would run a script again whose reply was lost).
 `Store` retries by itself, with full jitter and a deadline, and only operations that are harmless
 when repeated: every script has a natural key (I13), and payload keys are written once under a token
-of their own. Where a key lies is `buffer.store.nodes`' business.
-
-Payloads and the script calls that speak of them, in one round trip.
-
-A payload must be stored before the script that pins it runs: on one connection it is. While the
-server takes one in, the next is encoded, so a batch costs little more than its bytes. What is small
-comes behind all that is large: a server that writes to disk before it answers would do that for
-each of them.
+of their own. `buffer.store.nodes` knows which server holds a key.
 """
 
 from __future__ import annotations
@@ -18,95 +11,38 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from threading import Event
+from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError
 
-from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
-from buffer.store.bulk_io import Asked, Command, Parts, pipelined, receive, send
+from buffer.errors import StoreError, StoreFull, StoreUnavailable
+from buffer.store.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.store.durability import Durability
 from buffer.store.nodes import Role, Servers
 from buffer.store.retry import Backoff, OutageLog, is_transient
+from buffer.store.script_calls import FIRST_KEY, ScriptCall, ScriptRunner, Upload, command_of
 from buffer.store.scripts import Arg, KeysByName, Script, library
 from buffer.store.url import SOCKET_TIMEOUT_S, mask_url
 
-
-class ScriptCall(NamedTuple):
-    """What `Store.call` takes."""
-
-    keys: KeysByName
-    args: Mapping[str, Arg]
-    tail_keys: Sequence[str | KeysByName]
-    tail_args: Sequence[Arg]
-
+T = TypeVar("T")
 
 _BACKOFF = Backoff(0.05, 2.0)
 
-_LARGE_BYTES = 32 * 2**10
-"""A server takes such a value in by itself, and what is smaller together with what comes next."""
 
-Upload = tuple[Sequence[Command], ScriptCall]
-"""The commands that store a payload, and the call for it."""
+class Replayed(Iterable[T]):
+    """Items that are made when they are first needed, and kept for every later pass."""
 
+    def __init__(self, items: Iterable[T]) -> None:
+        self._source = iter(items)
+        self._made: list[T] = []
 
-class UploadTrip:
-    """One round trip of `Store.upload_and_call`."""
-
-    def __init__(
-        self, store: Store, script: Script, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> None:
-        self._store = store
-        self._script = script
-        self._key = key
-        self._make = make
-        self._places = range(0)  # of the script's replies among all answers
-        self._keys: list[str] = []
-
-    def replies(self) -> list[list[Any]]:
-        """Of each call, once all of it is durable."""
-        client = self._store.servers.client("bulk", self._key)
-        try:
-            answers = self._answers(client)
-        except ResponseError as error:
-            raise self._store.explain(self._script, self._keys, error) from error
-        if self._store.durability.must_wait:
-            self._store.durability.check(answers[self._places[-1] + 1 :])
-        return [answers[place] for place in self._places]
-
-    def _answers(self, client: Any) -> list[Any]:
-        try:
-            return send(client, self._commands())
-        except NoScriptError:
-            for script in (self._script, self._store.scripts["sync"]):
-                client.script_load(script.source)
-            return send(client, self._commands())
-
-    def _commands(self) -> Iterator[Command]:
-        calls: list[ScriptCall] = []
-        small: list[Command] = []
-        sent = 0
-        for commands, call in self._make():
-            for command in commands:
-                if any(
-                    isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command
-                ):
-                    sent += 1
-                    yield command
-                else:
-                    small.append(command)
-            calls.append(call)
-        yield from small
-        self._places = range(sent + len(small), sent + len(small) + len(calls))
-        for call in calls:
-            self._keys, args = self._script.arrange(*call)
-            yield ("EVALSHA", self._script.sha, len(self._keys), *self._keys, *args)
-        if self._store.durability.must_wait:
-            sync = self._store.scripts["sync"].sha
-            yield from self._store.durability.behind_script("EVALSHA", sync, self._key)
-
-
-T = TypeVar("T")
+    def __iter__(self) -> Iterator[T]:
+        yield from self._made
+        for item in self._source:
+            self._made.append(item)
+            yield item
 
 
 class Store:
@@ -180,123 +116,69 @@ class Store:
         *,
         durable: bool = False,
     ) -> list[Any]:
-        """Run a script by name; the reply's strings are decoded. Retried until the deadline (I13).
+        """Run a script by name and return its reply, with strings decoded.
 
-        `keys`: those that the script's header names, as `Keys.slots` finds them. `tail_keys`: see
-        `Script.arrange`.
+        Repeated until the deadline (I13). `keys` are those that the script's header names, as
+        `Keys.slots` finds them; `tail_keys`: see `Script.arrange`.
 
-        A script that starts work is not waited for on a full server: StoreFull at once, so that the
-        caller can do what frees memory.
+        A durable call is answered once the change is on the server's disk, and on as many replicas
+        as `wait_replicas` says (I6). Fewer replicas count as a server that is unreachable: the call
+        waits, and raises StoreUnavailable at the deadline.
 
-        With `durable`, the answer is given once the change is on the server's disk, and on as many
-        replicas as `wait_replicas` says (I6). Too few of them are a server that is away: waited
-        for, then StoreUnavailable.
+        Raises StoreFull at once for a script that starts work on a full server, so that the caller
+        can do what frees memory.
         """
         entry = self.scripts[script]
-        all_keys, all_args = entry.arrange(keys, args, tail_keys, tail_args)
-        wait = durable and self.durability.must_wait
-
-        def run() -> list[Any]:
-            try:
-                return self._run(entry, all_keys, all_args, wait)
-            except ResponseError as error:
-                raise self.explain(entry, all_keys, error) from error
-
-        reply = self.retrying(script, run, starts_work=entry.starts_work)
-        return [item.decode() if isinstance(item, bytes) else item for item in reply]
+        call = ScriptCall(keys, args, tail_keys, tail_args)
+        command = command_of(entry, call)
+        return self.retrying(
+            script,
+            lambda: self._runner("control", str(command[FIRST_KEY])).call(
+                entry, command, durable=durable
+            ),
+            starts_work=entry.starts_work,
+        )
 
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
     ) -> list[list[Any]]:
-        """Run a script that changes nothing once for each (keys, args), in one round trip.
+        """Run a read-only script once for each (keys, args), in one round trip.
 
-        Each call is of one instant; between two of them others may move.
+        Each call sees one instant; other clients may change the run between two of them.
         """
         entry = self.scripts[script]
-        sha = entry.sha
-        arranged = [entry.arrange(*call) for call in calls]
+        commands = [command_of(entry, ScriptCall(*call)) for call in calls]
+        if not commands:
+            return []
+        return self.retrying(script, lambda: self._runner("control").call_many(entry, commands))
 
-        def run() -> list[list[Any]]:
-            pipe = self.control.pipeline(transaction=False)
-            for place, (keys, args) in enumerate(arranged):
-                # the first brings the text, so that no hash behind it can be unknown
-                verb, text = ("EVALSHA", sha) if place else ("EVAL", entry.source)
-                pipe.execute_command(verb, text, len(keys), *keys, *args)
-            return list(pipe.execute())
+    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
+        """Store payloads, call a script for each, and return the replies, as of a durable `call`.
 
-        replies = self.retrying(script, run) if arranged else []
-        return [
-            [item.decode() if isinstance(item, bytes) else item for item in reply]
-            for reply in replies
-        ]
-
-    def _run(self, entry: Script, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
-        try:
-            return self._evaluate("EVALSHA", entry, keys, args, wait)
-        except NoScriptError:
-            return self._evaluate("EVAL", entry, keys, args, wait)
-
-    def explain(self, entry: Script, keys: Sequence[str], error: ResponseError) -> Exception:
-        """What is raised for a script that failed: ScriptError where it refused keys or arguments."""
-        said = str(error)
-        if said.startswith("RMQ_ARG "):
-            return ScriptError(f"{said.removeprefix('RMQ_ARG ')}; nothing was changed")
-        if not said.startswith("WRONGTYPE"):
-            return error
-        kinds = [kind.decode() for kind in self.each("types", [("TYPE", key) for key in keys])]
-        wants = [entry.header.type_of(place) for place in range(1, len(keys) + 1)]
-        found = zip(keys, kinds, wants, strict=True)
-        wrong = [
-            f"{key} is a {kind}" for key, kind, want in found if kind.upper() not in (want, "NONE")
-        ]
-        return ScriptError(
-            f"{entry.name}: {', '.join(wrong) or 'a record'}, and not what buffer/store/keys.py says",
-            hint="something else wrote to the keys of this run",
+        All of it is one round trip, and every key lies in the slot of `key`. In a cluster, payloads
+        lie elsewhere: they are written to their nodes first. Uploads may be made on the way (see
+        `ScriptRunner.upload`). A repeated attempt sends the same ones: repeated calls are harmless
+        (I13).
+        """
+        entry = self.scripts[script]
+        uploads = Replayed(uploads)
+        if self.in_cluster:
+            self.write("payload write", [command for payload, _ in uploads for command in payload])
+            uploads = [((), call) for _, call in uploads]
+        return self.retrying(
+            script,
+            lambda: self._runner("bulk", key).upload(entry, key, uploads),
+            starts_work=entry.starts_work,
         )
-
-    def _evaluate(
-        self, verb: str, script: Script, keys: list[str], args: list[Arg], wait: bool
-    ) -> list[Any]:
-        client = self.servers.client("control", keys[0])
-        call = (verb, script.text(verb), len(keys), *keys, *args)
-        if not wait:
-            return list(client.execute_command(*call))
-        waits = self.durability.behind_script(verb, self.scripts["sync"].text(verb), keys[0])
-        reply, *waited = pipelined(client, [call, *waits])
-        self.durability.check(waited)
-        return list(reply)
 
     @property
     def durability(self) -> Durability:
-        """What a durable call waits for."""
+        """Return what a durable call waits for."""
         return Durability(self.wait_replicas, self.waits_for_disk)
 
-    def upload_and_call(
-        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> list[list[Any]]:
-        """Upload a payload and call a script for each of what `make` makes, in one round trip; the
-        scripts' replies, as of a durable `call`.
-
-        All keys lie where `key` does; in a cluster, payloads do not, and go to their nodes first.
-        `make` is asked again where the server was away: calls that were carried out already are
-        repeated (I13).
-        """
-        if self.in_cluster:
-            make = self._uploaded(list(make()))
-        entry = self.scripts[script]
-        replies = self.retrying(
-            script,
-            lambda: UploadTrip(self, entry, key, make).replies(),
-            starts_work=entry.starts_work,
-        )
-        return [
-            [item.decode() if isinstance(item, bytes) else item for item in reply]
-            for reply in replies
-        ]
-
-    def _uploaded(self, uploads: Sequence[Upload]) -> Callable[[], list[Upload]]:
-        self.write("payload write", [command for commands, _ in uploads for command in commands])
-        return lambda: [([], call) for _, call in uploads]
+    def _runner(self, role: Role, key: str = "") -> ScriptRunner:
+        client = self.servers.client(role, key or self._home)
+        return ScriptRunner(client, self.scripts, self.durability)
 
     def each(
         self,
@@ -351,7 +233,11 @@ class Store:
         return answers[: len(commands)]
 
     def read(
-        self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool
+        self,
+        what: str,
+        names: Sequence[Sequence[str]],
+        sizes: Sequence[int],
+        asked: Event | None = None,
     ) -> list[Parts]:
         """The values of several keys of one slot each; see `buffer.store.bulk_io.receive`."""
 
