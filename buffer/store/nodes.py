@@ -80,7 +80,7 @@ class Servers:
         urls = sorted(set(self._map()) - {""}) or self._seeds[:1]
         return [(url, self._client("control", url)) for url in urls]
 
-    def look_again(self) -> None:
+    def forget_slots(self) -> None:
         """Something may have moved: ask where the slots are before the next use."""
         with self._lock:
             if self._slots:

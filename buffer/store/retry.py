@@ -91,7 +91,7 @@ class LogOnce:
         self._reason = ""
 
     def report(self, reason: str, detail: str = "") -> None:
-        """Log `detail` (or else the reason) if the reason is a new one; "" means that all is well."""
+        """Log `detail`, or else the reason, if the reason is new; "" means that all is well."""
         if reason == self._reason:
             return
         if reason:

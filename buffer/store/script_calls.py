@@ -35,6 +35,20 @@ Upload = tuple[Sequence[Command], ScriptCall]
 """The commands that store a payload, and the call of the script that accepts it."""
 
 
+class Replayed(Iterable[T]):
+    """Items that are made when they are first needed, and kept for every later pass."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._source = iter(items)
+        self._made: list[T] = []
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._made
+        for item in self._source:
+            self._made.append(item)
+            yield item
+
+
 @dataclass(frozen=True, slots=True)
 class ScriptRunner:
     """Runs scripts of a library through one client.
@@ -135,7 +149,8 @@ class ScriptRunner:
             if kind.upper() not in (wanted, "NONE")
         ]
         return ScriptError(
-            f"{script.name}: {', '.join(wrong) or 'a record'}, and not what buffer/store/keys.py says",
+            f"{script.name}: {', '.join(wrong) or 'a record'}, "
+            "and not what buffer/store/keys.py says",
             hint="something else wrote to the keys of this run",
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Event
 from typing import Any, TypeVar
 
@@ -22,7 +22,14 @@ from buffer.store.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.store.durability import Durability
 from buffer.store.nodes import Role, Servers
 from buffer.store.retry import Backoff, OutageLog, is_transient
-from buffer.store.script_calls import FIRST_KEY, ScriptCall, ScriptRunner, Upload, command_of
+from buffer.store.script_calls import (
+    FIRST_KEY,
+    Replayed,
+    ScriptCall,
+    ScriptRunner,
+    Upload,
+    command_of,
+)
 from buffer.store.scripts import Arg, KeysByName, Script, library
 from buffer.store.url import SOCKET_TIMEOUT_S, mask_url
 
@@ -31,26 +38,19 @@ T = TypeVar("T")
 _BACKOFF = Backoff(0.05, 2.0)
 
 
-class Replayed(Iterable[T]):
-    """Items that are made when they are first needed, and kept for every later pass."""
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self._source = iter(items)
-        self._made: list[T] = []
-
-    def __iter__(self) -> Iterator[T]:
-        yield from self._made
-        for item in self._source:
-            self._made.append(item)
-            yield item
-
-
 class Store:
-    """One server or cluster, seen by one process. Thread-safe.
+    """Connects one process to a server or a cluster, and retries what it asks. Thread-safe.
 
-    `deadline_s` bounds how long one operation is tried; `StoreUnavailable` says that it passed. In
-    a cluster, `control` and `bulk` are clients of the node that holds the run which `at` was asked
-    for: get them anew for every try.
+    An operation is repeated for `deadline_s`; then it raises StoreUnavailable.
+
+    Usage:
+
+        store = Store("redis://127.0.0.1:6379", deadline_s=10.0)
+        reply = store.call("peek", keys.slots(task="math"), {"limit": 10})
+        size = store.retrying("size", lambda: store.control.dbsize())
+
+    In a cluster, `control` and `bulk` are clients of the node that holds the run for which `at`
+    made this store. A slot may move: get them anew in every attempt.
     """
 
     def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
@@ -59,26 +59,24 @@ class Store:
         self.deadline_s = deadline_s
         self.servers = Servers(url, name)
         self.scripts: Mapping[str, Script] = library()
-        """by name; a test of the tests puts others here"""
+        """by name; a test may put changed scripts here"""
         self.waits_for_disk = False
         self.wait_replicas = 0
         self.retries = 0
         self.patience: Callable[[], bool] = lambda: False
-        """asked once the deadline has passed: whether to wait on, as who holds a role does until it
-        is stopped
+        """Return whether to continue after the deadline. The holder of a role does until it is
+        stopped.
         """
         self.watchers: list[Callable[[str, float, int], object]] = []
-        """hear of every call that was answered: its name, the seconds it took, how often it was
-        repeated
-        """
+        """called for every answered operation with its name, its seconds, and its repetitions"""
         self._outages = OutageLog()
         self._home = ""
 
     def at(self, key: str, wait_replicas: int = 0) -> Store:
-        """This store, with `control` and `bulk` where `key` lies, and durable calls that wait for
-        so many replicas.
+        """Return a view of this store for the run of `key`; the store itself if that is the same.
 
-        Itself where neither makes a difference.
+        Its `control` and `bulk` are clients of the node that holds `key`, and its durable calls
+        wait for `wait_replicas` replicas.
         """
         in_cluster = self.retrying("first contact", lambda: self.servers.is_cluster)
         if not in_cluster and wait_replicas == self.wait_replicas:
@@ -90,20 +88,21 @@ class Store:
 
     @property
     def in_cluster(self) -> bool:
-        """Whether this is a view that `at` gave of a cluster."""
+        """Return whether this is a view of a cluster, made by `at`."""
         return bool(self._home) and self.servers.is_cluster
 
     @property
     def control(self) -> Any:
-        """For small commands."""
+        """Return the client for small commands."""
         return self.servers.client("control", self._home)
 
     @property
     def bulk(self) -> Any:
-        """For payloads and long lists."""
+        """Return the client for payloads and long lists."""
         return self.servers.client("bulk", self._home)
 
     def close(self) -> None:
+        """Close all connections."""
         self.servers.close()
 
     def call(
@@ -131,13 +130,12 @@ class Store:
         entry = self.scripts[script]
         call = ScriptCall(keys, args, tail_keys, tail_args)
         command = command_of(entry, call)
-        return self.retrying(
-            script,
-            lambda: self._runner("control", str(command[FIRST_KEY])).call(
-                entry, command, durable=durable
-            ),
-            starts_work=entry.starts_work,
-        )
+
+        def run() -> list[Any]:
+            runner = self._runner("control", str(command[FIRST_KEY]))
+            return runner.call(entry, command, durable=durable)
+
+        return self.retrying(script, run, starts_work=entry.starts_work)
 
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
@@ -157,19 +155,18 @@ class Store:
 
         All of it is one round trip, and every key lies in the slot of `key`. In a cluster, payloads
         lie elsewhere: they are written to their nodes first. Uploads may be made on the way (see
-        `ScriptRunner.upload`). A repeated attempt sends the same ones: repeated calls are harmless
-        (I13).
+        `ScriptRunner.upload`); a repeated attempt sends the same ones, which is harmless (I13).
         """
         entry = self.scripts[script]
         uploads = Replayed(uploads)
         if self.in_cluster:
             self.write("payload write", [command for payload, _ in uploads for command in payload])
             uploads = [((), call) for _, call in uploads]
-        return self.retrying(
-            script,
-            lambda: self._runner("bulk", key).upload(entry, key, uploads),
-            starts_work=entry.starts_work,
-        )
+
+        def run() -> list[list[Any]]:
+            return self._runner("bulk", key).upload(entry, key, uploads)
+
+        return self.retrying(script, run, starts_work=entry.starts_work)
 
     @property
     def durability(self) -> Durability:
@@ -188,35 +185,33 @@ class Store:
         *,
         on_payloads: bool = False,
     ) -> list[Any]:
-        """Run commands, every one where its key lies: one pipeline per server. The answers, in
-        order.
+        """Run each command where its key lies, one pipeline per server, and return all answers.
 
-        `on_payloads`: they are writes, and waited for as in `write`.
+        The answers are in the order of the commands. With `on_payloads`, the commands are writes,
+        and wait for replicas as in `write`.
         """
 
-        def run(client: Any, here: list[int]) -> list[Any]:
-            mine = [commands[place] for place in here]
-            return (
-                self._replicated(pipelined, client, mine)
-                if on_payloads
-                else pipelined(client, mine)
-            )
+        def run(client: Any, positions: list[int]) -> list[Any]:
+            own = [commands[position] for position in positions]
+            if on_payloads:
+                return self._replicated(pipelined, client, own)
+            return pipelined(client, own)
 
-        return self.retrying(
-            what, lambda: self.servers.at_each(role, [str(command[1]) for command in commands], run)
-        )
+        keys = [str(command[1]) for command in commands]
+        return self.retrying(what, lambda: self.servers.at_each(role, keys, run))
 
     def write(
         self, what: str, commands: Sequence[Command], *, starts_work: bool = False
     ) -> list[Any]:
-        """`each` for large values, which are sent from where they are. `starts_work`: see `call`.
+        """Run commands with large values as `each` does, without copies of the values.
 
-        In a cluster, payloads lie on other nodes than the script that accepts them, and
-        `wait_replicas` are waited for here: those that the script waits for say nothing of these.
+        In a cluster, payloads lie on other nodes than the script that accepts them. The replicas
+        that the script waits for are not theirs, so this waits for `wait_replicas` of their own.
+        `starts_work`: StoreFull at once on a full server, as in `call`.
         """
 
-        def run(client: Any, here: list[int]) -> list[Any]:
-            return self._replicated(send, client, [commands[place] for place in here])
+        def run(client: Any, positions: list[int]) -> list[Any]:
+            return self._replicated(send, client, [commands[position] for position in positions])
 
         keys = [str(command[1]) for command in commands]
         return self.retrying(
@@ -228,7 +223,8 @@ class Store:
     ) -> list[Any]:
         if not (self.wait_replicas and self.in_cluster):
             return run(client, commands)
-        answers = run(client, [*commands, *self.durability.behind_payloads(str(commands[0][1]))])
+        waits = self.durability.behind_payloads(str(commands[0][1]))
+        answers = run(client, [*commands, *waits])
         self.durability.check(answers[len(commands) :])
         return answers[: len(commands)]
 
@@ -239,32 +235,34 @@ class Store:
         sizes: Sequence[int],
         asked: Event | None = None,
     ) -> list[Parts]:
-        """The values of several keys of one slot each; see `buffer.store.bulk_io.receive`."""
+        """Return the values of several keys of one slot each; see `bulk_io.receive`."""
 
-        def run(client: Any, here: list[int]) -> list[Parts]:
-            return receive(client, [names[n] for n in here], [sizes[n] for n in here], asked)
+        def run(client: Any, positions: list[int]) -> list[Parts]:
+            own_names = [names[position] for position in positions]
+            own_sizes = [sizes[position] for position in positions]
+            return receive(client, own_names, own_sizes, asked)
 
-        return self.retrying(
-            what, lambda: self.servers.at_each("bulk", [keys[0] for keys in names], run)
-        )
+        keys = [chunks[0] for chunks in names]
+        return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run))
 
     def wait_bell(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
-        """Block until `bell` rings or the time is up. Whether it rang; a lost ring costs one
-        time-out.
+        """Block until a wake-up arrives in the list `bell`, and return whether one did.
 
-        The bell is cleared before the caller looks at what it was rung for, so a later ring is
-        never lost. Of a `shared` bell, every listener takes one ring.
+        The list is cleared before the caller polls what the wake-up was for, so that a later one is
+        never lost. A lost one costs one time-out. In a `shared` list, each wake-up is for one
+        waiting client, and the others are left there.
         """
 
-        def listen() -> bool:
-            # never 0 (for ever), never near the socket's own time-out
+        def block() -> bool:
             client = self.servers.client("bells", bell)
-            rang = client.blpop([bell], timeout=min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3))
-            if rang and not shared:
+            # 0 would block for ever; a time near the socket's own time-out would raise
+            bounded_s = min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3)
+            arrived = client.blpop([bell], timeout=bounded_s)
+            if arrived and not shared:
                 client.delete(bell)
-            return bool(rang)
+            return bool(arrived)
 
-        return self.retrying("bell", listen)
+        return self.retrying("bell", block)
 
     def retrying(
         self,
@@ -274,42 +272,51 @@ class Store:
         deadline_s: float | None = None,
         starts_work: bool = False,
     ) -> T:
-        """Run `operation`, again and again while the server is away, until it works or patience
-        ends.
+        """Return the result of `operation`, which is repeated after transient errors.
+
+        `what` names it in logs and errors. Raises StoreUnavailable once `deadline_s` (or the
+        store's own) is over and `patience` does not ask for more, StoreFull where memory is full,
+        StoreError for an error that is not transient.
         """
-        started = time.monotonic()
+        started_s = time.monotonic()
+        end_s = started_s + (self.deadline_s if deadline_s is None else deadline_s)
         attempt = 0
-        end = started + (self.deadline_s if deadline_s is None else deadline_s)
         while True:
             try:
                 result = operation()
                 break
             except redis.RedisError as error:
-                ends = 0.0 if starts_work and isinstance(error, OutOfMemoryError) else end
-                self._wait(what, error, attempt, ends)
+                # new work is not worth waiting for: the caller first frees what it can
+                is_refused = starts_work and isinstance(error, OutOfMemoryError)
+                self._pause(what, error, attempt, 0.0 if is_refused else end_s)
                 attempt += 1
         self._outages.worked(what)
         for watch in self.watchers:
-            watch(what, time.monotonic() - started, attempt)
+            watch(what, time.monotonic() - started_s, attempt)
         return result
 
-    def _wait(self, what: str, error: redis.RedisError, attempt: int, end: float) -> None:
+    def _pause(self, what: str, error: redis.RedisError, attempt: int, end_s: float) -> None:
+        """Wait before the next attempt, or raise why there is none."""
         if not is_transient(error):
             raise StoreError(f"{what}: the server refused: {error}") from error
-        left = end - time.monotonic()
-        if left <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
             raise self._given_up(what, error) from error
         self._outages.failed(what, error)
         self.retries += 1
-        self.servers.look_again()
-        pause = _BACKOFF.pause_s(attempt)
-        time.sleep(min(left, pause) if left > 0 else pause)
+        self.servers.forget_slots()  # an error may mean that the key has moved to another node
+        pause_s = _BACKOFF.pause_s(attempt)
+        time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:
+        server = mask_url(self.url)
         if isinstance(error, OutOfMemoryError):
-            hint = "what is trained and committed frees some; raise maxmemory, or lower [memory] budget_bytes"
-            return StoreFull(f"{what}: the memory of {mask_url(self.url)} is full", hint=hint)
-        hint = "is the server running? everything continues by itself once it is back"
+            return StoreFull(
+                f"{what}: the memory of {server} is full",
+                hint="training and committing batches frees memory; "
+                "or raise maxmemory, or lower [memory] budget_bytes",
+            )
         return StoreUnavailable(
-            f"{what}: no usable answer from {mask_url(self.url)}: {error}", hint=hint
+            f"{what}: no usable answer from {server}: {error}",
+            hint="is the server running? everything continues by itself once it is back",
         )
