@@ -65,7 +65,7 @@ def await_receipts(run: Run, check: Callable[[], None]) -> None:
     clock = OutageClock()
     while silent := run.control.silent_workers():
         check()
-        if clock.look() > run.limits.pause_timeout_s:
+        if clock.poll() > run.limits.pause_timeout_s:
             for worker in silent:
                 log.warning("no receipt; fencing", extra={"worker": worker})
                 run.fleet.fence(worker)

@@ -25,7 +25,7 @@ from buffer.model.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import pin_listed
 from buffer.store.replies import unfenced
-from buffer.store.retry import CHANCE
+from buffer.store.retry import SYSTEM_RANDOM
 from buffer.store.store import Store
 
 
@@ -57,7 +57,7 @@ def serving_order(
         if not (weight := weights[task]):
             # what still waits of it is of an earlier mix, and needed before all others
             return -1.0, 0.0
-        return has.get(task, 0) / weight, -(CHANCE.random() ** (1.0 / weight))
+        return has.get(task, 0) / weight, -(SYSTEM_RANDOM.random() ** (1.0 / weight))
 
     evals = [(task, "eval") for task in limits.eval_tasks]
     lines = evals + [

@@ -8,7 +8,6 @@ protect the trainer from bytes that were damaged on their way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -21,7 +20,8 @@ from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.model.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore, pin_listed
-from buffer.store.store import ScriptCall, Store, Upload
+from buffer.store.script_calls import ScriptCall, Upload
+from buffer.store.store import Store
 
 _AT_ONCE = 32
 """Groups that travel together: what is repeated if the server goes away meanwhile."""
@@ -53,7 +53,7 @@ class HandIn:
         for start in range(0, len(results), _AT_ONCE):
             some = results[start : start + _AT_ONCE]
             replies = self._store.upload_and_call(
-                "submit", self._keys.leases, partial(self._uploads, worker, some)
+                "submit", self._keys.leases, self._uploads(worker, some)
             )
             pin_listed(self._store, self._keys)
             refused += [

@@ -15,7 +15,8 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from threading import Event
 from typing import Any
 
 import hiredis
@@ -29,9 +30,6 @@ Command = Sequence[str | int | float | bytes | memoryview]
 """Its name, a key, and the rest."""
 
 Parts = list[memoryview | bytes | None]
-
-Asked = Callable[[], object]
-
 
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -73,7 +71,10 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
 
 
 def receive(
-    client: redis.Redis, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool
+    client: redis.Redis,
+    names: Sequence[Sequence[str]],
+    sizes: Sequence[int],
+    asked: Event | None = None,
 ) -> list[Parts]:
     """The values of several keys each, in one round trip. `sizes`: bytes of all values of each; 0:
     not known.
@@ -90,7 +91,8 @@ def receive(
         if _is_real(connection):
             connection.send_packed_command(_packed(commands))
             inbox = _Inbox(connection._sock, sum(sizes) + _LINE_BYTES * len(commands))
-            asked()
+            if asked:
+                asked.set()
             if all(sizes):
                 inbox.fill(sum(sizes))
             return [inbox.payload(len(keys)) for keys in names]

@@ -30,14 +30,12 @@ class Durability(NamedTuple):
         """Whether the answer to a durable call says nothing yet."""
         return self.disk or self.replicas > 0
 
-    def behind_script(self, verb: str, sync: str, key: str) -> list[Command]:
-        """Commands to follow a script on the keys of a run; `sync`: what `verb` names the script of
-        that name by.
-        """
-        # WAIT and not WAITAOF for replicas: they tell of their disks once a second only (measured:
+    def behind_script(self, sync: str, key: str) -> list[Command]:
+        """Return commands to follow a script on the keys of a run; `sync` is the hash of that one."""
+        # WAIT and not WAITAOF for replicas: they report their disks only once a second (measured:
         # 0.5 s a call)
         disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.disk else []
-        return [(verb, sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
+        return [("EVALSHA", sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
 
     def behind_payloads(self, key: str) -> list[Command]:
         """Commands to follow writes of payloads on the node of one of them, in a cluster: the

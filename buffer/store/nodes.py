@@ -17,7 +17,7 @@ import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
-from buffer.store.retry import CHANCE
+from buffer.store.retry import SYSTEM_RANDOM
 from buffer.store.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Servers:
         urls = sorted(set(self._map()) - {""}) or self._seeds[:1]
         return [(url, self._client("control", url)) for url in urls]
 
-    def look_again(self) -> None:
+    def forget_slots(self) -> None:
         """Something may have moved: ask where the slots are before the next use."""
         with self._lock:
             if self._slots:
@@ -108,7 +108,7 @@ class Servers:
     def _ask(self) -> list[str]:
         # all nodes that were ever seen, in any order: one that is cut off must not be believed for
         # ever
-        urls = CHANCE.sample(self._nodes, len(self._nodes))
+        urls = SYSTEM_RANDOM.sample(self._nodes, len(self._nodes))
         for url in urls[:-1]:
             try:
                 return self._slots_seen_by(url)

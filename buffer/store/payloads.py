@@ -36,7 +36,7 @@ from isal import isal_zlib
 from buffer.errors import PayloadMissing, WireError
 from buffer.model.compression import Compression, compress
 from buffer.model.job import PayloadRef
-from buffer.store.bulk_io import Asked, Command, Parts
+from buffer.store.bulk_io import Command, Parts
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
@@ -201,12 +201,12 @@ class PayloadStore:
         interpreter.
         """
         asked = Event()
-        coming = thread.submit(self._read, refs, asked.set)
+        coming = thread.submit(self._read, refs, asked)
         coming.add_done_callback(lambda _: asked.set())
         asked.wait()
         return coming
 
-    def _read(self, refs: Sequence[PayloadRef], asked: Asked = bool) -> list[Parts]:
+    def _read(self, refs: Sequence[PayloadRef], asked: Event | None = None) -> list[Parts]:
         names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
         return self._store.read("payload read", names, [ref.size for ref in refs], asked)
 

@@ -58,7 +58,7 @@ class Script:
         return self.source.startswith("#!lua\n")
 
     def text(self, verb: str) -> str:
-        """What EVALSHA or EVAL names the script by."""
+        """Return what EVALSHA or EVAL takes for this script."""
         return self.sha if verb == "EVALSHA" else self.source
 
     def arrange(

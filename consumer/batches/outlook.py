@@ -174,7 +174,7 @@ class BatchOutlook:
 
     def check(self, answer: NotReady) -> None:
         """Raise if waiting is useless, as the module describes: Stopped if the run is finished."""
-        self._waited_s = self._clock.look()
+        self._waited_s = self._clock.poll()
         if answer.recovering or time.monotonic() < self._next_check_s:
             return
         self._next_check_s = time.monotonic() + POLL_S

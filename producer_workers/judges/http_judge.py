@@ -18,14 +18,13 @@ import orjson
 from buffer.config.run import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.model.rollout import RolloutState
-from buffer.store.retry import CHANCE
+from buffer.store.retry import Backoff
 from producer_workers.judges.judge import check_reward, rollout_fields
 
 log = logging.getLogger("rolloutmq.judge")
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 10.0
+BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 
 
 class HttpJudge:
@@ -44,8 +43,8 @@ class HttpJudge:
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """The checked reward. Raises JudgeError after the last try."""
         body = orjson.dumps(rollout_fields(state), option=orjson.OPT_SERIALIZE_NUMPY)
-        pause_s = FIRST_PAUSE_S
-        for tries_left in reversed(range(self._judging.retries + 1)):
+        for attempt in range(self._judging.retries + 1):
+            tries_left = self._judging.retries - attempt
             try:
                 return check_reward(self.name, await self._ask(body))
             except _AgainError as error:
@@ -57,8 +56,7 @@ class HttpJudge:
                 log.warning(
                     "judge %s: %s; asking again, %d tries left", self.name, error, tries_left
                 )
-            await asyncio.sleep(pause_s * CHANCE.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(BACKOFF.pause_s(attempt))
         raise AssertionError("unreachable")
 
     async def _ask(self, body: bytes) -> Any:
