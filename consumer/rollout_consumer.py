@@ -190,6 +190,7 @@ class RolloutConsumer:
         ExpiredBatch, NoBatch, ProducerGone if waiting is useless (see `consumer.batches.outlook`);
         TaskStopped if nothing more is produced of a task that is short.
         """
+        # before the take: groups that left the pool would be forgotten as unwanted
         self._prefetcher.end()
         started = time.monotonic()
         options = WaitOptions(deadline_s, self.producer_timeout_s, waiting, checkpoint)
@@ -247,7 +248,7 @@ class RolloutConsumer:
         """
         self._run.ledger.commit(self.nonce, step, keep)
 
-    # -- control -------------------------------------------------------------
+    # -- control -------------------------------------------------------------------------
 
     @contextmanager
     def paused(self, mode: PauseMode) -> Iterator[float]:
@@ -295,7 +296,7 @@ class RolloutConsumer:
         self._run.control.publish_weights(self.nonce, weights, path, checksum)
         return weights
 
-    # -- evaluation ----------------------------------------------------------
+    # -- evaluation ----------------------------------------------------------------------
 
     def evaluate(
         self,
@@ -332,7 +333,7 @@ class RolloutConsumer:
         options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
         return pending.finish(options, allows_newer=True)
 
-    # -- metrics and events --------------------------------------------------
+    # -- metrics and events --------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics take/*, prefetch/* and pause/* of this trainer so far.
@@ -357,7 +358,7 @@ class RolloutConsumer:
         """
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
 
-    # -- the heartbeat -------------------------------------------------------
+    # -- the heartbeat -------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
         # continues after `stop`, while the last step ends: the role is held until `close`
