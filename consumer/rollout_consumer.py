@@ -82,15 +82,18 @@ class RolloutConsumer:
     """Represents the trainer of a run.
 
     One thread opens and closes it; all threads of the process may call the rest. `prefetch_bytes`:
-    payloads that are read ahead while a batch is trained; 0 reads none.
+    payloads that are read ahead while a batch is trained; 0 reads none. `nonce`: that of a trainer
+    which is already open; without it, call `open`.
     """
 
     producer_timeout_s: float | None = 120.0
     """how long to wait for a batch while no producer is alive; None: forever"""
 
-    def __init__(self, run: Run, *, prefetch_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self, run: Run, *, prefetch_bytes: int = 64 * 2**20, nonce: str | None = None
+    ) -> None:
         self._run = run
-        self.nonce = new_nonce()
+        self.nonce = nonce or new_nonce()
         self._taker = BatchTaker(run, self.nonce, self._check)
         self.lineage = secrets.token_hex(4)
         self.pauses = PauseTimes()
