@@ -292,7 +292,7 @@ def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none
     async def refused(desk: Desk) -> None:
         status, error = await desk.ask({"messages": USER, "response_format": asked})
         assert status == 400
-        assert "structure of its own" in error["message"]
+        assert "already sets a structure" in error["message"]
 
     at_desk(chat, engine, scene)
     whole = StructuredOutput(json_schema=SCHEMA)

@@ -33,8 +33,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm import engine as module
-from producer_workers.engines.vllm.api import is_cpu_build
-from producer_workers.engines.vllm.api import generation_of
+from producer_workers.engines.vllm.api import generation_of, is_cpu_build
 from tests.producer_workers.engines.conformance import (
     LONG,
     NEXT,

@@ -244,7 +244,7 @@ def test_new_weights_see_the_images_anew_while_requests_run(
     [
         ({"tokens": 3}, GenerationError, "no 3 tokens 320 in a row for image 0"),
         ({"tokens": 0}, GenerationError, "no 0 tokens"),
-        ({"kind": "video"}, MediaError, "is video; only images are shown"),
+        ({"kind": "video"}, MediaError, "is video; only images are supported"),
         (
             {"uri": "http://127.0.0.1:9/0.png"},
             MediaError,

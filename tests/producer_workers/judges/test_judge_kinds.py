@@ -97,7 +97,7 @@ def test_a_judge_at_a_url_is_asked_again_until_it_answers() -> None:
     [
         ((500, b""), "status 500", 2),
         ((404, b"no such judge"), "refused with status 404: no such judge", 1),
-        ((200, b"<html>"), "answered no JSON", 1),
+        ((200, b"<html>"), "not valid JSON", 1),
         ((200, b'{"score": "high"}'), "returned 'score' = 'high'", 1),
     ],
 )
