@@ -74,7 +74,7 @@ class McpServer:
         return [_schema(tool) for tool in tools]
 
     async def _connect(self) -> _Connection:
-        async with self._lock:
+        async with self._lock:  # calls run at the same time; only one may start the server
             if self._connection is None:
                 self._connection = await _Connection.open(self._command)
             return self._connection

@@ -25,7 +25,7 @@ from buffer.model.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
-from producer_workers.agent_loops.tool_parsers import PARSERS, ToolParser
+from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge
@@ -196,13 +196,8 @@ class ToolAgentLoop(MultiTurnAgentLoop):
         max_turns: int = 8,
         **common: Any,
     ) -> None:
-        if parser not in PARSERS:
-            raise ConfigError(
-                f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}"
-            )
-        environment = ToolEnvironment(
-            Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s), PARSERS[parser]
-        )
+        toolbox = Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s)
+        environment = ToolEnvironment(toolbox, tool_parser(parser))
         super().__init__(environment=environment, max_turns=max_turns, **common)
 
 

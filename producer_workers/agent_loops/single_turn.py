@@ -103,6 +103,7 @@ class SingleTurnAgentLoop:
     async def _generate(self, state: RolloutState, engine: Engine, gid: str) -> str:
         if state.prompt_ids is None:
             raise WireError(f"rollout {state.index} of {gid} has no prompt_ids")
+        # The count keeps ids unique: the engine may still know the request that was aborted.
         request_id = f"{gid}/{state.index}/{next(self._attempts)}"
         tokens = np.concatenate([state.prompt_ids, state.response_ids])
         generation = await engine.generate(request_id, tokens, _remaining_params(state))
@@ -115,6 +116,7 @@ class SingleTurnAgentLoop:
     def _abort(self, state: RolloutState) -> None:
         """Abort a rollout; one that has ended keeps its reason, and waits for the others."""
         ended = state.finish_reason in ("stop", "length")
+        # A structured response cannot be continued in its middle.
         if not self._partial_rollout or (state.sample_params.structured and not ended):
             state.reset_response()
         state.status = Status.ABORTED

@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import WireError
+from buffer.errors import ConfigError, WireError
 from buffer.model.rollout import ToolCall
 from buffer.model.wire import check_nesting
 
@@ -138,6 +138,13 @@ PARSERS: dict[str, ToolParser] = {
     "llama": _without_thought("llama", parse_llama),
     "mistral": _without_thought("mistral", parse_mistral),
 }
+
+
+def tool_parser(name: str) -> ToolParser:
+    """Return a parser by name. Raises ConfigError."""
+    if name not in PARSERS:
+        raise ConfigError(f"there is no tool parser {name!r}", hint=f"known: {', '.join(PARSERS)}")
+    return PARSERS[name]
 
 
 def _number(calls: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> list[ToolCall]:

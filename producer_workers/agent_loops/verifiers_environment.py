@@ -36,9 +36,9 @@ class VerifiersEnvironment:
         """See `Environment`."""
         play = _Play(self._environment, state)
         for text in turn.earlier:
-            await play.say(text)
+            play.add_turn(text)
             await play.respond()
-        await play.say(turn.text)
+        play.add_turn(turn.text)
         is_over = await play.is_over()
         messages = [] if is_over else await play.respond()
         return Answer(messages, reward=await play.score())
@@ -61,7 +61,7 @@ class _Play:
             "responses": [],
         }
 
-    async def say(self, text: str) -> None:
+    def add_turn(self, text: str) -> None:
         self._completion.append({"role": "assistant", "content": text})
         self._state["turn"] += 1
 

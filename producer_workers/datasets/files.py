@@ -96,6 +96,7 @@ def _record(line: bytes) -> Any:
 
 
 def _identity(lines: BinaryIO) -> tuple[int, int]:
+    # A checksum would read the whole file at every row.
     stat = os.fstat(lines.fileno())
     return stat.st_size, stat.st_mtime_ns
 
@@ -138,7 +139,7 @@ class ParquetRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         group = bisect_right(self._ends, row)
         start = self._ends[group - 1] if group else 0
-        with self._lock:
+        with self._lock:  # threads share the held row group
             if self._held[0] != group:
                 file, number = self._groups[group]
                 self._held = group, self._open(file).read_row_group(number)

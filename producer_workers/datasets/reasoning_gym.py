@@ -116,6 +116,7 @@ def _replace(path: Path, lines: Sequence[bytes]) -> None:
     if not lines:
         path.unlink(missing_ok=True)
         return
+    # Renamed at the end, so that a killed process leaves no half file under the final name.
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_bytes(b"\n".join(lines) + b"\n")
     part.replace(path)
@@ -123,7 +124,7 @@ def _replace(path: Path, lines: Sequence[bytes]) -> None:
 
 def _deal(problems: list[bytes], seed: int) -> list[bytes]:
     count = len(problems)
-    return [problems[permute(place, count, f"{seed}:deal")] for place in range(count)]
+    return [problems[permute(position, count, f"{seed}:deal")] for position in range(count)]
 
 
 def _collect(section: ProblemSection) -> list[bytes]:

@@ -87,7 +87,7 @@ class StreamDataset:
                 set_epoch(epoch)
         generator = getattr(self._iterable, "generator", None)
         if generator is not None:
-            generator.manual_seed(self._seed * 1_000_003 + epoch)
+            generator.manual_seed(self._seed * 1_000_003 + epoch)  # differs for each run and epoch
         self._kept.clear()
         self._epoch = epoch
         self._next = 0

@@ -86,7 +86,7 @@ def _opened(source: bytes | Path, limits: ImagesSection) -> Iterator[Any]:
     except pil.DecompressionBombError as error:
         raise MediaError(f"it would decode to far too many pixels: {error}") from error
     except pil.UnidentifiedImageError as error:
-        raise MediaError(f"it is none of {', '.join(FORMATS)}") from error
+        raise MediaError(f"its format is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error …
         raise MediaError(f"it is a broken image: {error}") from error
 

@@ -2,7 +2,7 @@
 
 Each compares the text of a response with the `ground_truth` of its problem. `math_verify`,
 `python_tests` and some verifiers of `reasoning_gym` belong into a process of their own (judging of
-kind rq): simplifying may take for ever, and programs are a model's own.
+kind rq): simplifying may never end, and programs are a model's own.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def math_verify(*, response: str, ground_truth: Any, state: object = None) -> fl
 
     The package math-verify compares them: 1/2 is 0.5 is \frac{1}{2}. Only its LaTeX grammar is
     used: its parser of plain expressions runs eval on what a model wrote, so a plain answer is
-    wrapped as LaTeX first. Simplifying may take for ever, and its time limit does not work in
-    threads. Raises ValueError where the ground truth holds no mathematics.
+    wrapped as LaTeX first. Simplifying may never end, and its time limit does not work in threads.
+    Raises ValueError where the ground truth holds no mathematics.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 

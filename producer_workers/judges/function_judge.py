@@ -84,4 +84,5 @@ class FunctionJudge:
         if inspect.iscoroutinefunction(self._function):
             return await call()
         result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        # A plain function may return a coroutine, as a lambda around one does.
         return await result if inspect.isawaitable(result) else result

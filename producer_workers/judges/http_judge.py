@@ -53,6 +53,7 @@ class HttpJudge:
                         hint="[tasks.<name>.judging] retries, timeout_s",
                     ) from error
                 log.warning("judge %s: %s; %d retries left", self.name, error, tries_left)
+            # At random, so that the rollouts of a group do not ask at the same moment again.
             await asyncio.sleep(pause_s * CHANCE.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise AssertionError("unreachable")

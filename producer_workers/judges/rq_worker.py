@@ -81,7 +81,7 @@ def score(
     Raises JudgeError.
     """
     chosen = load_judge(judge)
-    _limit(timeout_s, memory_mb)
+    _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
     return asyncio.run(judge_all(chosen, [RolloutState(**fields) for fields in rollouts]))
 
 

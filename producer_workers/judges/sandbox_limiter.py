@@ -26,6 +26,7 @@ def main() -> None:
         hard = resource.getrlimit(limit)[1]
         most = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
         resource.setrlimit(limit, (most, most))
+    # -I: neither the user's packages nor the environment may change the program.
     os.execv(sys.executable, [sys.executable, "-I", *sys.argv[5:]])
 
 

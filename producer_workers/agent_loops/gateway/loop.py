@@ -30,7 +30,7 @@ from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.agent_loops.tool_parsers import PARSERS
+from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
@@ -65,10 +65,8 @@ class GatewayAgentLoop:
                 "the gateway needs an agent or a command, not both",
                 hint='set agent = "module:function", or command = [...]',
             )
-        if parser and parser not in PARSERS:
-            raise ConfigError(
-                f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}"
-            )
+        if parser:
+            tool_parser(parser)
         self._agent = ProgramAgent(command) if command else _function(agent)
         self._judge = judge
         self._tokenizer = tokenizer
@@ -96,7 +94,7 @@ class GatewayAgentLoop:
                 made[state.index] = await self._session(state, engine, endpoint, gid)
 
             await run_all(run(state) for state in states if state.status is not Status.COMPLETED)
-        if endpoint.failure:
+        if endpoint.failure:  # agents cannot raise it: it reached them as an HTTP status
             raise endpoint.failure
         sessions = [made[index] for index in sorted(made)]
         if isinstance(self._judge, GroupJudge):
@@ -106,7 +104,7 @@ class GatewayAgentLoop:
     async def _session(
         self, state: RolloutState, engine: Engine, endpoint: Endpoint, gid: str
     ) -> Rollouts:
-        state.reset_response()
+        state.reset_response()  # an agent cannot continue, so an interrupted session starts anew
         name = f"{gid}/{state.index}"
         session = Session(
             name,

@@ -67,7 +67,7 @@ class Segment:
             logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
         )
 
-    def say(
+    def add_turn(
         self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
     ) -> Segment:
         """Return this context with the model's turn behind it.

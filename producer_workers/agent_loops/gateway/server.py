@@ -55,10 +55,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._answering: dict[str, set[asyncio.Task[Any]]] = {}
         self.url = ""
-        self.failure = None
-
-    url: str
-    failure: EngineDeadError | None
+        self.failure: EngineDeadError | None = None
 
     def admit(self, session: Session) -> str:
         """Return the key under which an agent may use a session."""
@@ -83,6 +80,7 @@ class Endpoint:
                 web.route("*", "/{path:.*}", _unknown),
             ],
         )
+        # A request whose agent has gone is cancelled, so that the engine stops sampling for it.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
@@ -106,6 +104,7 @@ class Endpoint:
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         token = given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
         for key in self._sessions:
+            # In constant time: another process of this machine may guess keys.
             if hmac.compare_digest(key.encode(), token):
                 return key
         return None
@@ -204,11 +203,11 @@ async def _in_their_form(request: web.Request, handler: Handler) -> web.StreamRe
         return _refuse(413, f"a request has {LARGEST_REQUEST} bytes at most", "request_too_large")
     except web.HTTPException as error:
         return _refuse(error.status, error.reason, "bad_request")
-    except web.RequestPayloadError as error:  # a body that is not what its headers say
+    except web.RequestPayloadError as error:  # a body that does not fit its headers
         return _refuse(400, str(error), "bad_request")
     except OSError:  # the agent has gone
         raise
-    except Exception as error:  # a fault of this program or of a tokenizer; the agent is told
+    except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
         log.exception("a request of an agent failed", extra={"path": request.path})
         return _refuse(500, f"{type(error).__name__}: {error}", "internal_error")
 
@@ -225,7 +224,7 @@ def _refuse_fields(error: ValidationError) -> web.Response:
 
 
 def _refuse(status: int, message: str, code: str, field: str | None = None) -> web.Response:
-    # Clients that retry are told not to: a second request would be refused, too.
+    # Clients would retry, and a second request would be refused, too.
     headers = {"x-should-retry": "false"}
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return web.json_response(

@@ -136,7 +136,7 @@ class Session:
         adds_one = parent not in self.segments or self._running > 1
         if adds_one and len(self.segments) + self._running > MOST_SEGMENTS:
             raise ConfigError(
-                f"this session has {MOST_SEGMENTS} contexts, and no more: go on with one of them"
+                f"this session has {MOST_SEGMENTS} contexts, the limit: continue one of them"
             )
 
     async def _generate(
@@ -157,7 +157,7 @@ class Session:
     def _keep(self, parent: Segment | None, context: Segment, *turn: Any) -> None:
         """Store a turn; a parent that was continued meanwhile is trained by the other request."""
         is_first = parent is None or parent in self.segments
-        grown = (context if is_first else context.untrained()).say(*turn)
+        grown = (context if is_first else context.untrained()).add_turn(*turn)
         self._seen.append(grown)
         self.segments = [*(segment for segment in self.segments if segment is not parent), grown]
 

@@ -1,6 +1,4 @@
-"""Images that rows name: what is understood, what is refused and where, and the prompt that shows
-them.
-"""
+"""Test images that rows name: what is accepted, what is refused and where, and their prompt."""
 
 from __future__ import annotations
 
@@ -144,10 +142,13 @@ def bomb() -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "text.png": (b"<html>not found</html>", "it is none of PNG"),
-    "empty.png": (b"", "it is none of PNG"),
+    "text.png": (b"<html>not found</html>", "its format is none of PNG"),
+    "empty.png": (b"", "its format is none of PNG"),
     "bomb.png": (bomb(), "pixels"),
-    "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it is none of PNG"),
+    "program.eps": (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "its format is none of PNG",
+    ),
     "large.png": (png(picture(1, 400, 400)), "over max_bytes"),
     "wide.png": (png(Image.new("RGB", (400, 400))), "400 x 400 pixels, over max_pixels = 100000"),
 }
