@@ -45,7 +45,7 @@ def check_model_folder(folder: Path) -> None:
             f"no model folder at {folder}", hint="give a local folder; nothing is downloaded"
         )
     if not (folder / "config.json").is_file():
-        raise EngineError(f"{folder} has no config.json", hint="is it a Hugging Face model folder?")
+        raise EngineError(f"{folder} has no config.json", hint="give a Hugging Face model folder")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise EngineError(f"{folder} has no tokenizer", hint="copy tokenizer.json to it")
     try:
@@ -118,12 +118,13 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             header = read_header(stream)
     except (OSError, ValueError) as error:
         raise WeightsError(
-            f"{file} is not a valid safetensors file: {error}", hint="is the copy complete?"
+            f"{file} is not a valid safetensors file: {error}",
+            hint="check that it was copied completely",
         ) from error
     if size != header.file_bytes:
         raise WeightsError(
-            f"{file} has {size} bytes, its header says {header.file_bytes}",
-            hint="was it copied completely?",
+            f"{file} has {size} bytes, but {header.file_bytes} by its header",
+            hint="check that it was copied completely",
         )
     return {name: span.shape for name, span in header.tensors.items()}
 

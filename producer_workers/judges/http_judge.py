@@ -1,10 +1,8 @@
-"""A judge behind a URL: POST of one rollout as JSON, a reward as JSON back.
+"""Judge with a service behind a URL: POST of one rollout as JSON, a reward as JSON back.
 
 Request: response, ground_truth, data_source, messages, extra. Answer: a number, or an object of
-numbers with "score". Asked again, with pauses that grow: no connection, no answer in time, 408,
-425, 429, 5xx. Any other status is final.
-
-What a judge in another process, or on another machine, is told of a rollout.
+numbers with "score". The request is repeated, with growing pauses, for: no connection, no answer in
+time, 408, 425, 429, 5xx. Any other status is final.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 
 
 class HttpJudge:
-    """`judging`: how long one answer may take, and how often it is asked again."""
+    """Judges at one URL. `judging` limits the time of an answer and the number of retries."""
 
     def __init__(self, url: str, judging: JudgingSection) -> None:
         try:
-            import aiohttp  # noqa: F401 (an extra: said now, not at the first rollout)
+            import aiohttp  # noqa: F401 (an extra: it fails at the start, not at a rollout)
         except ImportError as error:
             raise ConfigError(
                 f"judge {url} needs aiohttp", hint="pip install 'rolloutmq[http]'"
@@ -41,7 +39,7 @@ class HttpJudge:
         self._judging = judging
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """The checked reward. Raises JudgeError after the last try."""
+        """Return the checked reward. Raises JudgeError after the last try."""
         body = orjson.dumps(rollout_fields(state), option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(self._judging.retries + 1):
             tries_left = self._judging.retries - attempt
@@ -53,13 +51,12 @@ class HttpJudge:
                         f"judge {self.name}: {error}",
                         hint="[tasks.<name>.judging] retries, timeout_s",
                     ) from error
-                log.warning(
-                    "judge %s: %s; asking again, %d tries left", self.name, error, tries_left
-                )
+                log.warning("judge %s: %s; %d retries left", self.name, error, tries_left)
+            # At random, so that the rollouts of a group do not ask at the same moment again.
             await asyncio.sleep(BACKOFF.pause_s(attempt))
         raise AssertionError("unreachable")
 
-    async def _ask(self, body: bytes) -> Any:
+    async def _ask(self, rollout: bytes) -> Any:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=self._judging.timeout_s)
@@ -67,22 +64,23 @@ class HttpJudge:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.post(self.name, data=body, headers=headers) as answer,
+                session.post(self.name, data=rollout, headers=headers) as answer,
             ):
-                said = await answer.read()
+                body = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _AgainError(f"{type(error).__name__}: {error}") from error
         if answer.status in AGAIN:
             raise _AgainError(f"status {answer.status}")
         if answer.status != 200:
-            raise JudgeError(
-                f"judge {self.name} refused with status {answer.status}: {said[:200].decode(errors='replace')}"
-            )
+            reason = body[:200].decode(errors="replace")
+            raise JudgeError(f"judge {self.name} refused with status {answer.status}: {reason}")
         try:
-            return orjson.loads(said)
+            return orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            raise JudgeError(f"judge {self.name} answered no JSON: {said[:80]!r}") from error
+            raise JudgeError(
+                f"judge {self.name}: the answer is not valid JSON: {body[:80]!r}"
+            ) from error
 
 
 class _AgainError(Exception):
-    """What may be different the next time."""
+    """A failure that may be gone at the next try."""

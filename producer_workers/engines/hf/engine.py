@@ -219,7 +219,7 @@ class TransformersEngine:
                 request.settle()
                 if request.ended.done():
                     self._requests.pop(id(request), None)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets callers take their results and pause the engine
 
     def _step(self, batch: list[_Request]) -> None:
         """Make one token for each request. The failure of one does not touch the others."""
@@ -293,7 +293,7 @@ class TransformersEngine:
         self._recorder = recorder
         self._version = version
         for request in self._requests.values():
-            request.cache = None
+            request.cache = None  # keys and values of the old weights
 
     # -- model
 

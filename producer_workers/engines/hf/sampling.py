@@ -65,7 +65,7 @@ def _cut(logits: Tensor, params: SampleParams) -> Tensor:
     if 0 < params.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     if params.top_p < 1.0:
-        ordered, places = torch.softmax(logits, -1).sort(descending=True)
+        ordered, indices = torch.softmax(logits, -1).sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= params.top_p
-        logits = logits.index_fill(0, places[beyond], -torch.inf)
+        logits = logits.index_fill(0, indices[beyond], -torch.inf)
     return logits

@@ -177,7 +177,7 @@ class SimulatedEngine:
 
     async def shutdown(self) -> None:
         if self._state == "up":
-            self._freeze()
+            self._freeze()  # no timer may fire after the end
             self._abort(self._all())
         self._state = "shut down"
 

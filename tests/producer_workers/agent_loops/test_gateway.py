@@ -1,6 +1,4 @@
-"""Agents that only speak the OpenAI API, by its own client: what they made the model say is
-recorded token by token.
-"""
+"""Test that the gateway records agents of the OpenAI API token by token, by its own client."""
 
 from __future__ import annotations
 
@@ -159,7 +157,7 @@ def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path)
 
 
 def in_chat(loop: Any, tokenizer: Any) -> Any:
-    """A rehearsal's engine ends turns with token 0; this tokenizer with one of its own."""
+    """End turns with this tokenizer's token, where a rehearsal's engine uses token 0."""
     return lambda **given: loop(**{**given, "eos_ids": {tokenizer.eos_token_id}})
 
 
@@ -227,8 +225,9 @@ def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(
 
 
 def test_plain_functions_that_wait_take_no_threads_of_the_worker(chat: Any) -> None:
-    """More of them meet here than asyncio's own pool holds (32 at most), which loads weights and
-    hands in groups.
+    """Run more of them than asyncio's own pool has threads (32 at most).
+
+    The worker needs that pool to load weights and submit groups.
     """
     meeting = threading.Barrier(40)
 

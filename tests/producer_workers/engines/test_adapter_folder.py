@@ -1,6 +1,4 @@
-"""What a worker refuses of an adapter before its engine sees it: all of it by name, the old weights
-stay.
-"""
+"""Test what a worker refuses of an adapter before its engine reads it; the old weights stay."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def check(model: Path) -> AdapterCheck:
 
 
 def write(folder: Path, base: str, change: Change = lambda *_: None) -> Path:
-    """An adapter of rank 2 for the model of checksum `base`, after `change`."""
+    """Write an adapter of rank 2 for the model of checksum `base`, after `change`."""
     folder.mkdir()
     config: dict[str, Any] = {"r": 2, "lora_alpha": 4, "alpha_pattern": {}, "use_dora": False}
     tensors = {

@@ -64,8 +64,9 @@ def mixture(run: Run[None], mixtures: tuple[Path, Path]) -> Iterator[Engine]:
 
 
 def check_experts(experts: Any, tokens: list[int], folders: list[Path]) -> None:
-    """`folders`: by which weights each token but the last was read when the one behind it was
-    sampled.
+    """Check the recorded experts against plain forward passes.
+
+    `folders` are the weights that read each token but the last, when the one behind it was sampled.
     """
     assert experts.dtype == np.int16
     assert experts.shape == (len(tokens) - 1, 2, 2)
