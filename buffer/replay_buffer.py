@@ -58,13 +58,13 @@ class ReplayBuffer(Pools):
         the last span of a rollout get the version `weights`; without it, every rollout needs spans,
         or the groups are `ageless`: no policy of this run made them.
 
-        All groups are checked before the first is added. Then each is added for itself and for good.
-        The caller's rollouts are not changed.
+        All groups are checked before the first is added. Then each is added for itself and for
+        good. The caller's rollouts are not changed.
 
         Raises:
-            WireError: a group is empty, has an INIT, FAILED or FILTERED rollout, or cannot be encoded.
-            ConfigError: there is no such task.
-            MemoryFull: the run holds as many payload bytes as it may.
+            WireError: a group is empty, has an INIT, FAILED or FILTERED rollout, or cannot be
+            encoded. ConfigError: there is no such task. MemoryFull: the run holds as many payload
+            bytes as it may.
         """
         intake = Intake(
             self._store, self._keys, self._limits, self._payloads, "put", self.order_function
@@ -92,7 +92,7 @@ class ReplayBuffer(Pools):
         ageless: bool = False,
         replaces: str = "",
     ) -> None:
-        """Replace the rollouts of a group in a pool, for example with new rewards or a continuation.
+        """Replace the rollouts of a group in a pool, for example to change rewards.
 
         The group goes to the pool of its new status (completed or aborted), and keeps its arrival
         and, in `fifo` and `length_fair`, its turn. `weights` and `ageless` are those of `put`.
@@ -191,10 +191,10 @@ class ReplayBuffer(Pools):
     ) -> dict[str, list[RolloutGroup]] | NotReady:
         """Take the groups of train step `step`, and return them by task.
 
-        `counts` are the groups of each task: all of them or none (NotReady); without `strict`, those
-        that are ready. `nonce` is that of the open trainer, which commits the step in the end. A step
-        that was taken before is returned as it was (I5). `consumer.rollout_consumer` has a take that
-        waits, and quarantines what cannot be read.
+        `counts` are the groups of each task: all of them or none (NotReady); without `strict`,
+        those that are ready. `nonce` is that of the open trainer, which commits the step in the
+        end. A step that was taken before is returned as it was (I5). `consumer.rollout_consumer`
+        has a take that waits, and quarantines what cannot be read.
 
         Raises Fenced, LedgerError, PayloadMissing or WireError.
         """
@@ -256,9 +256,9 @@ class ReplayBuffer(Pools):
     def delete(self, which: str | Mapping[str, Any]) -> int:
         """Drop a group by its gid, or all groups in pools that match a query; return how many.
 
-        A single group may also wait or be dead; GroupHeld if it runs, is in a batch, or has ended in
-        another way. A group that matches a query (`buffer.query`), but runs or is taken before its
-        turn comes, is left out. Raises QueryError for a wrong query.
+        A single group may also wait or be dead; GroupHeld if it runs, is in a batch, or has ended
+        in another way. A group that matches a query (`buffer.query`), but runs or is taken before
+        its turn comes, is left out. Raises QueryError for a wrong query.
         """
         jobs = JobQueue(self._store, self._keys, self._limits)
         if isinstance(which, str):

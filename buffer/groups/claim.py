@@ -96,7 +96,7 @@ class Reaped:
 
 
 def reissued(reply: Sequence[str]) -> int:
-    """Return how many groups `reissue.lua` put back into a queue, from a reply that is not FENCED."""
+    """Return how many groups `reissue.lua` put back, from a reply that is not FENCED."""
     match reply:
         case ["OK", count, _]:
             return int(count)
@@ -121,7 +121,7 @@ def fenced(job: Job) -> Fenced:
 
 
 def stage_before(reply: Sequence[str], gid: str) -> str:
-    """Return the stage or pool that `requeue.lua` or `drop.lua` moved a group from. Raises GroupHeld."""
+    """Return where `requeue.lua` or `drop.lua` moved a group from. Raises GroupHeld."""
     match reply:
         case ["OK", stage]:
             return str(stage)

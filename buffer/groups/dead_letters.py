@@ -59,7 +59,7 @@ class DeadLetters:
         )
 
     def reason(self, gid: str) -> Any:
-        """Return the letter of a group, a JSON object with reason and worker; None if it is not dead."""
+        """Return the letter of a group (JSON with reason and worker); None if it is not dead."""
         letter = self._store.retrying(
             "dead letter", lambda: self._store.control.get(self._keys.dead_letter(gid))
         )

@@ -44,8 +44,9 @@ def stamped(
 ) -> list[RolloutState]:
     """Return copies of the rollouts, with tokens after the last span attributed to `weights`.
 
-    `ageless` means that no policy of this run made them. Raises WireError for a rollout with tokens,
-    but without spans, unless one of the two is given: a guess would falsify its staleness (I9).
+    `ageless` means that no policy of this run made them. Raises WireError for a rollout with
+    tokens, but without spans, unless one of the two is given: a guess would falsify its staleness
+    (I9).
     """
     copies = [state.model_copy() for state in states]
     for state in copies:
@@ -53,8 +54,8 @@ def stamped(
             state.stamp(weights)
         elif len(state.response_ids) and not state.spans and not ageless:
             raise WireError(
-                f"rollout {state.index} has {len(state.response_ids)} tokens, but no spans that name "
-                "the weights that made them",
+                f"rollout {state.index} has {len(state.response_ids)} tokens, but no spans that "
+                "name the weights that made them",
                 hint="pass weights=PolicyVersion(lineage, M), or ageless=True if no policy of this "
                 "run made them",
             )

@@ -44,9 +44,10 @@ def serving_order(
 ) -> list[tuple[str, str]]:
     """Return the queues that a claim reads, as (task, lane), first to last.
 
-    Evaluations come first, then groups that were begun, then new ones. Among tasks, the one of which
-    the worker holds least for its weight comes first (`held`: groups by task), so that a slow task
-    does not fill the worker. Where tasks are even, they are drawn by weight, anew for every claim.
+    Evaluations come first, then groups that were begun, then new ones. Among tasks, the one of
+    which the worker holds least for its weight comes first (`held`: groups by task), so that a slow
+    task does not fill the worker. Where tasks are even, they are drawn by weight, anew for every
+    claim.
     """
     weights = limits.newest_weights()
     held_groups = held or {}
@@ -67,7 +68,7 @@ def serving_order(
 
 
 MAX_CLAIM = 128
-"""Jobs in one claim at most: the server is busy for milliseconds, and other workers need jobs, too."""
+"""Jobs in one claim: more would keep the server busy, and leave other workers without jobs."""
 
 MAX_PASSED_OVER = 500
 """Draws that one call of `pass_over` inspects."""
@@ -127,9 +128,9 @@ class JobQueue:
     ) -> Enqueued:
         """Enqueue draws from the cursor on, as far as there is room, and move the cursor with them.
 
-        `samples` are the rollouts of each draw, 0 for a draw that cannot be used; their INIT payloads
-        must be stored. `operation` is the same for a repeated call. Raises Fenced when another
-        producer was opened, PayloadMissing for a draw without a prompt.
+        `samples` are the rollouts of each draw, 0 for a draw that cannot be used; their INIT
+        payloads must be stored. `operation` is the same for a repeated call. Raises Fenced when
+        another producer was opened, PayloadMissing for a draw without a prompt.
         """
         keys = self._keys
         limits = self._limits
@@ -194,7 +195,7 @@ class JobQueue:
         return {"most": most or "", "patience": patience or ""}
 
     def failures(self, task: str) -> tuple[int, bool]:
-        """Return how many tries failed or were filtered in a row, and whether that stopped the task."""
+        """Return how many tries in a row failed or were filtered, and whether the task stopped."""
         key = self._keys.progress(task)
         raw = self._store.retrying(
             "failures", lambda: self._store.control.hget(key, "failures_in_row")
@@ -220,8 +221,8 @@ class JobQueue:
     ) -> Claim:
         """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`.
 
-        `held` are the jobs that the worker has already. The same `token` repeats a claim whose reply
-        was lost (I13).
+        `held` are the jobs that the worker has already. The same `token` repeats a claim whose
+        reply was lost (I13).
         """
         keys = self._keys
         limits = self._limits
@@ -274,8 +275,8 @@ class JobQueue:
         """Put a dead or pooled group back into a queue with all its tries; return where it was.
 
         "waiting" means that there was nothing to do. The group starts from its prompt; only an
-        aborted group keeps its tokens. `operation` is the same for a repeated call. Raises GroupHeld
-        when the group runs, is in a batch, has ended, or never was.
+        aborted group keeps its tokens. `operation` is the same for a repeated call. Raises
+        GroupHeld when the group runs, is in a batch, has ended, or never was.
         """
         task, draw = split_group_id(gid)
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
@@ -306,7 +307,7 @@ class JobQueue:
     # -- for all processes ---------------------------------------------------
 
     def reap(self, limit: int = 100) -> Reaped:
-        """Take back up to `limit` groups whose leases expired, and forget workers that are long gone."""
+        """Take back up to `limit` groups of expired leases, and forget long gone workers."""
         limits = self._limits
         reply = self._store.call(
             "reap",

@@ -95,9 +95,9 @@ class Pools:
     def get(self, count: int, task: str, status: PoolStatus = "completed") -> list[RolloutGroup]:
         """Return the first `count` groups of a pool (at most 1,024) without removing them.
 
-        Completed groups come in the order of the run's policy (by age, until the trainer has rebuilt
-        the index for a changed policy); others as `reissue` finds them, the oldest first. A group
-        that leaves the pool while its bytes are read is left out.
+        Completed groups come in the order of the run's policy (by age, until the trainer has
+        rebuilt the index for a changed policy); others as `reissue` finds them, the oldest first. A
+        group that leaves the pool while its bytes are read is left out.
         """
         if count <= 0:
             return []

@@ -1,8 +1,8 @@
 """Walks over the records of all living groups of a run, in order of their draws, page by page.
 
-No key scan, and no set whose members could move meanwhile: draws that have ended are bits, so living
-ones are found in O(living groups) plus one bit per draw. On a live run the records are of different
-times; a group that ends meanwhile is left out.
+No key scan, and no set whose members could move meanwhile: draws that have ended are bits, so
+living ones are found in O(living groups) plus one bit per draw. On a live run the records are of
+different times; a group that ends meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RecordWalk:
         self._keys = keys
 
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
-        """Yield (gid, record) of every living group of a task: drawn ones, then those from outside."""
+        """Yield (gid, record) of the living groups of a task: drawn ones before others."""
         draws = self._living(task)
         while page := list(islice(draws, PAGE)):
             gids = [group_id(task, draw) for draw in page]
