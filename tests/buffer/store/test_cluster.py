@@ -193,7 +193,7 @@ def test_prompt_of_a_group_that_has_ended_is_not_kept(
 ) -> None:
     scene = Scene(store, raw, run_name)
     with monkeypatch.context() as dying:
-        dying.setattr("buffer.store.payloads.pin_listed", lambda *_: 0)
+        dying.setattr("buffer.groups.intake.pin_listed", lambda *_: 0)
         (gid,) = scene.run.buffer.put("math", [rollouts()])
     listed = raw.smembers(scene.keys.unpinned)
     scene.run.jobs.drop(gid)
