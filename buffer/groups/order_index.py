@@ -20,7 +20,7 @@ _SLICE = 250
 def expire_all(
     store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int = _SLICE
 ) -> int:
-    """`expire`, slice by slice, until nothing is left to move; how many groups there were."""
+    """Expire all stale groups of a pool, slice by slice; return how many there were."""
     moved = 0
     while (some := expire(store, keys, limits, task, status, limit)) == limit:
         moved += some
@@ -28,10 +28,11 @@ def expire_all(
 
 
 def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
-    """Move up to `limit` groups out of a pool that the next train step may not use any more; how
-    many there were.
+    """Move up to `limit` groups out of a pool that are too stale for the next train step.
+
+    Returns how many there were.
     """
-    reply = store.call(
+    _, moved = store.call(
         "refresh",
         keys.slots(task=task, status=status),
         {
@@ -40,7 +41,7 @@ def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, 
             "retryable": int(limits.retries_expired(task)),
         },
     )
-    return int(reply[1])
+    return int(moved)
 
 
 def fill_index(store: Store, keys: Keys, limits: RunLimits, nonce: Arg, task: str) -> None:

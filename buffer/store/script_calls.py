@@ -5,7 +5,7 @@ Nothing is retried here: `buffer.store.store` does that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from buffer.store.scripts import Arg, KeysByName, Script
 T = TypeVar("T")
 
 _LARGE_BYTES = 32 * 2**10
-"""From this size on, a server reads a value by itself while the next payload is encoded."""
+"""From this size on, a server reads a value by itself; smaller ones are read together."""
 
 
 class ScriptCall(NamedTuple):
@@ -33,20 +33,6 @@ class ScriptCall(NamedTuple):
 
 Upload = tuple[Sequence[Command], ScriptCall]
 """The commands that store a payload, and the call of the script that accepts it."""
-
-
-class Replayed(Iterable[T]):
-    """Items that are made when they are first needed, and kept for every later pass."""
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self._source = iter(items)
-        self._made: list[T] = []
-
-    def __iter__(self) -> Iterator[T]:
-        yield from self._made
-        for item in self._source:
-            self._made.append(item)
-            yield item
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,37 +65,21 @@ class ScriptRunner:
         replies = self._run(script, commands, lambda: pipelined(self.client, commands))
         return [_decoded(reply) for reply in replies]
 
-    def upload(self, script: Script, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
+    def upload(self, script: Script, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
         """Store payloads and call a script for each, durably, in one round trip.
 
-        On one connection, a payload is stored before its script runs. An upload may be made when it
-        is its turn: the server reads the ones before it meanwhile, so that a batch costs little
-        more than its bytes. `key` is any key of the run; `uploads` is iterated again for a repeated
-        attempt.
+        On one connection, a payload is stored before its script runs. `key` is any key of the run.
         """
-        calls: list[Command] = []
+        payloads = [command for payload, _ in uploads for command in payload]
+        # large ones first: a server that writes to disk before it answers would write once for each
+        # small command that stands between two large ones
+        payloads.sort(key=_is_large, reverse=True)
+        calls = [command_of(script, call) for _, call in uploads]
         waits = self._waits(key)
-
-        def commands() -> Iterator[Command]:
-            calls.clear()
-            small: list[Command] = []
-            for payload, call in uploads:
-                for command in payload:
-                    if _is_large(command):
-                        yield command
-                    else:
-                        small.append(command)
-                calls.append(command_of(script, call))
-            # behind everything large: a server that writes to disk before it answers would write
-            # once for each small command that stands between two large ones
-            yield from small
-            yield from calls
-            yield from waits
-
-        answers = self._run(script, calls, lambda: send(self.client, commands()))
-        end = len(answers) - len(waits)
-        self._check(answers[end:])
-        return [_decoded(reply) for reply in answers[end - len(calls) : end]]
+        answers = self._run(script, calls, lambda: send(self.client, [*payloads, *calls, *waits]))
+        replies = answers[len(payloads) :]
+        self._check(replies[len(calls) :])
+        return [_decoded(reply) for reply in replies[: len(calls)]]
 
     def _run(
         self, script: Script, calls: Sequence[Command], attempt: Callable[[], list[T]]

@@ -24,7 +24,6 @@ from buffer.store.nodes import Role, Servers
 from buffer.store.retry import Backoff, OutageLog, is_transient
 from buffer.store.script_calls import (
     FIRST_KEY,
-    Replayed,
     ScriptCall,
     ScriptRunner,
     Upload,
@@ -150,15 +149,15 @@ class Store:
             return []
         return self.retrying(script, lambda: self._runner("control").call_many(entry, commands))
 
-    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
+    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
         """Store payloads, call a script for each, and return the replies, as of a durable `call`.
 
         All of it is one round trip, and every key lies in the slot of `key`. In a cluster, payloads
-        lie elsewhere: they are written to their nodes first. Uploads may be made on the way (see
-        `ScriptRunner.upload`); a repeated attempt sends the same ones, which is harmless (I13).
+        lie elsewhere: they are written to their nodes first. A repeated attempt is harmless (I13).
         """
+        if not uploads:
+            return []
         entry = self.scripts[script]
-        uploads = Replayed(uploads)
         if self.in_cluster:
             self.write("payload write", [command for payload, _ in uploads for command in payload])
             uploads = [((), call) for _, call in uploads]

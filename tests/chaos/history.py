@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from buffer.store.script_calls import ScriptCall, Upload
+from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName
 from buffer.store.store import Store
 
@@ -92,16 +92,10 @@ class RecordingStore(Store):
         self.history.ok(script, number, args, reply)
         return reply
 
-    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
+    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
         """As `Store.upload_and_call`."""
-        calls: list[tuple[int, ScriptCall]] = []
-
-        def noted() -> Iterator[Upload]:
-            for commands, call in uploads:
-                calls.append((self.history.call(script, call.args), call))
-                yield commands, call
-
-        replies = super().upload_and_call(script, key, noted())
+        calls = [(self.history.call(script, call.args), call) for _, call in uploads]
+        replies = super().upload_and_call(script, key, uploads)
         for (number, call), reply in zip(calls, replies, strict=True):
             self.history.ok(script, number, call.args, reply)
         return replies
