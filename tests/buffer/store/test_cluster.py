@@ -172,8 +172,8 @@ def test_janitor_keeps_what_was_accepted_when_the_caller_died_before_it_could(
 ) -> None:
     scene = Scene(store, raw, run_name)
     with monkeypatch.context() as dying:
-        for module in ("jobs", "hand_in", "intake"):
-            dying.setattr(f"buffer.{module}.pin_listed", lambda *_: 0)
+        for module in ("job_queue", "submit", "intake"):
+            dying.setattr(f"buffer.groups.{module}.pin_listed", lambda *_: 0)
         (gid,) = scene.ready(0)
         (put,) = scene.run.buffer.put("math", [rollouts()])
     keys = payload_keys(raw, run_name)
@@ -193,7 +193,7 @@ def test_prompt_of_a_group_that_has_ended_is_not_kept(
 ) -> None:
     scene = Scene(store, raw, run_name)
     with monkeypatch.context() as dying:
-        dying.setattr("buffer.store.payloads.pin_listed", lambda *_: 0)
+        dying.setattr("buffer.groups.intake.pin_listed", lambda *_: 0)
         (gid,) = scene.run.buffer.put("math", [rollouts()])
     listed = raw.smembers(scene.keys.unpinned)
     scene.run.jobs.drop(gid)
