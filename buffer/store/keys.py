@@ -7,43 +7,58 @@ an entry of `SLOTS`: then a script names it in its header, and its callers chang
 
     key                              type     holds
     rmq:{run}:meta                   HASH     schema, nonce, created_ms, and the limits of the run
-    rmq:{run}:control                HASH     epoch, mode, open lanes, newest weights, trainer, producer;
-                                              the pub/sub channel of the same name carries hints
-    rmq:{run}:clock                  HASH     the server's clock as last seen, to notice outages and steps
+    rmq:{run}:control                HASH     epoch, mode, open lanes, newest weights, trainer,
+                                              producer; the pub/sub channel of the same name carries
+                                              hints
+    rmq:{run}:clock                  HASH     the server's clock as last seen, to notice outages and
+                                              steps
     rmq:{run}:lineages               LIST     "lineage:S" for every opening of a trainer, in order
     rmq:{run}:jobs:<task>:<lane>     STREAM   waiting jobs; XLEN is the backlog
-    rmq:{run}:bell:<who>             LIST     wakes idle workers, producer, trainer; a lost wake-up is harmless
+    rmq:{run}:bell:<who>             LIST     wakes idle workers, producer, trainer; a lost wake-up
+                                              is harmless
     rmq:{run}:group:<gid>            HASH     the record of one group, short fields only
     rmq:{run}:leases                 ZSET     gid by deadline (ms of the server's clock): what runs
-    rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf without one)
-    rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's policy, if that is
-                                              neither staleness nor freshest (buffer/model/order_policy.py)
+    rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf
+                                              without one)
+    rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's
+                                              policy, if that is neither staleness nor freshest
+                                              (buffer/model/order_policy.py)
     rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
-    rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over its nodes
-    rmq:{run:gid}:sync               STRING   expires at once: written behind payloads, to wait for their replicas
-    rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted payloads that still
-                                              have an expiry (buffer/store/payloads.py)
-    rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that are not needed any more
+    rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over
+                                              its nodes
+    rmq:{run:gid}:sync               STRING   expires at once: written behind payloads, to wait for
+                                              their replicas
+    rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted
+                                              payloads that still have an expiry
+                                              (buffer/store/payloads.py)
+    rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that are not needed
+                                              any more
     rmq:{run}:bytes                  HASH     came, went: payload bytes of all groups, cumulative
-    rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads; nothing is freed meanwhile
+    rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads; nothing is
+                                              freed meanwhile
     rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed (= archived), forgotten,
                                               exported: steps of a consumer (train, eval)
     rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
     rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
-    rmq:{run}:cursors                HASH     next draw by task, for the producer; workers cannot write it (ACL);
-                                              `progress` has a copy, for people and the account
-    rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered / dropped
+    rmq:{run}:cursors                HASH     next draw by task, for the producer; workers cannot
+                                              write it (ACL); `progress` has a copy, for people and
+                                              the account
+    rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered /
+                                              dropped
     rmq:{run}:dead                   ZSET     gid by time of death (ms)
     rmq:{run}:dead:<gid>             STRING   why, as JSON
     rmq:{run}:workers                ZSET     worker by last heartbeat (ms of the server's clock)
     rmq:{run}:worker:<id>            HASH     engine, weights, state, acknowledged epoch, counters
-    rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest first ([policy]
-                                              weights_transport = "redis"), or announced ("gloo", "nccl")
-    rmq:{run}:weights:<lineage>:<version> STRING  manifest of one; its files in chunks: …:<version>:1, :2 …
-                                              or, without chunks, how to connect to the trainer that has them
+    rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest
+                                              first ([policy] weights_transport = "redis"), or
+                                              announced ("gloo", "nccl")
+    rmq:{run}:weights:<lineage>:<version> STRING manifest of one; its files in chunks:
+                                              …:<version>:1, :2 … or, without chunks, how to connect
+                                              to the trainer that has them
     rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
-    rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: number of submitted groups that
-                                              no trainer can use, and since when it may not claim (0: it may)
+    rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: number of
+                                              submitted groups that no trainer can use, and since
+                                              when it may not claim (0: it may)
     rmq:{run}:events                 STREAM   one short entry per transition, capped
 """
 

@@ -146,11 +146,11 @@ def test_a_wrong_password_is_explained_without_showing_it(tmp_path: Path) -> Non
         wrong = explain(url.replace("unix://", "unix://me:hunter2@"))
         assert "refuses the user or password" in str(wrong)
         assert "hunter2" not in str(wrong)
-        assert "wants a password" in str(explain(url))
+        assert "requires a password" in str(explain(url))
 
 
 def test_a_server_that_is_not_there_is_explained(tmp_path: Path) -> None:
-    assert "nothing listens there" in str(explain("redis://127.0.0.1:1/0"))
+    assert "no server listens there" in str(explain("redis://127.0.0.1:1/0"))
     assert "there is no such socket" in str(explain(f"unix://{tmp_path}/none.sock"))
     assert isinstance(explain("redis://127.0.0.1:1/0"), StoreUnavailable)
 
