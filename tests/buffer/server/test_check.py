@@ -20,6 +20,9 @@ def bad(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(found.level, found.what) for found in findings if found.level != "ok"]
 
 
+@pytest.mark.without(
+    "cluster", "memory", reason="its nodes are checked by check_all; memory is never safe"
+)
 def test_a_safe_server_has_nothing_to_complain_about(
     server: Server, redis_client: redis.Redis
 ) -> None:
@@ -31,7 +34,7 @@ def test_a_safe_server_has_nothing_to_complain_about(
 
 @contextmanager
 def client_of(folder: Path, *options: str, **login: str) -> Iterator[redis.Redis]:
-    """A client of a new Redis that is safe but for `options`."""
+    """Yield a client of a new Redis that is safe but for `options`."""
     with start_redis(folder, *SAFE, *options) as url, redis.Redis.from_url(url, **login) as client:
         yield client
 
