@@ -1,6 +1,4 @@
-"""The scripts' headers are contracts: they must agree with bodies, callers, and the key table (I13,
-I14).
-"""
+"""The scripts' headers are contracts with bodies, callers, and the key table (I13, I14)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ WRITES = r"'(H(SET|DEL|INCRBY\w*)|Z(ADD|REM)\w*|X(ADD|DEL)|S(ADD|REM|ET|ETBIT)|R
 
 
 def code_of(name: str) -> str:
-    """The body without its comments."""
+    """Return the body without its comments."""
     return re.sub(r"--.*", "", SOURCES[name])
 
 
@@ -74,7 +72,7 @@ def test_body_uses_every_name_of_the_header_and_no_number(name: str) -> None:
 
 
 def calls_of(code: str, function: str) -> Iterator[list[str]]:
-    """The arguments of each call of a function."""
+    """Yield the arguments of each call of a function."""
     for match in re.finditer(re.escape(function) + r"\(", code):
         depth, start, found = 1, match.end(), []
         for place in range(start, len(code)):
@@ -160,7 +158,7 @@ LISTS = {"payloads": "payload", "prompts": "payload", "training_pools": "pool"}
 
 
 def kind_of_key(slot: str) -> str:
-    """The row of the key table that the key of a slot belongs to."""
+    """Return the row of the key table for the key of a slot."""
     if slot in LISTS:
         return LISTS[slot]
     key = Keys("demo").slots(**FACTS, step=1)[slot].removeprefix("rmq:{demo}:")

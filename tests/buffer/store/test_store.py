@@ -1,6 +1,4 @@
-"""The connection: what is tried again, what is not, and what an acknowledged write survives (I6,
-I13).
-"""
+"""The connection: what is retried, what is not, and what an acknowledged write survives (I6, I13)."""
 
 from __future__ import annotations
 
