@@ -37,15 +37,20 @@ from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
 
 log = logging.getLogger("rolloutmq.judge")
+
 FUNCTION = "producer_workers.judges.rq_worker.score"
 """The path of `score`, stored in every job: it is part of the wire format."""
-_CPU_GRACE_S = 1
+
 WORKER_TTL_S = 60
 """How long a worker that died is still listed; a live one reports more often."""
+
 CLEAN_S = 60
 """Seconds between two searches of rq for jobs whose worker died."""
+
 POLL_S = 0.2
 RESTART_S = 1.0
+_CPU_GRACE_S = 1
+
 LOST_SERVER = 3
 """Exit code of a worker whose server went away; its successor waits for the server."""
 

@@ -49,8 +49,10 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 2.0
 """Seconds between two checks that the server is alive."""
+
 LAST_WORDS_S = 2.0
 """Seconds for aborted requests to deliver their last tokens; later ones are sampled again."""
+
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """Reasons that end a response; any other one ("abort") only ends a part of it."""
 
