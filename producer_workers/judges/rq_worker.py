@@ -158,7 +158,7 @@ class JudgePool:
             time.sleep(POLL_S)
             for slot, worker in enumerate(workers):
                 if not worker.is_alive() and not self._stopping:
-                    log.warning("a judge worker ended with exit code %s", worker.exitcode)
+                    log.warning("restarting a judge worker that exited with %s", worker.exitcode)
                     time.sleep(RESTART_S)
                     workers[slot] = self._start()
         for worker in workers:

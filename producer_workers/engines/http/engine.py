@@ -211,7 +211,7 @@ class HttpEngine:
         if not self._updates:
             raise WeightsError(
                 f"{path} is not loaded: the weights of {self._config.url} are static",
-                hint="[engine] weights = 'update' lets the worker load new ones",
+                hint="set [engine] weights = 'update' to let the worker load new ones",
             )
         await self._weights.check(path)
         # Shielded: a caller that gives up must not leave the server paused between two sets of
@@ -251,7 +251,9 @@ class HttpEngine:
             try:  # the next client finds the server running
                 await self._server.resume(self._config.control_timeout_s)
             except RolloutMQError as error:
-                logger.warning("the server was left paused: %s", error)
+                logger.warning(
+                    "%s stays paused, it could not be resumed: %s", self._config.url, error
+                )
         self._dead = self._dead or "shut down"
         await self._set_closed(True)
         await self._server.close()
