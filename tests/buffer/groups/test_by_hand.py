@@ -1,6 +1,4 @@
-"""requeue, drop, quarantine: what people and trainers do with groups that are no good (I1, I5, I8,
-I11).
-"""
+"""Requeue, drop and quarantine: groups that operators and trainers move (I1, I5, I8, I11)."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.buffer.scene import Scene
 
 
 def bury(scene: Scene, reason: str = "no good") -> Job:
-    """A dead group, which had tokens before it died."""
+    """Make a dead group that had tokens before it died."""
     scene.enqueue(1)
     (job,) = scene.claim()
     scene.submit(job, status=Status.ABORTED)
@@ -174,7 +172,7 @@ def test_drop_of_a_running_group_revokes_the_lease_of_the_named_worker_only(scen
 # -- quarantine ----------------------------------------------------------------------------------------
 
 
-def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_place(scene: Scene) -> None:
+def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_slot(scene: Scene) -> None:
     scene.open_trainer(lineage="l0")
     gids = scene.ready(0, 0, 0, 1)
     scene.ready(0, task="code")
