@@ -35,7 +35,7 @@ def quarantine(
     return scene.run.ledger.quarantine(scene.trainer, step, entry, reason)
 
 
-# -- requeue -------------------------------------------------------------------------------------------
+# -- requeue ----
 
 
 def test_requeue_lets_a_dead_group_wait_again_from_its_prompt_with_all_its_tries(
@@ -124,7 +124,7 @@ def test_groups_that_run_are_taken_or_have_ended_are_left_alone(
     assert scene.dump() == before
 
 
-# -- drop ----------------------------------------------------------------------------------------------
+# -- drop ----
 
 
 def test_drop_ends_groups_wherever_they_may_be_dropped(make_scene: Callable[..., Scene]) -> None:
@@ -169,7 +169,7 @@ def test_drop_of_a_running_group_revokes_the_lease_of_the_named_worker_only(scen
     scene.check()
 
 
-# -- quarantine ----------------------------------------------------------------------------------------
+# -- quarantine ----
 
 
 def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_slot(scene: Scene) -> None:

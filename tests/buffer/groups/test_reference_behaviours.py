@@ -1,4 +1,4 @@
-"""The guarantees of XTuner v1 for its replay buffer, tested on ours; docstrings give differences."""
+"""Guarantees of the replay buffer of XTuner v1, tested on ours; docstrings give differences."""
 
 from __future__ import annotations
 
