@@ -67,7 +67,7 @@ def test_bytes_on_another_node_are_waited_for(
 
     monkeypatch.setattr("buffer.store.durability.WAIT_MS", 5000)
     with monkeypatch.context() as dying:
-        dying.setattr("buffer.store.payloads.pin_listed", lambda *_: 0)
+        dying.setattr("buffer.groups.submit.pin_listed", lambda *_: 0)
         scene.submit(job)
     assert scene.record(job.gid)["stage"] == "pool"
     listed = raw.smembers(scene.keys.unpinned)
