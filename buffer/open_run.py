@@ -19,7 +19,7 @@ from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.server.check import describe_connection_error, require_all_safe
 from buffer.server.embedded import EmbeddedServer
-from buffer.store.retry import is_passing
+from buffer.store.retry import is_transient
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.store")
@@ -58,7 +58,7 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
     try:
         findings = require_all_safe(store.servers, config.redis.allow_unsafe)
     except redis.RedisError as error:
-        if not (patient and is_passing(error)):
+        if not (patient and is_transient(error)):
             raise describe_connection_error(url, error) from error
         store.retrying("first contact", store.servers.masters)
         findings = require_all_safe(store.servers, config.redis.allow_unsafe)

@@ -22,7 +22,7 @@ from buffer.model.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import pin_listed
 from buffer.store.replies import unfenced
-from buffer.store.retry import CHANCE
+from buffer.store.retry import SYSTEM_RANDOM
 from buffer.store.store import Store
 
 
@@ -58,7 +58,7 @@ def serving_order(
             # its remaining jobs are of an earlier task mix, and needed before all others
             return -1.0, 0.0
         # the keys of weighted sampling without replacement (Efraimidis and Spirakis, 2006)
-        drawn = CHANCE.random() ** (1.0 / weight)
+        drawn = SYSTEM_RANDOM.random() ** (1.0 / weight)
         return held_groups.get(task, 0) / weight, -drawn
 
     queues = [(task, "eval") for task in limits.eval_tasks]

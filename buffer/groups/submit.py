@@ -22,7 +22,8 @@ from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.model.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore, pin_listed
-from buffer.store.store import ScriptCall, Store, Upload
+from buffer.store.script_calls import ScriptCall, Upload
+from buffer.store.store import Store
 
 GROUPS_PER_TRIP = 32
 """Bounds the memory for encoded groups, and what is sent again after a lost connection."""

@@ -43,8 +43,8 @@ def _await_vacancy(run: Run, stop: threading.Event) -> bool:
     log.info("standing by: %s", holder)
     while not stop.wait(LOOK_S) and run.control.state().mode is not Mode.FINISH:
         holder = run.control.holder("producer")
-        answered_s = clock.look()
-        has_had_time = not clock.was_away or answered_s * 1000 >= holder.timeout_ms
+        answered_s = clock.poll()
+        has_had_time = not clock.had_outage or answered_s * 1000 >= holder.timeout_ms
         if not holder.is_alive and (has_had_time or not holder.nonce):
             log.warning("taking over: %s", holder)
             return True

@@ -18,6 +18,7 @@ from pathlib import Path
 from buffer.control.control import ControlState
 from buffer.errors import StoreUnavailable, WireError
 from buffer.run import Run
+from buffer.store.retry import Backoff
 from buffer.weights.announcement import Announcement
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
@@ -61,9 +62,8 @@ def _published(state: ControlState) -> PublishedWeights:
 
 log = logging.getLogger("rolloutmq.worker")
 
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 30.0
-"""Waits before refused weights are tried again; doubled each time. Each try reads the whole folder."""
+BACKOFF = Backoff(0.5, 30.0, jitter=0.0)
+"""Pauses before refused weights are tried again. Each attempt reads the whole folder."""
 
 
 class SteeredEngine:
@@ -75,7 +75,7 @@ class SteeredEngine:
         self.paused = self.asleep = False
         self._refused = ""
         self._retry_at = 0.0
-        self._retry_s = FIRST_RETRY_S
+        self._refusals = 0
 
     def has_weights_of(self, state: ControlState) -> bool:
         return state.weights == self._engine.version()
@@ -159,7 +159,7 @@ class SteeredEngine:
         """Say so, once for every version, and plan the next try."""
         if self._refused != str(state.weights):
             self._refused = str(state.weights)
-            self._retry_s = FIRST_RETRY_S
+            self._refusals = 0
             log.error("weights refused, staying on %s: %s", self._engine.version(), error)
-        self._retry_at = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._refusals)
+        self._refusals += 1

@@ -39,7 +39,7 @@ from buffer.model.job import Job, ReleaseKind
 from buffer.model.rollout import RolloutState, Status
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.worker.loop_result import SampleFilter, check_result
@@ -145,7 +145,7 @@ class GroupWork:
         self._worker = worker_id
         self.tokens = self.done = self.failed = 0
         self.handing_in: set[Job] = set()
-        self._held = SaidOnce(log, "holding on to groups")
+        self._held = LogOnce(log, "holding on to groups")
         self._members: dict[Job, list[RolloutState]] = {}
 
     def shares(self, jobs: Iterable[Job]) -> dict[Job, float]:
@@ -265,9 +265,9 @@ class GroupWork:
             try:
                 answer = await asyncio.to_thread(call, *args)
             except StoreUnavailable as error:
-                self._held.say(error.hint)
+                self._held.report(error.hint)
             else:
-                self._held.say("")
+                self._held.report("")
                 return answer
 
 

@@ -19,7 +19,7 @@ from buffer.control.fleet import Beat, Pulse, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, TellsLoad
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.worker.control_client import HeardControl
@@ -57,7 +57,7 @@ class Heart:
         self._later = loop.call_soon_threadsafe
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._silence = SaidOnce(log, "no heartbeat")
+        self._silence = LogOnce(log, "no heartbeat")
         self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -87,9 +87,9 @@ class Heart:
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
                     self._run.janitor.sweep_in_turn()
                     swept = time.monotonic()
-                self._silence.say("")
+                self._silence.report("")
             except StoreUnavailable as error:
-                self._silence.say(error.hint)
+                self._silence.report(error.hint)
             except (Fenced, RunError) as error:
                 self._later(self._give_up, error)
                 return

@@ -31,7 +31,7 @@ from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import Concurrency
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.worker.capacity import Places, Vacancy
@@ -104,8 +104,8 @@ class Worker:
             engine, self._group_work, self._control, judge_times or JudgeTimes()
         )
         self._stopping = False
-        self._refusal = SaidOnce(log, "claiming nothing")
-        self._deafness = SaidOnce(log, "hearing no bell")
+        self._refusal = LogOnce(log, "claiming nothing")
+        self._deafness = LogOnce(log, "hearing no bell")
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
@@ -161,9 +161,9 @@ class Worker:
             await asyncio.to_thread(
                 self._run.store.wait_bell, self._run.keys.bell("workers"), IDLE_S, shared=True
             )
-            self._deafness.say("")
+            self._deafness.report("")
         except StoreUnavailable as error:
-            self._deafness.say(error.hint)
+            self._deafness.report(error.hint)
         except RolloutMQError as error:
             self._failure = error
         finally:
@@ -285,9 +285,9 @@ class Worker:
                 self._run.jobs.claim, self.id, self._nonce, new_nonce(), *about
             )
         except StoreUnavailable as error:
-            self._refusal.say(error.hint)
+            self._refusal.report(error.hint)
             return False
-        self._refusal.say(REFUSALS.get(claim.refusal or "", ""))
+        self._refusal.report(REFUSALS.get(claim.refusal or "", ""))
         if claim.control:
             self._control.hear_answer(claim.control, asked)
         for job in claim.jobs:

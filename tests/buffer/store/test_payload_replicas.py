@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def frozen(scene: Scene, node: Node) -> Iterator[None]:
-    """A replica that hears nothing; who waits for it is not patient."""
+    """Keep a replica from answering, and shorten the time that a store waits for it."""
     node.signal(signal.SIGSTOP)
     scene.run.store.deadline_s = 0.1
     yield
