@@ -50,7 +50,7 @@ def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     consumer = RolloutConsumer(
         run.run, prefetch_bytes=0
     )  # it would read what is measured before the clock runs
-    consumer.nonce = run.trainer
+    consumer.role.nonce = run.trainer
 
     def raw_get(names: list[str], depth: int) -> Way:
         return Way(lambda _: _mget(server.raw, names, depth))

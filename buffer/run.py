@@ -3,7 +3,7 @@ it.
 
 store = Store(url)
 run = Run.open(store, "demo")
-run.jobs · run.halts · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet ·
+run.jobs · run.halts · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.receipts ·
 run.account · run.payloads run.groups · run.janitor · run.media · run.events
 """
 
@@ -22,6 +22,7 @@ from buffer.control.event_log import EventLog
 from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings, differences
 from buffer.control.progress import ProduceProgress, read_progress
+from buffer.control.receipts import Receipts
 from buffer.control.task_status import Halts
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
@@ -69,6 +70,7 @@ class Run:
         self.evaluations = BatchLedger(store, self.keys, limits, "eval")
         self.control = RunControl(store, self.keys, limits)
         self.fleet = Fleet(store, self.keys, limits)
+        self.receipts = Receipts(store, self.keys, limits, self.fleet)
         self.events = EventLog(store, self.keys)
         self.account = Account(store, self.keys, limits)
         self.memory = memory.Memory(store, self.keys, limits)

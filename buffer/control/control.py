@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from buffer.errors import Fenced, LostRun, PauseTimeout, RunNotFound, ScriptError
+from buffer.control.histogram import Histogram, join_counts
+from buffer.errors import Fenced, LostRun, RunNotFound, ScriptError
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.rollout import PolicyVersion
@@ -185,37 +185,6 @@ class RunControl:
         )
         return ControlState.parse(unfenced(reply, "trainer")[1:])
 
-    def wait_for_receipts(self, state: ControlState, *, timeout_s: float | None = None) -> float:
-        """Wait until every live worker has carried out `state.epoch`; returns the seconds it took.
-
-        Raises PauseTimeout naming the silent ones. A worker that beats no more is not waited for.
-        """
-        start = time.monotonic()
-        limit_s = self._limits.pause_timeout_s if timeout_s is None else timeout_s
-        while silent := self.silent_workers(state.epoch):
-            if time.monotonic() - start > limit_s:
-                raise PauseTimeout(
-                    f"no receipt for control epoch {state.epoch} from {', '.join(silent)}",
-                    hint="fence them with `rolloutmq fence WORKER`, or wait until their heartbeats stop",
-                )
-            self._store.wait_bell(self._keys.bell("receipts"), 0.1)
-        return time.monotonic() - start
-
-    def silent_workers(self, epoch: int | None = None) -> list[str]:
-        """Live workers that have not acknowledged `epoch`; the newest by default. 10,000 workers at
-        most.
-        """
-        reply = self._store.call(
-            "silent",
-            self._keys.slots(),
-            {
-                "epoch": "" if epoch is None else epoch,
-                "lease_ms": self._limits.lease_ms,
-                "limit": 10_000,
-            },
-        )
-        return reply[1:]
-
     def open_producer(
         self, nonce: str, *, run_nonce: str = "", take_over: bool = False
     ) -> ControlState:
@@ -246,11 +215,18 @@ class RunControl:
         unfenced(reply, "producer")
 
     def beat(
-        self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0
+        self,
+        role: Role,
+        nonce: str,
+        *,
+        closing: bool = False,
+        waited_s: float = 0.0,
+        pauses: Histogram | None = None,
     ) -> ControlState:
-        """Say that the holder of a role lives, or gives it up, and how long it has waited in all.
-        Raises Fenced; LostRun where the server, which came back empty, has never seen anybody in
-        that role.
+        """Renew the hold on a role, or give it up if `closing`; return the control state.
+
+        `waited_s` and `pauses` are the trainer's statistics since it was opened. Raises Fenced;
+        LostRun if the server came back empty and has never seen a holder of that role.
         """
         reply = self._store.call(
             "beat",
@@ -260,6 +236,8 @@ class RunControl:
                 "nonce": nonce,
                 "closing": int(closing),
                 "waited_ms": int(waited_s * 1000),
+                "pause_ms": int(pauses.total_s * 1000) if pauses else 0,
+                "pause_buckets": join_counts(pauses.counts) if pauses else "",
             },
         )
         with self.telling_loss(role):

@@ -16,6 +16,7 @@ from typing import Any
 
 from buffer.control.control import ControlState
 from buffer.control.control_line import ControlLine
+from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram, join_counts, parse_counts
 from buffer.errors import Fenced, RunNotFound
 from buffer.model.ids import valid_name
 from buffer.model.job import Job
@@ -58,9 +59,8 @@ class WorkerNumbers:
     judging_ms: int = 0
     """the time that all of these answers took together"""
     judge_failures: int = 0
-    judge_p50_ms: int = 0
-    """median of the newest answers"""
-    judge_p99_ms: int = 0
+    judge_buckets: tuple[int, ...] = ()
+    """how many of these answers took how long: see `WorkerRecord.judge_times`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class Pulse(WorkerNumbers):
         numbers = {each.name: getattr(self, each.name) for each in fields(WorkerNumbers)}
         numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
         numbers["requests"] = "" if self.requests is None else self.requests
+        numbers["judge_buckets"] = join_counts(self.judge_buckets)
         return {"ack": self.ack, "weights": str(self.weights), "state": self.state.value, **numbers}
 
 
@@ -108,6 +109,11 @@ class WorkerRecord(WorkerNumbers):
     seen_ms: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
     """what else the worker registered: host, pid, …"""
+
+    @property
+    def judge_times(self) -> Histogram:
+        """The times of all answers of its judges; empty if it counts by other bounds."""
+        return Histogram(JUDGE_BOUNDS_S, self.judge_buckets, self.judging_ms / 1000)
 
     @property
     def is_barred(self) -> bool:
@@ -167,10 +173,11 @@ def _rate(text: str) -> float | None:
     )
 
 
-_PARSER_OF: dict[object, Callable[[str], int | float | str | None]] = {
+_PARSER_OF: dict[object, Callable[[str], object]] = {
     "int": _whole,
     "int | None": _whole,
     "float": _rate,
+    "tuple[int, ...]": parse_counts,
     "str": str,
 }
 _PARSERS = {

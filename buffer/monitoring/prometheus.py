@@ -14,11 +14,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.control.fleet import WorkerRecord, WorkerState
+from buffer.control.histogram import Histogram
 from buffer.errors import StoreError
 from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.monitoring.workers_wanted import WorkersWanted, look_at
@@ -27,6 +33,9 @@ from buffer.store.store import Store
 
 Cells = Iterator[tuple[tuple[str, ...], float]]
 """(values of the labels but `run`, number)"""
+
+Times = tuple[tuple[str, ...], Histogram]
+"""(values of the labels but `run`, durations)"""
 
 _TASK_COUNTERS = {
     "groups_enqueued": ("enqueued", "Groups that were drawn from the data set and started."),
@@ -56,14 +65,13 @@ _WORKER_GAUGES: dict[str, tuple[str, WorkerNumber]] = {
         lambda w: w.judging,
     ),
     "worker_engine_requests": ("Running and waiting in its engine.", lambda w: w.requests),
-    "worker_judge_p50_seconds": ("p50 of its newest answers.", lambda w: w.judge_p50_ms / 1000),
-    "worker_judge_p99_seconds": ("p99 of its newest answers.", lambda w: w.judge_p99_ms / 1000),
 }
 _WORKER_COUNTERS: dict[str, tuple[str, WorkerNumber]] = {
     "worker_groups_failed": ("Failed in its hands.", lambda w: w.failed),
-    "worker_judgements": ("Answers of its judges.", lambda w: w.judged),
-    "worker_judge_seconds": ("What it waited for them.", lambda w: w.judging_ms / 1000),
-    "worker_judge_failures": ("Of these, failures.", lambda w: w.judge_failures),
+    "worker_judge_failures": (
+        "Answers of its judges that were failures.",
+        lambda w: w.judge_failures,
+    ),
 }
 
 
@@ -144,6 +152,18 @@ def _metric(
     return family  # type: ignore[no-any-return]
 
 
+def _histogram(
+    name: str, text: str, labels: list[str], cells: dict[str, Iterator[Times]]
+) -> Metric:
+    family: Any = HistogramMetricFamily(f"rolloutmq_{name}", text, labels=["run", *labels])
+    for run, rows in cells.items():
+        for values, times in rows:
+            buckets = [(str(bound_s), count) for bound_s, count in times.at_most().items()]
+            buckets.append(("+Inf", times.count))
+            family.add_metric([run, *values], buckets, times.total_s)
+    return family  # type: ignore[no-any-return]
+
+
 def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
     def gauge(name: str, text: str, labels: list[str], read: Any) -> Metric:
         return _metric(name, text, labels, {run: read(snap) for run, snap in snaps.items()})
@@ -220,6 +240,18 @@ def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
         yield gauge(name, text, ["worker"], _per_worker(read))
     for name, (text, read) in _WORKER_COUNTERS.items():
         yield counter(name, text, ["worker"], _per_worker(read))
+    yield _histogram(
+        "judge_seconds",
+        "Times of judges' answers, queues included.",
+        ["worker"],
+        {run: _judge_times(snap) for run, snap in snaps.items()},
+    )
+    yield _histogram(
+        "pause_seconds",
+        "Times from a pause of this trainer to the last receipt.",
+        [],
+        {run: iter([((), snap.pauses)]) for run, snap in snaps.items()},
+    )
     yield gauge("leases", "Groups that run.", [], _one(lambda s: s.leases))
     yield gauge(
         "leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue)
@@ -322,6 +354,10 @@ def _per_worker(read: WorkerNumber) -> Any:
         return (((name,), number) for name, number in read_ones if number is not None)
 
     return cells
+
+
+def _judge_times(snap: Snapshot) -> Iterator[Times]:
+    return (((worker.id,), worker.judge_times) for worker in snap.live_workers)
 
 
 def _marks(snap: Snapshot) -> Cells:

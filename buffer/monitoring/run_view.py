@@ -15,6 +15,7 @@ from buffer.batches.memory import MemoryUse
 from buffer.control.control import silence_ms
 from buffer.control.event_log import Event, parse_event
 from buffer.control.fleet import WorkerRecord
+from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.model.ids import LANES
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
@@ -148,6 +149,13 @@ class Snapshot:
     def judging(self) -> int:
         """Running groups that only wait for their judge, as the live workers report them."""
         return sum(worker.judging for worker in self.live_workers)
+
+    @property
+    def pauses(self) -> Histogram:
+        """The times of this trainer's pauses, as its heartbeats report them."""
+        counts = parse_counts(self.control.get("trainer_pause_buckets", "")) or ()
+        total_s = int(self.control.get("trainer_pause_ms", 0)) / 1000
+        return Histogram(PAUSE_BOUNDS_S, counts, total_s)
 
     @property
     def places(self) -> dict[str, int]:

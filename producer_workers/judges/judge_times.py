@@ -1,5 +1,4 @@
-"""How long a worker waits for its judges: what its heartbeat tells, and Prometheus makes a latency
-of.
+"""How long a worker waits for its judges, as its heartbeats report it and the metrics show it.
 
 An rq judge's time includes the queue: it is what a rollout waits, not what a judge computes.
 """
@@ -7,35 +6,28 @@ An rq judge's time includes the queue: it is what a rollout waits, not what a ju
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 
+from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram
 from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 
-NEWEST = 1024
-"""Answers that quantiles are of."""
-
 
 class JudgeTimes:
-    """`asked`: answers so far, failures too; `failed`: the failures; `seconds`: what all of them
-    took together.
+    """Counts the answers of one worker's judges by the time they took, failures too.
 
     Measured on the event loop, read by the heartbeat's thread.
     """
 
     def __init__(self) -> None:
-        self.asked = 0
         self.failed = 0
-        self.seconds = 0.0
-        self._newest: deque[float] = deque(maxlen=NEWEST)
-        self._lock = Lock()
+        self.histogram = Histogram(JUDGE_BOUNDS_S)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
+        """Count the time in the block as one answer."""
         began = time.monotonic()
         try:
             yield
@@ -43,23 +35,10 @@ class JudgeTimes:
             self.failed += 1
             raise
         finally:
-            took = time.monotonic() - began
-            with self._lock:
-                self._newest.append(took)
-            self.asked += 1
-            self.seconds += took
-
-    def quantiles(self, *shares: float) -> list[float]:
-        """Seconds that these shares of the newest answers took at most; 0 where there is none."""
-        with self._lock:
-            newest = sorted(self._newest)
-        return [
-            newest[min(int(share * len(newest)), len(newest) - 1)] if newest else 0.0
-            for share in shares
-        ]
+            self.histogram.add(time.monotonic() - began)
 
     def watch(self, judge: AnyJudge | None) -> AnyJudge | None:
-        """The same judge, with its time taken."""
+        """Return a judge that counts the time of each answer of `judge`."""
         if judge is None:
             return None
         return (

@@ -44,7 +44,7 @@ def dataset(tmp_path: Path) -> Path:
 def consumer_of(yard: Yard) -> RolloutConsumer:
     """The handle of the trainer that the yard has opened."""
     consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # nobody closes it
-    consumer.nonce = yard.trainer
+    consumer.role.nonce = yard.trainer
     consumer.lineage = LINEAGE
     return consumer
 

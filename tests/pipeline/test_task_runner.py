@@ -117,7 +117,7 @@ def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(
 
     asyncio.run(scenario())
     consumer = RolloutConsumer(yard.run)
-    consumer.nonce = yard.trainer
+    consumer.role.nonce = yard.trainer
     with pytest.raises(TaskStopped, match=r"task sums is stopped: \d+ tries failed") as caught:
         consumer.take_batch(1, {TASK: 2})
     assert "rolloutmq continue --task sums" in str(caught.value.hint)
@@ -177,7 +177,7 @@ def test_partial_rollout_is_a_matter_of_each_task(make_mixture: Callable[..., Mi
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)
         state = await asyncio.to_thread(mixture.run.control.set_mode, "operator", Mode.ABORT)
-        await asyncio.to_thread(mixture.run.control.wait_for_receipts, state, timeout_s=60.0)
+        await asyncio.to_thread(mixture.run.receipts.wait, state, timeout_s=60.0)
         worker.stop()
         await work
 

@@ -148,11 +148,11 @@ def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(sce
         assert heard == [epoch]
         line.say(epoch, heard=epoch)
         hear(3)
-        assert scene.run.control.silent_workers() == ["w0"]
+        assert scene.run.receipts.silent() == ["w0"]
         scene.run.jobs.release("w0", job, "handback")
         line.say(epoch, heard=epoch)
         hear(4)
-        assert scene.run.control.silent_workers() == []
+        assert scene.run.receipts.silent() == []
         assert answered == [
             (Mode.RUN, 0, 1),
             (Mode.ABORT, epoch, epoch),
