@@ -7,7 +7,7 @@
 -- ARGV closing       0|1               1 = give the role up
 -- ARGV waited_ms     0..               how long it has waited for groups since it opened, by its own clock
 -- ARGV pause_ms      0..               how long its pauses took together, from the call to the last receipt
--- ARGV pause_buckets text..256         how many pauses took how long: counts by PAUSE_BOUNDS_S of buffer/control/histogram.py
+-- ARGV pause_buckets ''|text..256      how many pauses took how long: counts by PAUSE_BOUNDS_S of buffer/control/histogram.py
 -- replies OK control… | FENCED
 -- keeps I7 (a fenced holder learns of it), I13 (repeating it changes nothing)
 

@@ -23,7 +23,7 @@
 -- ARGV judged         0..            answers of its judges since it started
 -- ARGV judging_ms     0..            how long all of them took together
 -- ARGV judge_failures 0..            of these answers, those that were none
--- ARGV judge_buckets  text..256      how many answers took how long: counts by JUDGE_BOUNDS_S of buffer/control/histogram.py
+-- ARGV judge_buckets  ''|text..256   how many answers took how long: counts by JUDGE_BOUNDS_S of buffer/control/histogram.py
 -- ARGV judging        0..            groups held now that only wait for their judge
 -- ARGV gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
