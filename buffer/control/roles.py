@@ -14,8 +14,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from buffer.control.control import ControlState, Mode, Role, RunControl
+from buffer.control.control import ControlState, Mode, RunControl
 from buffer.control.histogram import Histogram
+from buffer.control.role_holder import Role
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.store.retry import OutageClock

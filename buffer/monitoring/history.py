@@ -158,7 +158,7 @@ def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
     return {
         TRAINER: float(running and _trainer_waits(snap, trained)),
         WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,
-        PRODUCER: float(running and snap.producer.alive and at_limit),
+        PRODUCER: float(running and snap.producer.is_alive and at_limit),
         PAUSED: float(not running),
     }
 
@@ -167,4 +167,4 @@ def _trainer_waits(snap: Snapshot, trained: TrainedStep | None) -> bool:
     done = snap.committed if trained is None else max(trained.step, snap.committed)
     is_training = snap.taken > done
     short = any(task.ready < max(1, task.asked) for task in snap.training)
-    return snap.trainer.alive and not is_training and short
+    return snap.trainer.is_alive and not is_training and short

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.control.fleet import WorkerRecord
+from buffer.control.role_holder import RoleHolder
 from buffer.model.group import RolloutGroup
 from buffer.model.rollout import RolloutState
-from buffer.monitoring.run_view import RoleView, Snapshot, TaskView
+from buffer.monitoring.run_view import Snapshot, TaskView
 
 
 def describe(snap: Snapshot) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def _task_json(task: TaskView) -> dict[str, Any]:
     }
 
 
-def _role_json(role: RoleView) -> dict[str, Any]:
+def _role_json(role: RoleHolder) -> dict[str, Any]:
     return {"state": role.word, "silent_ms": role.silent_ms}
 
 

@@ -322,7 +322,10 @@ def _mode(snap: Snapshot) -> Cells:
 
 def _roles(snap: Snapshot) -> Cells:
     return iter(
-        [(("trainer",), float(snap.trainer.alive)), (("producer",), float(snap.producer.alive))]
+        [
+            (("trainer",), float(snap.trainer.is_alive)),
+            (("producer",), float(snap.producer.is_alive)),
+        ]
     )
 
 

@@ -12,37 +12,16 @@ from typing import Any
 
 from buffer.batches.account import TaskAccount
 from buffer.batches.memory import MemoryUse
-from buffer.control.control import silence_ms
 from buffer.control.event_log import Event, parse_event
 from buffer.control.fleet import WorkerRecord
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
+from buffer.control.role_holder import RoleHolder
 from buffer.model.ids import LANES
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 
 BUCKETS = 16
 """Staleness is counted exactly up to here; older, but still usable, groups are counted together."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleView:
-    """The trainer or the producer. `silent_ms` is None where none was ever opened."""
-
-    open: bool
-    silent_ms: int | None
-    timeout_ms: int
-
-    @property
-    def alive(self) -> bool:
-        return self.open and self.silent_ms is not None and self.silent_ms < self.timeout_ms
-
-    @property
-    def word(self) -> str:
-        if self.silent_ms is None:
-            return "never opened"
-        if not self.open:
-            return "closed"
-        return "alive" if self.alive else "silent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +78,8 @@ class Snapshot:
     dead: int
     garbage: int
     workers: tuple[WorkerRecord, ...]
-    trainer: RoleView
-    producer: RoleView
+    trainer: RoleHolder
+    producer: RoleHolder
     events: tuple[Event, ...]
     lease_ms: int
     stale_threshold: int
@@ -127,7 +106,7 @@ class Snapshot:
         """Whether a trainer that has left, or fallen silent, left it paused."""
         return (
             self.control.get("trainer_mode", "run") not in ("run", "finish")
-            and not self.trainer.alive
+            and not self.trainer.is_alive
         )
 
     @property
@@ -208,8 +187,8 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         dead=replies["dead"],
         garbage=replies["garbage"],
         workers=tuple(run.fleet.workers()),
-        trainer=_role(control, "trainer", now_ms, timeout_ms),
-        producer=_role(control, "producer", now_ms, timeout_ms),
+        trainer=RoleHolder.parse("trainer", control, now_ms, timeout_ms),
+        producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
         events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
         lease_ms=run.limits.lease_ms,
         stale_threshold=run.limits.stale_threshold,
@@ -291,12 +270,6 @@ def _asked(header: bytes | None, task: str) -> int:
     words = dict(word.split("=", 1) for word in (header or b"").decode().split() if "=" in word)
     asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)
     return int(asked.get(task, 0))
-
-
-def _role(control: dict[str, str], role: str, now_ms: int, timeout_ms: int) -> RoleView:
-    seen = control.get(f"{role}_seen_ms")
-    silent_ms = None if seen is None else silence_ms(now_ms, int(seen))
-    return RoleView(bool(control.get(role)), silent_ms, timeout_ms)
 
 
 def _text(fields: dict[bytes, bytes]) -> dict[str, str]:

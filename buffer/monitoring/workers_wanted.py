@@ -90,7 +90,7 @@ class WorkersWanted:
 
 def look_at(snap: Snapshot) -> Look | None:
     """What a snapshot says; None while the run is paused or no trainer works."""
-    if snap.mode != "run" or not snap.trainer.alive:
+    if snap.mode != "run" or not snap.trainer.is_alive:
         return None
     live = snap.live_workers
     held = [worker.holds for worker in live]

@@ -26,7 +26,8 @@ import logging
 import time
 
 from buffer.batches.account import TaskAccount
-from buffer.control.control import ControlState, Mode, RoleHolder
+from buffer.control.control import ControlState, Mode
+from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone
 from buffer.model.manifest import NotReady

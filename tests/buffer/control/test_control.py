@@ -9,7 +9,8 @@ from contextlib import closing
 import pytest
 import redis
 
-from buffer.control.control import ControlState, Mode, Role
+from buffer.control.control import ControlState, Mode
+from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.model.ids import new_nonce
 from buffer.model.limits import RunLimits
