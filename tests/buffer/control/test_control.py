@@ -174,7 +174,7 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
         assert answers == [(None, 1, 1)]
         scene.run.store.control.client_kill_filter(_type="pubsub")
         assert select.select([line], [], [], 60)[0]
-        with pytest.raises(redis.ConnectionError, match="hung up"):
+        with pytest.raises(redis.ConnectionError, match="closed the connection"):
             line.hear(answers.append, lambda *what: answers.append(what))
 
 
