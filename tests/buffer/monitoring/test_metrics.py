@@ -179,8 +179,8 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
     monkeypatch.delenv("ROLLOUTMQ_METRICS_TOKEN", raising=False)
     for address, words in (
         ("0.0.0.0:0", "could be read"),
-        ("here", "no address"),
-        ("1:99999", "no address"),
+        ("here", "not an address"),
+        ("1:99999", "not an address"),
     ):
         with pytest.raises(ConfigError, match=words):
             serve_process("worker", store, address)
