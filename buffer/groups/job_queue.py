@@ -186,9 +186,8 @@ class JobQueue:
         return int(reply[1]) if unfenced(reply, "producer")[0] == "OK" else 0
 
     def _bounds(self, task: str) -> dict[str, int | str]:
-        most = self._limits.tasks[task].max_in_flight
-        patience = self._limits.patience(task)
-        return {"most": most or "", "patience": patience or ""}
+        own = self._limits.of(task)
+        return {"most": own.max_in_flight or "", "patience": own.max_consecutive_failures or ""}
 
     def failures(self, task: str) -> tuple[int, bool]:
         """(tries that failed or were filtered one after the other, whether that stopped the task)."""

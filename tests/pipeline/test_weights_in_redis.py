@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from buffer.errors import WireError
 from buffer.model.rollout import PolicyVersion
 from buffer.store.payloads import CHUNK_BYTES
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
 from producer_workers.worker import engine_control as steered_engine
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
