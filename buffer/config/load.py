@@ -56,7 +56,7 @@ def parse_settings(model: type[M], assignments: Sequence[str]) -> M:
 
 def _validated(model: type[M], tree: dict[str, Any], where: str) -> M:
     try:
-        # Through JSON, because pydantic's strict mode takes paths and enums as text only there.
+        # through JSON, because only there pydantic's strict mode accepts paths and enums as text
         return model.model_validate_json(to_json(tree, inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
         lines = describe_problems(model, tree, error)

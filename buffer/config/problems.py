@@ -38,7 +38,7 @@ def describe_problems(
         for details in error.errors(include_url=False)
         if details["type"] != "default_factory_not_called"  # follows from another mistake
     ]
-    # A section that was filled in from another one repeats the mistakes of that one.
+    # a section that was completed from another one repeats the mistakes of that one
     written = [problem for problem in found if problem.is_written] or found
     return list(dict.fromkeys(_describe(model, problem) for problem in written))
 
@@ -59,9 +59,8 @@ def _locate(tree: Mapping[str, Any], details: ErrorDetails) -> _Problem:
         if _has(node, part):
             node = node[part]
             path.append(part)
-        elif (
-            isinstance(node, dict) and part not in node.values()
-        ):  # else: the tag of a union's member
+        elif isinstance(node, dict) and part not in node.values():
+            # a value among the siblings would be the tag of a union's member
             return _Problem(details, [*path, part], details["input"], is_written=False)
     if details["type"] == "missing":
         return _Problem(details, [*path, last], None, is_written=True)
@@ -80,18 +79,16 @@ def _has(node: Any, part: str | int) -> bool:
 def _describe(model: type[BaseModel], problem: _Problem) -> str:
     where = _dotted(problem.path) or "the file"
     context = problem.details.get("ctx", {})
+    tag = f"{where}.{context.get('discriminator', '')}".replace("'", "")
     match problem.details["type"]:
         case "missing":
-            return f"{where}: missing"
+            return f"{where}: missing; this key is required"
         case "extra_forbidden":
             return f"{where}: {_suggest(model, problem.details['loc'])}"
         case "union_tag_invalid":
-            key = str(context["discriminator"]).strip("'")
-            return (
-                f"{where}.{key} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
-            )
+            return f"{tag} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
         case "union_tag_not_found":
-            return f"{where}.{str(context['discriminator']).strip(chr(39))}: missing"
+            return f"{tag}: missing; this key is required"
     got = "" if isinstance(problem.got, dict) else f" = {_shorten(problem.got)}"
     return f"{where}{got}: {mask_url(_expectation(problem.details))}"
 

@@ -13,8 +13,8 @@ from buffer.config.section import DottedPath, Section
 from buffer.model.dotted_path import is_dotted_path
 from buffer.model.limits import TaskSettings
 
-FILTERS = ("not_all_equal",)
-"""Filters with a name; `producer_workers.worker.loop_result` has their functions."""
+FILTERS = {"not_all_equal": "producer_workers.worker.loop_result:not_all_equal"}
+"""The filters with a name, and their functions. To add one, write its function and add it here."""
 
 
 class StrategySection(Section, TaskSettings):
