@@ -208,7 +208,12 @@ def decode(data: bytes | memoryview) -> RolloutGroup:
     columns = unpack_columns(document["columns"])
     members = document["members"]
     _check_members(members, columns)
-    absent = {"messages": [], "data_source": None, "ground_truth": None, "extra": {}}
+    absent: dict[str, Any] = {
+        "messages": [],
+        "data_source": None,
+        "ground_truth": None,
+        "extra": {},
+    }
     shared = absent | document["shared"]
     return RolloutGroup.from_columns(document["gid"], document["task"], shared, members, columns)
 
