@@ -11,10 +11,10 @@ from pathlib import Path
 
 import orjson
 
-from buffer.config.dataset import ImagesSection, ReasoningGymDataset
+from buffer.config.config import ProducingConfig
+from buffer.config.dataset import ImagesSection
 from buffer.config.engine import VllmConfig
-from buffer.config.run import NO_JUDGE, TaskSection
-from buffer.config.worker import ProducingConfig
+from buffer.config.task import NO_JUDGE
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.model.rollout import PolicyVersion
@@ -89,7 +89,7 @@ def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
 
 
 def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
-    limits = images_of(config.tasks[name])
+    limits = config.tasks[name].images
     if limits is None:
         return None
     if run.media is None:
@@ -97,11 +97,6 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
             "the run has no folder for images", hint="it was started without [run] media"
         )
     return ImagePrompts(str(model_dir(config)), limits, run.media)
-
-
-def images_of(task: TaskSection) -> ImagesSection | None:
-    """What images the rows of a task may name; None for a task of texts."""
-    return None if isinstance(task.dataset, ReasoningGymDataset) else task.dataset.images
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -112,7 +107,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
     if isinstance(engine, SeesImages):
         engine.images.read_with(
-            ImageReader(run.media, _widest([*map(images_of, config.tasks.values())]))
+            ImageReader(run.media, _widest([task.images for task in config.tasks.values()]))
         )
     try:
         await asyncio.wait_for(engine.start(), config.worker.start_timeout_s)
@@ -199,7 +194,7 @@ def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) 
     trainer's.
     """
     for name in names:
-        if images_of(config.tasks[name]) and not isinstance(engine, SeesImages):
+        if config.tasks[name].images and not isinstance(engine, SeesImages):
             hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
             raise ConfigError(
                 f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint

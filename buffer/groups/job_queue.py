@@ -190,9 +190,8 @@ class JobQueue:
         return reissued(unfenced(reply, "producer"))
 
     def _bounds(self, task: str) -> dict[str, int | str]:
-        most = self._limits.tasks[task].max_in_flight
-        patience = self._limits.patience(task)
-        return {"most": most or "", "patience": patience or ""}
+        own = self._limits.of(task)
+        return {"most": own.max_in_flight or "", "patience": own.max_consecutive_failures or ""}
 
     def failures(self, task: str) -> tuple[int, bool]:
         """Return how many tries in a row failed or were filtered, and whether the task stopped."""

@@ -20,7 +20,7 @@ import orjson
 from pydantic import ValidationError
 
 from buffer.batches.position import Position
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.errors import LostRun, ModelError
 from buffer.open_run import create_run
 from buffer.run import Run

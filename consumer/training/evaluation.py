@@ -20,7 +20,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.model.group import RolloutGroup
 from buffer.model.manifest import NotReady
 from buffer.model.rollout import VersionSpan

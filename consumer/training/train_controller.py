@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.config.config import TrainingConfig
 from buffer.config.learner import AdvantageEstimator
-from buffer.config.trainer import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
 from consumer.training.advantages import session_advantages, shaped_scores
@@ -62,7 +62,7 @@ class TrainController:
         if (advantages == "gae") != (critic is not None):
             raise ConfigError(
                 "advantages = gae needs a critic, and no other estimator uses one",
-                hint="see [critic] in configs/README.md",
+                hint="see [critic] in docs/pages/config_reference.md",
             )
         if critic and learner.ranks.size > 1:
             raise ConfigError(

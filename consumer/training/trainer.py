@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from buffer.batches.position import Position
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, LostRun, ModelError
 from buffer.run import Run

@@ -16,7 +16,7 @@ from buffer.config.dataset import (
 from buffer.config.dataset import (
     JsonlDataset as JsonlSection,
 )
-from buffer.config.run import HELD_OUT
+from buffer.config.task import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
 from buffer.model.dotted_path import load_object
 from producer_workers.datasets.dataset import Dataset

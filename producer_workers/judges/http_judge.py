@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from buffer.config.run import JudgingSection
+from buffer.config.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.model.rollout import RolloutState
 from buffer.store.retry import Backoff

@@ -6,28 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from buffer.config.run import JudgeSpec, JudgingSection, is_url
+from buffer.config.task import JUDGES, JudgeSpec, JudgingSection, is_url
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from producer_workers.judges.built_in import (
-    exact_match,
-    gsm8k,
-    math_verify,
-    python_tests,
-    reasoning_gym_score,
-)
 from producer_workers.judges.composed_judge import compose
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge
-
-BUILT_IN: dict[str, Callable[..., Any]] = {
-    "reasoning_gym": reasoning_gym_score,
-    "exact_match": exact_match,
-    "gsm8k": gsm8k,
-    "math_verify": math_verify,
-    "python_tests": python_tests,
-}
 
 
 def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
@@ -37,7 +22,8 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
     """
     if is_url(spec):
         return HttpJudge(spec, judging or JudgingSection())
-    function = BUILT_IN.get(spec) or load_object(spec, kind="judge", built_in=BUILT_IN)
+    path = JUDGES[spec].path if spec in JUDGES else spec
+    function = load_object(path, kind="judge", built_in=JUDGES)
     if not callable(function):
         raise ConfigError(f"judge {spec!r} is not a function", hint='give "module:function"')
     return judge_of(spec, function)

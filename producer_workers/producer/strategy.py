@@ -174,7 +174,7 @@ class AsyncProduceStrategy:
         return self.limits.mix().groups_until(self.task, last) + self._ahead(last)
 
     def plan(self, context: ProduceContext) -> ProducePlan:
-        trigger = self.limits.tail_batch(self.task)
+        trigger = self.limits.of(self.task).tail_batch_trigger_size
         ahead = self._ahead(self._last_step(context.version))
         needed = self.target(context.version) - ahead - context.shortfall
         is_tail_batch = 0 < trigger <= context.leftovers.expired
@@ -193,7 +193,8 @@ class AsyncProduceStrategy:
         if last >= self.limits.steps:
             return 0
         return ceil(
-            self.limits.over_sampling(self.task) * self.limits.mix().shares(last)[self.task]
+            self.limits.of(self.task).over_sample_threshold
+            * self.limits.mix().shares(last)[self.task]
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer.config.strategy import FILTERS
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.dotted_path import load_object
 from buffer.model.rollout import RolloutState, Status
@@ -97,14 +98,11 @@ def not_all_equal(states: Sequence[RolloutState]) -> bool:
     return len({state.reward["score"] for state in states if state.reward}) > 1
 
 
-BUILT_IN: dict[str, SampleFilter] = {"not_all_equal": not_all_equal}
-
-
 def load_sample_filter(spec: str | None) -> SampleFilter | None:
     """A built-in filter by name, or the function at "module:function". Raises ConfigError."""
     if spec is None:
         return None
-    function = BUILT_IN.get(spec) or load_object(spec, kind="sample filter", built_in=BUILT_IN)
+    function = load_object(FILTERS.get(spec, spec), kind="sample filter", built_in=FILTERS)
     if not callable(function):
         raise ConfigError(
             f"sample filter {spec!r} is not a function", hint='give "module:function"'

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 import consumer
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.errors import LedgerError, LostRun
 from buffer.model import wire
 from buffer.monitoring.history import StepLog

@@ -14,7 +14,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.config.run import JudgingSection
+from buffer.config.task import JudgingSection
 from buffer.control.control import Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
 from buffer.model.rollout import RolloutState

@@ -17,9 +17,9 @@ import numpy as np
 import openai
 import pytest
 
+from buffer.config.config import ProducingConfig
 from buffer.config.engine import SimulatedConfig
-from buffer.config.loader import load_config
-from buffer.config.worker import ProducingConfig
+from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.model.distributions import Fixed
 from buffer.model.ids import new_nonce

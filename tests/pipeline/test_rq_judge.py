@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import rq
 
-from buffer.config.run import JudgingSection
+from buffer.config.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.model.rollout import RolloutState
 from buffer.store.nodes import Servers

@@ -13,8 +13,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
 from buffer.monitoring.traced_run import trace_run
 from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run

@@ -15,7 +15,7 @@ from buffer.errors import WireError
 from buffer.model.rollout import PolicyVersion
 from buffer.store.payloads import CHUNK_BYTES
 from buffer.store.retry import Backoff
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
 from producer_workers.worker import engine_control as steered_engine
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard

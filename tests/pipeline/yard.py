@@ -24,7 +24,7 @@ from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.open_run import INITIAL
 from buffer.run import Run
 from buffer.store.store import Store
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated.engine import SimulatedEngine

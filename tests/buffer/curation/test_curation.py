@@ -183,7 +183,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(reward={"accuracy": 1})], "line 1: reward: no score"),
     ([line(response_ids=[], logprobs=[])], "line 1: response_ids: empty"),
     ([line(status="aborted")], "line 1: status: aborted; only completed"),
-    ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span lies outside"),
+    ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span is outside"),
     (
         [line(), line("b"), line("b", messages=[{"role": "user"}])],
         "lines 2 to 3: group b: .*different messages",

@@ -80,7 +80,7 @@ def test_import_without_the_function_of_the_policy_imports_nothing(
     with pytest.raises(ConfigError, match="not loaded"):
         scene.run.import_groups(file)
     scene.run.buffer.order_function = lambda group: float("nan") if group.longest == 4 else 0.0
-    with pytest.raises(ConfigError, match="gave nan"):
+    with pytest.raises(ConfigError, match="returned nan"):
         scene.run.import_groups(file)
     assert scene.counters() == {}
     scene.check()

@@ -102,7 +102,7 @@ def test_a_policy_of_a_user_decides_by_the_facts_it_gets(make_scene: Make) -> No
 
 
 @pytest.mark.parametrize(
-    ("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "gave nan")]
+    ("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "returned nan")]
 )
 def test_a_policy_that_gives_no_score_is_an_error_of_that_group(
     make_scene: Make, function: Callable[[Finished], float] | None, why: str

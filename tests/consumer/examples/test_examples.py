@@ -18,8 +18,8 @@ import orjson
 import pytest
 
 from buffer.batches.position import Position
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
 from buffer.model.manifest import Manifest
 from buffer.monitoring.history import StepLog
 from buffer.open_run import create_run

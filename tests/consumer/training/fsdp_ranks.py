@@ -18,8 +18,8 @@ import orjson
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
 from consumer.examples.fsdp_loop import FsdpLoop
 from consumer.ranks import join
 

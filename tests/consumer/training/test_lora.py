@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from buffer.config.config import TrainingConfig
 from buffer.config.learner import LearnerConfig, LoraConfig, LossConfig
-from buffer.config.trainer import TrainingConfig
 from buffer.errors import ConfigError, ModelError
 from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, model_checksum
 from consumer.ranks import Ranks

@@ -167,7 +167,7 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     refused(kept(npy(whole).replace(b"(%d," % len(whole), b"(%d," % 10**15, 1)), "cannot be read")
     refused(kept(npy(np.repeat(whole, 2, 0))), "more than")
     refused(whole[1:], "routed experts of shape")
-    refused(whole[..., :1], "of different shapes")
+    refused(whole[..., :1], "have different shapes")
     refused(np.where(whole == 3, 4, whole), "a routed expert outside 0 to 3")
 
 

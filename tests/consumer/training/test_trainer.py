@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from buffer.config.loader import parse_settings
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced, LedgerError, LostRun, ModelError

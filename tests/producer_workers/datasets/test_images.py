@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from buffer.config.config import Config
 from buffer.config.dataset import ImagesSection, JsonlDataset, ParquetDataset, PythonDataset
 from buffer.config.engine import EngineConfig, HttpConfig, SimulatedConfig, TransformersConfig
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
-from buffer.config.worker import ProducingConfig
+from buffer.config.load import load_config
 from buffer.errors import ConfigError, DatasetError, MediaError
 from buffer.model.rollout import MediaRef, PolicyVersion, SampleParams
 from buffer.store.media_folder import MediaFolder
@@ -429,14 +428,13 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
         dataset = {{ kind = "jsonl", path = "{0}/rows.jsonl" }}
     """
     (tmp_path / "run.toml").write_text(text.format(tmp_path))
-    config = load_config(ProducingConfig, tmp_path / "run.toml")
+    config = load_config(Config, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
     engine = build_engine(config.engine, Path(), FIRST_WEIGHTS)
     check_images(config, ["read"], engine)
     with pytest.raises(
-        ConfigError, match=r"task see shows images, which only a \[trainer\] loop of yours"
+        ConfigError, match="task see shows images, which the reference trainer cannot train on"
     ):
-        load_config(TrainingConfig, tmp_path / "run.toml")
-    load_config(TrainingConfig, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
+        load_config(Config, tmp_path / "run.toml")
     check_images(config, ["see"], build_engine(SimulatedConfig(), Path(), FIRST_WEIGHTS))
     with pytest.raises(
         ConfigError, match="the engine transformers cannot show the images of task 'see'"
@@ -446,4 +444,4 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
     with pytest.raises(
         ConfigError, match=r"the images of task see need a folder: set media in \[run\]"
     ):
-        load_config(ProducingConfig, tmp_path / "run.toml")
+        load_config(Config, tmp_path / "run.toml")

@@ -72,7 +72,7 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
         ),
         (
             b'{"prompt": "p", "structured": {"regex": "a", "choice": ["a"]}}',
-            '"structured": structured output is one of',
+            '"structured": expected exactly one of',
         ),
         (
             b'{"prompt": "p", "structured": {"regex": "(a"}}',

@@ -11,7 +11,7 @@ import pytest
 
 from buffer.config.dataset import JsonlDataset as JsonlSection
 from buffer.config.dataset import ReasoningGymDataset
-from buffer.config.run import HELD_OUT
+from buffer.config.task import HELD_OUT
 from buffer.errors import ConfigError
 from producer_workers.datasets import reasoning_gym as reasoning_gym_problems
 from producer_workers.datasets.files import JsonlDataset

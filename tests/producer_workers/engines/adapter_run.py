@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.model.group import RolloutGroup
 from buffer.model.rollout import RolloutState, SampleParams
 from buffer.monitoring.history import StepLog

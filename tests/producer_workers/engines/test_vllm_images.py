@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from buffer.config.config import ProducingConfig, TrainingConfig
 from buffer.config.dataset import ImagesSection
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
-from buffer.config.worker import ProducingConfig
+from buffer.config.load import load_config
 from buffer.errors import MediaError
 from buffer.model.rollout import MediaRef, PolicyVersion, SampleParams
 from buffer.monitoring.history import StepLog

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.config.run import JudgingSection, TaskSection
+from buffer.config.task import JudgingSection, TaskSection
 from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.loader import load_config
-from buffer.config.worker import ProducingConfig
+from buffer.config.config import ProducingConfig
+from buffer.config.load import load_config
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
