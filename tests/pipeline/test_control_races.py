@@ -23,7 +23,7 @@ from buffer.control.control import ControlState, Mode
 from buffer.errors import Fenced
 from buffer.model.rollout import RolloutState
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.worker.control_client import Listener
+from producer_workers.worker.control_client import ControlClient
 from tests.pipeline.yard import TASK, Yard
 
 LENGTHS = (10, 60)
@@ -150,11 +150,11 @@ class Racers:
 def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    hears = Listener.listen
+    listen = ControlClient.listen
     monkeypatch.setattr(
-        Listener,
+        ControlClient,
         "listen",
-        lambda listener: asyncio.Event().wait() if listener._worker == "deaf" else hears(listener),
+        lambda client: asyncio.Event().wait() if client._worker == "deaf" else listen(client),
     )
     yard = make_yard(lease_ms=60_000, heartbeat_ms=100)
     racers = Racers(yard, seed)

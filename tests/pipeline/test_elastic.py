@@ -55,7 +55,7 @@ def test_a_worker_keeps_its_results_while_its_network_is_cut_and_hands_back_what
     )
     network.close()
     if "completed" not in yard.places():  # on a slow machine it was quicker than we were
-        site.until(lambda: "holding on to groups" in worker.said(), "the end of the short group")
+        site.until(lambda: "keeping finished groups" in worker.said(), "the end of the short group")
         assert yard.places() == {"running": 3}
     socket.unlink()
     with closing(CuttingProxy(server, socket)):

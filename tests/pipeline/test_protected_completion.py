@@ -72,7 +72,7 @@ def test_an_engine_that_cannot_abort_some_goes_on_with_all_until_the_protected_o
     protected = enqueue_tail(yard, (250, 250))
     (other,) = yard.enqueue(1, LONG)
     worker: Any = yard.worker(token_s=SLOW_S, partial_rollout=True)
-    worker._steered._engine = OnlyWhatIsAsked(worker.engine)
+    worker._engine._engine = OnlyWhatIsAsked(worker.engine)
 
     async def scenario() -> None:
         async with yard.working(worker) as engine:

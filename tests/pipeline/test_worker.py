@@ -353,10 +353,10 @@ def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
                 await yard.until_places(completed=2)
             winners = {gid: yard.run.record(gid)["payload"] for gid in gids}
             await yard_is_idle(engine)
-            assert lost._work, "it holds on to what it made"
+            assert lost._groups, "it holds on to what it made"
             socket.unlink()
             network = CuttingProxy(own_server.url.removeprefix("unix://"), socket)
-            await yard.until(lambda: not lost._work)
+            await yard.until(lambda: not lost._groups)
         return winners
 
     winners = asyncio.run(scenario())

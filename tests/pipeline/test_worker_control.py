@@ -12,7 +12,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.model.rollout import PolicyVersion, Status
 from buffer.open_run import INITIAL
-from producer_workers.worker.control_client import Listener
+from producer_workers.worker.control_client import ControlClient
 from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
 from tests.servers import KINDS
 
@@ -160,7 +160,7 @@ def test_nothing_is_aborted_when_a_drain_is_taken_back_while_it_runs(yard: Yard)
 def test_a_deaf_worker_learns_of_a_pause_when_it_next_asks_the_server(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, heartbeat_ms: int
 ) -> None:
-    monkeypatch.setattr(Listener, "listen", lambda self: asyncio.Event().wait())
+    monkeypatch.setattr(ControlClient, "listen", lambda self: asyncio.Event().wait())
     yard = make_yard(heartbeat_ms=heartbeat_ms, lease_ms=180_000)
 
     async def scenario() -> None:
