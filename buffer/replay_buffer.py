@@ -17,7 +17,7 @@ from buffer.groups.intake import Intake, described, stamped
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.order_index import expire_all
 from buffer.groups.pools import Pools
-from buffer.groups.submit import HandIn
+from buffer.groups.submit import Stored, Submission, SubmitOutcome
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
@@ -149,24 +149,27 @@ class ReplayBuffer(Pools):
 
     def submit(
         self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False
-    ) -> None:
-        """Hand in a completed, aborted or filtered group.
+    ) -> Stored:
+        """Submit one completed, aborted or filtered group; raise what `submit_many` returns for it.
 
-        `new_tokens`: generated since the claim. Checked here, before the upload: later checks only
-        protect the trainer from bytes that were damaged on their way. Raises Fenced when the lease
-        was lost meanwhile.
+        `new_tokens` counts the tokens that were generated since the claim.
         """
-        self.submit_many(worker, [Result(job, group, new_tokens, filtered)])
+        (outcome,) = self.submit_many(worker, [Result(job, group, new_tokens, filtered)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    def submit_many(self, worker: str, results: Sequence[Result]) -> None:
-        """`submit`, for several groups at a time: they travel together, and each goes in by itself,
-        and for good.
+    def submit_many(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
+        """Submit the groups that a worker finished, in one round trip; return what became of each.
 
-        Raises what `submit` does, for the first group that is refused, once all were handed in; a
-        group that cannot be encoded ends the call where it stands.
+        Each group is submitted for itself and for good: `Stored`, or the error that concerns it
+        alone (`SubmitOutcome`). Raises StoreUnavailable when the server does not answer; the same
+        results may then be submitted again (I13).
         """
-        hand_in = HandIn(self._store, self._keys, self._limits, self._payloads, self.order_function)
-        hand_in.submit(worker, results)
+        submission = Submission(
+            self._store, self._keys, self._limits, self._payloads, self.order_function
+        )
+        return submission.submit(worker, results)
 
     # -- the consumer's side -------------------------------------------------
 

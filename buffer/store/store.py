@@ -5,19 +5,15 @@ The client library's own retries are off (they would run a script again whose re
 when repeated: every script has a natural key (I13), and payload keys are written once under a token
 of their own. Where a key lies is `buffer.store.nodes`' business.
 
-Payloads and the script calls that speak of them, in one round trip.
-
-A payload must be stored before the script that pins it runs: on one connection it is. While the
-server takes one in, the next is encoded, so a batch costs little more than its bytes. What is small
-comes behind all that is large: a server that writes to disk before it answers would do that for
-each of them.
+A payload must be stored before the script that pins it runs. `upload_and_call` sends both on one
+connection, in one round trip.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import redis
@@ -45,66 +41,14 @@ _LARGE_BYTES = 32 * 2**10
 """A server takes such a value in by itself, and what is smaller together with what comes next."""
 
 Upload = tuple[Sequence[Command], ScriptCall]
-"""The commands that store a payload, and the call for it."""
-
-
-class UploadTrip:
-    """One round trip of `Store.upload_and_call`."""
-
-    def __init__(
-        self, store: Store, script: Script, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> None:
-        self._store = store
-        self._script = script
-        self._key = key
-        self._make = make
-        self._places = range(0)  # of the script's replies among all answers
-        self._keys: list[str] = []
-
-    def replies(self) -> list[list[Any]]:
-        """Of each call, once all of it is durable."""
-        client = self._store.servers.client("bulk", self._key)
-        try:
-            answers = self._answers(client)
-        except ResponseError as error:
-            raise self._store.explain(self._script, self._keys, error) from error
-        if self._store.durability.must_wait:
-            self._store.durability.check(answers[self._places[-1] + 1 :])
-        return [answers[place] for place in self._places]
-
-    def _answers(self, client: Any) -> list[Any]:
-        try:
-            return send(client, self._commands())
-        except NoScriptError:
-            for script in (self._script, self._store.scripts["sync"]):
-                client.script_load(script.source)
-            return send(client, self._commands())
-
-    def _commands(self) -> Iterator[Command]:
-        calls: list[ScriptCall] = []
-        small: list[Command] = []
-        sent = 0
-        for commands, call in self._make():
-            for command in commands:
-                if any(
-                    isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command
-                ):
-                    sent += 1
-                    yield command
-                else:
-                    small.append(command)
-            calls.append(call)
-        yield from small
-        self._places = range(sent + len(small), sent + len(small) + len(calls))
-        for call in calls:
-            self._keys, args = self._script.arrange(*call)
-            yield ("EVALSHA", self._script.sha, len(self._keys), *self._keys, *args)
-        if self._store.durability.must_wait:
-            sync = self._store.scripts["sync"].sha
-            yield from self._store.durability.behind_script("EVALSHA", sync, self._key)
+"""The commands that store a payload, and the script call for it."""
 
 
 T = TypeVar("T")
+
+
+def _is_small(command: Command) -> bool:
+    return not any(isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command)
 
 
 class Store:
@@ -269,32 +213,62 @@ class Store:
         """What a durable call waits for."""
         return Durability(self.wait_replicas, self.waits_for_disk)
 
-    def upload_and_call(
-        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> list[list[Any]]:
-        """Upload a payload and call a script for each of what `make` makes, in one round trip; the
-        scripts' replies, as of a durable `call`.
+    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+        """Upload payloads and call a script for each of them, in one round trip; return its replies
+        as of a durable `call`.
 
-        All keys lie where `key` does; in a cluster, payloads do not, and go to their nodes first.
-        `make` is asked again where the server was away: calls that were carried out already are
-        repeated (I13).
+        All keys of the script lie where `key` does. In a cluster, payloads do not: they go to their
+        nodes first. What was carried out before the server went away is repeated (I13).
         """
+        if not uploads:
+            return []
+        payloads = [command for commands, _ in uploads for command in commands]
         if self.in_cluster:
-            make = self._uploaded(list(make()))
+            self.write("payload write", payloads)
+            payloads = []
+        # the server takes in large values one by one, small ones together with what follows them: it
+        # then writes to disk once for all of the small ones and the scripts
+        payloads.sort(key=_is_small)
         entry = self.scripts[script]
-        replies = self.retrying(
-            script,
-            lambda: UploadTrip(self, entry, key, make).replies(),
-            starts_work=entry.starts_work,
-        )
+        calls = [entry.arrange(*call) for _, call in uploads]
+
+        def run() -> list[list[Any]]:
+            try:
+                return self._run_uploads(entry, key, payloads, calls)
+            except ResponseError as error:
+                raise self.explain(entry, calls[-1][0], error) from error
+
+        replies = self.retrying(script, run, starts_work=entry.starts_work)
         return [
             [item.decode() if isinstance(item, bytes) else item for item in reply]
             for reply in replies
         ]
 
-    def _uploaded(self, uploads: Sequence[Upload]) -> Callable[[], list[Upload]]:
-        self.write("payload write", [command for commands, _ in uploads for command in commands])
-        return lambda: [([], call) for _, call in uploads]
+    def _run_uploads(
+        self,
+        entry: Script,
+        key: str,
+        payloads: Sequence[Command],
+        calls: Sequence[tuple[list[str], list[Arg]]],
+    ) -> list[list[Any]]:
+        """Return the replies of the script, once all of it is durable."""
+        client = self.servers.client("bulk", key)
+        sync = self.scripts["sync"]
+        durability = self.durability
+        commands: list[Command] = [*payloads]
+        commands += [("EVALSHA", entry.sha, len(keys), *keys, *args) for keys, args in calls]
+        if durability.must_wait:
+            commands += durability.behind_script("EVALSHA", sync.sha, key)
+        try:
+            answers = send(client, commands)
+        except NoScriptError:
+            for unknown in (entry, sync):
+                client.script_load(unknown.source)
+            answers = send(client, commands)
+        replies = answers[len(payloads) :]
+        if durability.must_wait:
+            durability.check(replies[len(calls) :])
+        return replies[: len(calls)]
 
     def each(
         self,

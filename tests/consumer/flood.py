@@ -10,7 +10,7 @@ import sys
 import time
 
 from buffer.errors import Fenced
-from buffer.groups.submit import HandIn
+from buffer.groups.submit import Submission
 from buffer.model.ids import new_nonce
 from buffer.model.job import Job, Result
 from buffer.model.rollout import Status
@@ -30,8 +30,8 @@ def hand_in(run: Run, worker: str, job: Job, data: bytes) -> None:
     group = extend(run.buffer.read(job.prompt), Status.COMPLETED, run.control.state().weights)
     ref, commands = run.payloads.commands(job.gid, job.token, data)
     run.store.write("payload write", commands)
-    hands = HandIn(run.store, run.keys, run.limits, run.payloads, None)
-    run.store.call("submit", *hands.call(worker, Result(job, group, 4), ref))
+    submission = Submission(run.store, run.keys, run.limits, run.payloads, None)
+    run.store.call("submit", *submission.call(worker, Result(job, group, 4), ref))
 
 
 def main(url: str, name: str, worker: str, seed: str) -> None:

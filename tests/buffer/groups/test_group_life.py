@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from buffer.errors import Fenced, PayloadMissing, WireError
-from buffer.groups.submit import HandIn
+from buffer.groups.submit import Submission
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
@@ -228,8 +228,8 @@ def test_submit_uploads_again_when_the_bytes_vanished(scene: Scene) -> None:
     data = wire.encode(group)
     ref = scene.run.payloads.write(job.gid, job.token, data)
     scene.raw.unlink(scene.keys.payload(GID, job.token))
-    hand_in = HandIn(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)
-    call = hand_in.call("w0", Result(job, group, 4), ref)
+    submission = Submission(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)
+    call = submission.call("w0", Result(job, group, 4), ref)
     assert scene.store.call("submit", *call) == ["MISSING", "0"]
     assert scene.record(GID)["stage"] == "running"
     scene.run.buffer.submit("w0", job, group, 4)

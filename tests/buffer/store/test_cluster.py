@@ -172,8 +172,8 @@ def test_janitor_keeps_what_was_accepted_when_the_caller_died_before_it_could(
 ) -> None:
     scene = Scene(store, raw, run_name)
     with monkeypatch.context() as dying:
-        for module in ("jobs", "hand_in", "intake"):
-            dying.setattr(f"buffer.{module}.pin_listed", lambda *_: 0)
+        for module in ("job_queue", "submit", "intake"):
+            dying.setattr(f"buffer.groups.{module}.pin_listed", lambda *_: 0)
         (gid,) = scene.ready(0)
         (put,) = scene.run.buffer.put("math", [rollouts()])
     keys = payload_keys(raw, run_name)

@@ -229,7 +229,7 @@ def test_every_refusal_is_known_to_its_caller(name: str) -> None:
     general |= {"check": set(), "totals": set()}
     general |= {"reassert": {"TAKEN", "DRAW"}, "reset_ledger": {"LIVE"}}
     general |= {"restore_batch": {"GAP", "GONE"}, "dissolve_batch": {"GAP", "ARCHIVED"}}
-    shared = {"control", "job", "order_index", "draw_assertion"}
+    shared = {"claim", "control", "job", "order_index", "draw_assertion"}
     sources = [
         p.read_text()
         for p in BUFFER.rglob("*.py")
