@@ -9,23 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.errors import StoreUnavailable
+from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.model.job import Result
 from buffer.run import Run
 from buffer.store.retry import SaidOnce
 
 log = logging.getLogger("rolloutmq.worker")
 
-MOST = 32
-"""Groups in one round trip: they are encoded while the ones before them travel, and all are sent
-again if the server becomes unreachable."""
-
 
 class _Waiting(NamedTuple):
     result: Result
-    submitted: asyncio.Future[None]
+    submitted: asyncio.Future[Stored]
 
 
 class Submitter:
@@ -53,51 +51,42 @@ class Submitter:
         try:
             while batch := self._next_batch():
                 try:
-                    answers = await asyncio.to_thread(self._send, [each.result for each in batch])
+                    outcomes = await asyncio.to_thread(self._send, [each.result for each in batch])
                 except StoreUnavailable as error:
                     self._outage.say(error.hint)
                     self._waiting.extendleft(reversed(batch))
                     continue
-                except Exception as error:
-                    answers = [error] * len(batch)
                 self._outage.say("")
-                for waiting, refusal in zip(batch, answers, strict=True):
-                    _resolve(waiting.submitted, refusal)
+                for waiting, outcome in zip(batch, outcomes, strict=True):
+                    _resolve(waiting.submitted, outcome)
         finally:
             self._task = None
 
+    def _send(self, results: Sequence[Result]) -> list[SubmitOutcome]:
+        try:
+            return self._run.buffer.submit_many(self._worker, results)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            if len(results) == 1:
+                return [error]
+            # whichever caused it must not fail the others; submitting again is harmless (I13)
+            return [self._send([result])[0] for result in results]
+
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
-        while self._waiting and len(batch) < MOST:
+        while self._waiting and len(batch) < GROUPS_PER_TRIP:
             waiting = self._waiting.popleft()
             # a group that was cancelled is not wanted any more
             if not waiting.submitted.done():
                 batch.append(waiting)
         return batch
 
-    def _send(self, results: list[Result]) -> list[Exception | None]:
-        answers: list[Exception | None] = []
-        for result in results:
-            try:
-                self._run.buffer.submit(
-                    self._worker,
-                    result.job,
-                    result.group,
-                    result.new_tokens,
-                    filtered=result.filtered,
-                )
-                answers.append(None)
-            except StoreUnavailable:
-                raise
-            except RolloutMQError as error:
-                answers.append(error)
-        return answers
 
-
-def _resolve(submitted: asyncio.Future[None], refusal: Exception | None) -> None:
-    if submitted.done():  # cancelled
+def _resolve(submitted: asyncio.Future[Stored], outcome: SubmitOutcome) -> None:
+    if submitted.done():  # the group was cancelled
         return
-    if refusal is None:
-        submitted.set_result(None)
+    if isinstance(outcome, Exception):
+        submitted.set_exception(outcome)
     else:
-        submitted.set_exception(refusal)
+        submitted.set_result(outcome)

@@ -191,18 +191,13 @@ class Worker:
 
     def _handle(self, event: Event) -> bool:
         """Do what an event asks for. Return whether the next step is due because of it."""
-        control = self._control
         match event:
             case StopAsked() | JobsMayWait():
                 return True
             case HintReceived(state):
-                return control.receive_hint(state)
-            case ReceiptAnswered(state=None):
-                self._heartbeat.send_now()  # it registers again
-                return False
-            case ReceiptAnswered(ControlState() as state, ack, known_epoch):
-                is_open = control.receive_receipt(ack)
-                return control.receive_answer(state, known_epoch) or is_open
+                return self._control.receive_hint(state)
+            case ReceiptAnswered():
+                return self._handle_receipt(event)
             case ControlLineBroken():
                 self._heartbeat.send_now()
                 return False
@@ -216,6 +211,13 @@ class Worker:
             case GroupFinished(_, error) | PartFailed(error):
                 self._failure = error or self._failure
                 return True
+
+    def _handle_receipt(self, event: ReceiptAnswered) -> bool:
+        if event.state is None:
+            self._heartbeat.send_now()  # it registers again
+            return False
+        is_due = self._control.receive_receipt(event.ack)
+        return self._control.receive_answer(event.state, event.known_epoch) or is_due
 
     def _handle_heartbeat(self, event: HeartbeatAnswered) -> bool:
         is_due = self._control.receive_receipt(event.report.ack)
