@@ -1,11 +1,10 @@
-"""A producer that stands by: it takes the role once the active one has left, or has fallen silent
-(I7).
+"""A standby producer: it takes the role once the active one has left or stopped answering (I7).
 
-    standing by ──nobody holds the role──▶ opens it ──▶ produces until it is stopped, fenced, or the run is finished
-         ▲                                    │
-         └──── another standby was quicker ◀──┘
+    waits ──no process holds the role──▶ opens it ──▶ produces until stopped, fenced or finished
+      ▲                                     │
+      └──── another standby was faster ◀────┘
 
-Dataset and tokenizer are loaded before, so that nothing but the silence is waited for.
+Data sets and tokenizer are loaded before, so that only the timeout of the role is waited for.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ from producer_workers.producer.producer import AgentLoopManager
 
 log = logging.getLogger("rolloutmq.producer")
 
-LOOK_S = 0.5
-"""Between two looks at who holds the role."""
+POLL_S = 0.5
+"""Time between two polls of who holds the role."""
 
 
 def stand_by(run: Run, member: AgentLoopManager, stop: threading.Event) -> None:
-    """Produce as soon as nobody else does. Raises what `produce_loop` raises, but for RoleHeld."""
+    """Produce as soon as no other producer does.
+
+    Raises what `produce_loop` raises, but for RoleHeld.
+    """
     run.store.patience = lambda: not stop.is_set()
     while _await_vacancy(run, stop):
         try:
@@ -37,13 +39,14 @@ def stand_by(run: Run, member: AgentLoopManager, stop: threading.Event) -> None:
 
 
 def _await_vacancy(run: Run, stop: threading.Event) -> bool:
-    """Whether nobody holds the role: False when there is nothing to wait for any more."""
+    """Wait until the role is vacant; return False if it will not be needed any more."""
     holder = run.control.holder("producer")
     clock = OutageClock()
     log.info("standing by: %s", holder)
-    while not stop.wait(LOOK_S) and run.control.state().mode is not Mode.FINISH:
+    while not stop.wait(POLL_S) and run.control.state().mode is not Mode.FINISH:
         holder = run.control.holder("producer")
         answered_s = clock.look()
+        # during an outage of the server, the holder could not send heartbeats either
         has_had_time = not clock.was_away or answered_s * 1000 >= holder.timeout_ms
         if not holder.is_alive and (has_had_time or not holder.nonce):
             log.warning("taking over: %s", holder)

@@ -62,7 +62,7 @@ class AdaptiveConcurrency:
 
 
 Shares = Mapping[Job, float]
-"""Groups that are held, each with the share of its members that may still need the engine (0..1)."""
+"""The groups that are held, each with the share of its members that may need the engine, 0..1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,8 +176,8 @@ class Forgets:
         ("a rollout", r"returned nothing for the rollouts \[1\]"),
         ("status", "rollout 0 came back with status init"),
         ("reward", "rollout 0 is completed without a reward"),
-        ("spans", "rollout 0 trains 32 tokens, and its spans do not say"),
-        ("mask", "rollout 0 trains 35 tokens, and its spans do not say"),
+        ("spans", "rollout 0 trains 32 tokens, but its spans do not cover"),
+        ("mask", "rollout 0 trains 35 tokens, but its spans do not cover"),
         ("logprobs", "differ in length"),
         ("prompt", "rollout 1 has another prompt than rollout 0"),
         ("errors", "KeyError: 'mine'"),
@@ -233,7 +233,7 @@ def test_a_row_with_a_structure_fails_its_group_on_an_engine_that_keeps_to_none(
         *SUMS,
         {"question": "1 > 2?", "answer": "no", "structured": {"choice": ["yes", "no"]}},
     ]
-    with pytest.raises(RehearsalError, match="free cannot keep a response to a structure"):
+    with pytest.raises(RehearsalError, match="free cannot generate structured output"):
         rehearse(rows, judge=lambda response, **_: 0.0, engine=FreeEngine(SimulatedConfig(), FIRST))
 
 
@@ -255,7 +255,7 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
         run = Run.create(store, "r", new_nonce(), config.limits(), FIRST, "")
         engine = build_engine(config.engine, tmp_path, FIRST)
         with pytest.raises(
-            ConfigError, match=r"transformers cannot keep to sample\.structured of task 'asked'"
+            ConfigError, match=r"transformers cannot generate structured output.*'asked'"
         ):
             make_worker(config, run, engine, "w0")
         section = config.worker.model_copy(update={"tasks": ["plain"]})
