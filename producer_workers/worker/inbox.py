@@ -1,7 +1,7 @@
 """The inbox of a worker: everything that happens to it, in the order in which it happened.
 
-The parts of a worker (groups, heartbeat, control client, ...) post events and call nobody. Only the
-worker's own loop reads them, so every decision is in one place.
+The parts of a worker (groups, heartbeat, control client, ...) post events and do not call it. Only
+the worker's own loop reads them, so every decision is in one place.
 """
 
 from __future__ import annotations

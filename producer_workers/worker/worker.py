@@ -13,7 +13,7 @@ weights are not the newest (I10), and a result is refused if its lease was lost 
     abort, drain with no open lane: an engine that sleeps does so before  and no device memory
                       the receipt (colocated runs)
 
-Its parts, each of which posts events to the worker's inbox and calls nobody:
+Its parts, each of which posts events to the worker's inbox and never calls it:
 
     part              owns                                  if it ends unexpectedly
     Worker            every decision, on the event loop     leases run out, others take the groups
@@ -323,7 +323,7 @@ class Worker:
         await engine.thaw()
         if self._groups:
             return False
-        # the receipt tells a trainer on the same device that its memory is free
+        # with the receipt, a trainer on the same device takes its memory
         if self._sleeps and not state.lanes:
             await engine.sleep()
         else:

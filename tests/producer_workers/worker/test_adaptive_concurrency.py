@@ -1,6 +1,4 @@
-"""The controller finds an engine's width from anywhere, keeps it full with next to no queue, and
-keeps its bounds.
-"""
+"""The controller finds an engine's width, keeps it full with almost no queue, within bounds."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from producer_workers.worker.capacity import QUEUED_POLLS, AdaptiveConcurrency
 
 
 class Fleet:
-    """An engine with `places` for requests, a queue behind it, and groups of `k` that end at
-    random.
-    """
+    """An engine with `places` slots, a queue behind it, and groups of `k` that end at random."""
 
     def __init__(self, places: int, k: int, controller: AdaptiveConcurrency) -> None:
         self.places = places
@@ -43,9 +39,9 @@ def test_engine_is_full_and_hardly_queues_wherever_the_search_begins(
     places: int, k: int, start: int, ends: list[int]
 ) -> None:
     fleet = Fleet(places, k, AdaptiveConcurrency(start))
-    for look in range(1600):  # at one group a look it must first end 1,024 of them
-        fleet.step(ends[look % len(ends)])
-    seen = [fleet.step(ends[look % len(ends)]) for look in range(60)]
+    for poll in range(1600):  # at one group a poll it must first end 1,024 of them
+        fleet.step(ends[poll % len(ends)])
+    seen = [fleet.step(ends[poll % len(ends)]) for poll in range(60)]
     width = max(1, places // k)
     assert (
         min(load.running for load in seen) >= min(places, (width - 1) * k) * 0.9 or places < 2 * k
@@ -64,10 +60,10 @@ def test_engine_is_full_and_hardly_queues_wherever_the_search_begins(
     st.integers(50, 200),
 )
 def test_limit_stays_in_its_bounds_whatever_an_engine_says(
-    looks: list[tuple[int, int, float, int]], least: int, most: int
+    polls: list[tuple[int, int, float, int]], least: int, most: int
 ) -> None:
     controller = AdaptiveConcurrency(50, least, most)
-    for running, waiting, kv_usage, held in looks:
+    for running, waiting, kv_usage, held in polls:
         assert least <= controller.observe(EngineLoad(running, waiting, kv_usage), held) <= most
 
 
@@ -95,7 +91,7 @@ def test_a_moments_queue_is_no_reason_and_a_full_cache_is_one() -> None:
 
 
 def test_a_decrease_has_its_effect_before_the_next_one() -> None:
-    """32 of 64 groups queue: the limit is halved once, and waits until so many have ended."""
+    """32 of 64 groups queue: the limit is halved once, and waits until that many have ended."""
     controller = AdaptiveConcurrency(64)
     for held in (64, 64, 63, 60, 50, 40, 33):
         controller.observe(EngineLoad(256, 8 * held - 256, 0.5), held)
