@@ -12,16 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buffer.errors import Fenced, PayloadMissing, ScriptError, WireError
+from buffer.errors import PayloadMissing, WireError
+from buffer.groups.claim import fenced, unknown_reply
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
-from buffer.model.job import Job, PayloadRef, Result
+from buffer.model.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.model.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore, pin_listed
-from buffer.store.store import ScriptCall, Store, Upload
+from buffer.store.script_calls import ScriptCall, Upload
+from buffer.store.store import Store
 
 GROUPS_PER_TRIP = 32
 """Bounds the memory for encoded groups, and what is sent again after a lost connection."""
@@ -127,15 +129,24 @@ class Submission:
             "crc": ref.crc,
             "reward_sum": f"{float(counted.sum()):.6g}",
             "reward_count": len(counted),
-            "order": self._order(group) if status is Status.COMPLETED else "",
+            "order": "" if status is Status.FILTERED else self._order(group),
             "lag": self._limits.token_lag(group.task),
             "chunks": ref.chunks,
         }
 
     def _order(self, group: RolloutGroup) -> str:
-        # evaluations are taken whole: their order does not matter
-        is_eval = self._limits.tasks[group.task].eval_of is not None
-        return "" if is_eval else submit_argument(self._limits.order, group, self._order_function)
+        return order_argument(group, self._limits, self._order_function)
+
+
+def order_argument(
+    group: RolloutGroup, limits: RunLimits, order_function: OrderFunction | None
+) -> str:
+    """Return the place of a group in the order index, as scripts get it; "" for no place."""
+    # evaluations are taken whole: their order does not matter
+    is_eval = limits.tasks[group.task].eval_of is not None
+    if is_eval or group.status is not Status.COMPLETED:
+        return ""
+    return submit_argument(limits.order, group, order_function)
 
 
 def _final_status(result: Result) -> Status:
@@ -164,9 +175,4 @@ def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:
             return PayloadMissing(
                 f"group {job.gid}: only {size} bytes arrived", hint="submit it again"
             )
-    raise ScriptError(f"submit: unknown reply {reply}")
-
-
-def fenced(job: Job) -> Fenced:
-    """Return the error for a worker whose lease of a group is lost."""
-    return Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
+    raise unknown_reply("submit", reply)

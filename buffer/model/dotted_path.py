@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import ConfigError
+from buffer.model.extras import missing_extra
 
 
 def is_dotted_path(text: str) -> bool:
@@ -32,6 +33,8 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
+        if missing := missing_extra(error):
+            raise missing from error
         message = f"{kind} {spec!r}: module {module_name!r} cannot be imported: {error}"
         raise ConfigError(
             message, hint="put its folder on PYTHONPATH, or the file beside the config"

@@ -113,7 +113,7 @@ class TracedBuffer(ReplayBuffer):
     def submit_many(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         began = now_ns()
         outcomes = super().submit_many(worker, results)
-        for result in results:
+        for result, outcome in zip(results, outcomes, strict=True):
             self._tracer.past(
                 "submit",
                 result.job.gid,
@@ -121,6 +121,7 @@ class TracedBuffer(ReplayBuffer):
                 worker=worker,
                 tokens=result.new_tokens,
                 status=str(result.group.status),
+                error=str(outcome) if isinstance(outcome, Exception) else "",
             )
         return outcomes
 

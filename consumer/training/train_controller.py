@@ -185,7 +185,7 @@ class TrainController:
         All ranks must call it: estimators that look at the whole batch see the scores of all ranks.
         """
         own = [[self._scores(g).tolist(), g.lengths.tolist(), g.sessions] for g in groups]
-        ranks = self.learner.ranks.say(own)
+        ranks = self.learner.ranks.gather(own)
         everywhere = [group for rank in ranks for group in rank]
         estimator = "grpo" if self._estimator == "gae" else self._estimator
         advantages = session_advantages(

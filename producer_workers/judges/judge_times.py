@@ -1,7 +1,7 @@
-"""How long a worker waits for its judges: what its heartbeat tells, and Prometheus makes a latency
-of.
+"""Measure how long a worker waits for its judges.
 
-An rq judge's time includes the queue: it is what a rollout waits, not what a judge computes.
+The heartbeat carries it, and Prometheus shows it as a latency. An rq judge's time includes the
+queue: it is what a rollout waits, not what a judge computes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from buffer.model.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 
 NEWEST = 1024
-"""Answers that quantiles are of."""
+"""The number of newest answers that quantiles are taken of."""
 
 
 class JudgeTimes:
-    """`asked`: answers so far, failures too; `failed`: the failures; `seconds`: what all of them
-    took together.
+    """Times of answers.
 
-    Measured on the event loop, read by the heartbeat's thread.
+    `asked` counts answers, failures included; `failed` the failures; `seconds` is the sum of their
+    times. Measured on the event loop, read by the heartbeat's thread.
     """
 
     def __init__(self) -> None:
@@ -36,6 +36,7 @@ class JudgeTimes:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
+        """Measure one answer."""
         began = time.monotonic()
         try:
             yield
@@ -50,23 +51,20 @@ class JudgeTimes:
             self.seconds += took
 
     def quantiles(self, *shares: float) -> list[float]:
-        """Seconds that these shares of the newest answers took at most; 0 where there is none."""
+        """Return the seconds within which these shares of the newest answers came, 0 at first."""
         with self._lock:
             newest = sorted(self._newest)
-        return [
-            newest[min(int(share * len(newest)), len(newest) - 1)] if newest else 0.0
-            for share in shares
-        ]
+        if not newest:
+            return [0.0] * len(shares)
+        return [newest[min(int(share * len(newest)), len(newest) - 1)] for share in shares]
 
     def watch(self, judge: AnyJudge | None) -> AnyJudge | None:
-        """The same judge, with its time taken."""
+        """Return the same judge, with its answers measured."""
         if judge is None:
             return None
-        return (
-            _TimedGroupJudge(judge, self)
-            if isinstance(judge, GroupJudge)
-            else _TimedJudge(judge, self)
-        )
+        if isinstance(judge, GroupJudge):
+            return _TimedGroupJudge(judge, self)
+        return _TimedJudge(judge, self)
 
 
 class _TimedJudge:

@@ -1,4 +1,4 @@
-"""From the `judge` of a configuration to a judge."""
+"""Make a judge from the `judge` of a configuration."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 
 
 def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
-    """A built-in judge by name, the service at a URL, or the function at "module:function". Raises
-    ConfigError.
+    """Make a judge from a built-in name, the URL of a service, or "module:function".
 
-    A function with a parameter `states` sees whole groups.
+    A function with a parameter `states` gets whole groups. Raises ConfigError.
     """
     if is_url(spec):
         return HttpJudge(spec, judging or JudgingSection())
@@ -45,25 +44,20 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
 
 
 def judge_of(name: str, function: Callable[..., Any]) -> AnyJudge:
-    """The judge that a function is."""
+    """Make a judge from a function."""
     try:
         sees_group = "states" in inspect.signature(function).parameters
-    except ValueError:  # of C, without a signature
+    except ValueError:  # a function in C, without a signature
         sees_group = False
     return GroupFunctionJudge(name, function) if sees_group else FunctionJudge(name, function)
 
 
 def put_together(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
-    """What a task names as its judge; `load` makes a judge of each name in it. Raises ConfigError."""
+    """Make a task's judge; `load` makes each judge that it names. Raises ConfigError."""
     if isinstance(spec, str):
         return load(spec)
-    weighted = {
-        source: {judges: 1.0} if isinstance(judges, str) else judges
-        for source, judges in spec.items()
-    }
-    return compose(
-        {
-            s: [(load(name), weight) for name, weight in judges.items()]
-            for s, judges in weighted.items()
-        }
-    )
+    branches = {}
+    for source, judges in spec.items():
+        weights = {judges: 1.0} if isinstance(judges, str) else judges
+        branches[source] = [(load(name), weight) for name, weight in weights.items()]
+    return compose(branches)

@@ -24,7 +24,7 @@ from buffer.control.task_status import Halt, ProduceBatchStatus, batch_status
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.model.ids import new_nonce
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.producer.curriculum import Curriculum
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ProduceContext, ProduceStrategy, contexts
@@ -80,7 +80,7 @@ class AgentLoopManager:
             for task, sampler in samplers.items()
         }
         self._memory = MemoryUse(0, 0, 0)
-        self._refusal = SaidOnce(log, "no new groups for now")
+        self._refusal = LogOnce(log, "no new groups for now")
         self._stopped: set[str] = set()
         self._halts: dict[str, Halt] = {}
         self._sweep_at = 0.0
@@ -183,9 +183,9 @@ class AgentLoopManager:
             started = sum(self._produce(context) for context in seen.values())
         except StoreFull as error:
             # the next round sweeps, which frees memory, and tries again
-            self._refusal.say(str(error))
+            self._refusal.report(str(error))
             return 0
-        self._refusal.say("")
+        self._refusal.report("")
         return started
 
     def _refresh_limits(self) -> None:

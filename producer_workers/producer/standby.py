@@ -45,9 +45,9 @@ def _await_vacancy(run: Run, stop: threading.Event) -> bool:
     log.info("standing by: %s", holder)
     while not stop.wait(POLL_S) and run.control.state().mode is not Mode.FINISH:
         holder = run.control.holder("producer")
-        answered_s = clock.look()
+        answered_s = clock.poll()
         # during an outage of the server, the holder could not send heartbeats either
-        has_had_time = not clock.was_away or answered_s * 1000 >= holder.timeout_ms
+        has_had_time = not clock.had_outage or answered_s * 1000 >= holder.timeout_ms
         if not holder.is_alive and (has_had_time or not holder.nonce):
             log.warning("taking over: %s", holder)
             return True

@@ -17,6 +17,7 @@ from buffer.control.control import ControlState
 from buffer.errors import StoreUnavailable, WireError
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.store.retry import Backoff
 from buffer.weights.announcement import Announcement
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
@@ -31,9 +32,8 @@ from producer_workers.engines.base import (
 
 log = logging.getLogger("rolloutmq.worker")
 
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 30.0
-"""Waits before refused weights are tried again, doubled each time: a try reads the whole folder."""
+BACKOFF = Backoff(0.5, 30.0, jitter=0.0)
+"""Pauses before refused weights are tried again: each attempt reads the whole folder."""
 
 
 class WeightSource:
@@ -83,7 +83,7 @@ class ControlledEngine:
         self.is_paused = self.is_asleep = False
         self._refused: PolicyVersion | None = None
         self._retry_at = 0.0
-        self._retry_s = FIRST_RETRY_S
+        self._refusals = 0
 
     def version(self) -> PolicyVersion:
         """Return the weights that the engine runs."""
@@ -183,7 +183,7 @@ class ControlledEngine:
         """Log a refusal, once for every version, and plan the next try."""
         if self._refused != weights:
             self._refused = weights
-            self._retry_s = FIRST_RETRY_S
+            self._refusals = 0
             log.error("weights refused, staying on %s: %s", self._engine.version(), error)
-        self._retry_at = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._refusals)
+        self._refusals += 1

@@ -12,13 +12,13 @@ import time
 from collections.abc import Awaitable, Callable
 
 from buffer.errors import ModelError
+from buffer.store.retry import Backoff
 from producer_workers.engines.base import Engine, EngineDeadError
 
 log = logging.getLogger("rolloutmq.worker")
 
-FIRST_WAIT_S = 1.0
-LAST_WAIT_S = 60.0
-"""Waits before an engine is started again; doubled each time."""
+BACKOFF = Backoff(1.0, 60.0, jitter=0.0)
+"""Pauses before an engine is started again."""
 
 STEADY_S = 600.0
 """After an engine that lived this long, restarts are counted anew: its death has another cause."""
@@ -54,7 +54,7 @@ async def _restart(
 ) -> tuple[Engine, int]:
     """Return a new engine, and how many restarts there were now."""
     for number in range(done + 1, most + 1):
-        wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2 ** (number - 1))
+        wait_s = BACKOFF.pause_s(number - 1)
         log.error("the engine died, restart %d of %d in %g s: %s", number, most, wait_s, reason)
         await asyncio.sleep(wait_s)
         try:

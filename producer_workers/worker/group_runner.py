@@ -33,7 +33,7 @@ from buffer.model.job import Job, ReleaseKind, Result
 from buffer.model.rollout import RolloutState, Status
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.worker.loop_result import SampleFilter, check_result
@@ -119,7 +119,7 @@ class GroupRunner:
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
         self.submitting: set[Job] = set()
-        self._outage = SaidOnce(log, "waiting for the server with groups that are held")
+        self._outage = LogOnce(log, "waiting for the server with groups that are held")
         self._members: dict[Job, list[RolloutState]] = {}
 
     def shares(self, jobs: Iterable[Job]) -> dict[Job, float]:
@@ -240,9 +240,9 @@ class GroupRunner:
             try:
                 answer = await asyncio.to_thread(call, *args)
             except StoreUnavailable as error:
-                self._outage.say(error.hint)
+                self._outage.report(error.hint)
             else:
-                self._outage.say("")
+                self._outage.report("")
                 return answer
 
 

@@ -17,7 +17,7 @@ from buffer.control.fleet import Beat, Pulse, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.worker.control_client import ControlView
 from producer_workers.worker.engine_control import ControlledEngine
@@ -111,7 +111,7 @@ class Heartbeat:
         self._inbox = inbox
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._outage = SaidOnce(log, "no heartbeat")
+        self._outage = LogOnce(log, "no heartbeat")
         self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -142,9 +142,9 @@ class Heartbeat:
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
                     self._run.janitor.sweep_in_turn()
                     swept = time.monotonic()
-                self._outage.say("")
+                self._outage.report("")
             except StoreUnavailable as error:
-                self._outage.say(error.hint)
+                self._outage.report(error.hint)
             except (Fenced, RunError) as error:
                 self._inbox.post_from_thread(PartFailed(error))
                 return

@@ -16,7 +16,7 @@ from buffer.errors import StoreUnavailable
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.model.job import Result
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -34,7 +34,7 @@ class Submitter:
         self._worker = worker
         self._waiting = deque[_Waiting]()
         self._task: asyncio.Task[None] | None = None
-        self._outage = SaidOnce(log, "keeping finished groups until the server takes them")
+        self._outage = LogOnce(log, "keeping finished groups until the server takes them")
 
     async def submit(self, result: Result) -> None:
         """Submit one group, however long the server is unreachable.
@@ -53,10 +53,10 @@ class Submitter:
                 try:
                     outcomes = await asyncio.to_thread(self._send, [each.result for each in batch])
                 except StoreUnavailable as error:
-                    self._outage.say(error.hint)
+                    self._outage.report(error.hint)
                     self._waiting.extendleft(reversed(batch))
                     continue
-                self._outage.say("")
+                self._outage.report("")
                 for waiting, outcome in zip(batch, outcomes, strict=True):
                     _resolve(waiting.submitted, outcome)
         finally:

@@ -45,7 +45,7 @@ from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import Concurrency
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.worker.capacity import Capacity, Vacancy
@@ -140,8 +140,8 @@ class Worker:
         self._is_step_due = True
         self._is_stopping = False
         self._failure: BaseException | None = None
-        self._no_claim = SaidOnce(log, "claiming nothing")
-        self._no_wake_up = SaidOnce(log, "no wake-ups")
+        self._no_claim = LogOnce(log, "claiming nothing")
+        self._no_wake_up = LogOnce(log, "no wake-ups")
 
     def stop(self) -> None:
         """Finish what is held, claim nothing more, leave. Called on the event loop."""
@@ -251,9 +251,9 @@ class Worker:
             await asyncio.to_thread(
                 self._run.store.wait_bell, self._run.keys.bell("workers"), IDLE_S, shared=True
             )
-            self._no_wake_up.say("")
+            self._no_wake_up.report("")
         except StoreUnavailable as error:
-            self._no_wake_up.say(error.hint)
+            self._no_wake_up.report(error.hint)
         except RolloutMQError as error:
             self._inbox.post(PartFailed(error))
         finally:
@@ -360,9 +360,9 @@ class Worker:
                 vacancy.sampled,
             )
         except StoreUnavailable as error:
-            self._no_claim.say(error.hint)
+            self._no_claim.report(error.hint)
             return None
-        self._no_claim.say(REFUSALS.get(claim.refusal or "", ""))
+        self._no_claim.report(REFUSALS.get(claim.refusal or "", ""))
         return claim
 
     # -- leaving -------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any
 import redis
 
 from buffer.store.bulk_io import Command
+from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName, library
-from buffer.store.store import Store, Upload
+from buffer.store.store import Store
 from tests.buffer.keyspace import changed, dump
 
 MUTATING = sorted(
@@ -69,6 +70,7 @@ class EchoStore(Store):
         return reply
 
     def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+        uploads = list(uploads)
         replies = super().upload_and_call(script, key, uploads)
         for reply in replies:
             self._note(script, reply)

@@ -9,8 +9,9 @@ from typing import Any
 
 import redis
 
+from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName, Script, library
-from buffer.store.store import Store, Upload
+from buffer.store.store import Store
 
 
 class OneByOneStore(Store):

@@ -20,8 +20,9 @@ from typing import Any
 
 import orjson
 
+from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName
-from buffer.store.store import Store, Upload
+from buffer.store.store import Store
 
 Event = dict[str, Any]
 
@@ -93,9 +94,9 @@ class RecordingStore(Store):
 
     def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
         """As `Store.upload_and_call`."""
-        numbers = [self.history.call(script, call.args) for _, call in uploads]
+        calls = [(self.history.call(script, call.args), call) for _, call in uploads]
         replies = super().upload_and_call(script, key, uploads)
-        for number, (_, call), reply in zip(numbers, uploads, replies, strict=True):
+        for (number, call), reply in zip(calls, replies, strict=True):
             self.history.ok(script, number, call.args, reply)
         return replies
 

@@ -41,8 +41,7 @@ def dataset(tmp_path: Path) -> Path:
 
 def consumer_of(yard: Yard) -> RolloutConsumer:
     """Return the handle of the trainer that the yard has opened."""
-    consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # is never closed
-    consumer.nonce = yard.trainer
+    consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)  # is never closed
     consumer.lineage = LINEAGE
     return consumer
 

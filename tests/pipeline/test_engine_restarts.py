@@ -12,6 +12,7 @@ import pytest
 
 from buffer.config.engine import VllmConfig
 from buffer.errors import ModelError
+from buffer.store.retry import Backoff
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError, Generation
 from producer_workers.worker import engine_restarts
@@ -21,7 +22,7 @@ from tests.producer_workers.engines.tiny_model import write_tiny_model
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_restarts, "BACKOFF", Backoff(0.01, 60.0, jitter=0.0))
 
 
 class Site:

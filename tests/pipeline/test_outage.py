@@ -63,7 +63,7 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_logs_it_once(
         assert store.retrying("ping", lambda: store.control.ping())
     rescuer.join()
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "server away or full",
+        "server unreachable or full",
         "server back",
     ]
 

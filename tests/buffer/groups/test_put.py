@@ -92,7 +92,7 @@ def test_put_goes_by_the_worst_status_of_a_group(
         (rollouts(Status.FAILED, Status.COMPLETED), "is failed"),
         (rollouts(Status.FILTERED, Status.EXPIRED), None),
         (rollouts(Status.FILTERED, Status.COMPLETED), "is filtered"),
-        (rollouts(version=None), "does not say which weights"),
+        (rollouts(version=None), "no spans that name the weights"),
         (rollouts(extra={"x": object()}), "extra"),
     ],
 )

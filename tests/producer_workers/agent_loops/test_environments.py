@@ -1,6 +1,4 @@
-"""Tools and environments from elsewhere: an MCP server, a sandboxed interpreter, the interface of
-`verifiers`.
-"""
+"""Test tools and environments of others: an MCP server, a sandboxed interpreter, `verifiers`."""
 
 from __future__ import annotations
 
