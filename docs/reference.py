@@ -171,8 +171,8 @@ _TYPES = {"path": "path", "boolean": "true or false", "object": "table", "array"
 
 
 def _bounded(field: Schema, schema: Schema) -> str:
-    name = field.get("format", field.get("type", "any"))
-    text = _TYPES.get(name, name)
+    name: str = field.get("format", field.get("type", "any"))
+    text: str = _TYPES.get(name, name)
     if name == "array" and "items" in field:
         text = f"list of {_type(field['items'], schema)}"
     bounds = [f"{words} {field[bound]}" for bound, words in _BOUNDS.items() if bound in field]

@@ -1,4 +1,4 @@
-"""`rolloutmq set` in a run that is at work: producer and worker take it over, and the events tell."""
+"""`rolloutmq set` in an active run: producer and worker adopt the settings, events report them."""
 
 from __future__ import annotations
 
