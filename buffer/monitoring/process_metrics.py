@@ -25,13 +25,18 @@ _WAITS = frozenset({"bell"})
 def serve_process(process: str, store: Store, address: str) -> MetricsEndpoint:
     """Serve /metrics at `HOST:PORT` until the process ends. Raises ConfigError."""
     host, port = parse_address(address)
+    registry = process_registry(process, store)
+    return MetricsEndpoint(registry, host=host, port=port, token=os.environ.get(TOKEN, ""))
+
+
+def process_registry(process: str, store: Store) -> CollectorRegistry:
+    """Return the metrics of this process, which from now on count the calls of the store."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    Info("rolloutmq_process", "Which process this is.", registry=registry).info(
-        {"process": process}
-    )
+    about = Info("rolloutmq_process", "Which process this is.", registry=registry)
+    about.info({"process": process})
     _watch_calls(store, registry)
-    return MetricsEndpoint(registry, host=host, port=port, token=os.environ.get(TOKEN, ""))
+    return registry
 
 
 def _watch_calls(store: Store, registry: CollectorRegistry) -> None:

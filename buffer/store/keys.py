@@ -1,74 +1,112 @@
 """Every Redis key of the project; no other module builds keys.
 
-A new key is a row of the table, an attribute or method of `Keys`, and, if it is not an attribute,
+A new key is a row of `TABLE`, an attribute or method of `Keys`, and, if it is not an attribute,
 an entry of `SLOTS`: then a script names it in its header, and its callers change nothing.
-
-`{run}` is a cluster hash tag, so all keys of a run lie in one slot.
-
-    key                              type     holds
-    rmq:{run}:meta                   HASH     schema, nonce, created_ms, and the limits of the run
-    rmq:{run}:control                HASH     epoch, mode, open lanes, newest weights, trainer,
-                                              producer; the pub/sub channel of the same name carries
-                                              hints
-    rmq:{run}:clock                  HASH     the server's clock as last seen, to notice outages and
-                                              steps
-    rmq:{run}:lineages               LIST     "lineage:S" for every opening of a trainer, in order
-    rmq:{run}:jobs:<task>:<lane>     STREAM   waiting jobs; XLEN is the backlog
-    rmq:{run}:bell:<who>             LIST     wakes idle workers, producer, trainer; a lost wake-up
-                                              is harmless
-    rmq:{run}:group:<gid>            HASH     the record of one group, short fields only
-    rmq:{run}:leases                 ZSET     gid by deadline (ms of the server's clock): what runs
-    rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf
-                                              without one)
-    rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's
-                                              policy, if that is neither staleness nor freshest
-                                              (buffer/model/order_policy.py)
-    rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
-    rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over
-                                              its nodes
-    rmq:{run:gid}:sync               STRING   expires at once: written behind payloads, to wait for
-                                              their replicas
-    rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted
-                                              payloads that still have an expiry
-                                              (buffer/store/payloads.py)
-    rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that are not needed
-                                              any more
-    rmq:{run}:bytes                  HASH     came, went: payload bytes of all groups, cumulative
-    rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads; nothing is
-                                              freed meanwhile
-    rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed (= archived), forgotten,
-                                              exported: steps of a consumer (train, eval)
-    rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
-    rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
-    rmq:{run}:cursors                HASH     next draw by task, for the producer; workers cannot
-                                              write it (ACL); `progress` has a copy, for people and
-                                              the account
-    rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered /
-                                              dropped
-    rmq:{run}:dead                   ZSET     gid by time of death (ms)
-    rmq:{run}:dead:<gid>             STRING   why, as JSON
-    rmq:{run}:workers                ZSET     worker by last heartbeat (ms of the server's clock)
-    rmq:{run}:worker:<id>            HASH     engine, weights, state, acknowledged epoch, counters
-    rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest
-                                              first ([policy] weights_transport = "redis"), or
-                                              announced ("gloo", "nccl")
-    rmq:{run}:weights:<lineage>:<version> STRING manifest of one; its files in chunks:
-                                              …:<version>:1, :2 … or, without chunks, how to connect
-                                              to the trainer that has them
-    rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
-    rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: number of
-                                              submitted groups that no trainer can use, and since
-                                              when it may not claim (0: it may)
-    rmq:{run}:events                 STREAM   one short entry per transition, capped
+`make reference` adds it to docs/pages/key_reference.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from buffer.errors import ScriptError
 from buffer.model.ids import ENDS, LANES, POOLS, valid_name
+
+
+class KeyRow(NamedTuple):
+    """Describes one kind of key: its Redis type, and what it holds."""
+
+    type: str
+    holds: str
+
+
+TABLE: Mapping[str, KeyRow] = {
+    # the run
+    "meta": KeyRow("HASH", "schema, nonce, created_ms, and the limits of the run"),
+    "control": KeyRow(
+        "HASH",
+        "epoch, mode, open lanes, newest weights, trainer, producer; "
+        "the pub/sub channel of the same name carries hints",
+    ),
+    "clock": KeyRow("HASH", "the server's clock as last seen, to notice outages and steps"),
+    "lineages": KeyRow("LIST", '"lineage:S" for every opening of a trainer, in order'),
+    "events": KeyRow("STREAM", "one short entry per transition, capped"),
+    "bell:<who>": KeyRow(
+        "LIST", "wakes idle workers, producer, trainer; a lost wake-up is harmless"
+    ),
+    # groups
+    "jobs:<task>:<lane>": KeyRow("STREAM", "waiting jobs; XLEN is the backlog"),
+    "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
+    "leases": KeyRow("ZSET", "gid by deadline (ms of the server's clock): what runs"),
+    "pool:<task>:<status>": KeyRow(
+        "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
+    ),
+    "order:<task>:completed": KeyRow(
+        "ZSET",
+        "the members of that pool in the order of the run's policy, "
+        "if that is neither staleness nor freshest (`buffer/model/order_policy.py`)",
+    ),
+    "progress:<task>": KeyRow("HASH", "cursor, target and the account of a task, cumulative"),
+    "cursors": KeyRow(
+        "HASH",
+        "next draw by task, for the producer; workers cannot write it (ACL); "
+        "`progress` has a copy, for people and the account",
+    ),
+    "ended:<task>:<place>": KeyRow(
+        "STRING", "bitmap: bit n = draw n is archived / filtered / dropped"
+    ),
+    "dead": KeyRow("ZSET", "gid by time of death (ms)"),
+    "dead:<gid>": KeyRow("STRING", "why, as JSON"),
+    # payloads
+    "payload:<gid>:<token>": KeyRow("STRING", "msgpack; more chunks as …:<token>:1, :2 …"),
+    "unpinned": KeyRow(
+        "SET",
+        '"<gid> <token> <chunks>": in a cluster, accepted payloads that still have an expiry '
+        "(`buffer/store/payloads.py`)",
+    ),
+    "garbage": KeyRow("SET", '"<gid> <token> <chunks>": payloads that are not needed any more'),
+    "bytes": KeyRow("HASH", "came, went: payload bytes of all groups, cumulative"),
+    "hold": KeyRow(
+        "STRING", "nonce of a snapshot that copies payloads; nothing is freed meanwhile"
+    ),
+    # steps of a consumer
+    "ledger:<name>": KeyRow(
+        "HASH",
+        "taken, committed, keep, freed (= archived), forgotten, exported: "
+        "steps of a consumer (train, eval)",
+    ),
+    "batch:<name>:<step>": KeyRow("LIST", "the manifest of one taken batch, a header first"),
+    # workers
+    "workers": KeyRow("ZSET", "worker by last heartbeat (ms of the server's clock)"),
+    "worker:<id>": KeyRow("HASH", "engine, weights, state, acknowledged epoch, counters"),
+    "holds:<id>": KeyRow("SET", "gids that the worker holds a lease on"),
+    "suspects": KeyRow(
+        "HASH",
+        '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
+        "and since when it may not claim (0: it may)",
+    ),
+    # weights
+    "weights": KeyRow(
+        "LIST",
+        '"lineage:version" of what is in Redis, the oldest first '
+        '([policy] weights_transport = "redis"), or announced ("gloo", "nccl")',
+    ),
+    "weights:<lineage>:<version>": KeyRow(
+        "STRING",
+        "manifest of one; its files in chunks: …:<version>:1, :2 … "
+        "or, without chunks, how to connect to the trainer that has them",
+    ),
+}
+"""Every key by what follows `rmq:{run}:`, where `{run}` is a cluster hash tag: one slot for all."""
+
+CLUSTER_TABLE: Mapping[str, KeyRow] = {
+    "payload:<token>": KeyRow("STRING", "a payload, so that payloads spread over the nodes"),
+    "sync": KeyRow(
+        "STRING", "expires at once: written behind payloads, to wait for their replicas"
+    ),
+}
+"""Every key of a cluster that has a slot of its own, by what follows `rmq:{run:gid}:`."""
 
 EVERY_META = "rmq:{*}:meta"
 """Pattern of the `meta` keys of all runs on a server."""

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from docs.reference import PAGES, REFERENCES, config_reference
+import pytest
+from typer.testing import CliRunner
+
+from buffer.monitoring.prometheus import FAMILIES
+from buffer.store.keys import SLOTS
+from docs.reference import PAGES, REFERENCES
+from docs.reference.commands import command_reference
+from docs.reference.keys import key_reference
+from docs.reference.metrics import metric_reference
+from rolloutmq.cli import app
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -13,6 +22,29 @@ def test_committed_page_is_up_to_date(name: str) -> None:
     assert committed == REFERENCES[name](), f"{name} is stale: run `make reference`"
 
 
-def test_every_config_key_has_a_meaning() -> None:
-    rows = [line for line in config_reference().splitlines() if line.startswith("| `")]
+@pytest.mark.parametrize("name", ["command", "config", "metric"])
+def test_every_row_has_a_meaning(name: str) -> None:
+    page = REFERENCES[f"{name}_reference.md"]()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows
     assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_commands_are_in_the_order_of_help() -> None:
+    printed = CliRunner().invoke(app, ["--help"]).stdout.partition("Commands:\n")[2]
+    listed = re.findall(r"^  (\S+)  ", printed.partition("\n\n")[0], re.MULTILINE)
+    described = re.findall(r"^## `rolloutmq (\S+)`$", command_reference(), re.MULTILINE)
+    assert described == listed
+
+
+def test_every_key_that_scripts_name_is_on_the_page() -> None:
+    page = key_reference()
+    assert [name for name in SLOTS if not re.search(rf"`{name}\*?`", page)] == []
+
+
+def test_labels_of_metrics_are_those_that_are_declared() -> None:
+    page = metric_reference()
+    for family in FAMILIES:
+        labels = ", ".join(f"`{label}`" for label in ("run", *family.labels))
+        row = rf"^\| `rolloutmq_{family.name}(_total)?` \| \w+ \| {labels} \| "
+        assert re.search(row, page, re.MULTILINE), family.name

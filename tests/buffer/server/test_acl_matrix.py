@@ -16,9 +16,9 @@ from urllib.parse import quote
 import pytest
 import redis
 
-import buffer.store.keys
 from buffer.model.ids import ENDS
 from buffer.server.acl import ROLES, acl_line, user_name
+from buffer.store.keys import TABLE
 from buffer.store.scripts import Arg, Script, library
 from tests.buffer.keyspace import exact
 from tests.buffer.one_by_one_store import OneByOneStore
@@ -97,11 +97,7 @@ def raw(own_server: Server, run_name: str) -> Iterator[Any]:
 
 def kinds() -> dict[str, str]:
     """Every kind of key of the table in buffer/store/keys.py, with its type."""
-    found = dict(
-        re.findall(
-            r"^ +rmq:\{run\}:(\S+) +([A-Z]+) ", buffer.store.keys.__doc__ or "", re.MULTILINE
-        )
-    )
+    found = {key: row.type for key, row in TABLE.items()}
     ended = found.pop("ended:<task>:<place>")
     return found | {f"ended:<task>:{place}": ended for place in ENDS}
 

@@ -12,7 +12,7 @@ import pytest
 
 import buffer.store.keys
 from buffer.errors import ScriptError
-from buffer.store.keys import SLOTS, Keys
+from buffer.store.keys import SLOTS, TABLE, Keys
 from buffer.store.script_contract import BIGGEST, JUDGED, NAMED, Header, Slot
 from buffer.store.scripts import Arg, assemble, includes, library, sources
 
@@ -42,12 +42,9 @@ def slots(name: str, array: str) -> list[Slot]:
 
 def table() -> dict[str, str]:
     """Key name to type, from the table in buffer/store/keys.py."""
-    rows = re.findall(
-        r"^ +rmq:\{run\}:(\S+) +([A-Z]+) ", buffer.store.keys.__doc__ or "", re.MULTILINE
-    )
     return {
-        re.sub(r"<.*", "", key).rstrip(":") + (":" if key == "dead:<gid>" else ""): kind
-        for key, kind in rows
+        re.sub(r"<.*", "", key).rstrip(":") + (":" if key == "dead:<gid>" else ""): row.type
+        for key, row in TABLE.items()
     }
 
 

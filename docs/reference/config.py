@@ -1,15 +1,10 @@
-"""Writes the reference pages of docs/pages from the code: `make reference`.
-
-To add a page, write a function that returns its Markdown and add it to `REFERENCES`;
-tests/docs/test_reference.py fails while a committed page differs.
-"""
+"""The page of all config keys, from the models of `buffer.config`."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
@@ -18,8 +13,7 @@ from buffer.config.config import Config
 from buffer.config.section import Section
 from buffer.config.task import JUDGES
 from buffer.control.live_settings import LiveSettings
-
-PAGES = Path(__file__).parent / "pages"
+from docs.reference.markdown import table
 
 Schema = Mapping[str, Any]
 """A JSON schema, or a part of one, as pydantic makes it."""
@@ -37,19 +31,6 @@ LIVE_INTRODUCTION = """\
 What can be changed while a run continues, as `name=value`; it lasts until the run is started again
 from its file.
 """
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(_cell(text) for text in line)} |\n" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-# -- config keys ----------------------------------------------------------------------------------
 
 
 def config_reference() -> str:
@@ -177,19 +158,3 @@ def _bounded(field: Schema, schema: Schema) -> str:
         text = f"list of {_type(field['items'], schema)}"
     bounds = [f"{words} {field[bound]}" for bound, words in _BOUNDS.items() if bound in field]
     return ", ".join([text, *bounds])
-
-
-# -- the pages ------------------------------------------------------------------------------------
-
-REFERENCES: dict[str, Callable[[], str]] = {"config_reference.md": config_reference}
-"""By the name of the page: the function that returns it."""
-
-
-def main() -> None:
-    """Write all reference pages."""
-    for name, write in REFERENCES.items():
-        (PAGES / name).write_text(write(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

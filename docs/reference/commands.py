@@ -1,0 +1,82 @@
+"""The page of all commands, from the typer app."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import typer.main
+
+from docs.reference.markdown import table, verbatim
+from rolloutmq.cli import app
+
+INTRODUCTION = """\
+# Every command
+
+In the order of `rolloutmq --help`. Questions and the commands that answer them are in
+[Commands](commands.md).
+"""
+
+TYPES = {bool: "flag", int: "integer", float: "number", str: "text", Path: "path"}
+
+
+def command_reference() -> str:
+    """Return the page of all commands, each with its arguments, options and examples."""
+    group: Any = typer.main.get_command(app)
+    parts = [INTRODUCTION, verbatim(_epilog(group))]
+    parts += [_command(name, command) for name, command in group.commands.items()]
+    return "\n".join(parts)
+
+
+def _command(name: str, command: Any) -> str:
+    summary = " ".join(inspect.cleandoc(command.help).split("\n\n")[0].split())
+    parts = [f"## `rolloutmq {name}`\n", f"{summary}\n"]
+    if command.params:
+        hints = get_type_hints(command.callback)
+        rows = [_row(param, hints[param.name]) for param in command.params]
+        parts.append(table(("argument or option", "type", "default", "meaning"), rows))
+    if command.epilog:
+        parts.append(verbatim(_epilog(command)))
+    return "\n".join(parts)
+
+
+def _epilog(command: Any) -> str:
+    """Return the text after the options; `\\b` in it keeps typer from joining lines."""
+    return inspect.cleandoc(command.epilog.replace("\b\n", "")).strip()
+
+
+def _row(param: Any, annotation: Any) -> tuple[str, str, str, str]:
+    if param.param_type_name == "argument":
+        name = param.metavar or param.name.upper()
+    else:
+        names = " / ".join([*param.opts, *param.secondary_opts])
+        name = f"{names} {param.metavar or ''}".strip()
+    return f"`{name}`", _type(param, annotation), _default(param), param.help or ""
+
+
+def _type(param: Any, annotation: Any) -> str:
+    """Return the type of a value with its limits, for example "integer, at least 1"."""
+    members = [kind for kind in get_args(annotation) or [annotation] if kind is not NoneType]
+    kind = get_args(members[0])[0] if get_origin(members[0]) is list else members[0]
+    if issubclass(kind, Enum):
+        return ", ".join(f"`{choice.value}`" for choice in kind)
+    text = TYPES[kind]
+    if param.min is not None:
+        text += f", at least {param.min}"
+    if param.max is not None:
+        text += f", at most {param.max}"
+    return text + (", repeatable" if param.multiple or param.nargs == -1 else "")
+
+
+def _default(param: Any) -> str:
+    if param.required:
+        return "required"
+    if param.default is False:
+        return "off"
+    if param.default is None or param.default == "":
+        return "unset"
+    return f"`{json.dumps(param.default, default=str)}`"
