@@ -17,6 +17,7 @@ from buffer.store.script_contract import BIGGEST, JUDGED, NAMED, Header, Slot
 from buffer.store.scripts import Arg, assemble, includes, library, sources
 
 BUFFER = Path(buffer.store.keys.__file__).parents[1]
+MODULES = sorted(BUFFER.rglob("*.py"))
 SOURCES = dict(sorted(sources().items()))
 BODIES = {name: text for name, text in SOURCES.items() if not name.startswith("include/")}
 TOPICS = {
@@ -202,18 +203,18 @@ def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
 
 
 def test_every_script_has_a_caller_and_every_call_a_script() -> None:
+    first_arguments = set()
     called = set()
-    for path in BUFFER.rglob("*.py"):
+    for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and getattr(node.func, "attr", "") in ("call", "call_many", "upload_and_call")
-                and node.args
-            ):
-                first = node.args[0]
-                called |= {first.value} if isinstance(first, ast.Constant) else set()
-    # the store itself sends `sync` behind whatever is durable, a worker's control line its receipts
-    assert called | {"sync", "receipt"} == set(BODIES) == set(library())
+            match node:
+                case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                    first_arguments.add(name)
+                    if getattr(function, "attr", "") in ("call", "call_many", "upload_and_call"):
+                        called.add(name)
+    assert called <= set(BODIES) == set(library())
+    # the store itself calls `sync` behind durable writes, a control connection its receipts
+    assert set(BODIES) - {"sync", "receipt"} <= first_arguments
 
 
 GENERAL_CASES = {
@@ -227,8 +228,6 @@ GENERAL_CASES = {
     "restore_batch": {"GAP", "GONE"},
 }
 """Refusals that a caller need not name: an error shows the reply, or nothing was to be done."""
-
-MODULES = sorted(BUFFER.rglob("*.py"))
 
 
 @cache
