@@ -53,7 +53,7 @@ def _pause_once(work: SimulatedRun, number: int) -> float:
     time.sleep(random.Random(number).uniform(0.1, 0.4))
     with work.consumer.paused("keep") as seconds:
         pass
-    work.run.control.wait_for_receipts(work.run.control.state())
+    work.run.receipts.wait(work.run.control.state())
     return seconds
 
 

@@ -15,6 +15,7 @@ from buffer.control.event_log import EventLog
 from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings, differences
 from buffer.control.progress import ProduceProgress, read_progress
+from buffer.control.receipts import Receipts
 from buffer.control.task_status import Halts
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
@@ -73,6 +74,7 @@ class Run:
         self.evaluations = BatchLedger(store, self.keys, limits, "eval")
         self.control = RunControl(store, self.keys, limits)
         self.fleet = Fleet(store, self.keys, limits)
+        self.receipts = Receipts(store, self.keys, limits, self.fleet)
         self.events = EventLog(store, self.keys)
         self.account = Account(store, self.keys, limits)
         self.memory = memory.Memory(store, self.keys, limits)

@@ -13,21 +13,17 @@
             consumer.publish_weights(step, path, checksum)
     consumer.close()
 
-The process may die between any two of these lines. `open` with the position of a checkpoint
+Between any two of these lines the process may die. `open` with the position of a checkpoint
 delivers the steps after it again, byte for byte (I5, I6), and restores on a server that lost data
 what was trained (`open(step)` cannot).
-
-Waits until every live worker has carried out the newest control state (I10); who stays silent is
-fenced.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -35,43 +31,17 @@ from buffer.batches.position import Position
 from buffer.batches.trainer_opening import Opening
 from buffer.control.control import Mode
 from buffer.control.event_log import START, Event
-from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.control.roles import HeldRole
 from buffer.model.group import RolloutGroup
-from buffer.model.ids import new_nonce
 from buffer.model.manifest import Manifest
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.store.retry import OutageClock
 from consumer.batches.batch import Batch, Stopped, check_not_abandoned
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.batches.outlook import status_of_taken
 from consumer.batches.prefetch import Prefetcher
 from consumer.batches.taker import BatchTaker, Checkpoint, Waiting, WaitOptions
 from consumer.batches.timing import PauseTimes, TakeTimes, WaitClock
-
-log = logging.getLogger("rolloutmq.consumer")
-
-RECEIPT_S = 20e-6
-LOOK_S = 0.01
-"""What the server needs for a receipt, and between two looks at most. Receipts come in crowds: one
-look for each would keep the server from taking the others.
-"""
-
-
-def await_receipts(run: Run, check: Callable[[], None]) -> None:
-    """Of the newest epoch, whichever that is: an operator may change the mode meanwhile. `check`
-    may raise.
-    """
-    clock = OutageClock()
-    while silent := run.control.silent_workers():
-        check()
-        if clock.poll() > run.limits.pause_timeout_s:
-            for worker in silent:
-                log.warning("no receipt; fencing", extra={"worker": worker})
-                run.fleet.fence(worker)
-        run.store.wait_bell(run.keys.bell("receipts"), 0.1)
-        time.sleep(min(LOOK_S, RECEIPT_S * len(silent)))
-
 
 PauseMode = Literal["abort", "drain", "keep"]
 
@@ -93,17 +63,25 @@ class RolloutConsumer:
         self, run: Run, *, prefetch_bytes: int = 64 * 2**20, nonce: str | None = None
     ) -> None:
         self._run = run
-        self.nonce = nonce or new_nonce()
-        self._taker = BatchTaker(run, self.nonce, self._check)
         self.lineage = secrets.token_hex(4)
         self.pauses = PauseTimes()
         self.waits = WaitClock()
+        self.role = HeldRole(
+            run.control,
+            "trainer",
+            nonce=nonce,
+            waited_s=lambda: self.waits.seconds,
+            pauses=self.pauses.histogram,
+        )
         self._takes = TakeTimes()
         self._stop = threading.Event()
-        self._closed = threading.Event()
-        self._prefetcher = Prefetcher(run, prefetch_bytes, self._closed)
-        self._lost: RolloutMQError | None = None
-        self._heartbeats: threading.Thread | None = None
+        self._taker = BatchTaker(run, self.role.nonce, self._check)
+        self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
+
+    @property
+    def nonce(self) -> str:
+        """Identifies this trainer to the scripts."""
+        return self.role.nonce
 
     def open(
         self,
@@ -132,32 +110,24 @@ class RolloutConsumer:
             regenerate=regenerate,
         )
         # calls of the trainer wait for the end of an outage, however long it lasts
-        self._run.store.patience = lambda: not (self._stop.is_set() or self._closed.is_set())
-        self._heartbeats = threading.Thread(
-            target=self._send_heartbeats, name="trainer-heartbeat", daemon=True
-        )
-        self._heartbeats.start()
+        self._run.store.patience = lambda: not (self._stop.is_set() or self.role.ended.is_set())
+        # heartbeats continue after `stop`, while the last step ends: the role is held until `close`
+        limits = self._run.limits
+        self.role.renew_in_background(lambda: limits.heartbeat_ms / 1000, self._prefetcher.end)
         return opening
 
     def close(self) -> None:
         """Give up the role, so that the next trainer need not wait."""
-        self._closed.set()
         self._prefetcher.close()
-        if self._heartbeats is None:
-            return
-        self._heartbeats.join()
-        if self._lost is None:
-            try:
-                self._run.control.beat("trainer", self.nonce, closing=True)
-            except StoreUnavailable as error:
-                log.warning("the role is not given up, and will time out: %s", error)
+        if self.role.thread:
+            self.role.close()
 
     def check_role(self) -> None:
         """Raise Fenced if another trainer was opened.
 
         Call it before writing files that the other trainer would read.
         """
-        self._run.control.beat("trainer", self.nonce, waited_s=self.waits.seconds)
+        self.role.renew()
 
     def stop(self) -> None:
         """Make a waiting `take_batch` raise Stopped. For signal handlers."""
@@ -239,10 +209,13 @@ class RolloutConsumer:
 
     def _check(self) -> None:
         check_not_abandoned()
-        if self._lost:
-            raise self._lost
+        self.role.check()
         if self._stop.is_set():
             raise Stopped
+
+    def _check_if_silent(self, silent: list[str]) -> None:
+        if silent:
+            self._check()
 
     def commit(self, step: int, *, keep: int) -> None:
         """Record that the checkpoint of `step` is durable and `keep` is the oldest kept one.
@@ -277,7 +250,7 @@ class RolloutConsumer:
         """
         started = time.monotonic()
         self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
-        await_receipts(self._run, self._check)
+        self._run.receipts.wait(fences=True, watch=self._check_if_silent)
         seconds = time.monotonic() - started
         self.pauses.add(seconds)
         return seconds
@@ -360,18 +333,3 @@ class RolloutConsumer:
         If there are none, wait up to `block_ms` milliseconds for the next.
         """
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
-
-    # -- the heartbeat -------------------------------------------------------------------
-
-    def _send_heartbeats(self) -> None:
-        # continues after `stop`, while the last step ends: the role is held until `close`
-        while not self._closed.wait(self._run.limits.heartbeat_ms / 1000):
-            try:
-                self._run.control.beat("trainer", self.nonce, waited_s=self.waits.seconds)
-            except StoreUnavailable as error:
-                log.warning("no heartbeat: %s", error)
-            except RolloutMQError as error:
-                # Fenced, or a server that refuses: raised in the next operation
-                self._lost = error
-                self._prefetcher.end()
-                break

@@ -1,23 +1,24 @@
-"""Pause, continue, weights, and who is the trainer and the producer (I7, I10).
+"""Read and change the control state of a run: pauses, weights, and the roles (I7, I10).
 
-Truth is the `control` hash and its epoch. The message on the channel of the same name is only a
-hint that makes it quick: a worker that hears none learns of the change at its next claim or
-heartbeat. The trainer's pauses (around weight updates) and the operator's are held apart, so that
-the trainer's `continue_` does not undo a person's pause.
+The `control` hash and its epoch decide. The message on the channel of the same name is only a hint
+that saves time: a worker that misses it learns of the change with its next claim or heartbeat. The
+trainer's pauses (around weight updates) and the operator's are kept apart, so that the trainer's
+`continue_` does not end an operator's pause.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from buffer.errors import Fenced, LostRun, PauseTimeout, RunNotFound, ScriptError
+from buffer.control.histogram import Histogram, join_counts
+from buffer.control.role_holder import Role, RoleHolder
+from buffer.errors import Fenced, LostRun, RunNotFound, ScriptError
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.limits import RunLimits
 from buffer.model.rollout import PolicyVersion
@@ -26,24 +27,30 @@ from buffer.store.replies import opened, unfenced
 from buffer.store.store import Store
 
 Who = Literal["trainer", "operator"]
-Role = Literal["trainer", "producer"]
 
-ALL_LANES = "eval resume fresh"
+ALL_LANES = " ".join(LANES)
+STATE_FIELDS = ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
+"""What `control_state` of lua/include puts into replies, in this order."""
+REASON_BYTES = 2000
 
 
 class Mode(StrEnum):
-    """What running work shall do; `lanes` of the control state say what may be claimed."""
+    """What running work must do; `lanes` of the control state are those that may be claimed."""
 
     RUN = "run"
     DRAIN = "drain"
+    """finish what runs, claim nothing"""
     ABORT = "abort"
+    """hand back what runs, with its tokens"""
     KEEP = "keep"
+    """freeze what runs"""
     FINISH = "finish"
+    """finish what runs, then leave: the run is over"""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlState:
-    """What every reply of claim, heartbeat and control carries."""
+    """The control state, as every reply of claim, heartbeat and control carries it."""
 
     epoch: int
     mode: Mode
@@ -54,24 +61,20 @@ class ControlState:
 
     @classmethod
     def parse_hint(cls, message: bytes) -> ControlState:
-        """What the control channel carries: the same fields, a NUL between two. ScriptError if it
-        is something else.
-        """
+        """Return the state in a message of the control channel. Raises ScriptError."""
         try:
             fields = message.decode().split("\0")
         except UnicodeDecodeError:
             raise _unreadable([repr(message)]) from None
-        if len(fields) != 6:
+        if len(fields) != len(STATE_FIELDS):
             raise _unreadable(fields)
         return cls.parse(fields)
 
     @classmethod
     def parse(cls, fields: Sequence[str]) -> ControlState:
-        """Of the fields that begin a reply. ScriptError where somebody wrote nonsense into
-        `control`.
-        """
+        """Return the state in the first six of `fields`. Raises ScriptError if it is invalid."""
         try:
-            epoch, mode, lanes, label, path, checksum = fields[:6]
+            epoch, mode, lanes, label, path, checksum = fields[: len(STATE_FIELDS)]
             weights = PolicyVersion.parse(label)
             state = cls(int(epoch), Mode(mode), tuple(lanes.split()), weights, path, checksum)
         except ValueError:
@@ -81,58 +84,26 @@ class ControlState:
         return state
 
 
-def silence_ms(now_ms: int, seen_ms: int) -> int:
-    """Since a holder of a role was seen. If that lies ahead of now, it is as long ago: the clock
-    was stepped back, and whoever lives has beaten since. `silence_ms` in
-    lua/include/role_silence.lua decides the same.
-    """
-    return abs(now_ms - seen_ms)
-
-
-@dataclass(frozen=True, slots=True)
-class RoleHolder:
-    """Who holds a role; times in milliseconds of the server's clock. `nonce` is empty where it was
-    given up.
-    """
-
-    role: Role
-    nonce: str
-    seen_ms: int
-    now_ms: int
-    timeout_ms: int
-    name: str = ""
-    """where a producer runs"""
-
-    @property
-    def silent_ms(self) -> int | None:
-        """Since its last heartbeat; None where nobody ever held the role."""
-        return silence_ms(self.now_ms, self.seen_ms) if self.seen_ms else None
-
-    @property
-    def is_alive(self) -> bool:
-        return bool(self.nonce) and self.silent_ms is not None and self.silent_ms < self.timeout_ms
-
-    def __str__(self) -> str:
-        if self.silent_ms is None:
-            return f"no {self.role} was ever opened"
-        if not self.nonce:
-            return f"the last {self.role} left in order {self.silent_ms / 1000:.0f} s ago"
-        word = (
-            "is alive" if self.is_alive else f"was last heard of {self.silent_ms / 1000:.0f} s ago"
-        )
-        where = f" ({self.name})" if self.name else ""
-        return f"the {self.role} {self.nonce[:8]}…{where} {word}"
-
-
 def _unreadable(fields: Sequence[str]) -> ScriptError:
     return ScriptError(
-        f"this is no control state: {list(fields[:6])!r:.200}",
-        hint="HGETALL rmq:{RUN}:control shows what the run has; only trainer and operator may write it",
+        f"not a valid control state: {list(fields[: len(STATE_FIELDS)])!r:.200}",
+        hint="`HGETALL rmq:{RUN}:control` shows it; only scripts of rolloutmq may write it",
     )
 
 
+def shorten_reason(reason: str) -> str:
+    """Return as much of a reason as the scripts accept: valid UTF-8 of REASON_BYTES at most."""
+    return reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")
+
+
 class RunControl:
-    """Reads and changes the control state of one run."""
+    """Reads and changes the control state of one run.
+
+    Usage:
+        state = run.control.set_mode("operator", Mode.DRAIN)
+        run.receipts.wait(state)
+        run.control.set_mode("operator", Mode.RUN)
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -140,23 +111,21 @@ class RunControl:
         self._limits = limits
 
     def state(self) -> ControlState:
-        names = ("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum")
+        """Return the control state. Raises RunNotFound."""
         fields: list[Any] = self._store.retrying(
-            "control", lambda: self._store.control.hmget(self._keys.control, *names)
+            "control", lambda: self._store.control.hmget(self._keys.control, *STATE_FIELDS)
         )
         if fields[0] is None:
             raise self._no_run()
-        return ControlState.parse(
-            [field.decode(errors="replace") if field else "" for field in fields]
-        )
+        return ControlState.parse([(field or b"").decode(errors="replace") for field in fields])
 
     def set_mode(
         self, who: Who, mode: Mode, *, lanes: str = "", nonce: str = "", orphan: bool = False
     ) -> ControlState:
-        """Change the mode for one holder. `lanes` that stay open: none by default, all in run mode.
+        """Change the mode that the trainer or the operator wants; return the new control state.
 
-        `orphan`: the operator's RUN also ends the pause of a trainer that has left or fallen
-        silent.
+        `lanes` stay open: none by default, all in run mode. `orphan`: the operator's RUN also ends
+        the pause of a trainer that has left or fallen silent. Raises Fenced, RunNotFound.
         """
         reply = self._store.call(
             "control",
@@ -170,56 +139,30 @@ class RunControl:
                 "orphan_ms": self._limits.role_timeout_ms if orphan and who == "operator" else "",
             },
         )
-        if reply[0] == "NO_RUN":
-            raise self._no_run()
-        return ControlState.parse(unfenced(reply, "trainer")[1:])
+        match unfenced(reply, "trainer"):
+            case ["NO_RUN"]:
+                raise self._no_run()
+            case [_, *state]:
+                return ControlState.parse(state)
+            case _:
+                raise _unreadable(reply)
 
     def publish_weights(
         self, nonce: str, weights: PolicyVersion, path: str, checksum: str
     ) -> ControlState:
-        """Name the newest weights; workers that do not have them may not claim."""
+        """Announce the newest weights; workers without them may not claim. Raises Fenced."""
         reply = self._store.call(
             "publish_weights",
             self._keys.slots(),
             {"nonce": nonce, "weights": str(weights), "path": path, "checksum": checksum},
         )
-        return ControlState.parse(unfenced(reply, "trainer")[1:])
-
-    def wait_for_receipts(self, state: ControlState, *, timeout_s: float | None = None) -> float:
-        """Wait until every live worker has carried out `state.epoch`; returns the seconds it took.
-
-        Raises PauseTimeout naming the silent ones. A worker that beats no more is not waited for.
-        """
-        start = time.monotonic()
-        limit_s = self._limits.pause_timeout_s if timeout_s is None else timeout_s
-        while silent := self.silent_workers(state.epoch):
-            if time.monotonic() - start > limit_s:
-                raise PauseTimeout(
-                    f"no receipt for control epoch {state.epoch} from {', '.join(silent)}",
-                    hint="fence them with `rolloutmq fence WORKER`, or wait until their heartbeats stop",
-                )
-            self._store.wait_bell(self._keys.bell("receipts"), 0.1)
-        return time.monotonic() - start
-
-    def silent_workers(self, epoch: int | None = None) -> list[str]:
-        """Live workers that have not acknowledged `epoch`; the newest by default. 10,000 workers at
-        most.
-        """
-        reply = self._store.call(
-            "silent",
-            self._keys.slots(),
-            {
-                "epoch": "" if epoch is None else epoch,
-                "lease_ms": self._limits.lease_ms,
-                "limit": 10_000,
-            },
-        )
-        return reply[1:]
+        _, *state = unfenced(reply, "trainer")
+        return ControlState.parse(state)
 
     def open_producer(
         self, nonce: str, *, run_nonce: str = "", take_over: bool = False
     ) -> ControlState:
-        """Become the active producer, under the name of this process. Raises RoleHeld or LostRun."""
+        """Make this process the active producer. Raises RoleHeld (not if `take_over`), LostRun."""
         keys = self._keys
         reply = self._store.call(
             "producer_open",
@@ -233,24 +176,34 @@ class RunControl:
             },
             durable=True,
         )
-        return ControlState.parse(opened(reply, "producer", keys.run)[1:])
+        _, *state = opened(reply, "producer", keys.run)
+        return ControlState.parse(state)
 
     def report_curriculum(self, nonce: str, step: int, reason: str) -> None:
-        """The producer says why the curriculum's answer after `step` is not followed; "": it is.
+        """Report why the curriculum's answer after `step` is not followed; "": it is followed.
+
         Raises Fenced.
         """
-        text = reason.encode(errors="replace")[:2000].decode(errors="ignore")
         reply = self._store.call(
-            "curriculum", self._keys.slots(), {"nonce": nonce, "step": step, "reason": text}
+            "curriculum",
+            self._keys.slots(),
+            {"nonce": nonce, "step": step, "reason": shorten_reason(reason)},
         )
         unfenced(reply, "producer")
 
     def beat(
-        self, role: Role, nonce: str, *, closing: bool = False, waited_s: float = 0.0
+        self,
+        role: Role,
+        nonce: str,
+        *,
+        closing: bool = False,
+        waited_s: float = 0.0,
+        pauses: Histogram | None = None,
     ) -> ControlState:
-        """Say that the holder of a role lives, or gives it up, and how long it has waited in all.
-        Raises Fenced; LostRun where the server, which came back empty, has never seen anybody in
-        that role.
+        """Renew the hold on a role, or give it up if `closing`; return the control state.
+
+        `waited_s` and `pauses` are the trainer's statistics since it was opened. Raises Fenced;
+        LostRun if the server came back empty and has never seen a holder of that role.
         """
         reply = self._store.call(
             "beat",
@@ -260,52 +213,50 @@ class RunControl:
                 "nonce": nonce,
                 "closing": int(closing),
                 "waited_ms": int(waited_s * 1000),
+                "pause_ms": int(pauses.total_s * 1000) if pauses else 0,
+                "pause_buckets": join_counts(pauses.counts) if pauses else "",
             },
         )
         with self.telling_loss(role):
-            return ControlState.parse(unfenced(reply, role)[1:])
+            _, *state = unfenced(reply, role)
+        return ControlState.parse(state)
 
     @contextmanager
     def telling_loss(self, role: Role) -> Iterator[None]:
-        """Who is refused by a server that never saw a holder of the role has lost the run, and not
-        the role.
+        """Turn Fenced into LostRun if the server has never seen a holder of `role`.
+
+        A server that lost its data fences every process, although none has taken the role over.
         """
         try:
             yield
         except Fenced as error:
             control = self._store.control
-            key = self._keys.control
-            if self._store.retrying("role", lambda: control.hexists(key, role)):
+            if self._store.retrying("role", lambda: control.hexists(self._keys.control, role)):
                 raise
-            what = (
-                f"the server does not hold this run {self._keys.run!r} any more: its data was lost"
-            )
-            hint = "`rolloutmq train CONFIG --regenerate` goes on from the newest checkpoint; start the others again"
-            raise LostRun(what, hint=hint) from error
+            raise LostRun(
+                f"the server no longer holds the run {self._keys.run!r}: its data was lost",
+                hint="`rolloutmq train CONFIG --regenerate` continues from the newest checkpoint; "
+                "then start the other processes again",
+            ) from error
 
     def holder(self, role: Role) -> RoleHolder:
-        """Who holds a role, and since when it is silent. One round trip."""
+        """Return who holds `role`, in one round trip."""
+        names = (role, f"{role}_seen_ms", f"{role}_name")
 
-        def ask() -> list[Any]:
+        def read() -> list[Any]:
             with self._store.control.pipeline(transaction=False) as pipe:
-                pipe.hmget(self._keys.control, role, f"{role}_seen_ms", f"{role}_name")
+                pipe.hmget(self._keys.control, *names)
                 pipe.execute_command("TIME")
                 return list(pipe.execute())
 
-        (nonce, seen, name), (seconds, micros) = self._store.retrying("role", ask)
+        fields, (seconds, micros) = self._store.retrying("role", read)
+        known = zip(names, fields, strict=True)
+        control = {name: field.decode() for name, field in known if field is not None}
         now_ms = int(seconds) * 1000 + int(micros) // 1000
-        timeout_ms = self._limits.role_timeout_ms
-        return RoleHolder(
-            role,
-            (nonce or b"").decode(),
-            int(seen or 0),
-            now_ms,
-            timeout_ms,
-            (name or b"").decode(),
-        )
+        return RoleHolder.parse(role, control, now_ms, self._limits.role_timeout_ms)
 
     def _no_run(self) -> RunNotFound:
         return RunNotFound(
             f"there is no run {self._keys.run!r} on this server",
-            hint="its data was lost, or never there",
+            hint="it was never created there, or the server lost its data",
         )

@@ -1,9 +1,8 @@
-"""A worker's line to the control state: hints come in, receipts go out, on one connection and
-without a wait (I10).
+"""A worker's own connection for hints of control changes and for its receipts (I10).
 
-In RESP3 what the channel says and what the server answers come side by side. Nothing blocks but the
-opening, so that an event loop may hold the line itself: from a hint to the receipt no thread is
-waited for. Nor is it needed: who has none hears and says the same with its heartbeats.
+With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening it
+blocks, so an event loop can use it directly: no thread is waited for between a hint and its receipt.
+It is never needed: a worker without it exchanges the same with its heartbeats.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NOT_YET = object()
 
 
 def receipt(keys: Keys, worker: str, nonce: str, ack: int) -> tuple[SlotKeys, dict[str, Arg]]:
-    """Return keys and arguments of the script."""
+    """Return the keys and the arguments of the script `receipt`."""
     return keys.slots(worker=worker), {"nonce": nonce, "ack": ack}
 
 
@@ -48,18 +47,26 @@ def _read_hint(message: bytes) -> ControlState | None:
     try:
         return ControlState.parse_hint(message)
     except ScriptError as error:
-        log.warning("a hint that nobody can follow: %s", error)
+        log.warning("ignoring an invalid message of the control channel: %s", error)
         return None
 
 
+def _parse_reply(reply: list[bytes]) -> ControlState | None:
+    """Return the state in a reply of `receipt`; None for UNKNOWN and REPLACED."""
+    code, *fields = [part.decode(errors="replace") for part in reply]
+    return ControlState.parse(fields) if code == "OK" else None
+
+
 class ControlLine:
-    """Opened for one registration of a worker; blocks meanwhile. Every method raises
-    redis.RedisError where the line is broken; it is of no use any more then.
+    """Receives hints and sends receipts for one registration of a worker.
+
+    Opening it blocks. Every method raises redis.RedisError if the connection is broken; open
+    another one then.
     """
 
     def __init__(self, store: Store, keys: Keys, worker: str, nonce: str) -> None:
-        # a client of its own, which nobody else closes; in a cluster, another node may hold the run
-        # by now
+        # a client of its own, since the store closes its clients after errors; its URL is looked up
+        # again, since in a cluster the run may have moved to another node
         client = open_client(
             store.servers.url_of(keys.control), name=f"{store.name}-line", timeout_s=CONNECT_S
         )
@@ -79,15 +86,18 @@ class ControlLine:
         self._send(("HELLO", 3), ("SUBSCRIBE", keys.control))
 
     def fileno(self) -> int:
+        """Return the file descriptor of the socket, for an event loop to watch."""
         return int(self._socket.fileno())
 
     def close(self) -> None:
+        """Close the connection."""
         self._connection.disconnect()
         self._client.close()
 
     def say(self, ack: int, heard: int) -> None:
-        """Hand in the receipt for epoch `ack`. `heard`: the epoch that is known; it comes back with
-        the answer.
+        """Send the receipt for the control epoch `ack`.
+
+        `heard` is the newest epoch known to the worker; it is returned with the reply.
         """
         keys, args = self._script.arrange(*receipt(*self._whose, ack))
         self._send((self._verb, self._script.text(self._verb), len(keys), *keys, *args))
@@ -99,8 +109,10 @@ class ControlLine:
         hint: Callable[[ControlState], object],
         answer: Callable[[ControlState | None, int, int], object],
     ) -> None:
-        """Take in what has come: `hint` of the channel, `answer` to a receipt (state, ack, heard);
-        its state is None where the server does not know this registration (any more).
+        """Read what has arrived, and call `hint` or `answer` for each message.
+
+        `hint` gets a state from the channel; `answer` gets (state, ack, heard) for a receipt, where
+        the state is None if the server does not know this registration (any more).
         """
         self._receive()
         while (item := self._next()) is not _NOT_YET:
@@ -110,9 +122,7 @@ class ControlLine:
                 if item[0] == b"message" and (state := _read_hint(item[2])):
                     hint(state)
             elif isinstance(item, list):
-                code, *fields = [part.decode(errors="replace") for part in item]
-                is_known = code not in ("UNKNOWN", "REPLACED")
-                answer(ControlState.parse(fields) if is_known else None, *self._asked.popleft())
+                answer(_parse_reply(item), *self._asked.popleft())
 
     def _next(self) -> Any:
         try:
@@ -125,19 +135,20 @@ class ControlLine:
         try:
             sent = self._socket.send(packed)
         except OSError as error:
-            raise redis.ConnectionError(f"cannot write: {error}") from error
+            raise redis.ConnectionError(f"cannot send a receipt: {error}") from error
         if sent < len(packed):
-            raise redis.ConnectionError("the server does not read")
+            # a receipt fits the socket's buffer unless the server has stopped reading
+            raise redis.ConnectionError("cannot send a receipt: the server does not read")
 
     def _receive(self) -> None:
         try:
             while data := self._socket.recv(_READ_BYTES):
                 self._reader.feed(data)
-                # what is decrypted already makes no socket readable
+                # bytes that TLS has already decrypted do not make the socket readable again
                 if not (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
                     return
         except (BlockingIOError, ssl.SSLWantReadError):
             return
         except OSError as error:
-            raise redis.ConnectionError(f"cannot read: {error}") from error
-        raise redis.ConnectionError("the server hung up")
+            raise redis.ConnectionError(f"cannot read hints: {error}") from error
+        raise redis.ConnectionError("the server closed the connection")

@@ -1,6 +1,4 @@
-"""What happened in a run: one short entry per transition, in a capped stream that the scripts
-write.
-"""
+"""Read the events of a run: one short entry per transition, in a capped stream written by scripts."""
 
 from __future__ import annotations
 
@@ -10,21 +8,25 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 Event = tuple[int, str, dict[str, str]]
-"""(ms since the epoch, name, fields)"""
+"""Milliseconds since 1970, name, fields."""
 
 START = "0"
-"""Before the oldest event that is kept."""
+"""The position before the oldest event that is kept."""
 
 
 class EventLog:
-    """Reads the events of one run. An event's id says where it stands; more can be read from there."""
+    """Reads the events of one run; the id of an event is the position from which to continue.
+
+    Usage:
+        for position, (ms, name, fields) in run.events.read(block_ms=1000): ...
+    """
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
 
     def newest(self) -> str:
-        """The id of the newest event; START where there is none."""
+        """Return the id of the newest event; START if there is none."""
         found: Any = self._store.retrying(
             "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
         )
@@ -33,8 +35,9 @@ class EventLog:
     def read(
         self, after: str = START, *, limit: int = 500, block_ms: int | None = None
     ) -> list[tuple[str, Event]]:
-        """(id, event) of the events behind an id, oldest first; waits up to `block_ms` where there
-        is none.
+        """Return (id, event) of the events after an id, oldest first.
+
+        Waits up to `block_ms` if there is none.
         """
         key = self._keys.events
         reply: Any = self._store.retrying(
@@ -49,7 +52,7 @@ class EventLog:
 
 
 def parse_event(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
-    """An entry of the events stream."""
+    """Return the event in an entry of the stream."""
     identity = entry[0].decode()
     fields = {name.decode(): value.decode() for name, value in entry[1].items()}
     return int(identity.partition("-")[0]), fields.pop("event", "?"), fields

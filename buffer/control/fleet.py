@@ -1,9 +1,9 @@
-"""The workers of a run: who lives, what each is doing, and what it heard.
+"""The workers of a run: what each reports with its heartbeats, and the record that the server keeps.
 
-What a worker reports with a heartbeat, and the record of it that the server keeps.
-
-A worker may write anything into its record: a number that is none counts as not written, any text
-is kept as it is.
+A number of a heartbeat is a field of `WorkerNumbers`, an argument of `lua/heartbeat.lua`, and a value
+that the worker fills in (`producer_workers/worker/heartbeat.py`); the views read it from
+`WorkerRecord`. A worker of another language may write anything into its record: what is not a valid
+number counts as not written, and texts are kept as they are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from buffer.control.control import ControlState
+from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.control.control_line import ControlLine
-from buffer.errors import Fenced, RunNotFound
+from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram, join_counts, parse_counts
+from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.model.ids import valid_name
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits
@@ -24,9 +25,12 @@ from buffer.model.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
+FENCE_SLICE = 200
+"""Groups that one call of the server revokes at most."""
+
 
 class WorkerState(StrEnum):
-    """What a worker of this project does. A worker in another language may report any other word."""
+    """States that workers of this project report; one in another language may report any word."""
 
     STARTING = "starting"
     """registered, and no heartbeat yet"""
@@ -58,15 +62,16 @@ class WorkerNumbers:
     judging_ms: int = 0
     """the time that all of these answers took together"""
     judge_failures: int = 0
-    judge_p50_ms: int = 0
-    """median of the newest answers"""
-    judge_p99_ms: int = 0
+    judge_buckets: tuple[int, ...] = ()
+    """how many of these answers took how long: see `WorkerRecord.judge_times`"""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse(WorkerNumbers):
-    """What a worker reports with a heartbeat. `ack`: the control epoch carried out. `heard`: the
-    newest control epoch known when the pulse was taken; it is not sent.
+    """What a worker reports with a heartbeat.
+
+    `ack` is the control epoch that it has carried out. `heard` is the newest one that it knew when
+    the numbers were read; it is not sent.
     """
 
     ack: int
@@ -75,20 +80,21 @@ class Pulse(WorkerNumbers):
     heard: int = 0
 
     def arguments(self) -> dict[str, str | int]:
-        """Return the arguments of the script `heartbeat` that come from a pulse, by name."""
+        """Return the arguments of the script `heartbeat` that a worker reports, by name."""
         numbers = {each.name: getattr(self, each.name) for each in fields(WorkerNumbers)}
         numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
         numbers["requests"] = "" if self.requests is None else self.requests
+        numbers["judge_buckets"] = join_counts(self.judge_buckets)
         return {"ack": self.ack, "weights": str(self.weights), "state": self.state.value, **numbers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord(WorkerNumbers):
-    """One worker as the server knows it. Numbers that were not written are 0 (None for `requests`),
-    texts are empty.
+    """One worker as the server knows it.
 
-    `silent_ms`: since its last heartbeat. `holds`: groups that it has leases for. `bad_groups` and
-    `barred_for_ms` are None unless the worker is barred for what it handed in.
+    Numbers that were not written are 0 (None for `requests`), and texts are empty. `silent_ms` is
+    the time since its last heartbeat, `holds` the number of its leases. `bad_groups` and
+    `barred_for_ms` are None unless the worker is barred for what it submitted.
     """
 
     id: str
@@ -110,18 +116,22 @@ class WorkerRecord(WorkerNumbers):
     """what else the worker registered: host, pid, …"""
 
     @property
+    def judge_times(self) -> Histogram:
+        """The times of all answers of its judges; empty if it counts by other bounds."""
+        return Histogram(JUDGE_BOUNDS_S, self.judge_buckets, self.judging_ms / 1000)
+
+    @property
     def is_barred(self) -> bool:
+        """Whether the worker gets no groups because trainers could not use what it submitted."""
         return self.barred_for_ms is not None
 
     def is_live(self, lease_ms: int) -> bool:
-        """Return whether a pause waits for this worker: its last heartbeat is younger than a lease."""
+        """Return whether a pause waits for it: its last heartbeat is younger than a lease."""
         return self.silent_ms < lease_ms
 
 
 OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "facts")
-"""Fields that do not come from the hash in Redis: what a worker writes there under these names is
-ignored.
-"""
+"""Fields that do not come from the worker's hash; what it writes there under these names is ignored."""
 
 _PRIVATE = ("nonce", "claim", "claimed")
 
@@ -129,8 +139,10 @@ _PRIVATE = ("nonce", "claim", "claimed")
 def read_record(
     worker: str, written: Mapping[bytes, bytes], holds: int, suspicion: bytes | None, now_ms: int
 ) -> WorkerRecord:
-    """Return the record of `worker` from its hash, the size of its set of leases and its entry in
-    `suspects`.
+    """Return the record of a worker.
+
+    `written` is its hash, `holds` the size of its set of leases, and `suspicion` its entry in
+    `suspects` ("since_ms bad barred_ms").
     """
     texts = {
         name.decode(errors="replace"): value.decode(errors="replace")
@@ -138,11 +150,8 @@ def read_record(
     }
     parsed = {name: parse(texts[name]) for name, parse in _PARSERS.items() if name in texts}
     known: dict[str, Any] = {name: value for name, value in parsed.items() if value is not None}
-    facts = {
-        name: text
-        for name, text in texts.items()
-        if name not in (*_PARSERS, *OF_THE_READER, *_PRIVATE)
-    }
+    reserved = (*_PARSERS, *OF_THE_READER, *_PRIVATE)
+    facts = {name: text for name, text in texts.items() if name not in reserved}
     _, bad_groups, barred_ms = (int(part) for part in (suspicion or b"0 0 0").split())
     return WorkerRecord(
         id=worker,
@@ -160,17 +169,15 @@ def _whole(text: str) -> int | None:
 
 
 def _rate(text: str) -> float | None:
-    return (
-        float(text)
-        if re.fullmatch(r"\d{1,15}(\.\d{1,20})?(e[+-]?\d{1,2})?", text, re.ASCII)
-        else None
-    )
+    is_number = re.fullmatch(r"\d{1,15}(\.\d{1,20})?(e[+-]?\d{1,2})?", text, re.ASCII)
+    return float(text) if is_number else None
 
 
-_PARSER_OF: dict[object, Callable[[str], int | float | str | None]] = {
+_PARSER_OF: dict[object, Callable[[str], object]] = {
     "int": _whole,
     "int | None": _whole,
     "float": _rate,
+    "tuple[int, ...]": parse_counts,
     "str": str,
 }
 _PARSERS = {
@@ -182,8 +189,9 @@ _PARSERS = {
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The answer: the control state, and the jobs whose leases are lost. `known` is False after an
-    amnesia.
+    """The reply to a heartbeat: the control state, and the jobs whose leases are lost.
+
+    If the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
     """
 
     known: bool
@@ -192,7 +200,13 @@ class Beat:
 
 
 class Fleet:
-    """Registers, hears and lists workers."""
+    """Registers, renews, fences and lists the workers of one run.
+
+    Usage:
+        run_nonce, state = run.fleet.register("w0", nonce, {"engine": "vllm"})
+        beat = run.fleet.heartbeat("w0", nonce, pulse, held)
+        run.fleet.deregister("w0", nonce)
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -202,8 +216,9 @@ class Fleet:
     def register(
         self, worker: str, nonce: str, facts: Mapping[str, str]
     ) -> tuple[str, ControlState]:
-        """Join, or join again. Returns the run's nonce and the control state; RunNotFound when
-        there is none.
+        """Join the run, or join it again; return the run's nonce and the control state.
+
+        Raises RunNotFound.
         """
         keys = self._keys
         worker = valid_name("worker", worker)
@@ -213,16 +228,19 @@ class Fleet:
             {"worker": worker, "nonce": nonce},
             tail_args=[part for pair in facts.items() for part in pair],
         )
-        if reply[0] == "NO_RUN":
-            raise RunNotFound(
-                f"there is no run {keys.run!r} on this server",
-                hint="`rolloutmq run CONFIG` makes it",
-            )
-        return reply[1], ControlState.parse(reply[2:])
+        match reply:
+            case ["OK", run_nonce, *state]:
+                return run_nonce, ControlState.parse(state)
+            case _:
+                raise RunNotFound(
+                    f"there is no run {keys.run!r} on this server",
+                    hint="`rolloutmq run CONFIG` creates it",
+                )
 
     def heartbeat(self, worker: str, nonce: str, pulse: Pulse, held: Sequence[Job]) -> Beat:
-        """Renew the leases of `held`, hand in a receipt, hear the control state. Fenced by a newer
-        one of its id.
+        """Renew the leases of `held`, and exchange the receipt for the newest control state.
+
+        Raises Fenced if another process has registered with the same id.
         """
         reply = self._store.call(
             "heartbeat",
@@ -235,54 +253,63 @@ class Fleet:
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )
-        if reply[0] == "REPLACED":
-            raise Fenced(
-                f"another process registered as worker {worker!r}; this one is not wanted any more",
-                hint="give every worker an --id of its own",
-            )
-        if reply[0] == "UNKNOWN":
-            return Beat(False, None, tuple(held))
-        return Beat(
-            True,
-            ControlState.parse(reply[1:7]),
-            tuple(held[int(number) - 1] for number in reply[7:]),
-        )
+        match reply:
+            case ["REPLACED"]:
+                raise Fenced(
+                    f"another process has registered as worker {worker!r}; this one must leave",
+                    hint="give every worker an --id of its own",
+                )
+            case ["UNKNOWN"]:
+                return Beat(False, None, tuple(held))
+            case [_, *fields]:
+                lost = fields[len(STATE_FIELDS) :]
+                jobs = tuple(held[int(number) - 1] for number in lost)
+                return Beat(True, ControlState.parse(fields), jobs)
+            case _:
+                raise ScriptError(f"heartbeat: an empty reply for worker {worker!r}")
 
     def open_line(self, worker: str, nonce: str) -> ControlLine:
-        """For hints and receipts of a registered worker; see there. Raises redis.RedisError."""
+        """Open a connection for a registered worker's hints and receipts. Raises redis.RedisError."""
         return ControlLine(self._store, self._keys, worker, nonce)
 
     def deregister(self, worker: str, nonce: str) -> bool:
-        """Leave. False when leases are still held; they will run out."""
-        reply = self._store.call(
+        """Leave the run; return False if the worker still holds leases, which must run out."""
+        code, *_ = self._store.call(
             "deregister", self._keys.slots(worker=worker), {"worker": worker, "nonce": nonce}
         )
-        return bool(reply[0] != "HOLDS")
+        return bool(code != "HOLDS")
 
     def fence(self, worker: str) -> int:
-        """Revoke all that a worker holds, slice by slice, and forget it. Returns how many groups."""
-        revoked = 0
-        while True:
-            reply = self._fence(worker)
-            revoked += int(reply[1])
-            if int(reply[2]) == 0:
-                return revoked
+        """Revoke all that a worker holds, and forget it; return the number of groups.
 
-    def _fence(self, worker: str) -> list[str]:
-        return self._store.call(
+        Slice by slice: a script must not stall the server.
+        """
+        revoked = 0
+        left = 1
+        while left:
+            counts = self._fence_slice(worker)
+            revoked += counts[0]
+            left = counts[1]
+        return revoked
+
+    def _fence_slice(self, worker: str) -> tuple[int, int]:
+        """Return how many groups were revoked, and how many are left."""
+        _, revoked, left = self._store.call(
             "fence_worker",
             self._keys.slots(worker=worker),
-            {"worker": worker, "max_tries": self._limits.max_tries, "limit": 200},
+            {"worker": worker, "max_tries": self._limits.max_tries, "limit": FENCE_SLICE},
         )
+        return int(revoked), int(left)
 
     def admit(self, worker: str) -> int:
-        """Let a worker claim again that was barred; how many bad groups it had handed in (0: it was
-        not).
+        """Let a barred worker claim again; return how many bad groups it had submitted.
+
+        0: it was not barred.
         """
-        reply = self._store.call(
+        _, bad_groups = self._store.call(
             "admit", self._keys.slots(), {"worker": valid_name("worker", worker)}
         )
-        return int(reply[1])
+        return int(bad_groups)
 
     def workers(self) -> list[WorkerRecord]:
         """Return the records of all known workers, by their last heartbeat, oldest first."""

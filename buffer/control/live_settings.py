@@ -1,8 +1,8 @@
-"""What may be changed while a run goes on: `rolloutmq set max_staleness=2 tasks.math.weight=3`.
+"""Settings that may change during a run: `rolloutmq set max_staleness=2 tasks.math.weight=3`.
 
-A change is checked like a config file, stored under a new version of the run's limits by one
-script, and taken over by every process at its next heartbeat, round or batch. It lasts until the
-run is started again from its file.
+A change is validated like a config file and stored under a new version of the run's limits by one
+script. Every process adopts it with its next heartbeat, round or batch. It lasts until the run is
+started again from its config file.
 """
 
 from __future__ import annotations
@@ -19,83 +19,76 @@ from buffer.model.limits import RunLimits
 from buffer.model.staleness import stale_threshold
 from buffer.model.task_mix import Reweighting, newest_parts
 
-_BY_WORKERS = "each worker reads it when it starts; change the config, then start the workers again, one by one"
+_BY_WORKERS = (
+    "each worker reads it at its start; change the config, then restart the workers one by one"
+)
 _FIXED: dict[str, Any] = {
     "group_time_limit_s": _BY_WORKERS,
     "enable_partial_rollout": _BY_WORKERS,
     "is_valid_sample_fn": _BY_WORKERS,
-    "should_continue_fn": "the producer reads it when it starts; change the config, then start the producer again",
-    "sync_weights_interval": "it is what ages are counted in; start another run",
-    "max_token_staleness": "the pools are scored by it; start another run",
+    "should_continue_fn": "the producer reads it at its start; change the config, then restart it",
+    "sync_weights_interval": "ages are counted in it; start another run",
+    "max_token_staleness": "the pools are ordered by it; start another run",
 }
 
 
 class LiveTaskSettings(Section):
-    """tasks.<name>: of one training task."""
+    """Settings of one training task: `tasks.<name>`."""
 
     model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 
     weight: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """its share of a batch, from the first step on for which nothing was started"""
+    """its share of a batch, from the first step for which nothing is started yet"""
     over_sample_threshold: float | None = Field(None, ge=0)
-    """groups started beyond the batch, as a share of it"""
+    """groups started beyond the batch, as a fraction of it"""
     tail_batch_trigger_size: int | None = Field(None, ge=-1)
     """expired groups: -1 drops them, 0 retries them at once, N retries them first once there are N"""
     tail_batch_max_tries: int | None = Field(None, ge=1)
-    """interruptions after which a group is finished, whatever waits for it"""
+    """interruptions after which a group is finished even if a pause waits for it"""
     max_in_flight: int | None = Field(None, ge=1)
-    """groups that wait or run at most"""
+    """most groups that wait or run at once"""
     max_consecutive_failures: int | None = Field(None, ge=1)
-    """tries that fail or are filtered one after the other before the task is stopped"""
+    """tries that fail or are filtered in a row before the task is stopped"""
 
 
 class LiveSettings(Section):
-    """All of them; None is left as it is."""
+    """Changes of a run's limits; None leaves a setting as it is."""
 
     model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 
     max_staleness: int | None = Field(None, ge=0)
-    """how many publications old the weights of a rollout may be"""
+    """most publications by which the weights of a rollout may be old"""
     over_sample_threshold: float | None = Field(None, ge=0)
-    """groups started beyond the batch, as a share of it, of tasks without one of their own"""
+    """groups started beyond the batch, as a fraction of it, for tasks without their own"""
     tail_batch_trigger_size: int | None = Field(None, ge=-1)
-    """of tasks without one of their own"""
+    """for tasks without their own"""
     tail_batch_max_tries: int | None = Field(None, ge=1)
-    """of tasks without one of their own"""
+    """for tasks without their own"""
     max_tries: int | None = Field(None, ge=1)
-    """after so many failed or lost tries a group is a dead letter"""
+    """failed or lost tries after which a group is a dead letter"""
     pause_timeout_s: float | None = Field(None, gt=0)
-    """a worker that does not confirm a pause in this time is fenced"""
+    """seconds after which a worker that does not confirm a pause is fenced"""
     concurrency: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = None
-    """groups in work at once in each worker, whatever its config says; auto: as many as keep its
+    """most groups that each worker runs at once, in place of its config; auto: as many as keep its
     engine full
     """
     low_bytes: ByteSize | None = None
-    """payload bytes from which no new prompt is started: a number, or text like 8GiB"""
+    """payload bytes from which no new prompt is started: a number, or a text like 8GiB"""
     high_bytes: ByteSize | None = None
     """payload bytes from which nothing is started"""
     steps: int | None = Field(None, ge=1)
-    """train steps in all"""
+    """number of train steps"""
     tasks: dict[str, LiveTaskSettings] = Field(default_factory=dict)
 
     def applied(self, limits: RunLimits, taken: int) -> RunLimits:
-        """`limits` with these changes. `taken`: the newest train step. ConfigError for a task that
-        the run has not.
+        """Return a copy of `limits` with these changes; `taken` is the newest train step.
+
+        Raises ConfigError for an unknown task and for values that exclude each other.
         """
         changed = limits.model_copy(deep=True)
-        own = (
-            "over_sample_threshold",
-            "tail_batch_trigger_size",
-            "tail_batch_max_tries",
-            "max_tries",
-            "pause_timeout_s",
-            "concurrency",
-            "low_bytes",
-            "high_bytes",
-            "steps",
-        )
-        for name in own:
-            if (value := getattr(self, name)) is not None:
+        for name in set(LiveSettings.model_fields) - {"max_staleness", "tasks"}:
+            value = getattr(self, name)
+            if value is not None:
                 setattr(changed, name, value)
         if self.max_staleness is not None:
             changed.stale_threshold = stale_threshold(
@@ -104,11 +97,12 @@ class LiveSettings(Section):
             if changed.lag != limits.lag:
                 raise ConfigError(
                     "max_staleness cannot change in a run that has a max_token_staleness",
-                    hint="its pools are scored by the difference of the two: start another run",
+                    hint="its pools are ordered by the difference of the two; start another run",
                 )
         if 0 < changed.high_bytes < changed.low_bytes:
             raise ConfigError(
-                f"low_bytes would be {changed.low_bytes}, above high_bytes = {changed.high_bytes}"
+                f"low_bytes would be {changed.low_bytes}, above high_bytes = {changed.high_bytes}",
+                hint="set both, low_bytes below high_bytes",
             )
         for name, task in self.tasks.items():
             self._apply_to_task(changed, name, task)
@@ -123,13 +117,13 @@ class LiveSettings(Section):
                 hint=f"one of {', '.join(limits.training_tasks)}",
             )
         for field in set(LiveTaskSettings.model_fields) - {"weight"}:
-            if (value := getattr(task, field)) is not None:
+            value = getattr(task, field)
+            if value is not None:
                 setattr(limits.tasks[name], field, value)
 
     def _reweigh(self, limits: RunLimits, from_step: int) -> None:
-        weights = {
-            name: task.weight for name, task in self.tasks.items() if task.weight is not None
-        }
+        named = {name: task.weight for name, task in self.tasks.items()}
+        weights = {name: weight for name, weight in named.items() if weight is not None}
         if not weights:
             return
         now = {**limits.newest_weights(), **weights}
@@ -141,7 +135,7 @@ class LiveSettings(Section):
 
 
 def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:
-    """What changed, by name: (before, after)."""
+    """Return the limits that differ, by name: (before, after)."""
     old = before.model_dump()
     new = after.model_dump()
     return {name: (old[name], new[name]) for name in new if old[name] != new[name]}

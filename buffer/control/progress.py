@@ -1,8 +1,8 @@
-"""How far a run is: what the scripts counted, as one reading (XTuner's `ProduceProgress`).
+"""Read how far a run is, as the scripts count it (XTuner's `ProduceProgress`).
 
-Every number is absolute and cumulative, and moves in the same script as the groups it counts. What
-happened in a while is the difference of two readings: nothing is reset, so that two who look do not
-take each other's share.
+Every number is absolute and cumulative, and changes in the same script as the groups that it counts.
+What happened in a period is the difference of two readings. Nothing is ever reset, so readers do
+not disturb each other.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 NO_SUMS = ("target", "running", "cursor", "ahead", "failures_in_row")
+"""Fields of `TaskProgress` that are not sums: a difference of two readings keeps the newer value."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
-    """Counts of one task since the run began. Groups, where nothing else is said."""
+    """Counts of one task since the run began, in groups unless stated otherwise."""
 
     target: int = 0
-    """that may have been started or used, in all, by the newest order of the producer or of an
-    evaluation
-    """
+    """groups in all that may be started or used, as the producer or an evaluation last set it"""
     enqueued: int = 0
     consumed: int = 0
     raw_rewards_sum: float = 0.0
-    """scores of completed groups before any was filtered"""
+    """sum of the scores of completed groups, before any is filtered"""
     raw_rewards_count: int = 0
-    """how many scores that are"""
+    """number of these scores"""
     produced_samples: int = 0
-    """rollouts in groups that were handed in"""
+    """rollouts in submitted groups"""
     produced_tokens: int = 0
-    """generated tokens, those of an earlier claim not counted again"""
+    """generated tokens; those of an earlier claim are not counted again"""
     failed: int = 0
     """tries that ended in an error or a lost lease"""
     filtered: int = 0
@@ -43,23 +42,23 @@ class TaskProgress:
     expirations: int = 0
     dead: int = 0
     running: int = 0
-    """at this moment, as is what follows"""
+    """groups that run now; the following fields are of the moment, too"""
     cursor: int = 0
-    """the next draw"""
+    """number of the next draw"""
     ahead: int = 0
-    """groups that came in although the cursor has not passed them (after a loss)"""
+    """groups submitted beyond the cursor, after the server lost data"""
     failures_in_row: int = 0
 
     @classmethod
     def parse(cls, counters: Mapping[str, str]) -> TaskProgress:
-        """From the fields of `progress:<task>`; what is not there yet is 0."""
+        """Return the counts in the fields of `progress:<task>`; missing ones are 0."""
         counts: dict[str, Any] = {
             f.name: int(float(counters.get(f.name) or 0)) for f in fields(cls)
         }
         return cls(**{**counts, "raw_rewards_sum": float(counters.get("raw_rewards_sum") or 0)})
 
     def since(self, earlier: TaskProgress) -> TaskProgress:
-        """What was added. What is no sum stays as it is: the target, and all that is of a moment."""
+        """Return the difference to an earlier reading; fields in NO_SUMS keep their value."""
         added: dict[str, Any] = {
             f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)
         }
@@ -68,7 +67,7 @@ class TaskProgress:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """Groups of one task that are in a pool, or wait for a worker, at this moment."""
+    """Groups of one task that are in a pool or wait for a worker at this moment."""
 
     completed: int
     aborted: int
@@ -78,10 +77,9 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class ProduceProgress:
-    """One reading of a run. `tasks` and `leftovers` have every task that was asked for, and no
-    default for others.
+    """One reading of a run; `tasks` and `leftovers` have an entry for every task asked for.
 
-    `next_consumer_step`: the train step that is taken next.
+    `next_consumer_step` is the train step that is taken next.
     """
 
     next_consumer_step: int
@@ -89,12 +87,12 @@ class ProduceProgress:
     leftovers: Mapping[str, Leftovers]
 
     def since(self, earlier: ProduceProgress) -> dict[str, TaskProgress]:
-        """What each task did between two readings."""
+        """Return what each task did since an earlier reading."""
         return {task: now.since(earlier.tasks[task]) for task, now in self.tasks.items()}
 
 
 def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress:
-    """One round trip, whatever the run holds."""
+    """Return the progress of `tasks`, in one round trip whatever the run holds."""
     pipe = store.control.pipeline(transaction=False)
     for task in tasks:
         pipe.hgetall(keys.progress(task))
@@ -103,8 +101,8 @@ def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress
         for lane in LANES:
             pipe.xlen(keys.jobs(task, lane))
     pipe.hmget(keys.cursors, tasks)
-    # last: of a batch that is taken meanwhile the step is seen, rather than what it used: nobody
-    # starts too much
+    # read last: if a batch is taken meanwhile, the newer step is combined with the older counts, so
+    # that the producer starts too little rather than too much
     pipe.hget(keys.ledger("train"), "taken")
     *rows, cursors, taken = store.retrying("progress", pipe.execute)
     width = 1 + len(POOLS) + len(LANES)

@@ -1,16 +1,15 @@
-"""Tasks of which the producer starts nothing more, and why: what a trainer that waits for them must
-know (I11).
+"""Whether more is produced for a task and for a train step, as producer and trainer both see it (I11).
 
-    enough   the user's `should_continue_fn` said so: the batch is what there is, up to a train step
-    broken   prompts cannot be drawn any more: the task is stopped until `rolloutmq continue --task`
+The producer reports a task of which it starts nothing more as a `Halt`, so that a trainer that waits
+for it knows why:
+
+    enough   the user's `should_continue_fn` ended the batch: it is complete, up to a train step
+    broken   prompts can no longer be drawn: the task is stopped until `rolloutmq continue --task`
 
 Too many failures in a row are counted by the scripts themselves (`JobQueue.failures`).
 
-How the production of a batch stands (XTuner's `ProduceBatchStatus`), as producer and trainer both
-see it.
-
-Nobody stores or sends it: it follows from the control state, the train step that is asked about,
-and the limits, so the two sides cannot disagree about what they both can read.
+`ProduceBatchStatus` (XTuner's name) is neither stored nor sent: it follows from the control state, the
+train step and the limits. Both sides read these, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, cast
 
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import ControlState, Mode, shorten_reason
 from buffer.model.limits import RunLimits
 from buffer.model.staleness import staleness
 from buffer.store.keys import Keys
@@ -31,71 +30,70 @@ HaltKind = Literal["", "enough", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """`kind` "" is no halt; `step` is the last train step that "enough" is about."""
+    """Why the producer starts nothing more of a task; `kind` "" means that it does.
+
+    `step` is the last train step that "enough" applies to.
+    """
 
     kind: HaltKind = ""
     step: int = 0
     reason: str = ""
     failures: int = 0
-    """tries that failed or were filtered one after the other, when it was read"""
+    """tries that had failed or were filtered in a row when this was read"""
 
     def is_enough_for(self, step: int) -> bool:
+        """Return whether the batch of `step` is complete with what there is."""
         return self.kind == "enough" and step <= self.step
 
 
 class Halts:
-    """The halts of one run."""
+    """Reads and reports the halts of one run's tasks."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
 
     def of(self, task: str) -> Halt:
-        (fields,) = self._store.each(
-            "halt",
-            [
-                (
-                    "HMGET",
-                    self._keys.progress(task),
-                    "halt",
-                    "halt_step",
-                    "halt_reason",
-                    "failures_in_row",
-                )
-            ],
-            "control",
-        )
+        """Return the halt of a task; `Halt()` if there is none."""
+        names = ("halt", "halt_step", "halt_reason", "failures_in_row")
+        command = ("HMGET", self._keys.progress(task), *names)
+        (fields,) = self._store.each("halt", [command], "control")
         kind, step, reason, failures = (field.decode() if field else "" for field in fields)
         return Halt(cast(HaltKind, kind), int(step or 0), reason, int(failures or 0))
 
     def say(self, nonce: str, task: str, halt: Halt) -> None:
-        """Say it for the producer `nonce`; `Halt()` takes it back. Raises Fenced."""
-        text = halt.reason.encode(errors="replace")[:2000].decode(errors="ignore")
+        """Report the halt of a task as the producer `nonce`; `Halt()` ends it. Raises Fenced."""
         reply = self._store.call(
             "halt",
             self._keys.slots(task=task),
-            {"nonce": nonce, "task": task, "kind": halt.kind, "step": halt.step, "reason": text},
+            {
+                "nonce": nonce,
+                "task": task,
+                "kind": halt.kind,
+                "step": halt.step,
+                "reason": shorten_reason(halt.reason),
+            },
         )
         unfenced(reply, "producer")
 
 
 class ProduceBatchStatus(StrEnum):
-    """Values of a round of production, and of a batch that is awaited; the first that holds, in
-    this order.
-    """
+    """The status of production for a train step: the first that applies, in this order."""
 
     FINISH = "finish"
-    """the run is over: nothing more is produced"""
+    """the run is over; nothing more is produced"""
     UPDATE_WEIGHT_AND_ABORT = "update_weight_and_abort"
-    """training lanes are closed, for new weights or by the operator: nothing is started"""
+    """training lanes are closed, for new weights or by the operator; nothing is started"""
     EXPIRED_BATCH = "expired_batch"
-    """the newest weights are too old for the step: only newer ones go on"""
+    """the newest weights are too old for the step; production continues with newer ones"""
     NORMAL = "normal"
 
 
 def batch_status(state: ControlState, step: int, limits: RunLimits) -> ProduceBatchStatus:
-    """How production for train step `step` stands under a control state. The producer asks about
-    the step that it would produce next, the trainer about the one that it is to take.
+    """Return the status of production for train step `step` under a control state.
+
+    The producer asks about the step that it would produce next, the trainer about the one that it
+    takes next.
     """
     if state.mode is Mode.FINISH:
         return ProduceBatchStatus.FINISH

@@ -23,8 +23,7 @@
 -- ARGV judged         0..            answers of its judges since it started
 -- ARGV judging_ms     0..            total time of all of them
 -- ARGV judge_failures 0..            those of them without a valid reward
--- ARGV judge_p50_ms   0..            median time of the newest answers
--- ARGV judge_p99_ms   0..            99th percentile of the same
+-- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/histogram.py
 -- ARGV judging        0..            held groups that only wait for their judge
 -- ARGV gid, token  bytes..75, bytes..64 x0..1024  pairs that it holds
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
@@ -52,6 +51,6 @@ redis.call('ZADD', workers, int(now), worker)
 redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'tokens_per_s', tokens_per_s, 'done', int(done),
   'concurrency', int(concurrency), 'requests', requests and int(requests) or '', 'failed', int(failed),
   'judged', int(judged), 'judging_ms', int(judging_ms), 'judge_failures', int(judge_failures),
-  'judge_p50_ms', int(judge_p50_ms), 'judge_p99_ms', int(judge_p99_ms), 'judging', int(judging), 'seen_ms', int(now))
+  'judge_buckets', judge_buckets, 'judging', int(judging), 'seen_ms', int(now))
 take_receipt(worker_record, holds, bell_receipts, reply[2], reply[3], ack)
 return reply

@@ -1,1 +1,1 @@
-"""Cleaning up: the janitor, media files that no group needs, removal of a run."""
+"""Clean up: the janitor, media files that no group needs, removal of a run."""

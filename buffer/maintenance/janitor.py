@@ -1,9 +1,7 @@
-"""The janitor: what must be done from time to time, by anybody, and by nobody in particular.
+"""Do what is due from time to time: end leases, expire groups, forget batches, free bytes.
 
-Leases of silent workers run out, groups grow too old, archived batches fall out of what is
-retained, and bytes that nobody needs are freed. Every step finds nothing when it is repeated (I13),
-so any number of processes may sweep at once, without a leader or a lock, and each may die at any
-point.
+Any process may do it. A step that is repeated finds nothing to do (I13), so any number of processes
+may sweep at once, without a leader or a lock, and each may die at any point.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ EXPIRE = 250
 """Groups that one sweep moves out of one pool at most."""
 
 IN_TURN = 50
-"""Sweeps in the time of one lease, by all who sweep in turn; whoever sweeps by itself comes on top."""
+"""Sweeps in the time of one lease, by all processes that sweep in turn."""
 
 FREE = 200
-"""Payloads freed in one round trip; a sweep makes at most FREE_ROUNDS of them."""
+"""Payloads freed in one round trip; a sweep makes FREE_ROUNDS of them at most."""
 
 FREE_ROUNDS = 20
 
@@ -42,13 +40,13 @@ class Swept:
     """What a sweep did, and whether there is more to do."""
 
     reaped: int = 0
-    """groups whose worker fell silent: they wait again"""
+    """groups whose worker fell silent; they wait again"""
     buried: int = 0
-    """the same, with their tries used up: dead letters"""
+    """groups whose worker fell silent and whose tries are used up: dead letters"""
     gone_workers: int = 0
-    """workers that were silent for long and held nothing: forgotten"""
+    """workers that were silent for long and hold nothing; they are forgotten"""
     expired: int = 0
-    """groups that the next train step may not use any more"""
+    """groups that are too old for the next train step"""
     forgotten: int = 0
     """archived batches that are no longer retained"""
     freed: int = 0
@@ -56,13 +54,17 @@ class Swept:
     media: int = 0
     """ended groups whose files are deleted"""
     has_more: bool = False
-    """a bound was reached: sweep again at once"""
+    """a limit of this sweep was reached; sweep again at once"""
     grace_ms: int = 0
     """how long leases are still spared after an outage (I11)"""
 
 
 class Janitor:
-    """Sweeps one run. Needs no leader and no lock."""
+    """Sweeps one run.
+
+    Usage:
+        while run.janitor.sweep().has_more: ...
+    """
 
     def __init__(
         self,
@@ -85,11 +87,11 @@ class Janitor:
         self._media = MediaSweep(store, keys, media, ledgers) if media else None
 
     def sweep(self, *, files: bool = True, archive: bool = True) -> Swept:
-        """Do what there is to do, up to a bound for each kind; see `Swept.has_more`.
+        """Do what is due, up to a limit for each kind of work; see `Swept.has_more`.
 
-        Without `files`, no disk is touched; without `archive`, no batch, which a worker may not
-        (buffer/server/acl.py). Raises LostRun where another run has the name: it must not be swept
-        by the limits of this one.
+        Without `files`, no disk is touched; without `archive`, no batch, which workers must not do
+        (buffer/server/acl.py). Raises LostRun if another run has the name: the limits of this one
+        do not apply to it.
         """
         if not self._is_there():
             return Swept()
@@ -101,7 +103,7 @@ class Janitor:
         ]
         forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers if archive]
         freed = self._free()
-        media, goes_on = self._media.sweep() if self._media and files else (0, False)
+        media, has_files = self._media.sweep() if self._media and files else (0, False)
         return Swept(
             reaped.waiting,
             reaped.buried,
@@ -110,7 +112,7 @@ class Janitor:
             sum(batches for _, batches, _ in forgotten),
             freed,
             media,
-            has_more=goes_on
+            has_more=has_files
             or reaped.groups == REAP
             or EXPIRE in expired
             or any(left for _, _, left in forgotten)
@@ -119,8 +121,9 @@ class Janitor:
         )
 
     def sweep_in_turn(self) -> Swept:
-        """As one of many: leases and bytes only, and nothing where anybody has swept a moment ago.
-        1,000 workers would else sweep 200 times a second, for a tenth of what they cost the server.
+        """Sweep leases and bytes only, and not if another process did so a moment ago.
+
+        Otherwise 1,000 workers would sweep 200 times a second, a tenth of what they cost the server.
         """
         fields = self._store.retrying(
             "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
@@ -128,13 +131,11 @@ class Janitor:
         seen_ms, swept_ms = (int(field or 0) for field in fields)
         if 0 <= seen_ms - swept_ms < self._limits.lease_ms / IN_TURN:
             return Swept()
-        # a disk that hangs must not stop the heart of a worker
+        # no files: a disk that hangs must not stop the heartbeats of a worker
         return self.sweep(files=False, archive=False)
 
     def _is_there(self) -> bool:
-        """Whether the server holds the run; one that came back empty is given it again by the
-        trainer.
-        """
+        """Return whether the server holds the run; the trainer restores one that came back empty."""
         found = self._store.retrying(
             "janitor", lambda: self._store.control.hget(self._keys.meta, "nonce")
         )
@@ -151,7 +152,8 @@ class Janitor:
             if pin_listed(self._store, self._keys) < PIN:
                 break
         for _ in range(FREE_ROUNDS):
-            total += (freed := self._payloads.collect(FREE))
+            freed = self._payloads.collect(FREE)
+            total += freed
             if freed < FREE:
                 break
         return total

@@ -1,8 +1,8 @@
-"""Frees the files of groups that have ended, found by comparing folders with draws.
+"""Free the media files of groups that have ended, found by comparing folders with draws.
 
-A crash at any point leaves a folder that a later sweep finds. A folder of a draw that is not known
-yet is left alone: its files are written before the group is. So is that of an archived group whose
-batch is retained.
+A crash at any point leaves a folder that a later sweep finds. Folders of draws that are not known yet
+are kept, since files are written before their group. So are those of archived groups whose batch is
+retained.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from buffer.store.store import Store
 log = logging.getLogger("rolloutmq.janitor")
 
 LOOK = 500
-"""Folders that one sweep compares."""
+"""Folders that one sweep compares at most."""
 
 PASS_S = 10.0
-"""A new pass over all folders begins this long after the last one did, at the earliest."""
+"""Shortest time between the starts of two passes over all folders."""
 
 
 class MediaSweep:
-    """Compares the folder of a run with its groups, a part at a time."""
+    """Compares the media folder of a run with its groups, a part at a time."""
 
     def __init__(
         self, store: Store, keys: Keys, media: MediaFolder, ledgers: Sequence[BatchLedger]
@@ -43,13 +43,11 @@ class MediaSweep:
         self._begun_s = float("-inf")
 
     def sweep(self) -> tuple[int, bool]:
-        """Free what there is to free among the next folders: (groups freed, whether this pass goes
-        on).
-        """
+        """Free the next folders that may be freed; return (groups freed, whether there are more)."""
         try:
             return self._sweep()
         except OSError as error:
-            log.warning("files of ended groups stay for now: %s", error)
+            log.warning("cannot delete files of ended groups, trying again later: %s", error)
             self._pass = None
             return 0, False
 
@@ -63,7 +61,7 @@ class MediaSweep:
         if len(gids) < LOOK:
             self._pass = None
         ended = self._ended(gids)
-        # looked at after the choice: what had ended before a snapshot's hold is not in the snapshot
+        # read after the choice: a group that ended before a snapshot's hold is not in the snapshot
         if not ended or self._ask("exists", self._keys.hold):
             return 0, self._pass is not None
         for gid in ended:
@@ -71,7 +69,7 @@ class MediaSweep:
         return len(ended), self._pass is not None
 
     def _ended(self, gids: Sequence[str]) -> list[str]:
-        """Those of which nothing is left that could be read."""
+        """Return those of `gids` that have ended and can no longer be read."""
         ends = self._ends(gids)
         if "archived" not in ends.values():
             return list(ends)
@@ -79,8 +77,9 @@ class MediaSweep:
         return [gid for gid, end in ends.items() if gid not in retained]
 
     def _ends(self, gids: Sequence[str]) -> dict[str, str]:
-        """Where those groups have ended that have."""
-        keys, commands = self._keys, []
+        """Return how each group ended that has."""
+        keys = self._keys
+        commands: list[tuple[str | int, ...]] = []
         for gid in gids:
             task, draw = split_group_id(gid)
             commands += [
@@ -97,15 +96,16 @@ class MediaSweep:
         return found
 
     def _retained_gids(self) -> frozenset[str]:
-        """Archived groups whose batches can be read. Asked after the ends: a batch archived since
-        is in it, too.
+        """Return archived groups whose batches can be read.
+
+        Read after the ends of the groups, so that batches archived in between are included.
         """
         kept: dict[tuple[str, int], frozenset[str]] = {}
         halves = []
         for ledger in self._ledgers:
             archived = ledger.archive.steps()
             for step in archived:
-                # an archived batch changes no more
+                # an archived batch never changes
                 kept[ledger.name, step] = self._retained.get((ledger.name, step)) or self._gids(
                     ledger, step
                 )

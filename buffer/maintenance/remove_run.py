@@ -1,11 +1,9 @@
-"""The end of a run on its server: every key of it is removed, in an order that may be interrupted
-anywhere.
+"""Remove every key of a run, in an order that may be interrupted anywhere.
 
-    meta says REMOVING, then control goes, then everything else, then meta
+    meta gets the schema REMOVING ─▶ control is removed ─▶ all other keys ─▶ meta
 
-From then on nobody opens the run, and no script lets anybody claim, take or begin. As long as
-`meta` is there the run is still listed, so that a removal that was interrupted is seen, and
-repeated.
+From the first step on, no process can open the run, and scripts refuse to claim, take or begin. The
+run is listed until its `meta` is removed, so that an interrupted removal is noticed and repeated.
 """
 
 from __future__ import annotations
@@ -25,9 +23,10 @@ Advance = Callable[[int], object]
 
 
 def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) -> int:
-    """Remove every key of a run; returns how many. `advance` hears how many, now and then.
+    """Remove every key of a run; return how many.
 
-    O(keys of the server), in slices that stall nobody. Raises StoreError.
+    `advance` gets the number of keys removed in each slice. O(keys of the server), in slices that do
+    not stall it. Raises StoreError.
     """
     store.retrying("remove", lambda: store.control.hset(keys.meta, "schema", REMOVING))
     removed = _remove(store, store.control, [keys.control])

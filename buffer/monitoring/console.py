@@ -1,6 +1,4 @@
-"""A console on which no text steers the terminal: control characters are made visible, markup is
-not read.
-"""
+"""A console for untrusted text: control characters are made visible, and markup is not interpreted."""
 
 from __future__ import annotations
 
@@ -11,7 +9,11 @@ from rich.segment import Segment
 
 
 class PlainConsole(Console):
-    """A console on which no text steers the terminal, wherever it comes from: see `plain`."""
+    """A console that prints every text as `plain` returns it.
+
+    Rollouts and names of workers come from other machines: an escape sequence in one of them could
+    rewrite the screen or the clipboard of an operator.
+    """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -21,10 +23,10 @@ class PlainConsole(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that colours nothing by guessing; NO_COLOR and pipes are respected by rich."""
+    """Open a console without guessed colours; rich itself respects NO_COLOR and pipes."""
     return PlainConsole(highlight=False, emoji=False, markup=False, stderr=stderr)
 
 
 def plain(text: str) -> str:
-    """The text with every character that could steer a terminal made visible."""
+    """Return `text` with every character that could control a terminal made visible."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -1,13 +1,11 @@
-"""The trainer's own record of what it trained: `steps.jsonl` in the run's folder, one JSON line per
-train step.
+"""What the live views remember of a run: rates, trained steps, and which process waited for which.
 
-A line is {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics": {"rewards/mean":
-0.4, …}}. A trainer that restarts from a checkpoint trains later steps again, on the same groups, in
-a new lineage of weights: its line for a step replaces every earlier line of that step and of all
-later ones. What is left is the history of the weights that exist, and in it no group may occur
-twice (I6).
-
-What the live view remembers between two looks at a run: rates, rewards, and who waited for whom.
+Trained steps come from the trainer's own log, `steps.jsonl` in the run's folder, with one JSON line
+for each train step: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics":
+{"rewards/mean": 0.4, …}}. A trainer that restarts from a checkpoint trains later steps again, on the
+same groups, in a new lineage of weights. Its line for a step therefore replaces every earlier line of
+that step and of all later ones. What remains is the history of the weights that exist; no group may
+occur twice in it (I6).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from buffer.monitoring.run_view import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """One line of the log."""
+    """One line of the trainer's log."""
 
     step: int
     lineage: str
@@ -34,18 +32,18 @@ class TrainedStep:
 
     @classmethod
     def parse(cls, line: dict[str, Any]) -> TrainedStep:
-        metrics = {
-            k: float(v)
-            for k, v in (line.get("metrics") or {}).items()
-            if isinstance(v, int | float)
-        }
+        """Return the step in a decoded line; metrics that are not numbers are left out."""
+        metrics = (line.get("metrics") or {}).items()
         return cls(
-            int(line["step"]), str(line.get("lineage", "")), tuple(line.get("gids") or ()), metrics
+            step=int(line["step"]),
+            lineage=str(line.get("lineage", "")),
+            gids=tuple(line.get("gids") or ()),
+            metrics={name: float(v) for name, v in metrics if isinstance(v, int | float)},
         )
 
 
 class StepLog:
-    """Reads the log as it grows; `steps` is the surviving history, oldest first."""
+    """Reads the trainer's log as it grows; `steps` is the remaining history, oldest first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,13 +53,15 @@ class StepLog:
         self._offset = 0
 
     def read_new(self) -> list[TrainedStep]:
-        """The lines added since the last call. A line that is still being written waits for the
-        next call.
+        """Read and return the steps added since the last call.
+
+        A line that is still being written is left for the next call.
         """
         if not self.path.is_file():
             return []
         if self.path.stat().st_size < self._offset:  # another run began in this folder
-            self.steps, self.replaced, self.torn, self._offset = [], 0, 0, 0
+            self.steps = []
+            self.replaced = self.torn = self._offset = 0
         with self.path.open("rb") as log:
             log.seek(self._offset)
             whole, newline, _ = log.read().rpartition(b"\n")
@@ -77,8 +77,7 @@ class StepLog:
         try:
             return TrainedStep.parse(orjson.loads(line))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-            # a trainer killed in the middle of a line leaves half of it; the restart writes that
-            # step again
+            # a trainer killed while it writes leaves half a line; the next one writes that step again
             self.torn += 1
             return None
 
@@ -89,9 +88,7 @@ class StepLog:
         self.steps.append(step)
 
     def trained_twice(self) -> dict[str, list[int]]:
-        """gid -> the steps that trained it, for every group with more than one in the surviving
-        history.
-        """
+        """Return the steps of every group that the remaining history trains more than once."""
         trained: defaultdict[str, list[int]] = defaultdict(list)
         for step in self.steps:
             for gid in step.gids:
@@ -108,7 +105,12 @@ _KEPT = 600
 
 
 class History:
-    """Feed it every snapshot, oldest first; `run_dir` is where the trainer's `steps.jsonl` lies."""
+    """Collects what changes between snapshots of one run.
+
+    Usage:
+        history = History(run_dir)          # where the trainer writes `steps.jsonl`
+        history.observe(take_snapshot(run)) # again and again, oldest first
+    """
 
     def __init__(self, run_dir: Path | None = None) -> None:
         self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
@@ -119,7 +121,7 @@ class History:
         self._last: Snapshot | None = None
 
     def observe(self, snap: Snapshot) -> None:
-        """Add one look. The time since the last look counts as the last look was."""
+        """Add a snapshot; the time since the last one counts in the state of the last one."""
         if self.log is not None:
             self.log.read_new()
         if self._last is not None:
@@ -133,21 +135,21 @@ class History:
 
     @property
     def last_step(self) -> TrainedStep | None:
-        """The newest trained step, where the trainer's log is known."""
+        """The newest trained step; None if the trainer's log is unknown or empty."""
         return self.log.steps[-1] if self.log and self.log.steps else None
 
     def metric(self, name: str) -> list[float]:
-        """A metric of all trained steps that have it, by step."""
+        """Return a metric of all trained steps that have it, oldest first."""
         steps = self.log.steps if self.log else []
         return [step.metrics[name] for step in steps if name in step.metrics]
 
     def share(self, wait: str) -> float:
-        """Which part of the watched time a wait took, 0 to 1."""
+        """Return which fraction of the observed time a wait took, 0 to 1."""
         return self._waited_ms[wait] / self._watched_ms if self._watched_ms else 0.0
 
 
 def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
-    """Every wait with how much of it there is now: 0 to 1 (for workers: the idle part of them)."""
+    """Return how much of each wait there is now: 0 to 1; for workers, the idle fraction of them."""
     running = snap.mode == "run"
     live = snap.live_workers
     idle = [worker for worker in live if worker.state == WorkerState.IDLE and not worker.holds]
@@ -158,7 +160,7 @@ def who_waits(snap: Snapshot, trained: TrainedStep | None) -> dict[str, float]:
     return {
         TRAINER: float(running and _trainer_waits(snap, trained)),
         WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,
-        PRODUCER: float(running and snap.producer.alive and at_limit),
+        PRODUCER: float(running and snap.producer.is_alive and at_limit),
         PAUSED: float(not running),
     }
 
@@ -167,4 +169,4 @@ def _trainer_waits(snap: Snapshot, trained: TrainedStep | None) -> bool:
     done = snap.committed if trained is None else max(trained.step, snap.committed)
     is_training = snap.taken > done
     short = any(task.ready < max(1, task.asked) for task in snap.training)
-    return snap.trainer.alive and not is_training and short
+    return snap.trainer.is_alive and not is_training and short

@@ -1,10 +1,8 @@
-"""The HTTP side of the metrics: `/metrics` for Prometheus, and pages of JSON for whoever reads
-that.
+"""Serve metrics over HTTP: `/metrics` for Prometheus, and pages of JSON.
 
-It listens on loopback unless told otherwise, and wants a token when it is not: what a run does is
-nobody's business.
-
-Who may ask what listens on HTTP: this machine, and elsewhere only who has the token.
+It listens on loopback by default, where every process of this machine may read it. On any other
+address it requires a token, since metrics show what a run does. The browser view follows the same
+rules.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from buffer.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return whether only this machine reaches what listens on `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -34,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(header: str) -> str:
-    """The name in a header `Host: NAME[:PORT]`, without brackets; "" where there is none."""
+    """Return the name in a header `Host: NAME[:PORT]`, without brackets; "" if there is none."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -42,21 +40,19 @@ def host_of(header: str) -> str:
 
 
 def carries(token: str, authorization: str) -> bool:
-    """Whether a header `Authorization: Bearer TOKEN` holds the token; takes as long for a wrong
-    one.
-    """
+    """Return whether a header `Authorization: Bearer TOKEN` has the token, in constant time."""
     return secrets.compare_digest(authorization.removeprefix("Bearer ").encode(), token.encode())
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. ConfigError where there is none."""
+    """Return the token in a file. Raises ConfigError if there is none."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token in {path} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the token in {path}: {error}") from error
     if not token:
         raise ConfigError(
-            f"{path} holds no token", hint="for example: openssl rand -hex 16 > token"
+            f"{path} contains no token", hint="create one: openssl rand -hex 16 > token"
         )
     return token
 
@@ -70,12 +66,14 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape every few seconds is no news."""
+        """Log nothing: Prometheus asks every few seconds."""
 
 
 class MetricsEndpoint:
-    """Serves until `close`. `port` 0 takes a free one; `url` says which. `pages`: by path, what
-    they answer.
+    """Serves metrics and pages of JSON from a thread until `close`.
+
+    `port` 0 takes a free one, which is in `url`. `pages` has a function for each path, whose result
+    is sent as JSON.
     """
 
     def __init__(
@@ -89,8 +87,8 @@ class MetricsEndpoint:
     ) -> None:
         if not token and not is_loopback(host):
             raise ConfigError(
-                f"metrics on {host} could be read by everybody who reaches it",
-                hint="give it a token (--help says how), or listen on 127.0.0.1",
+                f"metrics on {host} could be read by every machine that reaches it",
+                hint="set a token (see --help), or listen on 127.0.0.1",
             )
         self._token = token
         self._pages = pages or {}
@@ -99,7 +97,7 @@ class MetricsEndpoint:
             self._server = make_server(host, port, self._answer, _Server, _Quiet)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}", hint="another port"
+                f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port"
             ) from error
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(
@@ -115,23 +113,23 @@ class MetricsEndpoint:
 
     def _answer(self, request: dict[str, Any], start: Answer) -> Iterable[bytes]:
         if self._token and not carries(self._token, request.get("HTTP_AUTHORIZATION", "")):
-            return _say(
-                start, "401 Unauthorized", b"a token is wanted: Authorization: Bearer TOKEN\n"
+            return _respond(
+                start, "401 Unauthorized", b"a token is required: Authorization: Bearer TOKEN\n"
             )
-        # without a token, a page elsewhere whose name suddenly means 127.0.0.1 must not read this
+        # DNS rebinding: a page elsewhere could let its own name resolve to 127.0.0.1 and read this
         host = host_of(request.get("HTTP_HOST", ""))
         if host and not self._token and not is_loopback(host):
-            return _say(start, "400 Bad Request", b"ask for it as localhost, or give it a token\n")
+            return _respond(start, "400 Bad Request", b"request it as localhost, or set a token\n")
         if request["PATH_INFO"] == "/metrics":
             answer: Iterable[bytes] = self._metrics(request, start)
             return answer
         if page := self._pages.get(request["PATH_INFO"]):
-            return _say(start, "200 OK", orjson.dumps(page()), "application/json")
+            return _respond(start, "200 OK", orjson.dumps(page()), "application/json")
         known = ", ".join(["/metrics", *self._pages])
-        return _say(start, "404 Not Found", f"there is {known}\n".encode())
+        return _respond(start, "404 Not Found", f"not found; there is {known}\n".encode())
 
 
-def _say(
+def _respond(
     start: Answer, status: str, body: bytes, kind: str = "text/plain; charset=utf-8"
 ) -> list[bytes]:
     start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])

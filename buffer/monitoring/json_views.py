@@ -1,20 +1,18 @@
-"""A snapshot for programs: what `status --json`, `top --json` and the browser are told.
-
-A group for programs: what `show --json` and the browser are told.
-"""
+"""Snapshots and groups as JSON, for `--json` of the commands and for the browser view."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from buffer.control.fleet import WorkerRecord
+from buffer.control.role_holder import RoleHolder
 from buffer.model.group import RolloutGroup
 from buffer.model.rollout import RolloutState
-from buffer.monitoring.run_view import RoleView, Snapshot, TaskView
+from buffer.monitoring.run_view import Snapshot, TaskView
 
 
 def describe(snap: Snapshot) -> dict[str, Any]:
-    """A snapshot as JSON."""
+    """Return a snapshot as `status --json` prints it."""
     return {
         "run": snap.run,
         "nonce": snap.meta.get("nonce"),
@@ -75,7 +73,7 @@ def _task_json(task: TaskView) -> dict[str, Any]:
     }
 
 
-def _role_json(role: RoleView) -> dict[str, Any]:
+def _role_json(role: RoleHolder) -> dict[str, Any]:
     return {"state": role.word, "silent_ms": role.silent_ms}
 
 
@@ -95,7 +93,10 @@ def _worker_json(worker: WorkerRecord) -> dict[str, Any]:
 
 
 def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) -> dict[str, Any]:
-    """What was asked, and each of `states`. `tokens`: with ids, logprobs and masks."""
+    """Return a group as `show --json` prints it: what its members share, and each of `states`.
+
+    `tokens` adds ids, logprobs and masks.
+    """
     shared = dict(group.shared)
     if tokens:
         shared["prompt_ids"] = group.prompt_ids.tolist()
@@ -103,7 +104,7 @@ def group_json(group: RolloutGroup, states: list[RolloutState], tokens: bool) ->
 
 
 def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
-    facts_ = {
+    member = {
         "index": rollout.index,
         "status": rollout.status,
         "response": rollout.response,
@@ -117,11 +118,11 @@ def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
         "sample_params": rollout.sample_params.model_dump(),
     }
     if tokens:
-        facts_ |= {
+        member |= {
             "response_ids": rollout.response_ids.tolist(),
             "logprobs": rollout.logprobs.tolist(),
         }
-        facts_["response_mask"] = (
+        member["response_mask"] = (
             None if rollout.response_mask is None else rollout.response_mask.tolist()
         )
-    return facts_
+    return member

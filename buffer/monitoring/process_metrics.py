@@ -1,8 +1,7 @@
-"""What one process tells Prometheus of itself: calls to the server by name and time, memory,
-processor time.
+"""Metrics of one process: its calls to the server by name and time, memory, processor time.
 
-`rolloutmq worker|producer|train --metrics HOST:PORT` serves it; what is of the whole run is
-`rolloutmq metrics`.
+`rolloutmq worker|producer|train --metrics HOST:PORT` serves them. Metrics of the whole run are
+served by `rolloutmq metrics`.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from buffer.monitoring.http_endpoint import MetricsEndpoint
 from buffer.store.store import Store
 
 TOKEN = "ROLLOUTMQ_METRICS_TOKEN"
-"""The environment variable that holds the token which readers elsewhere must carry."""
+"""The environment variable with the token that readers on other machines must send."""
 
 _BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0)
 _WAITS = frozenset({"bell"})
-"""Calls that last as long as nothing happens: their time says nothing of the server."""
+"""Calls that block until something happens: their time is not the server's."""
 
 
 def serve_process(process: str, store: Store, address: str) -> MetricsEndpoint:
-    """Answer /metrics at `HOST:PORT` until the process ends. ConfigError where that cannot be."""
+    """Serve /metrics at `HOST:PORT` until the process ends. Raises ConfigError."""
     host, port = parse_address(address)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -36,12 +35,19 @@ def serve_process(process: str, store: Store, address: str) -> MetricsEndpoint:
 
 
 def _watch_calls(store: Store, registry: CollectorRegistry) -> None:
-    said = "Calls to the server as this process saw them, with what it waited while the server was away."
     seconds = Histogram(
-        "rolloutmq_store_call_seconds", said, ["call"], buckets=_BUCKETS, registry=registry
+        "rolloutmq_store_call_seconds",
+        "Calls to the server, including the time that it was unreachable.",
+        ["call"],
+        buckets=_BUCKETS,
+        registry=registry,
     )
-    said = "Times a call was repeated, since the server was away."
-    retries = Counter("rolloutmq_store_retries", said, ["call"], registry=registry)
+    retries = Counter(
+        "rolloutmq_store_retries",
+        "Repeated calls, because the server was unreachable.",
+        ["call"],
+        registry=registry,
+    )
 
     def watch(call: str, took_s: float, attempts: int) -> None:
         if call not in _WAITS:
@@ -53,10 +59,10 @@ def _watch_calls(store: Store, registry: CollectorRegistry) -> None:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """(host, port) of `HOST:PORT`, `[::1]:PORT` or `PORT`, which means loopback."""
+    """Return (host, port) of `HOST:PORT`, `[::1]:PORT`, or `PORT`, which means loopback."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
-            f"--metrics {address!r} is no address", hint="for example 9466, or 10.0.0.7:9466"
+            f"--metrics {address!r} is not an address", hint="write 9466 or 10.0.0.7:9466"
         )
     return host.strip("[]") or "127.0.0.1", int(port)

@@ -1,75 +1,50 @@
-"""What Prometheus is told of a run. This file is the list of all metrics; dashboards and alerts are
-tested against it.
+"""The metrics of a run for Prometheus: this file lists all of them.
 
-One look at a run is a handful of calls without payloads (`take_snapshot`), made when somebody asks.
-Names and units are by Prometheus' conventions: seconds, bytes, ratios, `_total` for what only
-grows. Everything has the label `run`.
+One reading of a run is a handful of calls without payloads (`take_snapshot`), made when Prometheus
+asks. Names and units follow its conventions: seconds, bytes, ratios, `_total` for what only grows.
+Every metric has the label `run`. Dashboards and alerts are tested against this list.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.control.fleet import WorkerRecord, WorkerState
+from buffer.control.histogram import Histogram
 from buffer.errors import StoreError
 from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.monitoring.workers_wanted import WorkersWanted, look_at
 from buffer.run import Run
 from buffer.store.store import Store
 
-Cells = Iterator[tuple[tuple[str, ...], float]]
-"""(values of the labels but `run`, number)"""
+Cells = Iterable[tuple[tuple[str, ...], float]]
+"""(values of the labels except `run`, number)"""
 
-_TASK_COUNTERS = {
-    "groups_enqueued": ("enqueued", "Groups that were drawn from the data set and started."),
-    "groups_consumed": ("consumed", "Groups that were handed out in batches."),
-    "samples_produced": ("produced_samples", "Rollouts in groups that were handed in."),
-    "tokens_produced": (
-        "produced_tokens",
-        "Tokens that were generated, resumed ones counted once.",
-    ),
-    "tries_failed": ("failed", "Tries that ended in an error or a lost lease."),
-    "leases_lost": ("leases_lost", "Leases that ran out or were revoked."),
-    "groups_expired": ("expirations", "Times a group became too old."),
-    "groups_filtered": ("filtered", "Groups that a filter refused."),
-    "groups_dropped": ("dropped", "Groups that an operator ended."),
-    "groups_dead": ("dead", "Groups that used up their tries and were not requeued."),
-    "groups_regenerated": ("regenerated", "Groups drawn again after the server lost data."),
-}
-_NOT_CUMULATIVE = {"groups_dead"}
-
-WorkerNumber = Callable[[WorkerRecord], float | None]
-
-_WORKER_GAUGES: dict[str, tuple[str, WorkerNumber]] = {
-    "worker_tokens_per_second": ("As the worker measures it.", lambda w: w.tokens_per_s),
-    "worker_groups_held": ("Leases that a worker holds.", lambda w: w.holds),
-    "worker_groups_judging": (
-        "Of these, groups that only wait for their judge.",
-        lambda w: w.judging,
-    ),
-    "worker_engine_requests": ("Running and waiting in its engine.", lambda w: w.requests),
-    "worker_judge_p50_seconds": ("p50 of its newest answers.", lambda w: w.judge_p50_ms / 1000),
-    "worker_judge_p99_seconds": ("p99 of its newest answers.", lambda w: w.judge_p99_ms / 1000),
-}
-_WORKER_COUNTERS: dict[str, tuple[str, WorkerNumber]] = {
-    "worker_groups_failed": ("Failed in its hands.", lambda w: w.failed),
-    "worker_judgements": ("Answers of its judges.", lambda w: w.judged),
-    "worker_judge_seconds": ("What it waited for them.", lambda w: w.judging_ms / 1000),
-    "worker_judge_failures": ("Of these, failures.", lambda w: w.judge_failures),
-}
+Times = Iterable[tuple[tuple[str, ...], Histogram]]
+"""(values of the labels except `run`, durations)"""
 
 
 class RunCollector(Collector):
-    """All runs of a server, or the one that is named. A server that is away is told as
-    `rolloutmq_up 0`.
+    """Collects the metrics of all runs of a server, or of the one that is named.
+
+    Usage:
+        collector = RunCollector(store)
+        MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.look_for_workers})
+
+    If the server is unreachable, the only metric is `rolloutmq_up 0`.
     """
 
     def __init__(self, store: Store, name: str | None = None) -> None:
@@ -79,10 +54,11 @@ class RunCollector(Collector):
         self._lock = threading.Lock()
 
     def describe(self) -> list[Metric]:
-        """Nothing is looked at when a registry asks for names."""
+        """Return no names: a registry that asks for them must not read the runs."""
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """Read the runs and return their metrics."""
         up = GaugeMetricFamily("rolloutmq_up", "1 while the server of the runs answers, else 0.")
         try:
             snaps = self.look()
@@ -92,26 +68,26 @@ class RunCollector(Collector):
             return
         up.add_metric([], 1)
         yield up
-        yield from _families(snaps)
-        wanted: dict[str, Cells] = {
-            run: iter([((), number)]) for run, number in self.workers_wanted().items()
-        }
-        yield _metric(
-            "workers_wanted",
+        yield from (family.metric(snaps) for family in FAMILIES)
+        wanted = GaugeMetricFamily(
+            "rolloutmq_workers_wanted",
             "Workers that would keep the trainer busy; 0 when the run is over.",
-            [],
-            wanted,
+            labels=["run"],
         )
+        for run, number in self.workers_wanted().items():
+            wanted.add_metric([run], number)
+        yield wanted
 
     def registry(self) -> CollectorRegistry:
-        """A registry of its own, with this in it."""
+        """Return a new registry with this collector."""
         registry = CollectorRegistry()
         registry.register(self)
         return registry
 
     def look(self) -> dict[str, Snapshot]:
-        """One look at each run, by name; what is wanted of its fleet is worked out from this one
-        and those before.
+        """Read each run once, and return the snapshots by name.
+
+        Each reading also improves the estimate of how many workers are wanted.
         """
         names = [name for name in Run.names(self._store) if self._name in (None, name)]
         snaps = {name: take_snapshot(Run.open(self._store, name)) for name in names}
@@ -119,141 +95,87 @@ class RunCollector(Collector):
             self._wanted = {run: self._wanted.get(run) or WorkersWanted() for run in snaps}
             for run, snap in snaps.items():
                 wanted = self._wanted[run]
-                wanted.end() if snap.mode == Mode.FINISH else wanted.observe(look_at(snap))
+                if snap.mode == Mode.FINISH:
+                    wanted.end()
+                else:
+                    wanted.observe(look_at(snap))
         return snaps
 
     def look_for_workers(self) -> dict[str, int]:
-        """Workers wanted by run, after one more look: for scalers that read JSON."""
+        """Read the runs, and return the workers wanted by run: for scalers that read JSON."""
         self.look()
         return self.workers_wanted()
 
     def workers_wanted(self) -> dict[str, int]:
-        """By run, as the newest look has it."""
+        """Return the workers wanted by run, as of the newest reading."""
         return {run: wanted.value for run, wanted in self._wanted.items()}
 
 
-def _metric(
-    name: str, text: str, labels: list[str], cells: dict[str, Cells], *, counter: bool = False
-) -> Metric:
-    family: Any = (CounterMetricFamily if counter else GaugeMetricFamily)(
-        f"rolloutmq_{name}", text, labels=["run", *labels]
-    )
-    for run, rows in cells.items():
-        for values, number in rows:
-            family.add_metric([run, *values], number)
-    return family  # type: ignore[no-any-return]
+class _Family(NamedTuple):
+    """One metric: its name without `rolloutmq_`, its help text, its labels except `run`."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    read: Callable[[Snapshot], Cells]
+    make: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+
+    def metric(self, snaps: dict[str, Snapshot]) -> Metric:
+        """Return the metric of all runs."""
+        family: Any = self.make(f"rolloutmq_{self.name}", self.text, labels=["run", *self.labels])
+        for run, snap in snaps.items():
+            for values, number in self.read(snap):
+                family.add_metric([run, *values], number)
+        return family  # type: ignore[no-any-return]
 
 
-def _families(snaps: dict[str, Snapshot]) -> Iterator[Metric]:
-    def gauge(name: str, text: str, labels: list[str], read: Any) -> Metric:
-        return _metric(name, text, labels, {run: read(snap) for run, snap in snaps.items()})
+class _HistogramFamily(NamedTuple):
+    """One histogram: its name without `rolloutmq_`, its help text, its labels except `run`."""
 
-    def counter(name: str, text: str, labels: list[str], read: Any) -> Metric:
-        return _metric(
-            name, text, labels, {run: read(snap) for run, snap in snaps.items()}, counter=True
-        )
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    read: Callable[[Snapshot], Times]
 
-    yield gauge(
-        "groups",
-        "Groups by the place they are in; each is in exactly one.",
-        ["task", "place"],
-        _places,
-    )
-    yield gauge("jobs_waiting", "Groups that wait for a worker.", ["task", "lane"], _backlog)
-    yield gauge(
-        "groups_ready", "Groups that a batch may have.", ["task"], _of_tasks(lambda t: t.ready)
-    )
-    yield gauge(
-        "groups_too_old",
-        "Groups that are about to expire.",
-        ["task"],
-        _of_tasks(lambda t: t.too_old),
-    )
-    yield gauge(
-        "groups_ahead",
-        "Groups between the data set and the trainer.",
-        ["task"],
-        _of_tasks(_started),
-    )
-    yield gauge(
-        "groups_ahead_limit",
-        "How many of them there may be.",
-        ["task"],
-        _of_tasks(lambda t: t.may_start),
-    )
-    yield gauge(
-        "batch_groups", "Groups of a task in a batch.", ["task"], _of_tasks(lambda t: t.asked)
-    )
-    yield gauge(
-        "staleness_groups",
-        "Ready groups by staleness in train steps.",
-        ["task", "staleness"],
-        _staleness,
-    )
-    yield gauge(
-        "reward_mean", "Mean score since the run began, before any filter.", ["task"], _rewards
-    )
-    yield gauge("task_stopped", "1 where too many tries in a row have failed.", ["task"], _stopped)
-    for name, (field, text) in _TASK_COUNTERS.items():
-        make = gauge if name in _NOT_CUMULATIVE else counter
-        yield make(name, text, ["task"], _of_tasks(lambda t, f=field: t.number(f)))
-    yield counter("train_steps", "Train steps: taken, committed, freed.", ["stage"], _steps)
-    yield gauge(
-        "policy_version", "Train step of the newest weights.", [], _one(lambda s: s.weights.version)
-    )
-    yield gauge("mode", "1 for the mode of the run.", ["mode"], _mode)
-    yield gauge(
-        "mode_age_seconds",
-        "Since when the mode is what it is.",
-        [],
-        _one(lambda s: s.paused_ms / 1000),
-    )
-    yield gauge("role_alive", "1 while the trainer or the producer beats.", ["role"], _roles)
-    yield gauge("role_silent_seconds", "Since its last heartbeat.", ["role"], _silences)
-    yield counter(
-        "trainer_wait_seconds", "What this trainer stood still for groups.", [], _one(_waited)
-    )
-    yield gauge(
-        "workers", "Workers by state; silent ones have missed a lease.", ["state"], _workers
-    )
-    for name, (text, read) in _WORKER_GAUGES.items():
-        yield gauge(name, text, ["worker"], _per_worker(read))
-    for name, (text, read) in _WORKER_COUNTERS.items():
-        yield counter(name, text, ["worker"], _per_worker(read))
-    yield gauge("leases", "Groups that run.", [], _one(lambda s: s.leases))
-    yield gauge(
-        "leases_overdue", "Leases that nobody has taken back yet.", [], _one(lambda s: s.overdue)
-    )
-    yield gauge(
-        "dead_letters",
-        "Groups that failed for good and wait for an operator.",
-        [],
-        _one(lambda s: s.dead),
-    )
-    yield gauge(
-        "garbage_payloads",
-        "Payloads that nobody needs and nobody has freed.",
-        [],
-        _one(lambda s: s.garbage),
-    )
-    yield gauge("payload_bytes", "Bytes of all payloads.", [], _one(lambda s: s.memory.held))
-    yield gauge(
-        "payload_bytes_limit", "Marks at which new prompts wait; 0: none.", ["mark"], _marks
-    )
-    yield gauge("account_faults", "Places where the account of groups does not add up.", [],
-                _one(lambda s: len(s.faults)))  # fmt: skip
+    def metric(self, snaps: dict[str, Snapshot]) -> Metric:
+        """Return the histogram of all runs."""
+        name = f"rolloutmq_{self.name}"
+        family: Any = HistogramMetricFamily(name, self.text, labels=["run", *self.labels])
+        for run, snap in snaps.items():
+            for values, times in self.read(snap):
+                buckets = [(str(bound_s), count) for bound_s, count in times.at_most().items()]
+                buckets.append(("+Inf", times.count))
+                family.add_metric([run, *values], buckets, times.total_s)
+        return family  # type: ignore[no-any-return]
 
 
-def _one(read: Any) -> Any:
-    return lambda snap: iter([((), float(read(snap)))])
+def _of_run(name: str, text: str, read: Callable[[Snapshot], float]) -> _Family:
+    return _Family(name, text, (), lambda snap: [((), float(read(snap)))])
 
 
-def _of_tasks(read: Any) -> Any:
-    return lambda snap: (((task.account.task,), float(read(task))) for task in snap.tasks)
+def _of_task(name: str, text: str, read: Callable[[TaskView], float]) -> _Family:
+    def cells(snap: Snapshot) -> Cells:
+        return (((task.account.task,), float(read(task))) for task in snap.tasks)
+
+    return _Family(name, text, ("task",), cells)
 
 
-def _started(task: TaskView) -> float:
-    return task.started
+def _of_worker(name: str, text: str, read: Callable[[WorkerRecord], float | None]) -> _Family:
+    """Return a metric of all live workers; those that do not report the number are left out."""
+
+    def cells(snap: Snapshot) -> Cells:
+        numbers = ((worker.id, read(worker)) for worker in snap.live_workers)
+        return (((worker,), number) for worker, number in numbers if number is not None)
+
+    return _Family(name, text, ("worker",), cells)
+
+
+def _counter(family: _Family) -> _Family:
+    return family._replace(make=CounterMetricFamily)
+
+
+def _task_counter(name: str, text: str, field: str) -> _Family:
+    return _counter(_of_task(name, text, lambda task: task.number(field)))
 
 
 def _places(snap: Snapshot) -> Cells:
@@ -274,14 +196,8 @@ def _rewards(snap: Snapshot) -> Cells:
     return (((t.account.task,), t.mean_reward) for t in snap.tasks if t.mean_reward is not None)
 
 
-def _stopped(snap: Snapshot) -> Cells:
-    return (((t.account.task,), float(t.is_stopped)) for t in snap.tasks)
-
-
 def _steps(snap: Snapshot) -> Cells:
-    return iter(
-        [(("taken",), snap.taken), (("committed",), snap.committed), (("freed",), snap.freed)]
-    )
+    return [(("taken",), snap.taken), (("committed",), snap.committed), (("freed",), snap.freed)]
 
 
 def _mode(snap: Snapshot) -> Cells:
@@ -289,18 +205,13 @@ def _mode(snap: Snapshot) -> Cells:
 
 
 def _roles(snap: Snapshot) -> Cells:
-    return iter(
-        [(("trainer",), float(snap.trainer.alive)), (("producer",), float(snap.producer.alive))]
-    )
+    return (((holder.role,), float(holder.is_alive)) for holder in (snap.trainer, snap.producer))
 
 
 def _silences(snap: Snapshot) -> Cells:
-    roles = {"trainer": snap.trainer, "producer": snap.producer}
-    return (
-        ((name,), role.silent_ms / 1000)
-        for name, role in roles.items()
-        if role.silent_ms is not None
-    )
+    for holder in (snap.trainer, snap.producer):
+        if holder.silent_ms is not None:
+            yield (holder.role,), holder.silent_ms / 1000
 
 
 def _waited(snap: Snapshot) -> float:
@@ -308,21 +219,70 @@ def _waited(snap: Snapshot) -> float:
 
 
 def _workers(snap: Snapshot) -> Cells:
+    # states that no worker has are 0, so that a graph of them does not end
     counts = Counter({state.value: 0 for state in WorkerState})
     counts.update(worker.state for worker in snap.live_workers)
     counts["silent"] = len(snap.workers) - len(snap.live_workers)
     return (((state,), number) for state, number in counts.items())
 
 
-def _per_worker(read: WorkerNumber) -> Any:
-    """Read a number of every live worker; those that do not report it are left out."""
+def _judge_times(snap: Snapshot) -> Times:
+    return (((worker.id,), worker.judge_times) for worker in snap.live_workers)
 
-    def cells(snap: Snapshot) -> Cells:
-        read_ones = ((worker.id, read(worker)) for worker in snap.live_workers)
-        return (((name,), number) for name, number in read_ones if number is not None)
 
-    return cells
+def _pauses(snap: Snapshot) -> Times:
+    return [((), snap.pauses)]
 
 
 def _marks(snap: Snapshot) -> Cells:
-    return iter([(("low",), snap.memory.low), (("high",), snap.memory.high)])
+    return [(("low",), snap.memory.low), (("high",), snap.memory.high)]
+
+
+FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
+    _Family("groups", "Groups by place; each is in exactly one.", ("task", "place"), _places),
+    _Family("jobs_waiting", "Groups that wait for a worker.", ("task", "lane"), _backlog),
+    _Family("staleness_groups", "Ready groups by staleness.", ("task", "staleness"), _staleness),
+    _of_task("groups_ready", "Groups that a batch may have.", lambda t: t.ready),
+    _of_task("groups_too_old", "Groups that are about to expire.", lambda t: t.too_old),
+    _of_task("groups_ahead", "Groups between data set and trainer.", lambda t: t.started),
+    _of_task("groups_ahead_limit", "Most groups that may be there.", lambda t: t.may_start),
+    _of_task("batch_groups", "Groups of a task in a batch.", lambda t: t.asked),
+    _of_task("task_stopped", "1 after too many failed tries in a row.", lambda t: t.is_stopped),
+    _Family("reward_mean", "Mean score of all groups, before any filter.", ("task",), _rewards),
+    _task_counter("groups_enqueued", "Groups that were drawn and started.", "enqueued"),
+    _task_counter("groups_consumed", "Groups that were handed out in batches.", "consumed"),
+    _task_counter("samples_produced", "Rollouts in submitted groups.", "produced_samples"),
+    _task_counter("tokens_produced", "Generated tokens; resumed ones once.", "produced_tokens"),
+    _task_counter("tries_failed", "Tries that ended in an error or a lost lease.", "failed"),
+    _task_counter("leases_lost", "Leases that ran out or were revoked.", "leases_lost"),
+    _task_counter("groups_expired", "Times that a group became too old.", "expirations"),
+    _task_counter("groups_filtered", "Groups that a filter refused.", "filtered"),
+    _task_counter("groups_dropped", "Groups that an operator ended.", "dropped"),
+    _task_counter("groups_regenerated", "Groups drawn again after lost data.", "regenerated"),
+    # no counter: a requeued group leaves the dead letters
+    _of_task("groups_dead", "Groups that used up their tries.", lambda t: t.number("dead")),
+    _counter(_Family("train_steps", "Steps taken, committed and freed.", ("stage",), _steps)),
+    _of_run("policy_version", "Train step of the newest weights.", lambda s: s.weights.version),
+    _Family("mode", "1 for the mode of the run.", ("mode",), _mode),
+    _of_run("mode_age_seconds", "Since the mode last changed.", lambda s: s.paused_ms / 1000),
+    _Family("role_alive", "1 while the role's holder sends heartbeats.", ("role",), _roles),
+    _Family("role_silent_seconds", "Since its last heartbeat.", ("role",), _silences),
+    _counter(_of_run("trainer_wait_seconds", "Waited for groups by this trainer.", _waited)),
+    _Family("workers", "Workers; silent ones have missed a lease.", ("state",), _workers),
+    _of_worker("worker_tokens_per_second", "As the worker reports it.", lambda w: w.tokens_per_s),
+    _of_worker("worker_groups_held", "Leases that a worker holds.", lambda w: w.holds),
+    _of_worker("worker_groups_judging", "Held, and only wait for a judge.", lambda w: w.judging),
+    _of_worker("worker_engine_requests", "In its engine, waiting too.", lambda w: w.requests),
+    _counter(_of_worker("worker_groups_failed", "Groups that failed on it.", lambda w: w.failed)),
+    _counter(_of_worker("worker_judge_failures", "Judges' failures.", lambda w: w.judge_failures)),
+    _HistogramFamily("judge_seconds", "Judges' answers, with queue.", ("worker",), _judge_times),
+    _HistogramFamily("pause_seconds", "From a pause to the last receipt.", (), _pauses),
+    _of_run("leases", "Groups that run.", lambda s: s.leases),
+    _of_run("leases_overdue", "Leases that ran out and are not taken back.", lambda s: s.overdue),
+    _of_run("dead_letters", "Failed groups that wait for an operator.", lambda s: s.dead),
+    _of_run("garbage_payloads", "Payloads that wait to be freed.", lambda s: s.garbage),
+    _of_run("payload_bytes", "Bytes of all payloads.", lambda s: s.memory.held),
+    _Family("payload_bytes_limit", "Marks where prompts wait; 0: none.", ("mark",), _marks),
+    _of_run("account_faults", "Errors in the account of groups.", lambda s: len(s.faults)),
+)
+"""All metrics but `rolloutmq_up` and `rolloutmq_workers_wanted`."""

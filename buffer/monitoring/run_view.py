@@ -1,5 +1,4 @@
-"""A run at one glance: what `status`, `doctor` and the live view show, read in a handful of calls
-without payloads.
+"""Read a whole run for `status`, `doctor`, metrics and the live views, without payloads.
 
 The account of the groups comes from one script and is of one instant (I1). Everything else is read
 right after it, so on a live run it may be a few milliseconds younger.
@@ -12,9 +11,10 @@ from typing import Any
 
 from buffer.batches.account import TaskAccount
 from buffer.batches.memory import MemoryUse
-from buffer.control.control import silence_ms
 from buffer.control.event_log import Event, parse_event
 from buffer.control.fleet import WorkerRecord
+from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
+from buffer.control.role_holder import RoleHolder
 from buffer.model.ids import LANES
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
@@ -24,30 +24,10 @@ BUCKETS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RoleView:
-    """The trainer or the producer. `silent_ms` is None where none was ever opened."""
-
-    open: bool
-    silent_ms: int | None
-    timeout_ms: int
-
-    @property
-    def alive(self) -> bool:
-        return self.open and self.silent_ms is not None and self.silent_ms < self.timeout_ms
-
-    @property
-    def word(self) -> str:
-        if self.silent_ms is None:
-            return "never opened"
-        if not self.open:
-            return "closed"
-        return "alive" if self.alive else "silent"
-
-
-@dataclass(frozen=True, slots=True)
 class TaskView:
-    """One task: its account, what is ready and how old that is; `asked`: groups of it in one batch,
-    0 = unknown.
+    """One task: its account, what is ready, and how old that is.
+
+    `asked` is the number of its groups in one batch; 0: unknown.
     """
 
     account: TaskAccount
@@ -59,30 +39,33 @@ class TaskView:
     staleness: dict[str, int]
     asked: int
     is_stopped: bool = False
-    """too many tries failed one after the other"""
+    """too many tries have failed in a row"""
 
     @property
     def started(self) -> int:
-        """Groups between the cursor and the trainer: what `target - consumed` limits."""
+        """Groups between the cursor and the trainer, which `target - consumed` limits."""
         account = self.account
         return account.waiting + account.running + self.ready
 
     @property
     def may_start(self) -> int:
+        """Most groups that may be between the cursor and the trainer."""
         return max(0, self.account.target - self.account.consumed)
 
     def number(self, name: str) -> float:
+        """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
 
     @property
     def mean_reward(self) -> float | None:
+        """The mean score of all completed groups, before any filter; None without scores."""
         scores = self.number("raw_rewards_count")
         return self.number("raw_rewards_sum") / scores if scores else None
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """See the module. Times are of the server's clock, in ms."""
+    """One reading of a run; times are in ms of the server's clock."""
 
     run: str
     now_ms: int
@@ -98,8 +81,8 @@ class Snapshot:
     dead: int
     garbage: int
     workers: tuple[WorkerRecord, ...]
-    trainer: RoleView
-    producer: RoleView
+    trainer: RoleHolder
+    producer: RoleHolder
     events: tuple[Event, ...]
     lease_ms: int
     stale_threshold: int
@@ -107,36 +90,32 @@ class Snapshot:
 
     @property
     def mode(self) -> str:
+        """The mode that workers follow: the stricter of the trainer's and the operator's."""
         return self.control.get("mode", "run")
 
     @property
     def paused_by(self) -> str | None:
-        """operator, trainer, or None."""
-        return next(
-            (
-                who
-                for who in ("operator", "trainer")
-                if self.control.get(f"{who}_mode", "run") != "run"
-            ),
-            None,
-        )
+        """Which of operator and trainer has paused the run; None: neither."""
+        for who in ("operator", "trainer"):
+            if self.control.get(f"{who}_mode", "run") != "run":
+                return who
+        return None
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether a trainer that has left, or fallen silent, left it paused."""
-        return (
-            self.control.get("trainer_mode", "run") not in ("run", "finish")
-            and not self.trainer.alive
-        )
+        """Whether the run is paused by a trainer that has left or fallen silent."""
+        is_paused = self.control.get("trainer_mode", "run") not in ("run", "finish")
+        return is_paused and not self.trainer.is_alive
 
     @property
     def paused_ms(self) -> int:
-        """How long the mode has been what it is."""
+        """Milliseconds since the last change of the mode."""
         changed = self.control.get("changed_ms", self.meta["created_ms"])
         return max(0, self.now_ms - int(changed))
 
     @property
     def weights(self) -> PolicyVersion:
+        """The newest weights."""
         return PolicyVersion.parse(self.control.get("weights", ":0"))
 
     @property
@@ -148,6 +127,13 @@ class Snapshot:
     def judging(self) -> int:
         """Running groups that only wait for their judge, as the live workers report them."""
         return sum(worker.judging for worker in self.live_workers)
+
+    @property
+    def pauses(self) -> Histogram:
+        """The times of this trainer's pauses, as its heartbeats report them."""
+        counts = parse_counts(self.control.get("trainer_pause_buckets", "")) or ()
+        total_s = int(self.control.get("trainer_pause_ms", 0)) / 1000
+        return Histogram(PAUSE_BOUNDS_S, counts, total_s)
 
     @property
     def places(self) -> dict[str, int]:
@@ -165,6 +151,7 @@ class Snapshot:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second of all live workers."""
         return sum(worker.tokens_per_s for worker in self.live_workers)
 
     @property
@@ -175,8 +162,9 @@ class Snapshot:
 
 
 def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
-    """Everything at a glance. O(tasks + workers + log N), no payload bytes. Raises
-    StoreUnavailable.
+    """Read a run, with its newest `events`. Raises StoreUnavailable.
+
+    O(tasks + workers + log N), and no payload bytes.
     """
     audit = run.account.totals()
     replies = run.store.retrying("snapshot", lambda: _read(run, audit.tasks, events))
@@ -200,8 +188,8 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         dead=replies["dead"],
         garbage=replies["garbage"],
         workers=tuple(run.fleet.workers()),
-        trainer=_role(control, "trainer", now_ms, timeout_ms),
-        producer=_role(control, "producer", now_ms, timeout_ms),
+        trainer=RoleHolder.parse("trainer", control, now_ms, timeout_ms),
+        producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
         events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
         lease_ms=run.limits.lease_ms,
         stale_threshold=run.limits.stale_threshold,
@@ -210,7 +198,7 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
 
 
 def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
-    """One pipeline for all that has no script of its own; replies by name."""
+    """Read all that has no script of its own in one pipeline; return the replies by name."""
     keys = run.keys
     control: Any = run.store.control
     names: list[str] = []
@@ -219,6 +207,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
     with control.pipeline(transaction=False) as pipe:
 
         def ask(name: str, *command: str | int) -> None:
+            """Add a command whose reply gets a name."""
             names.append(name)
             pipe.execute_command(*command)
 
@@ -241,7 +230,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
 
 
 def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:
-    """(label, lowest version, highest version): staleness of a group in train step taken + 1 (I8)."""
+    """Return (label, lowest version, highest version) by staleness in train step taken + 1 (I8)."""
     exact = min(threshold, BUCKETS)
     buckets: list[tuple[str, str | int, str | int]] = [
         (str(s), taken - s, taken - s) for s in range(exact)
@@ -267,7 +256,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         is_eval=is_eval,
         progress=progress,
         backlog={lane: int(replies[f"jobs:{name}:{lane}"]) for lane in LANES},
-        # nothing of an evaluation is ever too old
+        # groups of an evaluation never expire
         ready=account.completed if is_eval else sum(counts.values()),
         too_old=0 if is_eval else too_old,
         staleness={} if is_eval else counts,
@@ -277,18 +266,10 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
 
 
 def _asked(header: bytes | None, task: str) -> int:
-    """How many groups of a task the newest batch asked for; 0 where its manifest is freed or was
-    never made.
-    """
+    """Return how many groups of a task the newest batch asked for; 0 without its manifest."""
     words = dict(word.split("=", 1) for word in (header or b"").decode().split() if "=" in word)
     asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)
     return int(asked.get(task, 0))
-
-
-def _role(control: dict[str, str], role: str, now_ms: int, timeout_ms: int) -> RoleView:
-    seen = control.get(f"{role}_seen_ms")
-    silent_ms = None if seen is None else silence_ms(now_ms, int(seen))
-    return RoleView(bool(control.get(role)), silent_ms, timeout_ms)
 
 
 def _text(fields: dict[bytes, bytes]) -> dict[str, str]:

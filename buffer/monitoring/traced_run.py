@@ -1,6 +1,4 @@
-"""The parts of a run with each call told to a tracer: they stand in for the plain ones, which know
-of no traces.
-"""
+"""The parts of a run that record each call with a tracer, in place of the plain ones."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from buffer.store.store import Store
 
 
 def trace_run(run: Run, process: str) -> Tracer | None:
-    """Make `run` tell of what `process` does, if this process is asked for traces."""
+    """Record what `process` does with `run`, if the environment asks for traces."""
     tracer = open_tracer(run.name, run.nonce, process)
     if tracer:
         run.jobs = TracedJobs(run.store, run.keys, run.limits, tracer)
@@ -35,7 +33,7 @@ def trace_run(run: Run, process: str) -> Tracer | None:
 
 
 class TracedJobs(JobQueue):
-    """enqueue, wait, claim, release."""
+    """A job queue that records enqueue, wait, claim and release."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, tracer: Tracer) -> None:
         super().__init__(store, keys, limits)
@@ -73,7 +71,7 @@ class TracedJobs(JobQueue):
         began = now_ns()
         claim = super().claim(worker, nonce, token, weights, limit, serves, held)
         for job in claim.jobs:
-            if job.gid in since:  # else it came in between
+            if job.gid in since:  # else it arrived between the two calls
                 self._tracer.past("wait", job.gid, min(since[job.gid], began), began, lane=job.lane)
             self._tracer.past(
                 "claim", job.gid, began, worker=worker, tries=job.tries, weights=str(weights)
@@ -81,13 +79,14 @@ class TracedJobs(JobQueue):
         return claim
 
     def _waiting(self, limit: int, serves: Serves | None, held: Sequence[Job]) -> dict[str, int]:
-        """Since when (ns) the first groups of each line wait: an entry's id begins with its
-        milliseconds.
+        """Return since when (ns) the first groups of each queue have waited.
+
+        The id of a stream's entry begins with the milliseconds of its arrival.
         """
-        lines = serving_order(self._limits, serves, Counter(job.task for job in held))
+        queues = serving_order(self._limits, serves, Counter(job.task for job in held))
         heads = [
             ("XRANGE", self._keys.jobs(task, lane), "-", "+", "COUNT", limit)
-            for task, lane in lines
+            for task, lane in queues
         ]
         found = self._store.each("heads", heads, "control")
         entries = [entry for head in found for entry in head]
@@ -102,7 +101,7 @@ class TracedJobs(JobQueue):
 
 
 class TracedBuffer(ReplayBuffer):
-    """submit."""
+    """A replay buffer that records submit."""
 
     def __init__(
         self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore, tracer: Tracer
@@ -127,7 +126,7 @@ class TracedBuffer(ReplayBuffer):
 
 
 class TracedLedger(BatchLedger):
-    """take, train (from the end of take to the commit), commit."""
+    """A ledger that records take, train (from the end of take to the commit) and commit."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, tracer: Tracer) -> None:
         super().__init__(store, keys, limits)

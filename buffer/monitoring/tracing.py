@@ -4,10 +4,10 @@
     producer         worker           └                                               trainer
 
 OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr); the other
-variables of OpenTelemetry hold as everywhere. Where it is not set, nothing of this file is made or
-asked: a run's parts are replaced by ones that trace (`traced_run.py`), or are not.
+variables of OpenTelemetry have their usual meaning. Without it, no tracer is made, and the parts of a
+run are not replaced by those of `traced_run.py`.
 
-The trace of a group, by name: every process computes it, so nothing has to travel with the group.
+Every process computes the ids of a group's trace from its gid, so no context travels with the group.
 """
 
 from __future__ import annotations
@@ -29,32 +29,36 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 
-TRACE_BYTES = 16
-SPAN_BYTES = 8
-"""What OpenTelemetry and W3C trace context want."""
-
-
-def trace_id(run_nonce: str, gid: str) -> str:
-    """Hexadecimal, as trace viewers show it."""
-    return blake2b(f"{run_nonce}/{gid}".encode(), digest_size=TRACE_BYTES).hexdigest()
-
-
-def root_span_id(run_nonce: str, gid: str) -> str:
-    """Of the span that the group's other spans belong to: `enqueue`."""
-    return blake2b(
-        f"{run_nonce}/{gid}".encode(), digest_size=SPAN_BYTES, person=b"root"
-    ).hexdigest()
-
-
 log = logging.getLogger("rolloutmq.tracing")
 
 SWITCH = "OTEL_TRACES_EXPORTER"
 Value = str | int
 
+TRACE_BYTES = 16
+SPAN_BYTES = 8
+"""Lengths of ids in OpenTelemetry and W3C Trace Context."""
+
+
+def trace_id(run_nonce: str, gid: str) -> str:
+    """Return the id of a group's trace in hexadecimal, as trace viewers show it."""
+    return blake2b(f"{run_nonce}/{gid}".encode(), digest_size=TRACE_BYTES).hexdigest()
+
+
+def root_span_id(run_nonce: str, gid: str) -> str:
+    """Return the id of `enqueue`, the span to which the group's other spans belong."""
+    return blake2b(
+        f"{run_nonce}/{gid}".encode(), digest_size=SPAN_BYTES, person=b"root"
+    ).hexdigest()
+
 
 class Tracer:
-    """What one process tells of groups. `root` is for who starts a group; all other spans belong to
-    that one.
+    """Records what one process does with groups.
+
+    Usage:
+        with tracer.during("submit", gid, worker="w0"):
+            submit()
+
+    The process that starts a group records its `root`; all other spans belong to that one.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Tracer:
         self._root = root
 
     def root(self, name: str, gid: str, start_ns: int, **attributes: Value) -> None:
-        """The first span of a group, which ends now."""
+        """Record the first span of a group, which ends now."""
         from opentelemetry.context import Context
 
         forced = self._root.set(self._of(gid))
@@ -80,7 +84,7 @@ class Tracer:
     def past(
         self, name: str, gid: str, start_ns: int, end_ns: int | None = None, **attributes: Value
     ) -> None:
-        """A span that has ended: now, if not at `end_ns` (both in ns since 1970)."""
+        """Record a span that ends at `end_ns`, by default now (both in ns since 1970)."""
         context = self._context(gid)
         self._tracer.start_span(
             name, context, attributes={"gid": gid, **attributes}, start_time=start_ns
@@ -88,8 +92,9 @@ class Tracer:
 
     @contextmanager
     def during(self, name: str, gid: str, **attributes: Value) -> Iterator[None]:
-        """A span of the block; `child` makes parts of it. An error in the block is noted, and goes
-        on.
+        """Record the block as a span; `child` makes parts of it.
+
+        An error in the block is recorded and raised.
         """
         context = self._context(gid)
         with self._tracer.start_as_current_span(
@@ -99,12 +104,12 @@ class Tracer:
 
     @contextmanager
     def child(self, name: str) -> Iterator[None]:
-        """A part of the span around it."""
+        """Record the block as a part of the surrounding span."""
         with self._tracer.start_as_current_span(name):
             yield
 
     def flush(self) -> None:
-        """Send what is there; it is done every few seconds, too, and when the process ends."""
+        """Send all recorded spans; this also happens every few seconds and at the process's end."""
         self._provider.force_flush()
 
     def _of(self, gid: str) -> SpanContext:
@@ -122,13 +127,15 @@ class Tracer:
 
 
 def now_ns() -> int:
-    """As spans have it: since 1970, by this machine's clock."""
+    """Return the time as spans have it: ns since 1970 by this machine's clock."""
     return time.time_ns()
 
 
 def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
-    """The tracer of this process, where SWITCH asks for one. What cannot be had is said and left
-    out: no run shall end for its traces.
+    """Return the tracer of this process; None if SWITCH asks for none.
+
+    An exporter that is unknown or not installed is logged and ignored: a run must not fail for its
+    traces.
     """
     wanted = os.environ.get(SWITCH, "none")
     if wanted in ("", "none"):
@@ -137,16 +144,14 @@ def open_tracer(run: str, run_nonce: str, process: str) -> Tracer | None:
         exporter = _exporter(wanted)
     except ImportError as error:
         log.warning(
-            "%s is %s, but there are no traces: %s (pip install 'rolloutmq[otel]')",
+            "no traces: %s=%s needs a package: %s (pip install 'rolloutmq[otel]')",
             SWITCH,
             wanted,
             error,
         )
         return None
     if exporter is None:
-        log.warning(
-            "%s is %r, but there are no traces: it is otlp, console or none", SWITCH, wanted
-        )
+        log.warning("no traces: %s is %r; use otlp, console or none", SWITCH, wanted)
         return None
     return tracer_of(exporter, run, run_nonce, process)
 
@@ -166,7 +171,7 @@ def _exporter(wanted: str) -> SpanExporter | None:
 
 
 def tracer_of(exporter: SpanExporter, run: str, run_nonce: str, process: str) -> Tracer:
-    """A tracer whose spans go to `exporter` in the background, and at the end of this process."""
+    """Return a tracer that sends spans to `exporter` in the background and at the process's end."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -175,7 +180,7 @@ def tracer_of(exporter: SpanExporter, run: str, run_nonce: str, process: str) ->
     root: ContextVar[SpanContext | None] = ContextVar("root", default=None)
 
     class Ids(RandomIdGenerator):
-        """Random ones, but for the first span of a group."""
+        """Random ids, except for the first span of a group."""
 
         def generate_trace_id(self) -> int:
             forced = root.get()

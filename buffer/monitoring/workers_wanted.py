@@ -1,9 +1,9 @@
-"""How many workers would keep the trainer busy: the number that autoscalers act on.
+"""Estimate how many workers would keep the trainer busy: the number that autoscalers act on.
 
-A trainer that waits for a share w of its time would use 1 / (1 - w) times what it gets. Workers
-that are busy for a share b of theirs make it. So `workers * b / (1 - w)` workers, always busy, are
-wanted, and that does not depend on how many there are now: a fleet scaled by it stops growing and
-shrinking by itself.
+A trainer that waits for a fraction w of its time could use 1 / (1 - w) times what it gets. That is
+made by workers that are busy for a fraction b of their time. So `workers * b / (1 - w)` workers that
+are always busy are wanted. This does not depend on the number of workers now, so a fleet that is
+scaled by it settles.
 
     demand of a train step: G busy worker-seconds; the trainer's own work: S seconds; n workers
     too few   (G / n > S)   b = 1,       w = 1 - S n / G   ->  n / (S n / G) = G / S
@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from buffer.monitoring.run_view import Snapshot
 
 WINDOW_S = 300.0
-"""Older looks count for less: half after so long."""
+"""Half-life of an observation's weight."""
 
 DEADBAND = 0.1
-"""What differs by less from the number that is out is noise of train steps, not a reason to move
-GPUs.
-"""
+"""A smaller difference to the published number is noise of train steps, not a reason to move GPUs."""
 
 MOST_AT_ONCE = 4.0
-"""A fleet is never asked to become more than so many times as large by one look."""
+"""Most times by which one observation may enlarge a fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """`waited_s`: what the trainer has waited in all; `busy`: workers' worth of work that is done
-    at this moment.
+    """One observation of a run.
+
+    `waited_s` is the time that the trainer has waited in all; `busy` is the number of workers'
+    worth of work that is done at this moment.
     """
 
     at_s: float
@@ -43,7 +43,12 @@ class Look:
 
 
 class WorkersWanted:
-    """Feed it looks, oldest first; `value` is an integer that does not flap."""
+    """Estimates the number of workers from observations; `value` does not flap.
+
+    Usage:
+        wanted = WorkersWanted()
+        wanted.observe(look_at(take_snapshot(run)))
+    """
 
     def __init__(self, *, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -52,14 +57,14 @@ class WorkersWanted:
         self.value = 0
 
     def observe(self, look: Look | None) -> int:
-        """Count the time since the last look, as that look was. None: nothing is to be learned (the
-        run is paused).
+        """Count the time since the last observation in the state of that one; return `value`.
+
+        None: the run is paused, and nothing can be learned.
         """
         last = self._last
         self._last = look
         if look is not None and not (self.value and look.live):
-            # until more is known, the fleet that is there is right; and where nobody is, somebody
-            # is wanted
+            # until more is known, the present fleet is right; an empty one needs a worker
             self.value = max(1, self.value, look.live)
         elif last and look and last.trainer == look.trainer and last.live and look.at_s > last.at_s:
             self._count(last, look)
@@ -67,7 +72,7 @@ class WorkersWanted:
         return self.value
 
     def end(self) -> int:
-        """The run is over: nobody is wanted."""
+        """End the estimate: the run is over and needs no worker; return 0."""
         self._last = None
         self.value = 0
         return 0
@@ -89,8 +94,8 @@ class WorkersWanted:
 
 
 def look_at(snap: Snapshot) -> Look | None:
-    """What a snapshot says; None while the run is paused or no trainer works."""
-    if snap.mode != "run" or not snap.trainer.alive:
+    """Return the observation in a snapshot; None while the run is paused or has no trainer."""
+    if snap.mode != "run" or not snap.trainer.is_alive:
         return None
     live = snap.live_workers
     held = [worker.holds for worker in live]

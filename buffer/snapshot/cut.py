@@ -1,13 +1,13 @@
-"""The index of a run as of one instant, page by page, without a lock and without stopping anything.
+"""Copy the index of a run as of one instant, page by page, without a lock and without a stop.
 
 The index is read while its keys are WATCHed: at the end, the server itself says whether any of them
 has changed since. Every script that changes a group's record, a manifest or a dead letter also
 changes one of the watched keys (a pool, a stream, the counters of its task), so that these need not
-be watched one by one. Heartbeats, beats of trainer and producer, and bells touch none of them.
+be watched one by one. Heartbeats of workers, trainer and producer, and wake-ups touch none of them.
 
-The cut is of a run at rest: who is trainer, producer or worker is left out, and running groups wait
-again, in the lane of groups that resume, with their try given back. Events and garbage are left
-out, too.
+The copy is of a run at rest: trainer, producer and workers are left out, and running groups wait
+again, in the lane of groups that resume, with their try given back. Events and garbage are left out,
+too.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ LEDGERS = ("train", "eval")
 _ROLES = {
     f"{role}{suffix}"
     for role in ("trainer", "producer")
-    for suffix in ("", "_seen_ms", "_waited_ms", "_closed")
+    for suffix in ("", "_seen_ms", "_waited_ms", "_pause_ms", "_pause_buckets", "_closed")
 }
+"""Fields of `control` that change with every heartbeat of a role's holder."""
+
 _RESTING = {"stage": "waiting", "token": "", "owner": ""}
 
 
 class IndexCut:
-    """One pass over the index of a run: `items` once, then `groups` and `was_running` say what
-    there was.
-    """
+    """Copies the index of a run once; `groups` and `was_running` then count what was copied."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -50,8 +50,9 @@ class IndexCut:
         self.was_running = 0
 
     def copy(self, write: Callable[[Item], object]) -> bool:
-        """Write all items. False where the index changed meanwhile: what was written is then worth
-        nothing.
+        """Write all items; return False if the index changed meanwhile.
+
+        What was written is then a mixture of two instants, and must be discarded.
         """
         with self._store.bulk.pipeline() as pipe:
             try:
@@ -64,20 +65,16 @@ class IndexCut:
                 pipe.execute()
             except redis.WatchError:
                 return False
-        # beats change this hash all the time, so it is compared without them
+        # heartbeats change this hash all the time, so it is not watched but compared without them
         return control == self._control()
 
     def watched(self) -> list[str]:
-        """One of these changes whenever a group moves; see the module's text."""
+        """Return keys of which at least one changes whenever a group moves."""
         keys = self._keys
         fixed = [keys.meta, keys.lineages, keys.dead, keys.bytes, *map(keys.ledger, LEDGERS)]
         for task in self._limits.tasks:
-            fixed += [
-                keys.progress(task),
-                keys.order(task),
-                *keys.all_jobs(task),
-                *keys.all_pools([task]),
-            ]
+            fixed += [keys.progress(task), keys.order(task)]
+            fixed += [*keys.all_jobs(task), *keys.all_pools([task])]
             fixed += [keys.ended(task, end) for end in ENDS]
         return fixed
 
@@ -168,7 +165,7 @@ class IndexCut:
             yield self._item("hash", self._keys.group(gid), _flat(record))
 
     def _at_rest(self, task: str, gid: str, record: Record) -> tuple[Record, Item]:
-        """The record of a running group as if its worker had handed it back, and the job it is now."""
+        """Return the record of a running group as if it was handed back, and its new job."""
         lane = "eval" if record["lane"] == "eval" else "resume"
         stream = self._keys.jobs(task, lane)
         milliseconds, number = self._entries.get(stream, (0, 0))

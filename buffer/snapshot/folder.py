@@ -1,5 +1,4 @@
-"""A snapshot on disk: a folder of msgpack files and a manifest, readable without Python and without
-pickle.
+"""Write and read a snapshot's folder: msgpack files and a manifest, readable in any language.
 
     manifest.json         {"manifest": {...}, "blake2b": checksum of the manifest as compact JSON with sorted keys}
     index-00000.msgpack   control, lineages, bytes, ledgers, batches, bitmaps, streams, pools, orders, dead letters,
@@ -7,9 +6,9 @@ pickle.
     payloads-00000.msgpack
     media-00000.msgpack   files that payloads refer to (buffer/store/media_folder.py)
 
-A file is a row of msgpack arrays [kind, key, data]; keys stand without their prefix, so that a run
-can be resumed under another name. The manifest is written last and the folder renamed into place:
-it is whole or not there. Whatever was cut off or altered since is found before anything is loaded.
+A file is a sequence of msgpack arrays [kind, key, data]; keys have no prefix, so that a run can be
+resumed under another name. The manifest is written last and the folder renamed into place: it is
+complete or absent. A file that was truncated or altered is detected before anything is loaded.
 
     kind     data
     hash     [field, value, field, value, …]
@@ -19,9 +18,6 @@ it is whole or not there. Whatever was cut off or altered since is found before 
     bits     [offset in bytes, bytes]
     string   bytes
     file     [offset in bytes, bytes]
-
-The files of a run in its snapshot: read group by group, in parts; restored to a new folder, all of
-them or none.
 """
 
 from __future__ import annotations
@@ -49,10 +45,13 @@ VERSION = 1
 MANIFEST = "manifest.json"
 
 FILE_BYTES = 64 * 2**20
-"""A file that has grown beyond this is followed by the next one."""
+"""Size from which a file is ended and the next one begun."""
 
 ITEM_BYTES = 16 * 2**20
-"""One item is smaller: a reader needs no more memory than this, whatever the snapshot holds."""
+"""Every item is smaller, which bounds the memory of a reader."""
+
+PART_BYTES = 2**20
+"""Most bytes of a media file in one item."""
 
 KEY = re.compile(
     r"control|cursors|lineages|dead|bytes|"
@@ -65,7 +64,7 @@ SectionName = Literal["index", "payloads", "media"]
 
 
 class Item(NamedTuple):
-    """A key, or a slice of one."""
+    """A key, or a slice of its values."""
 
     kind: Kind
     key: str
@@ -73,7 +72,7 @@ class Item(NamedTuple):
 
 
 class FileFacts(BaseModel):
-    """What a file must be."""
+    """Size and checksum that a file must have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -83,8 +82,9 @@ class FileFacts(BaseModel):
 
 
 class SnapshotFacts(BaseModel):
-    """The manifest. `meta` holds the run's nonce and limits; `groups` and `payload_bytes` are for
-    people.
+    """The manifest; `meta` is that of the run.
+
+    `groups`, `was_running` and the two sizes are shown to users, and not needed to load it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -102,7 +102,7 @@ class SnapshotFacts(BaseModel):
 
 
 class Section:
-    """Writes the files of one section, one behind the other."""
+    """Writes the files of one section, one after the other."""
 
     def __init__(self, folder: Path, name: SectionName) -> None:
         self.name: SectionName = name
@@ -118,6 +118,7 @@ class Section:
         self.close()
 
     def add(self, item: Item) -> None:
+        """Append an item."""
         packed = msgpack.packb(item)
         if self._stream is None:
             self._open_file = f"{self.name}-{len(self.files):05d}.msgpack"
@@ -133,7 +134,7 @@ class Section:
             self.close()
 
     def close(self) -> None:
-        """End the file in progress; it is on disk."""
+        """End the file in progress, and make it durable."""
         if self._stream is None:
             return
         with self._stream as stream:
@@ -144,25 +145,28 @@ class Section:
         self.files[self._open_file] = facts
 
     def discard(self) -> None:
-        """Begin again."""
+        """Delete what was written, and start again."""
         self.close()
         for name in self.files:
             (self._folder / name).unlink()
         self.files = {}
 
     def items(self) -> Iterator[Item]:
-        """What was written, in order."""
+        """Read what was written, in order."""
         for name in self.files:
             yield from read_items(self._folder / name)
 
 
 @contextmanager
 def new_snapshot(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder`, renamed to it at the end; removed where something goes
-    wrong.
+    """Make a hidden folder beside `folder`, and rename it to that at the end.
+
+    It is removed if the block fails. Raises SnapshotError.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SnapshotError(f"{folder} exists and is not an empty folder", hint="name a new folder")
+        raise SnapshotError(
+            f"{folder} exists and is not an empty folder", hint="choose a new folder"
+        )
     hidden = folder.absolute().with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         hidden.mkdir(parents=True)
@@ -172,14 +176,15 @@ def new_snapshot(folder: Path) -> Iterator[Path]:
         _sync(folder.absolute().parent)
     except OSError as error:
         raise SnapshotError(
-            f"the snapshot could not be written: {error}", hint="nothing was kept of it"
+            f"cannot write the snapshot: {error}",
+            hint="nothing was kept; make room, then save again",
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def write_manifest(folder: Path, facts: SnapshotFacts) -> None:
-    """The last file of a snapshot."""
+    """Write the manifest: the last file, without which a folder is not a snapshot."""
     body = facts.model_dump()
     document = {"manifest": body, "blake2b": _checksum(body)}
     with (folder / MANIFEST).open("wb") as stream:
@@ -189,12 +194,14 @@ def write_manifest(folder: Path, facts: SnapshotFacts) -> None:
 
 
 def read_manifest(folder: Path) -> SnapshotFacts:
-    """The manifest of a snapshot of this version. Raises SnapshotError, SchemaVersionError."""
+    """Return the manifest of a snapshot. Raises SnapshotError, SchemaVersionError."""
     file = folder / MANIFEST
     try:
         document = orjson.loads(file.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
-        raise SnapshotError(f"{folder} holds no snapshot: {MANIFEST}: {error}") from error
+        raise SnapshotError(
+            f"{folder} is not a snapshot: cannot read {MANIFEST}: {error}"
+        ) from error
     body = document.get("manifest") if isinstance(document, dict) else None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise SnapshotError(f"{file} is not the manifest of a snapshot")
@@ -203,7 +210,7 @@ def read_manifest(folder: Path) -> SnapshotFacts:
             f"{file} has version {body.get('version')!r:.40}; this one reads {VERSION}"
         )
     if document.get("blake2b") != _checksum(body):
-        raise SnapshotError(f"{file} was altered: its checksum is another one")
+        raise SnapshotError(f"{file} was altered: its checksum does not match")
     try:
         return SnapshotFacts.model_validate(body)
     except ValidationError as error:
@@ -211,7 +218,7 @@ def read_manifest(folder: Path) -> SnapshotFacts:
 
 
 def verify(folder: Path, facts: SnapshotFacts) -> None:
-    """Raises SnapshotError unless every file is there as it was written. Reads all of it."""
+    """Read all files; raise SnapshotError unless each is as it was written."""
     for name, expected in facts.files.items():
         file = folder / name
         try:
@@ -221,17 +228,17 @@ def verify(folder: Path, facts: SnapshotFacts) -> None:
                 ).hexdigest()
                 size = stream.tell()
         except OSError as error:
-            raise SnapshotError(f"{file} cannot be read: {error}") from error
+            raise SnapshotError(f"cannot read {file}: {error}") from error
         if size != expected.bytes:
             raise SnapshotError(
-                f"{file} has {size} bytes, {expected.bytes} were written: it was cut off or altered"
+                f"{file} has {size} bytes, but {expected.bytes} were written: it was truncated or altered"
             )
         if found != expected.blake2b:
-            raise SnapshotError(f"{file} was altered: its checksum is another one")
+            raise SnapshotError(f"{file} was altered: its checksum does not match")
 
 
 def read_items(file: Path) -> Iterator[Item]:
-    """The items of a file, in order, in bounded memory. Raises SnapshotError."""
+    """Read the items of a file, in order, in bounded memory. Raises SnapshotError."""
     with file.open("rb") as stream:
         unpacker = msgpack.Unpacker(stream, raw=False, max_buffer_size=ITEM_BYTES, max_ext_len=0)
         while True:
@@ -247,7 +254,7 @@ def read_items(file: Path) -> Iterator[Item]:
 def _item(file: Path, raw: Any) -> Item:
     if isinstance(raw, list) and len(raw) == 3 and raw[0] in KINDS and KEY.fullmatch(str(raw[1])):
         return Item(*raw)
-    raise SnapshotError(f"{file}: an item that is none: {str(raw)[:100]}")
+    raise SnapshotError(f"{file}: not a valid item: {str(raw)[:100]}")
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -264,12 +271,8 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-PART_BYTES = 2**20
-"""One item holds at most so much of a file."""
-
-
 def file_items(media: MediaFolder, gids: Iterable[str]) -> Iterator[Item]:
-    """The files of those groups; an empty one is an item, too."""
+    """Read the media files of groups, in parts; an empty file is an item, too."""
     for gid in gids:
         for name in media.names(gid):
             with (media.root / gid / name).open("rb") as stream:
@@ -282,18 +285,19 @@ def file_items(media: MediaFolder, gids: Iterable[str]) -> Iterator[Item]:
 
 
 def require_empty(media: MediaFolder) -> None:
-    """SnapshotError where something is in the way of a restored folder."""
+    """Raise SnapshotError if the media folder has any files already."""
     if media.root.exists() and (not media.root.is_dir() or any(media.root.iterdir())):
         raise SnapshotError(
-            f"the files of the run belong to {media.root}, which is not empty; nothing was changed",
-            hint="name a new folder with --media FOLDER",
+            f"the run's files belong in {media.root}, which is not empty; nothing was changed",
+            hint="choose a new folder with --media FOLDER",
         )
 
 
 @contextmanager
 def restored(media: MediaFolder, items: Iterable[Item]) -> Iterator[None]:
-    """The folder with these files in it; it is gone again where the block fails. Raises
-    SnapshotError.
+    """Write files into the media folder; remove it again if the block fails.
+
+    Raises SnapshotError.
     """
     hidden = MediaFolder(
         media.root.with_name(f".{media.root.name}.{secrets.token_hex(4)}.tmp"),
@@ -308,7 +312,7 @@ def restored(media: MediaFolder, items: Iterable[Item]) -> Iterator[None]:
                 _append(hidden, item)
             written = hidden.root.rename(media.root)
         except OSError as error:
-            raise SnapshotError(f"files could not be restored to {media.root}: {error}") from error
+            raise SnapshotError(f"cannot restore files to {media.root}: {error}") from error
         yield
     except BaseException:
         shutil.rmtree(written, ignore_errors=True)
@@ -323,7 +327,7 @@ def _append(media: MediaFolder, item: Item) -> None:
     with path.open("ab") as stream:
         if stream.tell() != offset:
             raise SnapshotError(
-                f"{item.key}: a part begins at {offset}, {stream.tell()} bytes are there"
+                f"{item.key}: a part begins at {offset}, but the file has {stream.tell()} bytes"
             )
         stream.write(part)
         stream.flush()

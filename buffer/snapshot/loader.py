@@ -1,10 +1,9 @@
-"""Resuming a run from a snapshot: nobody can open it before all of it is there; what fails leaves
-nothing.
+"""Load a run from a snapshot: it cannot be opened before it is complete, and a failure leaves nothing.
 
-While it is filled, the run's `meta` says LOADING in place of its schema, with a nonce of the
-loader: `create_run` and `Run.open` refuse it. Every batch of writes is one transaction that checks
-this nonce and counts the batch, so that a repeated one changes nothing (I13), and a loader that was
-taken for dead writes nothing any more. The real `meta` comes last, in one step.
+While the run is loaded, its `meta` has the schema LOADING and a nonce of the loader: `create_run` and
+`Run.open` refuse it. Every batch of writes is one transaction that checks this nonce and counts the
+batch. A repeated one therefore changes nothing (I13), and a loader that counted as dead can write
+nothing more. The real `meta` comes last, in one step.
 """
 
 from __future__ import annotations
@@ -37,22 +36,27 @@ from buffer.store.replies import Advance
 from buffer.store.store import Store
 
 SILENT_MS = 60_000
-"""A loader that wrote nothing for so long is taken for dead; the next one clears away what it left."""
+"""Silence after which a loader counts as dead; the next one removes what it left."""
 
 BATCH_BYTES = 4 * 2**20
-"""Payload bytes in one transaction: more would stall the server for everybody."""
+"""Payload bytes in one transaction: more would stall the server."""
 
 
 class SnapshotLoader:
-    """Fills one run from a folder."""
+    """Loads one run from a folder.
+
+    Usage:
+        SnapshotLoader(store, folder, name="demo2").load(no_advance)
+    """
 
     def __init__(
         self, store: Store, folder: Path, name: str | None = None, media: Path | None = None
     ) -> None:
         self.facts = read_manifest(folder)
-        if (schema := self.facts.meta.get("schema")) != SCHEMA:
+        schema = self.facts.meta.get("schema")
+        if schema != SCHEMA:
             raise SchemaVersionError(
-                f"{folder} is of a run with schema {schema}; this version knows {SCHEMA}"
+                f"{folder} is of a run with schema {schema}; this version reads {SCHEMA}"
             )
         self._store = store.at(Keys(name or self.facts.run).meta)
         self._folder = folder
@@ -61,8 +65,9 @@ class SnapshotLoader:
         self._nonce = f"{LOADING}-{secrets.token_hex(16)}"
 
     def load(self, advance: Advance) -> None:
-        """Check the folder, then load it. Raises SnapshotError, RunExists; the server is then as it
-        was before.
+        """Verify the folder, then load it.
+
+        Raises SnapshotError, RunExists; the server is then as it was before.
         """
         if self._media:
             require_empty(self._media)
@@ -83,7 +88,7 @@ class SnapshotLoader:
             raise
 
     def _media_folder(self, named: Path | None) -> MediaFolder | None:
-        """Where the run's files go, if it has a folder for them."""
+        """Return the folder for the run's media files; None if it has none."""
         was = RunLimits.from_meta(self.facts.meta).media
         if not was:
             if named:
@@ -103,19 +108,21 @@ class SnapshotLoader:
     # -- the name --------------------------------------------------------------
 
     def _refuse_leftovers(self) -> None:
-        """Keys without a `meta` are of a run that lost it: not ours to overwrite, nor to clear
-        away.
+        """Raise RunExists for keys without a `meta`: they are of a run that lost it.
+
+        They must be neither overwritten nor removed.
         """
         if self._store.retrying("resume", lambda: self._store.bulk.exists(self.keys.meta)):
             return
-        if left := next(self._other_keys(), None):
+        left = next(self._other_keys(), None)
+        if left:
             raise RunExists(
                 f"the server holds keys of a run {self.keys.run!r}, for example {left[0]}; nothing was changed",
                 hint="resume under another name with --run NAME",
             )
 
     def _claim_name(self) -> bool:
-        """Take the name, or raise RunExists. Whether an interrupted resume had it before."""
+        """Take the name; return whether an interrupted load had it before. Raises RunExists."""
         with self._watching() as pipe:
             nonce, schema, seen_ms = pipe.hmget(self.keys.meta, "nonce", "schema", "seen_ms")
             now_ms = _now_ms(pipe)
@@ -127,8 +134,8 @@ class SnapshotLoader:
             is_ours = nonce == self._nonce.encode()
             if nonce and not is_ours and now_ms - int(seen_ms) < SILENT_MS:
                 raise RunExists(
-                    f"another process fills the run {self.keys.run!r}, or did so until a moment ago",
-                    hint=f"one that is silent for {SILENT_MS // 1000} s counts as dead: try again then",
+                    f"another process is loading the run {self.keys.run!r}, or was until a moment ago",
+                    hint=f"it counts as dead after {SILENT_MS // 1000} s of silence: try again then",
                 )
             claim = {
                 "nonce": self._nonce,
@@ -143,12 +150,13 @@ class SnapshotLoader:
         return bool(nonce)
 
     def _other_keys(self) -> Iterator[list[str]]:
-        """The run's keys but for `meta`, in slices; in a cluster, those of every master."""
+        """Return the run's keys except `meta`, in slices; in a cluster, those of every master."""
         for url, _ in self._store.retrying("resume", self._store.servers.masters):
             cursor = 0
             while True:
                 cursor, found = self._store.retrying("resume", partial(self._scan, url, cursor))
-                if names := [key.decode() for key in found if key.decode() != self.keys.meta]:
+                names = [key.decode() for key in found if key.decode() != self.keys.meta]
+                if names:
                     yield names
                 if cursor == 0:
                     break
@@ -159,29 +167,29 @@ class SnapshotLoader:
 
     def _clear(self) -> None:
         for names in self._other_keys():
-            # keys of other slots last: that the name is ours is seen in the step before
+            # keys of other slots last: the transaction before checks that the name is ours
             self._change(partial(_unlink, names=[name for name in names if self._is_in_slot(name)]))
             self._store.each(
                 "resume", [("UNLINK", name) for name in names if not self._is_in_slot(name)]
             )
 
     def _is_in_slot(self, key: str) -> bool:
-        """Whether a key can be part of a transaction: in a cluster, payloads cannot."""
+        """Return whether a key can be part of a transaction: in a cluster, payloads cannot."""
         return key.startswith(self.keys.prefix)
 
     def _undo(self, error: BaseException) -> None:
-        """Leave nothing behind; where even that fails, say so."""
+        """Remove what was loaded; if that fails, add it to the error's hint."""
         try:
             self._clear()
             self._change(partial(_unlink, names=[self.keys.meta]))
         except RolloutMQError as also:
             if isinstance(error, RolloutMQError):
-                error.hint = f"what was loaded could not be removed ({also.message}); the next resume does it"
+                error.hint = f"cannot remove what was loaded ({also.message}); the next resume does"
 
     # -- the load ----------------------------------------------------------------
 
     def _batches(self) -> Iterator[tuple[list[Item], int]]:
-        """Items in transactions of bounded size, and how many items there are up to each."""
+        """Return items in transactions of bounded size, with the number of items up to each."""
         batch: list[Item] = []
         commands = size = done = 0
         for name in self.facts.files:
@@ -192,7 +200,8 @@ class SnapshotLoader:
                 size += len(item.data) if item.kind == "string" else 0
                 if commands >= PAGE or size >= BATCH_BYTES:
                     yield batch, done
-                    batch, commands, size = [], 0, 0
+                    batch = []
+                    commands = size = 0
         yield batch, done
 
     def _files(self) -> Iterator[Item]:
@@ -215,13 +224,13 @@ class SnapshotLoader:
         )
 
     def _prove(self) -> None:
-        """What was loaded adds up (I1)."""
+        """Check that what was loaded adds up (I1). Raises SnapshotError."""
         limits = RunLimits.from_meta(self.facts.meta)
         audit = Account(self._store, self.keys, limits).totals()
         if not audit.clean:
             raise SnapshotError(
                 f"{self._folder}: the account of the snapshot does not add up: {'; '.join(audit.faults)}",
-                hint="the run was broken when it was saved; nothing was loaded",
+                hint="it did not add up when it was saved; nothing was loaded",
             )
 
     def _publish(self) -> None:
@@ -236,8 +245,9 @@ class SnapshotLoader:
     # -- one step --------------------------------------------------------------------
 
     def _change(self, change: Callable[[Any], object], number: int = 0, done: str = "") -> None:
-        """One transaction, made only while the name is ours, and once: `number` counts it, or
-        `done` is the nonce that the run has after it.
+        """Make one transaction, once, and only while the name is ours.
+
+        `number` counts it, or `done` is the nonce that the run has after it.
         """
 
         def attempt() -> None:
@@ -247,7 +257,7 @@ class SnapshotLoader:
                     return
                 if nonce != self._nonce.encode():
                     raise Fenced(
-                        f"run {self.keys.run!r} is filled by another process: this one was silent too long"
+                        f"run {self.keys.run!r} is loaded by another process: this one was silent for too long"
                     )
                 if number and int(loaded) >= number:
                     return
@@ -261,8 +271,9 @@ class SnapshotLoader:
 
     @contextmanager
     def _watching(self) -> Iterator[Any]:
-        """A connection on which a change of `meta` by others makes the transaction fail, and be
-        repeated.
+        """Open a connection on which a change of `meta` by others fails the transaction.
+
+        The error is one that the store repeats.
         """
         with self._store.bulk.pipeline() as pipe:
             try:
@@ -283,7 +294,7 @@ def _now_ms(pipe: Any) -> int:
 
 
 def _send(pipe: Any, key: str, item: Item) -> None:
-    """The command that puts an item back."""
+    """Add the command that writes an item."""
     match item.kind:
         case "hash":
             pipe.execute_command("HSET", key, *item.data)

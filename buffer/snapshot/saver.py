@@ -1,18 +1,14 @@
-"""Saving a run: first its index, as of one instant (`snapshot_cut`), then the payloads that this
-index names.
+"""Save a run: first its index, as of one instant (`cut.py`), then the payloads that the index names.
 
-The index is copied again where it moved meanwhile, a few times; a busy run is paused for that copy
-(workers may keep what they hold). Payloads are copied afterwards, while the run goes on: bytes that
-a record names never change, and the key `hold` keeps `PayloadStore.collect` from freeing any. The
-hold expires by itself; a payload that is gone nevertheless is an error, never a gap; only that of a
-dead group may be what killed it.
+If the index changes while it is copied, it is copied again, a few times; a busy run is paused for
+that copy (workers may keep what they hold). Payloads are copied afterwards, while the run continues:
+bytes that a record names never change, and the key `hold` keeps `PayloadStore.collect` from freeing
+any. The hold expires by itself.
 
-The payloads that a copied index names: what must be in a snapshot for its groups and batches to be
-readable.
-
-A group that lives is named by its record. One that is archived has none any more: while its batch
-is retained, only the manifest names it. The bytes of a dead group are evidence: it may be dead
-because they are gone or damaged (I11).
+A group's payload is named by its record. An archived group has no record: while its batch is
+retained, only the manifest names it. A payload that is missing is an error, except that of a dead
+group: the group may be dead because its bytes are missing or damaged, so they are copied as evidence
+(I11).
 """
 
 from __future__ import annotations
@@ -45,27 +41,27 @@ from buffer.store.store import Store
 
 
 class Named(NamedTuple):
-    """One payload; evidence is copied as it is, whole or not."""
+    """One payload; evidence is copied as it is, complete or not."""
 
     ref: PayloadRef
     is_evidence: bool = False
 
 
 class _Archived(NamedTuple):
-    """How far a ledger is archived: up to step `freed`, and the first `slice` groups of the step
-    behind it.
-    """
+    """How far a ledger is archived: up to step `freed`, and `slice` groups of the step after it."""
 
     freed: int = 0
     slice: int = 0
 
     def covers(self, step: int, place: int) -> bool:
+        """Return whether the group at a position of a batch is archived."""
         return step <= self.freed or (step == self.freed + 1 and place < self.slice)
 
 
 def named_payloads(items: Iterable[Item]) -> Iterator[Named]:
-    """Those of an index, in its order: each ledger stands before its batches. Keeps one item in
-    memory.
+    """Return the payloads that an index names, in its order, with one item in memory.
+
+    An index has each ledger before its batches.
     """
     ledgers: dict[str, _Archived] = {}
     batch = ""
@@ -84,7 +80,7 @@ def named_payloads(items: Iterable[Item]) -> Iterator[Named]:
 
 
 def _of_record(gid: str, item: Item) -> Iterator[Named]:
-    """The newest bytes, and the prompt, to which an expired or requeued group goes back."""
+    """Return the newest bytes, and the prompt from which an expired group starts again."""
     fields = dict(zip(item.data[::2], item.data[1::2], strict=True))
     size = int(fields.get("size") or 0)
     crc = fields.get("crc", "")
@@ -101,7 +97,7 @@ def _of_record(gid: str, item: Item) -> Iterator[Named]:
 def _of_manifest(
     name: str, item: Item, lines_before: int, ledgers: dict[str, _Archived]
 ) -> Iterator[Named]:
-    """Those of archived groups; the others of a batch have a record."""
+    """Return the payloads of a batch's archived groups; its other groups have records."""
     ledger, _, step = name.rpartition(":")
     archived = ledgers.get(ledger, _Archived())
     for line, text in enumerate(item.data, start=lines_before):
@@ -116,14 +112,14 @@ def _archived(item: Item) -> _Archived:
 
 
 HOLD_MS = 60_000
-"""A saver that was silent for so long is taken for dead, and payloads are freed again."""
+"""Silence after which a saver counts as dead, and payloads are freed again."""
 
 _AT_ONCE = 32
 """Groups whose payloads are in memory at a time."""
 
 
 class SnapshotSaver:
-    """Writes one run to a folder."""
+    """Saves one run to a folder."""
 
     def __init__(
         self,
@@ -140,7 +136,11 @@ class SnapshotSaver:
         self._media = media
 
     def save(self, folder: Path, attempts: int, advance: Advance) -> SnapshotFacts:
-        """Raises SnapshotError where the index never stood still, or a payload could not be copied."""
+        """Save the run; return the manifest.
+
+        Raises SnapshotError if the index changes during each of `attempts` copies, or a payload is
+        missing.
+        """
         with new_snapshot(folder) as hidden, _Hold(self._store, self._keys) as hold:
             with Section(hidden, "index") as index:
                 cut = self._cut(index, attempts, advance, hold)
@@ -177,8 +177,8 @@ class SnapshotSaver:
             if cut.copy(write):
                 return cut
         raise SnapshotError(
-            f"run {self._keys.run!r} moved while its index was copied, {attempts} times; nothing was kept",
-            hint="let it stand still for a moment: `rolloutmq save --pause`, or pause it first",
+            f"run {self._keys.run!r} changed while its index was copied, {attempts} times; nothing was kept",
+            hint="pause it for the copy: `rolloutmq save --pause`",
         )
 
     def _copy_payloads(
@@ -195,9 +195,8 @@ class SnapshotSaver:
     def _read_payloads(self, index: Section) -> Iterator[Item]:
         named = named_payloads(index.items())
         while some := list(islice(named, _AT_ONCE)):
-            for payload, parts in zip(
-                some, self._payloads.read_chunks([p.ref for p in some]), strict=True
-            ):
+            chunks = self._payloads.read_chunks([payload.ref for payload in some])
+            for payload, parts in zip(some, chunks, strict=True):
                 if not payload.is_evidence:
                     join(payload.ref, parts)
                 for chunk, part in enumerate(parts):
@@ -205,16 +204,13 @@ class SnapshotSaver:
                         yield self._item(payload.ref, chunk, part)
 
     def _copy_media(self, index: Section, media: Section, advance: Advance, hold: _Hold) -> int:
-        """The files of all groups whose payloads were copied: named by gid, so a group's stand
-        together.
-        """
+        """Copy the media files of all groups whose payloads were copied; return their bytes."""
         size = 0
         if self._media is None:
             return size
-        gids = (
-            gid
-            for gid, _ in groupby(named_payloads(index.items()), key=lambda named: named.ref.gid)
-        )
+        # an index names all payloads of a group one after the other
+        payloads = groupby(named_payloads(index.items()), key=lambda named: named.ref.gid)
+        gids = (gid for gid, _ in payloads)
         for done, item in enumerate(file_items(self._media, gids), start=1):
             media.add(item)
             size += len(item.data[1])
@@ -227,7 +223,7 @@ class SnapshotSaver:
 
 
 class _Hold:
-    """While it is there, nobody frees payloads."""
+    """Keeps every process from freeing payloads, as long as it is renewed."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
@@ -239,7 +235,7 @@ class _Hold:
         taken = self._store.retrying("hold", self._take)
         if not taken:
             raise SnapshotError(
-                "another snapshot of this run is being made", hint="wait for its end"
+                "another snapshot of this run is being saved", hint="wait until it is finished"
             )
         self._renewed_s = time.monotonic()
         return self
@@ -253,12 +249,12 @@ class _Hold:
         return bool(self._store.bulk.get(self._key) == self._nonce.encode())
 
     def renew(self) -> None:
-        """Cheap enough to be called for every item."""
+        """Prolong the hold when it is time: cheap enough to be called for every item."""
         if time.monotonic() - self._renewed_s < HOLD_MS / 6000:
             return
         if not self._store.retrying("hold", self._prolong):
             raise SnapshotError(
-                f"the snapshot stood still for more than {HOLD_MS // 1000} s; its payloads may have been freed",
+                f"saving stalled for more than {HOLD_MS // 1000} s; payloads may have been freed",
                 hint="save again",
             )
         self._renewed_s = time.monotonic()

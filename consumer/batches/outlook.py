@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.batches.account import TaskAccount
-from buffer.control.control import ControlState, Mode, RoleHolder
+from buffer.control.control import ControlState, Mode
+from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
 from buffer.model.ids import LANES

@@ -14,25 +14,21 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from consumer.batches.batch import Batch
-
-BOUNDS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0, 300.0)
 
 
 class PauseTimes:
     """Counts the pauses of one trainer, in constant memory."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._at_most = dict.fromkeys(BOUNDS_S, 0)
+        self.histogram = Histogram(PAUSE_BOUNDS_S)
         self._newest: deque[float] = deque(maxlen=1000)
 
     def add(self, seconds: float) -> None:
         """Count one pause."""
-        self.count += 1
+        self.histogram.add(seconds)
         self._newest.append(seconds)
-        for bound_s in BOUNDS_S:
-            self._at_most[bound_s] += seconds <= bound_s
 
     def metrics(self) -> dict[str, float]:
         """Return the histogram and its percentiles; nothing before the first pause.
@@ -43,11 +39,11 @@ class PauseTimes:
             return {}
         times = sorted(self._newest)
         metrics = {
-            "pause/count": float(self.count),
+            "pause/count": float(self.histogram.count),
             "pause/p50_s": times[len(times) // 2],
             "pause/p99_s": times[int(0.99 * len(times))],
         }
-        for bound_s, count in self._at_most.items():
+        for bound_s, count in self.histogram.at_most().items():
             metrics[f"pause/le_{bound_s:g}"] = float(count)
         return metrics
 

@@ -18,8 +18,7 @@ from producer_workers.judges.judge import AnyJudge
 class AgentLoop(Protocol):
     """Generates and judges groups. One instance of a task serves many groups at once.
 
-    Usage::
-
+    Usage:
         class MyLoop:
             def __init__(self, *, judge, tokenizer, eos_ids, partial_rollout):
                 ...

@@ -85,8 +85,7 @@ class Problem(BaseModel):
 class Dataset(Protocol):
     """Rows 0 .. len - 1. A row number gives the same problem for as long as the run lives.
 
-    Usage::
-
+    Usage:
         dataset = open_dataset(section, problems_dir)
         place = place_of(draw, len(dataset), seed)
         problem = dataset.row(place.row, place.epoch)

@@ -67,8 +67,7 @@ class Generation:
 class Engine(Protocol):
     """One model on one device or several. All methods run on the event loop that called `start`.
 
-    Usage::
-
+    Usage:
         await engine.start()
         generation = await engine.generate("math-0000000001/0", prompt_ids, SampleParams())
         await engine.load_weights(Path("weights/1"), PolicyVersion(lineage, 1))

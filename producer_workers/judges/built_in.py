@@ -22,6 +22,7 @@ from producer_workers.judges.sandbox import Limits, run_python
 
 # Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
+
 SOURCE_PREFIX = "reasoning_gym/"
 # Their verifiers pass the answer to eval, or to sympy's parse_expr, which evals. A test checks that
 # the list is complete.
@@ -38,17 +39,18 @@ UNSAFE_TASKS = frozenset(
         "string_insertion",
     }
 )
+
 TEST_S = 10.0
 """Seconds for one test."""
+
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\d.,])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-_TAIL_CHARS = 2000  # a long response without an answer is not searched as a whole
 _LONGEST_NUMBER = 50
 _MATHS = re.compile(r"\\boxed|\$|\\\(|\\\[")
 _ANSWER = re.compile(
     r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
 )
-_LONGEST = 2000
+_TAIL_CHARS = 2000
 """Characters at the end of a response that are searched for its answer."""
 
 
@@ -108,7 +110,7 @@ def math_verify(*, response: str, ground_truth: Any, state: object = None) -> fl
 
 def as_latex(text: str) -> str:
     """Return the end of `text`, with its answer in dollars where it has no LaTeX."""
-    text = text[-_LONGEST:]
+    text = text[-_TAIL_CHARS:]
     if _MATHS.search(text):
         return text
     if answers := _ANSWER.findall(text):

@@ -43,7 +43,7 @@ class GroupFunctionJudge:
         except Exception as error:
             message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
             raise JudgeError(
-                message, hint="the group it was given is in the dead letter"
+                message, hint="see the group that it got in the dead letter"
             ) from error
         return check_rewards(self.name, results, len(states))
 
@@ -73,7 +73,7 @@ class FunctionJudge:
         except Exception as error:
             message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
             raise JudgeError(
-                message, hint="the rollout it was given is in the dead letter"
+                message, hint="see the rollout that it got in the dead letter"
             ) from error
         return check_reward(self.name, result)
 

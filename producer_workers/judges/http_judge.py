@@ -49,7 +49,7 @@ class HttpJudge:
                 if not tries_left:
                     raise JudgeError(
                         f"judge {self.name}: {error}",
-                        hint="[tasks.<name>.judging] retries, timeout_s",
+                        hint="check the service, or raise [tasks.<name>.judging] timeout_s",
                     ) from error
                 log.warning("judge %s: %s; %d retries left", self.name, error, tries_left)
             # At random, so that the rollouts of a group do not ask at the same moment again.

@@ -19,8 +19,7 @@ from buffer.model.rollout import RolloutState
 class Judge(Protocol):
     """Scores rollouts. Messages call it by its `name`.
 
-    Usage::
-
+    Usage:
         class Longest:
             name = "longest"
 

@@ -1,4 +1,4 @@
-"""Measure how long a worker waits for its judges.
+"""How long a worker waits for its judges, as its heartbeats report it and the metrics show it.
 
 The heartbeat carries it, and Prometheus shows it as a latency. An rq judge's time includes the
 queue: it is what a rollout waits, not what a judge computes.
@@ -7,36 +7,29 @@ queue: it is what a rollout waits, not what a judge computes.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 
+from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram
 from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState
 from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 
-NEWEST = 1024
-"""The number of newest answers that quantiles are taken of."""
-
 
 class JudgeTimes:
-    """Times of answers.
+    """Counts the answers of one worker's judges by the time they took, failures too.
 
     `asked` counts answers, failures included; `failed` the failures; `seconds` is the sum of their
     times. Measured on the event loop, read by the heartbeat's thread.
     """
 
     def __init__(self) -> None:
-        self.asked = 0
         self.failed = 0
-        self.seconds = 0.0
-        self._newest: deque[float] = deque(maxlen=NEWEST)
-        self._lock = Lock()
+        self.histogram = Histogram(JUDGE_BOUNDS_S)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure one answer."""
+        """Count the time in the block as one answer."""
         began = time.monotonic()
         try:
             yield
@@ -44,22 +37,10 @@ class JudgeTimes:
             self.failed += 1
             raise
         finally:
-            took = time.monotonic() - began
-            with self._lock:
-                self._newest.append(took)
-            self.asked += 1
-            self.seconds += took
-
-    def quantiles(self, *shares: float) -> list[float]:
-        """Return the seconds within which these shares of the newest answers came, 0 at first."""
-        with self._lock:
-            newest = sorted(self._newest)
-        if not newest:
-            return [0.0] * len(shares)
-        return [newest[min(int(share * len(newest)), len(newest) - 1)] for share in shares]
+            self.histogram.add(time.monotonic() - began)
 
     def watch(self, judge: AnyJudge | None) -> AnyJudge | None:
-        """Return the same judge, with its answers measured."""
+        """Return a judge that counts the time of each answer of `judge`."""
         if judge is None:
             return None
         if isinstance(judge, GroupJudge):

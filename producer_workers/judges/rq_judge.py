@@ -138,7 +138,7 @@ class _RqAsking:
         reason = (result.exc_string or "no reason").strip().splitlines()[-1]
         raise JudgeError(
             f"judge {self.name!r} failed: {reason}",
-            hint=f"job {result.job_id} in `rq info`'s failed registry has more",
+            hint=f"see job {result.job_id} in the failed registry of `rq info`",
         )
 
     def _retrying(self, operation: Callable[[], T]) -> T:

@@ -37,15 +37,20 @@ from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
 
 log = logging.getLogger("rolloutmq.judge")
+
 FUNCTION = "producer_workers.judges.rq_worker.score"
 """The path of `score`, stored in every job: it is part of the wire format."""
-_CPU_GRACE_S = 1
+
 WORKER_TTL_S = 60
 """How long a worker that died is still listed; a live one reports more often."""
+
 CLEAN_S = 60
 """Seconds between two searches of rq for jobs whose worker died."""
+
 POLL_S = 0.2
 RESTART_S = 1.0
+_CPU_GRACE_S = 1
+
 LOST_SERVER = 3
 """Exit code of a worker whose server went away; its successor waits for the server."""
 
@@ -153,7 +158,7 @@ class JudgePool:
             time.sleep(POLL_S)
             for slot, worker in enumerate(workers):
                 if not worker.is_alive() and not self._stopping:
-                    log.warning("a judge worker ended with exit code %s", worker.exitcode)
+                    log.warning("restarting a judge worker that exited with %s", worker.exitcode)
                     time.sleep(RESTART_S)
                     workers[slot] = self._start()
         for worker in workers:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from buffer.batches.memory import MemoryUse
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
+from buffer.control.roles import HeldRole
 from buffer.control.task_status import Halt, ProduceBatchStatus, batch_status
 from buffer.errors import ConfigError, StoreFull, TaskStopped
-from buffer.model.ids import new_nonce
 from buffer.run import Run
 from buffer.store.retry import LogOnce
 from producer_workers.producer.curriculum import Curriculum
@@ -81,7 +81,8 @@ class AgentLoopManager:
         self._stopped: set[str] = set()
         self._halts: dict[str, Halt] = {}
         self._sweep_at = 0.0
-        self.nonce = new_nonce()
+        self.role = HeldRole(run.control, "producer")
+        self.nonce = self.role.nonce
 
     @contextmanager
     def opened(self, *, take_over: bool = False) -> Iterator[None]:
@@ -89,7 +90,7 @@ class AgentLoopManager:
         self._run.control.open_producer(self.nonce, run_nonce=self._run.nonce, take_over=take_over)
         log.info("producing", extra={"run": self._run.name, "tasks": list(self._samplers)})
         yield
-        self._run.control.beat("producer", self.nonce, closing=True)
+        self.role.close()
 
     def produce_loop(self, stop: threading.Event, *, take_over: bool = False) -> None:
         """Produce until `stop` is set or the run is finished; an outage of the server is waited
@@ -100,7 +101,7 @@ class AgentLoopManager:
         self._run.store.patience = lambda: not stop.is_set()
         with self.opened(take_over=take_over):
             while not stop.is_set():
-                state = self._run.control.beat("producer", self.nonce)
+                state = self.role.renew()
                 if batch_status(state, 0, self._run.limits) is ProduceBatchStatus.FINISH:
                     break
                 self._round_or_wait(state)
@@ -132,7 +133,7 @@ class AgentLoopManager:
         return ProducedBatch(status, now.since(before), now.leftovers, time.monotonic() - began)
 
     def _status(self, step: int) -> ProduceBatchStatus:
-        return batch_status(self._run.control.beat("producer", self.nonce), step, self._run.limits)
+        return batch_status(self.role.renew(), step, self._run.limits)
 
     def _is_ready(self, step: int) -> bool:
         """Tasks that said "enough" are waited for no longer."""

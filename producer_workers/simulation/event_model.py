@@ -46,7 +46,7 @@ class _Sequence(NamedTuple):
     started_s: float
     worker: int
     group: _Group
-    index: int
+    member: int
 
 
 def simulate(setting: Setting, lengths: Lengths, steps: int) -> Outcome:

@@ -132,7 +132,7 @@ class PulseTaker:
         weights = self._engine.version()
         heard = self._control.epoch
         load = self._engine.load() if isinstance(self._engine, TellsLoad) else None
-        half, most = self._judge_times.quantiles(0.5, 0.99)
+        judge_times = self._judge_times.histogram
         return Pulse(
             ack=self._control.ack,
             weights=weights,
@@ -144,11 +144,10 @@ class PulseTaker:
             requests=load.running + load.waiting if load else None,
             failed=self._work.failed,
             judging=self._work.judging(),
-            judged=self._judge_times.asked,
-            judging_ms=round(1000 * self._judge_times.seconds),
+            judged=judge_times.count,
+            judging_ms=round(1000 * judge_times.total_s),
             judge_failures=self._judge_times.failed,
-            judge_p50_ms=round(1000 * half),
-            judge_p99_ms=round(1000 * most),
+            judge_buckets=judge_times.counts,
         )
 
     def _tokens_per_s(self) -> float:

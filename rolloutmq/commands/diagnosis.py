@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.control.fleet import WorkerRecord
-from buffer.monitoring.run_view import RoleView, Snapshot, TaskView
+from buffer.control.role_holder import RoleHolder
+from buffer.monitoring.run_view import Snapshot, TaskView
 from rolloutmq.output import age, plural
 
 Level = Literal["note", "stuck", "fault"]
@@ -105,8 +106,8 @@ def _trainer_pause(snap: Snapshot) -> Symptom:
     return Symptom(level, f"{what}; it waits for {', '.join(late)}", snap.paused_ms, fix)
 
 
-def _role(snap: Snapshot, role: RoleView, name: str, start: str) -> Iterator[Symptom]:
-    if role.alive:
+def _role(snap: Snapshot, role: RoleHolder, name: str, start: str) -> Iterator[Symptom]:
+    if role.is_alive:
         return
     if role.silent_ms is None:
         yield Symptom("stuck", f"no {name} was opened", _age_ms(snap), f"start one: {start}")

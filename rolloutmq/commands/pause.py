@@ -26,7 +26,6 @@ from rolloutmq.output import age, emit, plural
 PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
 CONTINUE_EPILOG = "Example: rolloutmq continue --wait"
 
-_POLL_S = 0.05
 Say = Callable[[str], object]
 
 
@@ -147,23 +146,40 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     say: Say = (lambda line: None) if as_json else console().print
     start = time.monotonic()
     state, changed = hold(run, mode, say)
-    timeout_s = run.limits.pause_timeout_s if timeout_s is None else timeout_s
-    silent = (
-        _wait(run, state.epoch, start, timeout_s, say)
-        if wait
-        else run.control.silent_workers(state.epoch)
-    )
+    receipts = _ReceiptLog(run, say)
+    failure = receipts.wait(state, timeout_s) if wait else None
     took_s = time.monotonic() - start
+    silent = [] if wait and not failure else run.receipts.silent(state.epoch)
     confirmed = sorted(_live(run) - set(silent))
     if as_json:
         emit(_report(run, state.mode, state.epoch, changed, confirmed, silent, took_s))
     else:
         say(_summary(confirmed, silent, took_s, wait))
-    if wait and silent:
-        raise PauseTimeout(
-            f"no receipt for control epoch {state.epoch} from {', '.join(silent)} after {took_s:.1f} s",
-            hint="their groups come back with `rolloutmq fence WORKER --yes`",
-        )
+    if failure:
+        raise failure
+
+
+class _ReceiptLog:
+    """Waits for the workers' receipts and prints each worker as it confirms."""
+
+    def __init__(self, run: Run, say: Say) -> None:
+        self._run = run
+        self._say = say
+        self._start = time.monotonic()
+        self._confirmed: set[str] = set()
+
+    def wait(self, state: ControlState, timeout_s: float | None) -> PauseTimeout | None:
+        """Wait for all; return the error that is due once the silent ones are reported."""
+        try:
+            self._run.receipts.wait(state, timeout_s=timeout_s, watch=self._print_new)
+        except PauseTimeout as error:
+            return error
+        return None
+
+    def _print_new(self, silent: list[str]) -> None:
+        for worker in sorted(_live(self._run) - set(silent) - self._confirmed):
+            self._confirmed.add(worker)
+            self._say(f"  {worker} confirmed after {time.monotonic() - self._start:.2f} s")
 
 
 def _operator_mode(run: Run) -> Mode:
@@ -184,21 +200,6 @@ def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -
         return f"{first}, control epoch {epoch}{trainer}"
     first = "paused" if changed else "was already paused"
     return f"run {run.name}: {first} by the operator ({wanted}), control epoch {epoch}"
-
-
-def _wait(run: Run, epoch: int, start: float, timeout_s: float, say: Say) -> list[str]:
-    """Say who confirms as they do; returns who did not. Rings no bell and steals none: the trainer
-    waits on that.
-    """
-    seen: set[str] = set()
-    while True:
-        silent = run.control.silent_workers(epoch)
-        for worker in sorted(_live(run) - set(silent) - seen):
-            seen.add(worker)
-            say(f"  {worker} confirmed after {time.monotonic() - start:.2f} s")
-        if not silent or time.monotonic() - start > timeout_s:
-            return silent
-        time.sleep(_POLL_S)
 
 
 def _live(run: Run) -> set[str]:

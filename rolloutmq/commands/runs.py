@@ -57,7 +57,7 @@ class RunLine:
         if self.snap is None:
             return []
         roles = {"the trainer": self.snap.trainer, "the producer": self.snap.producer}
-        return [name for name, role in roles.items() if role.alive] + [
+        return [name for name, role in roles.items() if role.is_alive] + [
             worker.id for worker in self.snap.live_workers
         ]
 

@@ -82,7 +82,7 @@ def _paused(run: Run, wanted: bool) -> Iterator[None]:
         yield
         return
     try:
-        run.control.wait_for_receipts(run.control.set_mode("operator", Mode.KEEP))
+        run.receipts.wait(run.control.set_mode("operator", Mode.KEEP))
         yield
     finally:
         run.control.set_mode("operator", Mode.RUN)

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from buffer.control.role_holder import RoleHolder
 from buffer.monitoring.console import console, plain
 from buffer.monitoring.json_views import describe
-from buffer.monitoring.run_view import RoleView, Snapshot, TaskView, take_snapshot
+from buffer.monitoring.run_view import Snapshot, TaskView, take_snapshot
 from buffer.run import Run
 from rolloutmq.options import (
     Address,
@@ -118,7 +119,7 @@ def mode_text(snap: Snapshot) -> Text:
     return text
 
 
-def role_text(role: RoleView) -> Text:
+def role_text(role: RoleHolder) -> Text:
     if role.silent_ms is None:
         return Text(role.word, style="dim")
     style = "red" if role.word == "silent" else ""

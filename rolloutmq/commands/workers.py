@@ -73,14 +73,14 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
 
 
 def judges_table(rows: list[WorkerRecord]) -> Table:
-    """How many groups wait for judges now, how many answers came and failed, and how long the
-    newest took.
+    """How many groups wait for judges now, how many answers came and failed, and how long they
+    took.
     """
     numbers = ["judging", "judged", "failed", "median", "99 of 100 within"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
         failed = Text(str(row.judge_failures), style="red" if row.judge_failures else "dim")
-        times = age(row.judge_p50_ms), age(row.judge_p99_ms)
+        times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
         grid.add_row(plain(row.id), str(row.judging), str(row.judged), failed, *times)
     return grid
 
@@ -98,8 +98,13 @@ def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
     known = {
         name: value for name, value in asdict(row).items() if name != "facts" and value is not None
     }
-    judge_s = row.judging_ms / 1000 / row.judged if row.judged else None
-    return {**row.facts, **known, "judge_s": judge_s, "alive": row.is_live(lease_ms)}
+    times = row.judge_times
+    judges = {
+        "judge_s": row.judging_ms / 1000 / row.judged if row.judged else None,
+        "judge_p50_s": times.quantile_s(0.5),
+        "judge_p99_s": times.quantile_s(0.99),
+    }
+    return {**row.facts, **known, **judges, "alive": row.is_live(lease_ms)}
 
 
 FENCE_EPILOG = "Example: rolloutmq fence host7-1 --yes"

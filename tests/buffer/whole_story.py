@@ -86,7 +86,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.control.report_curriculum(scene.producer, 1, "no data")
     run.control.report_curriculum(scene.producer, 2, "")
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
-    assert run.control.silent_workers() == ["w0"]
+    assert run.receipts.silent() == ["w0"]
     assert scene.receipt(run.control.state().epoch) == "OK"
     run.control.beat("trainer", scene.trainer)
     run.control.beat("trainer", scene.trainer, closing=True)

@@ -88,11 +88,11 @@ def trainer() -> Iterator[Trainers]:
 
 def die(consumer: RolloutConsumer) -> None:
     """Stop a trainer's heartbeat as a crash would: without a word to the server."""
-    consumer._closed.set()
+    consumer.role.ended.set()
     # in a crash it would be gone, and not read on while the store is closed
     consumer._prefetcher.close()
-    if consumer._heartbeats:
-        consumer._heartbeats.join()
+    if consumer.role.thread:
+        consumer.role.thread.join()
 
 
 @pytest.fixture(scope="session")

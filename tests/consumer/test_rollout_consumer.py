@@ -321,7 +321,7 @@ def test_heartbeat_reports_a_server_that_refuses(
     try:
         consumer = trainer(Run.open(limited, run.name))
         raw.acl_setuser("limited", commands=["-evalsha", "-eval"])
-        wait_until(lambda: consumer._lost is not None, "the heartbeat to fail")
+        wait_until(lambda: consumer.role.lost is not None, "the heartbeat to fail")
         with pytest.raises(StoreError, match="refused"):
             consumer._check()
     finally:

@@ -201,7 +201,10 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
             for kind in KINDS:
                 yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
             await yard.until(
-                lambda: caplog.text.count("a hint that nobody can follow") == len(KINDS)
+                lambda: (
+                    caplog.text.count("ignoring an invalid message of the control channel")
+                    == len(KINDS)
+                )
             )
             await yard.receipts(yard.control(Mode.DRAIN))
             await yard.receipts(yard.control(Mode.RUN))

@@ -42,6 +42,7 @@ class Racers:
     def __init__(self, yard: Yard, seed: int) -> None:
         self.yard = yard
         self._control = yard.run.control
+        self._receipts = yard.run.receipts
         self._seed = seed
         self.kept: dict[tuple[str, int], RolloutState] = {}
         self.judged: Counter[tuple[str, int]] = Counter()
@@ -79,7 +80,7 @@ class Racers:
             mode = chance.choice([Mode.ABORT, Mode.DRAIN, Mode.KEEP, Mode.RUN, Mode.RUN])
             state = self._control.set_mode("operator", mode)
             if chance.random() < 0.5:
-                self._control.wait_for_receipts(state, timeout_s=60.0)
+                self._receipts.wait(state, timeout_s=60.0)
                 self.look(state)
             time.sleep(chance.uniform(0, 0.1))
         self._control.set_mode("operator", Mode.RUN)
@@ -94,7 +95,7 @@ class Racers:
             consumer.pause(chance.choice(["abort", "drain", "keep"]))
             self.look(self._control.state())
             if chance.random() < 0.4:
-                consumer._closed.set()  # its heart stops, and it says no good-bye
+                consumer.role.ended.set()  # no heartbeat any more, and the role is not given up
                 dead = consumer
                 consumer = self.open_trainer()
                 with pytest.raises(Fenced):
@@ -134,7 +135,7 @@ class Racers:
         """Once all have confirmed, and while nobody has changed it again: nothing is held, and
         tokens are kept.
         """
-        if state.mode not in (Mode.ABORT, Mode.DRAIN) or self._control.silent_workers(state.epoch):
+        if state.mode not in (Mode.ABORT, Mode.DRAIN) or self._receipts.silent(state.epoch):
             return
         leases = self.yard.leases()
         aborted = self.yard.run.buffer.get(GROUPS, TASK, "aborted")

@@ -206,7 +206,7 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
             with pytest.raises(ProducerGone, match=f"the producer {second.nonce[:8]}… ") as gone:
                 take(consumer, 3)
             assert (
-                f"(process {processes[1].pid} on {socket.gethostname()}) was last heard of"
+                f"(process {processes[1].pid} on {socket.gethostname()}) sent its last heartbeat"
                 in str(gone.value)
             )
             assert "no standby took over" in str(gone.value)

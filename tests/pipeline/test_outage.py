@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from buffer.control.roles import HeldRole
 from buffer.errors import ProducerGone
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import NotReady
@@ -18,7 +19,6 @@ from buffer.store import retry as outage_clock
 from buffer.store.store import Store
 from consumer.batches import outlook as batch_outlook
 from consumer.batches.outlook import BatchOutlook
-from producer_workers.producer.standby import _await_vacancy
 from tests.pipeline.yard import TASK, Yard
 
 OUTAGE_S = 300.0
@@ -112,5 +112,5 @@ def test_a_standby_gives_the_producer_time_to_beat_again_after_an_outage(
 ) -> None:
     yard = silent_since_long(make_yard(role_timeout_ms=400))
     waits = iter([OUTAGE_S, 0.0, 0.5])
-    assert _await_vacancy(yard.run, Stop(clock, waits))
+    assert HeldRole(yard.run.control, "producer").wait_until_vacant(Stop(clock, waits))
     assert next(waits, None) is None

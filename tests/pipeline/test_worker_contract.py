@@ -180,7 +180,7 @@ def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(
             yard.run.janitor.sweep()
             time.sleep(0.1)
         assert yard.leases() == 1
-        yard.run.control.wait_for_receipts(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
+        yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
     assert yard.counters().get("leases_lost", 0) == 0
     yard.check()
 
@@ -192,16 +192,16 @@ def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(
     yard.enqueue(6, tokens=(3000, 3000))  # more than it holds at once
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.leases() > 0)
-        yard.run.control.wait_for_receipts(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
+        yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
         assert yard.leases() == 0
         places = yard.places()
         assert places.get("aborted", 0) >= 1
         assert places == {"aborted": places["aborted"], "waiting": 6 - places["aborted"]}
         time.sleep(0.5)  # long enough to claim what waits
         assert yard.places() == places
-        yard.run.control.wait_for_receipts(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
+        yard.run.receipts.wait(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
         until(yard, lambda: yard.leases() > 0)
-        yard.run.control.wait_for_receipts(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
+        yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
     assert {record["tries"] for record in yard.records()} == {"0"}
     yard.check()
 
@@ -212,9 +212,9 @@ def test_worker_freezes_and_goes_on_with_new_weights(yard: Yard, launch: Launch)
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.leases() == 1)
         time.sleep(0.2)
-        yard.run.control.wait_for_receipts(yard.control(Mode.KEEP), timeout_s=DEADLINE_S)
+        yard.run.receipts.wait(yard.control(Mode.KEEP), timeout_s=DEADLINE_S)
         yard.publish(1)
-        yard.run.control.wait_for_receipts(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
+        yard.run.receipts.wait(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
         until(yard, lambda: yard.places() == {"completed": 1})
     stamps = [stamp for state in yard.group(gid).states for stamp in versions(state)]
     assert set(stamps) == {FIRST, PolicyVersion(LINEAGE, 1)}

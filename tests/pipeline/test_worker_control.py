@@ -165,7 +165,7 @@ def test_a_deaf_worker_learns_of_a_pause_when_it_next_asks_the_server(
 
     async def scenario() -> None:
         async with yard.working(yard.worker()):
-            await yard.until(lambda: yard.run.control.silent_workers(1) == [])
+            await yard.until(lambda: yard.run.receipts.silent(1) == [])
             state = yard.control(Mode.DRAIN)
             await yard.receipts(state)
 

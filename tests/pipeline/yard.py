@@ -243,7 +243,7 @@ class Yard:
 
     async def receipts(self, state: ControlState) -> None:
         """Wait until every live worker has carried out a control state."""
-        await asyncio.to_thread(self.run.control.wait_for_receipts, state, timeout_s=DEADLINE_S)
+        await asyncio.to_thread(self.run.receipts.wait, state, timeout_s=DEADLINE_S)
 
     async def until_generating(self, engine: WatchedEngine, requests: int) -> None:
         """Wait until so many requests have made some tokens."""

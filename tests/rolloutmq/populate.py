@@ -80,7 +80,7 @@ class Scene:
     ) -> None:
         pulse = Pulse(
             ack, WEIGHTS, state, tokens_per_s=120.0, done=4, concurrency=8, judging=judging, judged=40, judging_ms=8000,
-            judge_failures=3, judge_p50_ms=150, judge_p99_ms=2500,
+            judge_failures=3, judge_buckets=(0, 0, 0, 10, 29, 0, 0, 1, 0, 0, 0, 0, 0, 0),
         )  # fmt: skip
         self.run.fleet.heartbeat(worker, self.workers[worker], pulse, [])
 

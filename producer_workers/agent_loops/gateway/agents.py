@@ -42,8 +42,7 @@ class AgentError(RolloutMQError):
 class AgentTask:
     """What an agent gets.
 
-    Usage::
-
+    Usage:
         client = OpenAI(base_url=task.base_url, api_key=task.api_key)
         client.chat.completions.create(model=task.model, messages=task.messages)
     """

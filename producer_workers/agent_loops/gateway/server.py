@@ -43,8 +43,7 @@ class Endpoint:
 
     `failure` is what the engine died of, for the loop that waits for the agents.
 
-    Usage::
-
+    Usage:
         async with Endpoint(tokenizer) as endpoint:
             key = endpoint.admit(session)
             client = OpenAI(base_url=endpoint.url, api_key=key)

@@ -43,7 +43,7 @@ def verifiers_agent(environment: Any) -> Agent:
         return _EpisodePlayer(environment).play
     if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
         return _rollout_player(environment)
-    hint = "one of vf.load_environment, of verifiers 0.1.14 to 0.4"
+    hint = "pass the result of vf.load_environment, of verifiers 0.1.14 to 0.4"
     raise ConfigError(
         f"{type(environment).__name__} has neither rollout and rubric nor run_episode", hint=hint
     )
@@ -147,6 +147,6 @@ class _EpisodePlayer:
                 ready.set_result(None)
                 await closing.wait()
         except Exception as error:  # of the environment's own servers
-            log.exception("an environment of verifiers failed beside its rollouts")
+            log.exception("an environment of verifiers failed outside of its rollouts")
             if not ready.done():
                 ready.set_exception(EpisodeError(f"{type(error).__name__}: {error}"))

@@ -49,8 +49,10 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 2.0
 """Seconds between two checks that the server is alive."""
+
 LAST_WORDS_S = 2.0
 """Seconds for aborted requests to deliver their last tokens; later ones are sampled again."""
+
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """Reasons that end a response; any other one ("abort") only ends a part of it."""
 
@@ -209,7 +211,7 @@ class HttpEngine:
         if not self._updates:
             raise WeightsError(
                 f"{path} is not loaded: the weights of {self._config.url} are static",
-                hint="[engine] weights = 'update' lets the worker load new ones",
+                hint="set [engine] weights = 'update' to let the worker load new ones",
             )
         await self._weights.check(path)
         # Shielded: a caller that gives up must not leave the server paused between two sets of
@@ -249,7 +251,9 @@ class HttpEngine:
             try:  # the next client finds the server running
                 await self._server.resume(self._config.control_timeout_s)
             except RolloutMQError as error:
-                logger.warning("the server was left paused: %s", error)
+                logger.warning(
+                    "%s stays paused, it could not be resumed: %s", self._config.url, error
+                )
         self._dead = self._dead or "shut down"
         await self._set_closed(True)
         await self._server.close()

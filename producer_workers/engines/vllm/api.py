@@ -263,10 +263,10 @@ def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
     if argument not in {field.name for field in known}:
         raise EngineError(
             f"{what}: it has no {argument}",
-            hint="0.32 has it; or set [engine] routed_experts = false",
+            hint="use vLLM 0.32, or set [engine] routed_experts = false",
         )
     if not import_module("vllm.triton_utils").HAS_TRITON:
-        hint = "CUDA builds have it; on a CPU, kind transformers records experts"
+        hint = "use a CUDA build, or an engine of kind transformers"
         raise EngineError(
             f"{what}: its Model Runner V2 needs Triton, which is not installed", hint=hint
         )

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.control.fleet import Pulse, WorkerState
-from buffer.errors import Fenced, PauseTimeout, RunNotFound
+from buffer.errors import Fenced, RunNotFound
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
 from buffer.model.rollout import PolicyVersion
@@ -99,10 +99,10 @@ def test_receipt_counts_only_without_leases_where_work_must_end(
     (job,) = scene.claim()
     epoch = scene.pause(mode)
     scene.beat([job], ack=epoch)
-    assert scene.run.control.silent_workers(epoch) == ([] if counts else ["w0"])
+    assert scene.run.receipts.silent(epoch) == ([] if counts else ["w0"])
     scene.run.jobs.release("w0", job, "handback")
     scene.beat([], ack=epoch)
-    assert scene.run.control.silent_workers(epoch) == []
+    assert scene.run.receipts.silent(epoch) == []
 
 
 def test_receipt_for_an_older_epoch_does_not_count(scene: Scene) -> None:
@@ -110,18 +110,7 @@ def test_receipt_for_an_older_epoch_does_not_count(scene: Scene) -> None:
     old = scene.pause(Mode.ABORT)
     new = scene.pause(Mode.ABORT)
     scene.beat([], ack=old)
-    assert scene.run.control.silent_workers(new) == ["w0"]
-
-
-def test_pause_waits_for_the_living_and_not_for_the_dead(scene: Scene) -> None:
-    scene.worker("w0"), scene.worker("w1")
-    scene.pause()
-    state = scene.run.control.state()
-    scene.beat([], "w0", ack=state.epoch)
-    with pytest.raises(PauseTimeout, match="w1"):
-        scene.run.control.wait_for_receipts(state, timeout_s=0.0)
-    scene.raw.zadd(scene.keys.workers, {"w1": 1})
-    scene.run.control.wait_for_receipts(state, timeout_s=0.0)
+    assert scene.run.receipts.silent(new) == ["w0"]
 
 
 def test_reap_takes_back_what_ran_out_and_nothing_else(scene: Scene) -> None:

@@ -1,6 +1,4 @@
-"""Groups to a file and back: nothing changes on the way, every wrong line is named, and the account
-adds up (I1).
-"""
+"""Groups to a file and back: nothing changes on the way, and the account adds up (I1)."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ FIRST_GID = group_id("math", IMPORTED_FROM)
 
 
 def line(gid: str = "a", **changes: Any) -> dict[str, Any]:
-    """What a curator has to write at least."""
+    """Return the fields that a curator must write at least."""
     least = {
         "gid": gid,
         "task": "math",

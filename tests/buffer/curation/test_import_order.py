@@ -1,4 +1,4 @@
-"""Imported groups have their place in every order policy, and can be moved by hand like others."""
+"""Imported groups have their turn in every order policy, and can be moved by hand like others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_imported_groups_are_taken_in_the_order_of_the_policy(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_imported_groups_keep_their_place_in_a_snapshot(
+def test_imported_groups_keep_their_turn_in_a_snapshot(
     make_scene: Make, tmp_path: Path, order: str
 ) -> None:
     scene = make_scene(order=order)

@@ -21,12 +21,12 @@ def test_groups_that_are_submitted_together_do_not_hold_up_each_other(scene: Sce
     scene.expire_leases(results[1].job.gid, results[35].job.gid)
     scene.run.jobs.reap()
     outcomes = scene.run.buffer.submit_many("w0", results)
-    fenced = [place for place, outcome in enumerate(outcomes) if isinstance(outcome, Fenced)]
+    fenced = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Fenced)]
     assert fenced == [1, 35]
     assert outcomes[2:4] == [Stored(Status.COMPLETED, 2), Stored(Status.COMPLETED, 3)]
     scene.check()
     arrivals = [gid for gid, _ in scene.pool("completed")]
-    assert arrivals == [r.job.gid for place, r in enumerate(results) if place not in (1, 35)]
+    assert arrivals == [r.job.gid for n, r in enumerate(results) if n not in (1, 35)]
 
 
 def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) -> None:

@@ -56,13 +56,13 @@ def a_receipt_means_no_leases(scene: Scene) -> None:
     (job,) = scene.claim()
     epoch = scene.pause(Mode.ABORT)
     scene.beat([job], ack=epoch)
-    assert scene.run.control.silent_workers(epoch) == ["w0"]
+    assert scene.run.receipts.silent(epoch) == ["w0"]
     scene.run.jobs.release("w0", job, "handback")
     # an epoch that never was, or no longer is after a loss, confirms nothing
     scene.beat([], ack=epoch + 5)
-    assert scene.run.control.silent_workers(epoch) == ["w0"]
+    assert scene.run.receipts.silent(epoch) == ["w0"]
     assert scene.receipt(epoch) == "OK"
-    assert scene.run.control.silent_workers(epoch) == []
+    assert scene.run.receipts.silent(epoch) == []
 
 
 def the_operators_pause_survives_the_trainer(scene: Scene) -> None:

@@ -12,6 +12,7 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError
 from buffer.monitoring.http_endpoint import MetricsEndpoint
 from buffer.monitoring.process_metrics import serve_process
@@ -91,6 +92,22 @@ def test_groups_that_only_wait_for_their_judge_are_told_by_worker(
     assert [found["rolloutmq_worker_groups_judging", worker] for worker in ("w0", "w1")] == [1, 0]
 
 
+def test_times_of_judges_and_pauses_are_histograms(scene: Scene, endpoint: MetricsEndpoint) -> None:
+    pauses = Histogram(PAUSE_BOUNDS_S)
+    pauses.add(0.02)
+    scene.run.control.beat("trainer", scene.trainer, pauses=pauses)
+    found = samples(fetch(f"{endpoint.url}/metrics"))
+    judge = [
+        found["rolloutmq_judge_seconds_bucket", bound, "w0"] for bound in ("0.1", "0.25", "+Inf")
+    ]
+    assert judge == [10, 39, 40]
+    assert found["rolloutmq_judge_seconds_sum", "w0"] == 8.0
+    assert found["rolloutmq_judge_seconds_count", "w0"] == 40
+    bounds = ("0.01", "0.025", "+Inf")
+    assert [found["rolloutmq_pause_seconds_bucket", bound] for bound in bounds] == [0, 1, 1]
+    assert found["rolloutmq_pause_seconds_sum",] == 0.02
+
+
 def test_every_name_is_a_good_one(endpoint: MetricsEndpoint) -> None:
     for family in text_string_to_metric_families(fetch(f"{endpoint.url}/metrics")):
         assert family.documentation.endswith(".")
@@ -162,8 +179,8 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
     monkeypatch.delenv("ROLLOUTMQ_METRICS_TOKEN", raising=False)
     for address, words in (
         ("0.0.0.0:0", "could be read"),
-        ("here", "no address"),
-        ("1:99999", "no address"),
+        ("here", "not an address"),
+        ("1:99999", "not an address"),
     ):
         with pytest.raises(ConfigError, match=words):
             serve_process("worker", store, address)

@@ -1,4 +1,4 @@
-"""The query language: what it means, and which questions are refused before any data is seen."""
+"""The query language: its meaning, and queries that are refused before any data is read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_queries_mean_what_a_naive_reading_of_them_says(
 @settings(max_examples=400)
 @given(QUERIES, records())
 def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) -> None:
-    """What an index knows of a group may leave it out only if the question does."""
+    """What an index knows of a group excludes it only if the whole query does."""
     node = parse(query)
     known = {"task": record.task, "stage": record.stage, "status": record.status}
     left = narrow(node, known)
@@ -130,7 +130,7 @@ class Unlike:
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         (None, "a map of fields, not None"),
         ([], "a map of fields"),
@@ -177,8 +177,8 @@ class Unlike:
         ({"$or": [{"tries": 1}, {"tries": {"$gt": "1"}}]}, "cannot be '1'"),
     ],
 )
-def test_wrong_questions_are_refused_without_looking_at_data(query: object, said: str) -> None:
-    with pytest.raises(QueryError, match=said) as caught:
+def test_wrong_queries_are_refused_without_reading_data(query: object, message: str) -> None:
+    with pytest.raises(QueryError, match=message) as caught:
         parse(query)
     assert caught.value.hint
     assert caught.value.exit_code == ConfigError.exit_code == 2

@@ -225,7 +225,7 @@ def test_save_begins_again_when_the_index_moves_and_gives_up_when_it_never_stand
             moved.append(1)
             moves[move]()
 
-    with pytest.raises(SnapshotError, match="moved while"):
+    with pytest.raises(SnapshotError, match="changed while"):
         busy.run.save(tmp_path / "never", attempts=1, advance=advance)
     assert list(tmp_path.iterdir()) == []
     moved.clear()
@@ -309,19 +309,19 @@ def damaged(folder: Path) -> list[tuple[str, Callable[[], object]]]:
     data = payloads.read_bytes()
     flipped = bytes([data[100] ^ 1])
     return [
-        ("was cut off", lambda: payloads.write_bytes(data[:-1])),
-        ("was cut off", lambda: index.write_bytes(index.read_bytes() + b"\x00")),
+        ("was truncated", lambda: payloads.write_bytes(data[:-1])),
+        ("was truncated", lambda: index.write_bytes(index.read_bytes() + b"\x00")),
         ("was altered", lambda: payloads.write_bytes(data[:100] + flipped + data[101:])),
-        ("cannot be read", payloads.unlink),
+        ("cannot read", payloads.unlink),
         (
             "was altered",
             lambda: manifest.write_bytes(
                 manifest.read_bytes().replace(b'"groups": ', b'"groups": 1')
             ),
         ),
-        ("holds no snapshot", lambda: manifest.write_bytes(manifest.read_bytes()[:-9])),
+        ("is not a snapshot", lambda: manifest.write_bytes(manifest.read_bytes()[:-9])),
         ("not the manifest", lambda: manifest.write_bytes(b"{}")),
-        ("holds no snapshot", manifest.unlink),
+        ("is not a snapshot", manifest.unlink),
     ]
 
 

@@ -227,7 +227,7 @@ def test_save_begins_again_when_a_group_is_moved_by_hand(
             moved.append(1)
             moves[move]()
 
-    with pytest.raises(SnapshotError, match="moved while"):
+    with pytest.raises(SnapshotError, match="changed while"):
         scene.run.save(tmp_path / "never", attempts=1, advance=advance)
     assert moved
     again(scene, tmp_path / "s").check()

@@ -185,7 +185,7 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, dying(getattr(owner, method)))
             patch.setattr(
-                RolloutConsumer, "close", lambda self: self._closed.set()
+                RolloutConsumer, "close", lambda self: self.role.ended.set()
             )  # a killed trainer does not give up its role
             with pytest.raises(Killed):
                 train(run, config, model_dir)

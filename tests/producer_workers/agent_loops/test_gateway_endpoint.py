@@ -329,7 +329,7 @@ def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.Monkey
             )
         status, error = await desk.ask({"messages": [{"role": "user", "content": "one too many"}]})
         assert (status, error["code"]) == (400, "refused")
-        assert "3 contexts, and no more" in error["message"]
+        assert "3 contexts, the limit" in error["message"]
         assert (await desk.ask({"messages": messages}))[0] == 200, "an old one goes on"
 
     assert len(at_desk(chat, Recorder(chat), scene).segments) == 3

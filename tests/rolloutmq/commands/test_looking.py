@@ -242,16 +242,14 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
     assert rows["w0"]["alive"]
     assert rows["w0"]["concurrency"] == 8
     assert "nonce" not in rows["w0"]
-    assert (rows["w0"]["judge_s"], rows["w0"]["judge_failures"], rows["w0"]["judge_p99_ms"]) == (
-        0.2,
-        3,
-        2500,
-    )
+    assert (rows["w0"]["judge_s"], rows["w0"]["judge_failures"]) == (0.2, 3)
+    assert sum(rows["w0"]["judge_buckets"]) == rows["w0"]["judged"] == 40
+    assert 0.1 < rows["w0"]["judge_p50_s"] < 0.25 < 1 < rows["w0"]["judge_p99_s"] < 2.5
     told = command("workers").stdout
     assert "[idle     ]" in told
     assert "1/8" in told
     assert re.search(r"w0 +0 +40 +3 +0\.1 s|w0 +0 +40 +3 +0\.2 s", told), "0.15 s"
-    assert "2.5 s" in told
+    assert "1.9 s" in told
 
 
 def test_a_slow_judge_is_seen_at_a_glance(scene: Scene, command: Command) -> None:

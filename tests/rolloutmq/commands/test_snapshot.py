@@ -58,7 +58,7 @@ def test_refusals_are_one_clear_error(scene: Scene, command: Command, tmp_path: 
     assert "not an empty folder" in done.stderr
     done = command("resume", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
-    assert "holds no snapshot" in done.stderr
+    assert "is not a snapshot" in done.stderr
     command("save", str(tmp_path / "s"))
     done = command("resume", str(tmp_path / "s"))
     assert (done.returncode, done.stdout) == (5, "")

@@ -1,0 +1,118 @@
+"""Waiting until the workers of a run have carried out a change of its control state (I10).
+
+A worker sends a receipt, the number of the control epoch that it has carried out, with a heartbeat
+or by the script `receipt`. One policy holds for workers without one, whoever waits:
+
+* A worker whose last heartbeat is older than a lease is dead. It is not waited for: its leases have
+  run out, and the next sweep takes its groups back.
+* A worker that lives and stays silent for `pause_timeout_s` is fenced where the caller asks for that
+  (the trainer does): its groups wait again. Otherwise PauseTimeout names it (the commands do).
+* Time during which the server did not answer does not count: nobody could send a receipt.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from buffer.control.control import ControlState
+from buffer.control.fleet import Fleet
+from buffer.errors import PauseTimeout
+from buffer.model.limits import RunLimits
+from buffer.store.keys import Keys
+from buffer.store.retry import OutageClock
+from buffer.store.store import Store
+
+log = logging.getLogger("rolloutmq.control")
+
+WORKERS = 10_000
+"""Workers that one call of the server inspects at most."""
+RECEIPT_S = 20e-6
+POLL_S = 0.01
+"""What the server needs for one receipt, and the longest time between two polls. Receipts arrive in
+crowds: polling after each of them would keep the server from taking the others.
+"""
+OPERATOR_POLL_S = 0.05
+
+
+def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
+    return PauseTimeout(
+        f"no receipt after {seconds:.1f} s from {', '.join(silent)}",
+        hint="`rolloutmq fence WORKER --yes` takes their groups back; or wait until their heartbeats stop",
+    )
+
+
+def _ignore(_: list[str]) -> None:
+    """For callers that need not see who is still silent."""
+
+
+class Receipts:
+    """Reads the receipts of one run's workers and waits for them.
+
+    Usage:
+        state = run.control.set_mode("operator", Mode.KEEP)
+        seconds = run.receipts.wait(state)
+    """
+
+    def __init__(self, store: Store, keys: Keys, limits: RunLimits, fleet: Fleet) -> None:
+        self._store = store
+        self._keys = keys
+        self._limits = limits
+        self._fleet = fleet
+
+    def silent(self, epoch: int | None = None) -> list[str]:
+        """Return the live workers that have not carried out `epoch`; None: the newest one."""
+        _, *workers = self._store.call(
+            "silent",
+            self._keys.slots(),
+            {
+                "epoch": "" if epoch is None else epoch,
+                "lease_ms": self._limits.lease_ms,
+                "limit": WORKERS,
+            },
+        )
+        return workers
+
+    def wait(
+        self,
+        state: ControlState | None = None,
+        *,
+        timeout_s: float | None = None,
+        fences: bool = False,
+        watch: Callable[[list[str]], object] = _ignore,
+    ) -> float:
+        """Wait until every live worker has carried out `state`; return the seconds that took.
+
+        Without a `state`, the newest epoch counts, also if another caller changes the mode
+        meanwhile. `watch` gets the silent workers after every poll, and may raise to end the wait.
+        `timeout_s` replaces the run's `pause_timeout_s`; after it, silent workers are fenced if
+        `fences`, else PauseTimeout names them.
+        """
+        started = time.monotonic()
+        answered = OutageClock()
+        epoch = None if state is None else state.epoch
+        limit_s = self._limits.pause_timeout_s if timeout_s is None else timeout_s
+        while True:
+            silent = self.silent(epoch)
+            watch(silent)
+            if not silent:
+                return time.monotonic() - started
+            if answered.poll() > limit_s:
+                if not fences:
+                    raise _timeout(silent, time.monotonic() - started)
+                self._fence(silent)
+            self._wait_for_more(len(silent), fences)
+
+    def _fence(self, silent: list[str]) -> None:
+        for worker in silent:
+            log.warning("no receipt in time; fencing the worker", extra={"worker": worker})
+            self._fleet.fence(worker)
+
+    def _wait_for_more(self, silent: int, is_trainer: bool) -> None:
+        # a wake-up reaches one waiter only: an operator who took it would delay the trainer's pause
+        if not is_trainer:
+            time.sleep(OPERATOR_POLL_S)
+            return
+        self._store.wait_bell(self._keys.bell("receipts"), 0.1)
+        time.sleep(min(POLL_S, RECEIPT_S * silent))

@@ -1,0 +1,77 @@
+"""Who holds a role of a run, as the server knows it (I7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["trainer", "producer"]
+
+
+def silence_ms(now_ms: int, seen_ms: int) -> int:
+    """Return how long the holder of a role has been silent.
+
+    A time of its last heartbeat that lies ahead counts as equally long ago: the clock was stepped
+    back, and a live holder has sent heartbeats since. `lua/include/role_silence.lua` decides the
+    same.
+    """
+    return abs(now_ms - seen_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleHolder:
+    """The newest holder of a role; times are in milliseconds of the server's clock."""
+
+    role: Role
+    nonce: str
+    """empty if the role was given up, or never opened"""
+    seen_ms: int
+    """its last heartbeat; 0 if the role was never opened"""
+    now_ms: int
+    timeout_ms: int
+    name: str = ""
+    """where a producer runs"""
+
+    @classmethod
+    def parse(
+        cls, role: Role, control: Mapping[str, str], now_ms: int, timeout_ms: int
+    ) -> RoleHolder:
+        """Return the holder of `role` from the fields of `control`."""
+        return cls(
+            role,
+            nonce=control.get(role, ""),
+            seen_ms=int(control.get(f"{role}_seen_ms", 0)),
+            now_ms=now_ms,
+            timeout_ms=timeout_ms,
+            name=control.get(f"{role}_name", ""),
+        )
+
+    @property
+    def silent_ms(self) -> int | None:
+        """The time since its last heartbeat; None if the role was never opened."""
+        return silence_ms(self.now_ms, self.seen_ms) if self.seen_ms else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the holder's last heartbeat is younger than the timeout."""
+        return bool(self.nonce) and self.silent_ms is not None and self.silent_ms < self.timeout_ms
+
+    @property
+    def word(self) -> str:
+        """One or two words for screens and programs: never opened, closed, alive or silent."""
+        if self.silent_ms is None:
+            return "never opened"
+        if not self.nonce:
+            return "closed"
+        return "alive" if self.is_alive else "silent"
+
+    def __str__(self) -> str:
+        if self.silent_ms is None:
+            return f"no {self.role} was ever opened"
+        silent_s = f"{self.silent_ms / 1000:.0f} s ago"
+        if not self.nonce:
+            return f"the last {self.role} gave its role up {silent_s}"
+        where = f" ({self.name})" if self.name else ""
+        state = "is alive" if self.is_alive else f"sent its last heartbeat {silent_s}"
+        return f"the {self.role} {self.nonce[:8]}…{where} {state}"

@@ -1,0 +1,141 @@
+"""A role of a run as one process holds it: opened, renewed, lost and given up (I7).
+
+    vacant ──open──▶ held ──close──▶ vacant
+                      │ ▲
+                renew └─┘ └──another process opened it, or the server lost the run──▶ lost
+
+A run has one trainer and one producer. Each is known by a nonce and fenced by it: the scripts
+refuse every other process that still believes to hold the role.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from buffer.control.control import ControlState, Mode, RunControl
+from buffer.control.histogram import Histogram
+from buffer.control.role_holder import Role
+from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.model.ids import new_nonce
+from buffer.store.retry import OutageClock
+
+log = logging.getLogger("rolloutmq.control")
+
+VACANCY_POLL_S = 0.5
+"""Between two reads of who holds the role, while a process stands by."""
+
+
+def _no_wait() -> float:
+    return 0.0
+
+
+class HeldRole:
+    """One process's hold on a role of a run.
+
+    Usage:
+        role = HeldRole(run.control, "producer")
+        run.control.open_producer(role.nonce)
+        state = role.renew()                    # in the process's own loop, or
+        role.renew_in_background(lambda: 1.0)   # from a thread; then `check` raises what lost it
+        role.close()
+
+    `waited_s` and `pauses` are the trainer's statistics, sent with every heartbeat.
+    """
+
+    def __init__(
+        self,
+        control: RunControl,
+        role: Role,
+        *,
+        nonce: str | None = None,
+        waited_s: Callable[[], float] = _no_wait,
+        pauses: Histogram | None = None,
+    ) -> None:
+        self.nonce = nonce or new_nonce()
+        self.ended = threading.Event()
+        """set when the role is given up; a process that stands in for a crashed one sets it, too"""
+        self.lost: RolloutMQError | None = None
+        """why the background heartbeat ended: Fenced, or a server that refuses"""
+        self.thread: threading.Thread | None = None
+        self._control = control
+        self._role: Role = role
+        self._waited_s = waited_s
+        self._pauses = pauses
+
+    def wait_until_vacant(self, stop: threading.Event) -> bool:
+        """Wait until no process holds the role; return False if `stop` is set or the run finished.
+
+        A holder that could send no heartbeat because the server was unreachable gets the time of
+        a whole timeout to send one.
+        """
+        holder = self._control.holder(self._role)
+        clock = OutageClock()
+        log.info("standing by: %s", holder)
+        while not stop.wait(VACANCY_POLL_S) and self._control.state().mode is not Mode.FINISH:
+            holder = self._control.holder(self._role)
+            answered_s = clock.poll()
+            has_had_time = not clock.had_outage or answered_s * 1000 >= holder.timeout_ms
+            if not holder.is_alive and (has_had_time or not holder.nonce):
+                log.warning("taking over: %s", holder)
+                return True
+        return False
+
+    def renew(self) -> ControlState:
+        """Send a heartbeat; return the control state. Raises Fenced, LostRun."""
+        return self._beat(closing=False)
+
+    def renew_in_background(
+        self, every_s: Callable[[], float], on_loss: Callable[[], object]
+    ) -> None:
+        """Send heartbeats from a thread until `close`; call `on_loss` on it if the role is lost."""
+        self.thread = threading.Thread(
+            target=self._renew_repeatedly,
+            args=(every_s, on_loss),
+            name=f"{self._role}-heartbeat",
+            daemon=True,
+        )
+        self.thread.start()
+
+    def check(self) -> None:
+        """Raise what lost the role, if the background heartbeat has noticed a loss."""
+        if self.lost:
+            raise self.lost
+
+    def close(self) -> None:
+        """Give the role up, so that the next process need not wait until it has timed out.
+
+        A role that was lost, or whose server is unreachable, is left as it is.
+        """
+        self.ended.set()
+        if self.thread:
+            self.thread.join()
+        if self.lost:
+            return
+        try:
+            self._beat(closing=True)
+        except StoreUnavailable as error:
+            log.warning("the %s role is not given up, it will time out: %s", self._role, error)
+
+    def _beat(self, *, closing: bool) -> ControlState:
+        return self._control.beat(
+            self._role,
+            self.nonce,
+            closing=closing,
+            waited_s=self._waited_s(),
+            pauses=self._pauses,
+        )
+
+    def _renew_repeatedly(
+        self, every_s: Callable[[], float], on_loss: Callable[[], object]
+    ) -> None:
+        while not self.ended.wait(every_s()):
+            try:
+                self.renew()
+            except StoreUnavailable as error:
+                log.warning("no heartbeat of the %s: %s", self._role, error)
+            except RolloutMQError as error:  # raised by `check`, at the next operation
+                self.lost = error
+                on_loss()
+                return
