@@ -14,7 +14,7 @@ import buffer.store.keys
 from buffer.errors import ScriptError
 from buffer.store.keys import SLOTS, Keys
 from buffer.store.script_contract import BIGGEST, JUDGED, NAMED, Header, Slot
-from buffer.store.scripts import Arg, assemble, includes, library, sources
+from buffer.store.scripts import Arg, Script, assemble, includes, library, sources
 
 BUFFER = Path(buffer.store.keys.__file__).parents[1]
 MODULES = sorted(BUFFER.rglob("*.py"))
@@ -223,6 +223,7 @@ GENERAL_CASES = {
     "dissolve_batch": {"GAP", "ARCHIVED"},
     "reap": {"GRACE"},
     "reassert": {"TAKEN", "DRAW"},
+    "receipt": {"UNKNOWN", "REPLACED"},
     "reissue": {"CLOSED"},
     "reset_ledger": {"LIVE"},
     "restore_batch": {"GAP", "GONE"},
@@ -306,11 +307,17 @@ def test_time_comes_from_the_server_and_nothing_is_random(name: str) -> None:
 
 
 def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
-    script = library()["beat"]
-    args: dict[str, Arg] = {"role": "trainer", "nonce": "n", "closing": 0, "waited_ms": 7}
-    assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", "n", 0, 7])
-    with pytest.raises(ScriptError, match=r"beat.*missing \['nonce'\]"):
-        script.arrange({"control": "c"}, {"role": "trainer", "closing": 0, "waited_ms": 7})
+    lines = [
+        "#!lua",
+        "-- KEYS control  HASH",
+        "-- ARGV role  trainer|producer",
+        "-- ARGV step  0..",
+    ]
+    script = Script("demo", "", Header.parse("\n".join(lines)))
+    args: dict[str, Arg] = {"role": "trainer", "step": 7}
+    assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", 7])
+    with pytest.raises(ScriptError, match=r"demo.*missing \['step'\]"):
+        script.arrange({"control": "c"}, {"role": "trainer"})
     with pytest.raises(ScriptError, match=r"unknown \['more'\]"):
         script.arrange({"control": "c"}, {**args, "more": 1})
     with pytest.raises(ScriptError, match=r"KEYS missing 'control'"):
