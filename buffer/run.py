@@ -19,7 +19,7 @@ from buffer.control.receipts import Receipts
 from buffer.control.task_status import Halts
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunExists, RunNotFound, SchemaVersionError, ScriptError
+from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
@@ -35,7 +35,7 @@ from buffer.snapshot.saver import SnapshotSaver
 from buffer.store.keys import EVERY_META, Keys, run_of_meta
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
-from buffer.store.replies import Advance, no_advance, unfenced
+from buffer.store.replies import Advance, no_advance, unfenced, unknown_reply
 from buffer.store.store import Store
 
 
@@ -272,7 +272,7 @@ class Run:
                 case ["NO_RUN"]:
                     raise RunNotFound(f"there is no run {self.name!r} any more")
                 case reply:
-                    raise ScriptError(f"set_limits: unknown reply {reply}")
+                    raise unknown_reply("set_limits", reply)
 
     def _set(self, operation: str, fields: list[str], producer: str) -> list[str]:
         version, _ = self._limits_stamp
