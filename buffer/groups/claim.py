@@ -101,7 +101,7 @@ def reissued(reply: Sequence[str]) -> int:
     match reply:
         case ["OK", count, _]:
             return int(count)
-        case ["CLOSED" | "FULL" | "STOPPED", _]:
+        case ["CLOSED" | "FULL" | "STOPPED", *_]:
             return 0
     raise unknown_reply("reissue", reply)
 
