@@ -1,8 +1,8 @@
 """A worker's own connection for hints of control changes and for its receipts (I10).
 
-With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening it
-blocks, so an event loop can use it directly: no thread is waited for between a hint and its receipt.
-It is never needed: a worker without it exchanges the same with its heartbeats.
+With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening
+it blocks, so an event loop can use it directly: no thread is waited for between a hint and its
+receipt. It is never needed: a worker without it exchanges the same with its heartbeats.
 """
 
 from __future__ import annotations
