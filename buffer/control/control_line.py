@@ -54,7 +54,7 @@ def _read_hint(message: bytes) -> ControlState | None:
 def _parse_reply(reply: list[bytes]) -> ControlState | None:
     """Return the state in a reply of `receipt`; None for UNKNOWN and REPLACED."""
     code, *fields = [part.decode(errors="replace") for part in reply]
-    return ControlState.parse(fields) if code == "OK" else None
+    return None if code in ("UNKNOWN", "REPLACED") else ControlState.parse(fields)
 
 
 class ControlLine:

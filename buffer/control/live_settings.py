@@ -42,7 +42,7 @@ class LiveTaskSettings(Section):
     over_sample_threshold: float | None = Field(None, ge=0)
     """groups started beyond the batch, as a fraction of it"""
     tail_batch_trigger_size: int | None = Field(None, ge=-1)
-    """expired groups: -1 drops them, 0 retries them at once, N retries them once there are N"""
+    """expired groups: -1 drops them, 0 retries them at once, N retries them first once there are N"""
     tail_batch_max_tries: int | None = Field(None, ge=1)
     """interruptions after which a group is finished even if a pause waits for it"""
     max_in_flight: int | None = Field(None, ge=1)

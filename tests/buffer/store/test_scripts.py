@@ -286,9 +286,10 @@ def test_time_comes_from_the_server_and_nothing_is_random(name: str) -> None:
 def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
     script = library()["beat"]
     args: dict[str, Arg] = {"role": "trainer", "nonce": "n", "closing": 0, "waited_ms": 7}
-    assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", "n", 0, 7])
+    args.update(pause_ms=0, pause_buckets="")
+    assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", "n", 0, 7, 0, ""])
     with pytest.raises(ScriptError, match=r"beat.*missing \['nonce'\]"):
-        script.arrange({"control": "c"}, {"role": "trainer", "closing": 0, "waited_ms": 7})
+        script.arrange({"control": "c"}, {name: args[name] for name in args if name != "nonce"})
     with pytest.raises(ScriptError, match=r"unknown \['more'\]"):
         script.arrange({"control": "c"}, {**args, "more": 1})
     with pytest.raises(ScriptError, match=r"KEYS missing 'control'"):
