@@ -55,11 +55,17 @@ class BenchRun:
         return jobs
 
     def submit(self, jobs: Sequence[Job], groups: Sequence[RolloutGroup]) -> None:
-        """Hand finished groups in."""
+        """Submit finished groups that have piled up: many in one round trip."""
         pairs = zip(jobs, groups, strict=True)
-        self.run.buffer.submit_many(
-            WORKER, [Result(job, group, int(group.lengths.sum())) for job, group in pairs]
-        )
+        results = [Result(job, group, int(group.lengths.sum())) for job, group in pairs]
+        for outcome in self.run.buffer.submit_many(WORKER, results):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    def submit_singly(self, jobs: Sequence[Job], groups: Sequence[RolloutGroup]) -> None:
+        """Submit finished groups one by one, each in a round trip of its own."""
+        for job, group in zip(jobs, groups, strict=True):
+            self.submit([job], [group])
 
     def make_ready(self, count: int, shape: sample.Shape = sample.FULL) -> None:
         """Fill the pool with `count` groups, through the scripts."""

@@ -22,6 +22,9 @@ DEPTHS = (1, 8, 16, 48, 512)
 def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     """Everything from a group in memory to a group in the pool, against SET of bytes that are
     encoded already.
+
+    "ours" submits what has piled up in one round trip, as a busy worker does; "ours, single" submits
+    one group at a time.
     """
     finished = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
     encoded = [wire.encode(group) for group in finished]
@@ -33,10 +36,16 @@ def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     def submit(prepared: tuple[BenchRun, list[Job]]) -> None:
         prepared[0].submit(prepared[1], finished)
 
+    def submit_singly(prepared: tuple[BenchRun, list[Job]]) -> None:
+        prepared[0].submit_singly(prepared[1], finished)
+
     def raw_set(depth: int) -> Way:
         return Way(lambda _: _set(server.raw, encoded, depth), clean=server.clear)
 
-    ways = {"ours": Way(submit, claimed, server.clear)}
+    ways = {
+        "ours": Way(submit, claimed, server.clear),
+        "ours, single": Way(submit_singly, claimed, server.clear),
+    }
     ways |= {f"SET x {depth}": raw_set(depth) for depth in DEPTHS if depth <= groups}
     ways |= naive.writers(server, finished)
     yield from _figures(f"put, {server.name}", interleave(ways, rounds), groups, "SET x")
@@ -47,10 +56,8 @@ def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     run = BenchRun(server)
     run.make_ready(groups)
     run.check()
-    consumer = RolloutConsumer(
-        run.run, prefetch_bytes=0
-    )  # it would read what is measured before the clock runs
-    consumer.role.nonce = run.trainer
+    # a prefetcher would read what is measured before the clock runs
+    consumer = RolloutConsumer(run.run, prefetch_bytes=0, nonce=run.trainer)
 
     def raw_get(names: list[str], depth: int) -> Way:
         return Way(lambda _: _mget(server.raw, names, depth))

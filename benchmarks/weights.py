@@ -36,7 +36,7 @@ from buffer.weights.transport import WeightsSender
 from consumer.models.model_folder import copy_tokenizer, load_model
 from consumer.models.tiny_model import build_tiny_model
 from producer_workers.engines import build_engine
-from producer_workers.worker.engine_control import SteeredEngine, WeightPull
+from producer_workers.worker.engine_control import ControlledEngine, WeightSource
 
 FIRST = PolicyVersion(INITIAL, 0)
 MODELS = {
@@ -83,9 +83,11 @@ async def _compare(
     try:
         for number in range(1, rounds + 2):
             for name, way in ways.items():
-                steered = SteeredEngine(engine, WeightPull(run))
-                with closing(steered):
-                    seconds = await _update(steered, way, PolicyVersion(name.lower(), number), save)
+                controlled = ControlledEngine(engine, WeightSource(run))
+                with closing(controlled):
+                    seconds = await _update(
+                        controlled, way, PolicyVersion(name.lower(), number), save
+                    )
                 if number > 1:  # the first warms up
                     taken[name].append(seconds)
     finally:
@@ -97,12 +99,15 @@ async def _compare(
 
 
 async def _update(
-    steered: SteeredEngine, way: WeightsSender, version: PolicyVersion, save: Callable[[Path], None]
+    controlled: ControlledEngine,
+    way: WeightsSender,
+    version: PolicyVersion,
+    save: Callable[[Path], None],
 ) -> tuple[float, float]:
     began = time.perf_counter()
     path, checksum = way.write(version, save)
     written = time.perf_counter()
-    if not await steered.update(ControlState(1, Mode.RUN, (), version, path, checksum)):
+    if not await controlled.update(ControlState(1, Mode.RUN, (), version, path, checksum)):
         raise RuntimeError(f"the engine refused {path}")
     loaded = time.perf_counter()
     way.prune()

@@ -1,46 +1,51 @@
 """Every error of the project, as one tree.
 
-    RolloutMQError                      1  something failed
+    RolloutMQError                      1  base of all errors
     ├── ConfigError                     2  a config file, a flag or a data set is wrong
     │   ├── DatasetError                2  a line of a data set cannot be used
-    │   └── QueryError                  2  a question about groups that cannot be asked
-    ├── StoreError                      3  the Redis server
-    │   ├── StoreUnavailable            3  no answer in time; the operation may be tried again
-    │   │   └── StoreFull               3  it answers, but its memory is full: nothing new is started
-    │   ├── StoreUnsafe                 3  too old, or set up so that it would lose data
-    │   └── ScriptError                 1  a script said something that no caller knows: a bug
+    │   └── QueryError                  2  a query about groups is not valid
+    ├── StoreError                      3  the Redis server refuses, or cannot be used
+    │   ├── StoreUnavailable            3  no answer in time; the operation may be repeated
+    │   │   └── StoreFull               3  its memory is full: no new work is started
+    │   ├── StoreUnsafe                 3  too old, or configured so that it would lose data
+    │   └── ScriptError                 1  a script and its caller disagree: a bug
     ├── ModelError                      4  a model folder, an engine or weights cannot be loaded
     ├── RunError                        5  this run cannot be opened like that
-    │   ├── RunExists                   5  the name is taken by another run
-    │   ├── RunNotFound                 5  no such run on this server
-    │   ├── LostRun                     5  the server is not the one the checkpoint knows
-    │   ├── RoleHeld                    5  another trainer or producer still beats
-    │   └── ProducerGone                5  a batch is awaited, and nobody produces
-    ├── Fenced                          5  somebody newer holds what this process held
-    ├── GroupHeld                       1  a group that cannot be moved by hand: it runs, is in a batch, has ended
+    │   ├── RunExists                   5  another run has that name
+    │   ├── RunNotFound                 5  no run on this server has that name
+    │   ├── LostRun                     5  the server is not the one that the checkpoint knows
+    │   ├── RoleHeld                    5  another trainer or producer still sends heartbeats
+    │   └── ProducerGone                5  a trainer waits for a batch, and there is no producer
+    ├── Fenced                          5  a newer process holds what this process held
+    ├── TaskStopped                     5  too many tries of a task failed one after the other
+    ├── GroupHeld                       1  a group that cannot be moved: running, in a batch, ended
+    ├── GroupTimeout                    1  a group took longer than its task allows
     ├── LedgerError                     1  a step that cannot be taken or committed
     │   ├── CheckpointNow               1  memory is full of batches that only a checkpoint frees
-    │   ├── ExpiredBatch                1  the newest weights cannot serve the step: newer ones must be published first
-    │   └── NoBatch                     1  nobody works on the step, and nobody will
-    ├── PauseTimeout                    1  some worker did not confirm a pause
+    │   ├── ExpiredBatch                1  the newest weights are too old for the step
+    │   └── NoBatch                     1  no group of the step is ready or running
+    ├── PauseTimeout                    1  a worker did not confirm a pause in time
     ├── WireError                       1  bytes that are not a group
-    │   └── SchemaVersionError          1  written by another version
+    │   └── SchemaVersionError          1  bytes of another schema version
     ├── MemoryFull                      1  the run holds as many payload bytes as it may
     ├── PayloadMissing                  1  an index entry without its bytes
-    ├── MediaError                      1  a file that a payload refers to: missing, too large, not what it should be
-    ├── SnapshotError                   1  a folder that is no whole snapshot, or a run that moved while it was copied
-    ├── JudgeError                      1  a judge raised or returned nonsense
+    ├── MediaError                      1  a file of a payload is missing, too large, or not valid
+    ├── SnapshotError                   1  not a whole snapshot, or a run that changed meanwhile
+    ├── JudgeError                      1  a judge raised, or returned no valid reward
     └── AccountError                    6  the account of groups does not add up
 
-The number is the exit code of the command. 0 is done, 130 is interrupted by Ctrl-C.
-"Empty", "not ready" and "paused" are results, not errors.
+The number is the exit code of the command; 0 is success, 130 an interrupt by Ctrl-C. "Empty", "not
+ready" and "paused" are results, not errors.
 """
 
 from __future__ import annotations
 
 
 class RolloutMQError(Exception):
-    """Base of all errors. `hint` says what to do; `exit_code` is what the command exits with."""
+    """The base of all errors.
+
+    `hint` says what to do; `exit_code` is that of the command.
+    """
 
     exit_code = 1
 
@@ -64,22 +69,26 @@ class DatasetError(ConfigError):
 
 
 class QueryError(ConfigError):
-    """A question about groups cannot be asked like that: what is wrong, and what is allowed."""
+    """A query about groups is not valid: what is wrong, and what is allowed."""
 
 
 class StoreError(RolloutMQError):
-    """The Redis or Valkey server."""
+    """The Redis or Valkey server refuses a command, or cannot be used."""
 
     exit_code = 3
 
 
 class StoreUnavailable(StoreError):
-    """No answer before the deadline. Every operation of this project may be tried again (I13)."""
+    """The server did not answer before the deadline.
+
+    Every operation of this project may be repeated (I13).
+    """
 
 
 class StoreFull(StoreUnavailable):
-    """The server is at its maxmemory. What frees memory or ends work goes on; what starts work is
-    refused (I12).
+    """The server is at its maxmemory.
+
+    It refuses to start work; it still accepts what frees memory or ends work (I12).
     """
 
 
@@ -88,7 +97,7 @@ class StoreUnsafe(StoreError):
 
 
 class ScriptError(StoreError):
-    """A script answered something its caller does not know."""
+    """A script refused its keys or arguments, or its caller does not know its reply."""
 
     exit_code = 1
 
@@ -106,11 +115,11 @@ class RunError(RolloutMQError):
 
 
 class RunExists(RunError):
-    """The name is taken by another run on this server."""
+    """Another run on this server has that name."""
 
 
 class RunNotFound(RunError):
-    """No such run on this server."""
+    """No run on this server has that name."""
 
 
 class LostRun(RunError):
@@ -118,49 +127,44 @@ class LostRun(RunError):
 
 
 class RoleHeld(RunError):
-    """Another trainer or producer of this run still beats (I7)."""
+    """Another trainer or producer of this run still sends heartbeats (I7)."""
 
 
 class ProducerGone(RunError):
-    """A trainer waits for a batch, and the producer that should start its groups is dead, without a
-    standby.
-    """
+    """A trainer waits for a batch, and there is no producer or standby to start its groups."""
 
 
 class Fenced(RolloutMQError):
-    """Somebody newer holds what this process held; nothing was changed (I2, I7)."""
+    """A newer process holds what this process held; nothing was changed (I2, I7)."""
 
     exit_code = 5
 
 
 class GroupHeld(RolloutMQError):
-    """A group that nobody may move by hand: it runs, is in a batch, has ended, or never was (I1)."""
+    """A group may not be moved by hand: it runs, is in a batch, has ended, or is unknown (I1)."""
 
 
 class LedgerError(RolloutMQError):
-    """A train step that cannot be taken, committed or reopened like that (I5, I6)."""
+    """A train step cannot be taken, committed or reopened like that (I5, I6)."""
 
 
 class CheckpointNow(LedgerError):
-    """Memory is full of batches that were taken and that only a checkpoint and its commit free
-    (I12).
-    """
+    """Memory is full of taken batches, which only a checkpoint and its commit free (I12)."""
 
 
 class ExpiredBatch(LedgerError):
-    """Nothing is ready for a step, and the newest weights are too old to make it: publish those of
-    the step before, then take it again.
+    """No group is ready for a step, and the newest weights are too old to generate one.
+
+    Publish the weights of the step before, then take it again.
     """
 
 
 class NoBatch(LedgerError):
-    """Nothing is ready for a step, nobody works on it, and newer weights that could change that are
-    not there.
-    """
+    """No group is ready or running for a step, and no newer weights could change that."""
 
 
 class PauseTimeout(RolloutMQError):
-    """Some worker did not confirm a pause in time (I10)."""
+    """A worker did not confirm a pause in time (I10)."""
 
 
 class WireError(RolloutMQError):
@@ -168,17 +172,15 @@ class WireError(RolloutMQError):
 
 
 class SchemaVersionError(WireError):
-    """A group written by another schema version: got and supported."""
+    """A group was written with another schema version: found, and supported."""
 
 
 class MemoryFull(RolloutMQError):
-    """The run holds as many payload bytes as it may; what is taken, trained and committed makes
-    room (I12).
-    """
+    """The run holds as many payload bytes as it may; committed batches make room (I12)."""
 
 
 class PayloadMissing(RolloutMQError):
-    """An index entry whose bytes are gone."""
+    """An index entry refers to bytes that are gone."""
 
 
 class MediaError(RolloutMQError):
@@ -186,13 +188,11 @@ class MediaError(RolloutMQError):
 
 
 class SnapshotError(RolloutMQError):
-    """A folder that is no whole snapshot, or a run that did not stand still while its index was
-    copied.
-    """
+    """A folder is not a whole snapshot, or a run changed while its index was copied."""
 
 
 class TaskStopped(RolloutMQError):
-    """Too many tries of a task failed one after the other: nothing more of it is started (I11)."""
+    """Too many tries of a task failed one after the other: no group of it is started (I11)."""
 
     exit_code = 5
 

@@ -1,4 +1,4 @@
-"""How a worker, a producer or a trainer comes to its server and its run."""
+"""Opens the server and the run of a config: for workers, producers and trainers."""
 
 from __future__ import annotations
 
@@ -19,43 +19,46 @@ from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 from buffer.server.check import describe_connection_error, require_all_safe
 from buffer.server.embedded import EmbeddedServer
-from buffer.store.retry import is_passing
+from buffer.store.retry import is_transient
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.store")
 
 INITIAL = "initial"
-"""Lineage of the weights a run starts from, before any trainer has opened it."""
+"""Lineage of the weights that a run starts from, before a trainer opens it."""
 
 
 def embedded_server(config: ConfigFile) -> EmbeddedServer:
-    """The server in the run's own folder; whether it runs is another question."""
+    """Return the server in the run's own folder, whether it runs or not."""
     return EmbeddedServer(config.run.folder / "server")
 
 
 def server_url(config: ConfigFile, flag: str | None = None) -> str:
-    """`--redis-url`, else [redis] url, else REDIS_URL, else the embedded server, which must run."""
+    """Return the URL from `flag`, [redis] url, REDIS_URL or the embedded server, in this order.
+
+    Raises StoreUnavailable when it would be the embedded server, and that does not run.
+    """
     if url := config.redis.resolve_url(flag):
         return url
     server = embedded_server(config)
     if not server.is_running:
         raise StoreUnavailable(
-            f"no server: the embedded one in {server.folder} does not run, and no URL was given",
+            f"no server: the embedded one in {server.folder} is not running, and no URL was given",
             hint="start the whole run with `rolloutmq run CONFIG`, or set REDIS_URL",
         )
     return server.url
 
 
 def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False) -> Store:
-    """A connection to a server that was looked at: it is new enough and would lose nothing.
+    """Connect to a server, and check that it is new enough and loses no data.
 
-    A server that is away is waited for when `patient`. Raises StoreError, StoreUnsafe.
+    Waits for an unreachable server if `patient`. Raises StoreError or StoreUnsafe.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
     try:
         findings = require_all_safe(store.servers, config.redis.allow_unsafe)
     except redis.RedisError as error:
-        if not (patient and is_passing(error)):
+        if not (patient and is_transient(error)):
             raise describe_connection_error(url, error) from error
         store.retrying("first contact", store.servers.masters)
         findings = require_all_safe(store.servers, config.redis.allow_unsafe)
@@ -67,8 +70,9 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
 
 
 def can_wait_for_disk(store: Store) -> bool:
-    """Whether answers that must be durable have to be waited for, and can be (WAITAOF: Redis 7.2,
-    Valkey).
+    """Return whether durable calls must wait for the server's disk, and can.
+
+    They need not with appendfsync always, and cannot without WAITAOF (Redis 7.2, Valkey).
     """
     settings: list[dict[Any, Any]] = []
     for _, client in store.servers.masters():
@@ -81,12 +85,14 @@ def can_wait_for_disk(store: Store) -> bool:
 
 
 def run_nonce(folder: Path) -> str:
-    """The nonce of the run in this folder, made on first use: it tells this run from others of its
-    name.
+    """Return the nonce of the run in this folder, made on first use.
+
+    It distinguishes this run from others of its name.
     """
     file = folder / "run.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
+        # renamed when it is whole: a process that dies here must not leave half a nonce
         part = file.with_suffix(".tmp")
         part.write_bytes(orjson.dumps({"nonce": new_nonce()}))
         part.rename(file)
@@ -95,10 +101,10 @@ def run_nonce(folder: Path) -> str:
 
 
 def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
-    """Make the run of this config, or open it again. RunExists when the name belongs to another
-    folder's run.
+    """Create the run of this config, or open it again.
 
-    ConfigError where the server's maxmemory is too small for it.
+    Raises RunExists when the name belongs to the run of another folder, ConfigError when the
+    server's maxmemory is too small for the run.
     """
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
@@ -111,7 +117,7 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
 
 
 def maxmemory_bytes(store: Store) -> int:
-    """The least maxmemory of the servers; 0 where none has one, or says it."""
+    """Return the smallest maxmemory of the servers in bytes; 0 if none has one, or reports it."""
     found: list[int] = []
     for _, client in store.servers.masters():
         with suppress(NoPermissionError):
@@ -120,15 +126,16 @@ def maxmemory_bytes(store: Store) -> int:
 
 
 def wait_for_run(store: Store, name: str, *, timeout_s: float = 600.0) -> Run:
-    """The run, once somebody has made it. Raises RunNotFound after `timeout_s`."""
+    """Open a run, and wait until it is created. Raises RunNotFound after `timeout_s`."""
     end = time.monotonic() + timeout_s
-    for attempt in range(1_000_000):
+    has_warned = False
+    while True:
         try:
             return Run.open(store, name)
         except RunNotFound:
             if time.monotonic() > end:
                 raise
-            if attempt == 0:
-                log.warning("there is no run %r yet; waiting for it", name)
-            time.sleep(1.0)
-    raise RunNotFound(name)  # pragma: no cover
+        if not has_warned:
+            log.warning("there is no run %r yet; waiting until it is created", name)
+            has_warned = True
+        time.sleep(1.0)

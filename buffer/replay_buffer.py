@@ -1,7 +1,6 @@
-"""Finished groups, by task and status: what workers submit, what others put, and what trainers
-take.
+"""Finished groups by task and status: what workers submit, others put, and trainers take.
 
-`buffer.groups.pools` looks at them; here they change.
+`buffer.groups.pools` counts and reads the pools; here they change.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from typing import Any
 
 from buffer.batches.ledger import BatchLedger
 from buffer.errors import GroupHeld, PayloadMissing, WireError
+from buffer.groups.claim import has_ended, never_started, unknown_reply
 from buffer.groups.intake import Intake, described, stamped
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.order_index import expire_all
 from buffer.groups.pools import Pools
-from buffer.groups.submit import HandIn
+from buffer.groups.submit import Stored, Submission, SubmitOutcome
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
@@ -30,10 +30,16 @@ from buffer.store.payloads import pin_listed
 
 
 class ReplayBuffer(Pools):
-    """The pools of one run."""
+    """Changes and reads the pools of one run.
+
+    Usage:
+        buffer = Run.open(store, "demo").buffer
+        buffer.put("math", [rollouts_of_one_prompt], weights=PolicyVersion(lineage, 4))
+        groups = buffer.get(8, "math")
+    """
 
     order_function: OrderFunction | None = None
-    """the run's order policy where it is a user's: loaded and set by whoever submits"""
+    """The order policy of the run if a user wrote it: each process that submits or puts sets it."""
 
     def put(
         self,
@@ -44,19 +50,21 @@ class ReplayBuffer(Pools):
         ageless: bool = False,
         retryable: bool | None = None,
     ) -> dict[str, str]:
-        """Add groups that no worker holds: of a loop of your own, or from elsewhere. Returns where
-        each is, by its new gid, in order.
+        """Add groups that no worker holds; return where each is, by its new gid, in order.
 
         A completed, aborted or expired group (`group_status`) goes to the pool of that status; one
-        that is too old for the next train step counts as expired. Expired ones start again from
-        their prompt if `retryable` (default: as the run does), else they are dropped. Tokens behind
+        that is too stale for the next train step counts as expired. Expired ones start again from
+        their prompt if `retryable` (default: as the run does), else they are dropped. Tokens after
         the last span of a rollout get the version `weights`; without it, every rollout needs spans,
-        or the groups are `ageless`.
+        or the groups are `ageless`: no policy of this run made them.
 
-        All groups are checked before the first is added: WireError for an empty group, one that has
-        an INIT, FAILED or FILTERED rollout, or one that cannot be encoded; ConfigError for an
-        unknown task. Then each goes in by itself, and for good. The states of the caller are not
-        changed.
+        All groups are checked before the first is added. Then each is added for itself and for
+        good. The caller's rollouts are not changed.
+
+        Raises:
+            WireError: a group is empty, has an INIT, FAILED or FILTERED rollout, or cannot be
+            encoded. ConfigError: there is no such task. MemoryFull: the run holds as many payload
+            bytes as it may.
         """
         intake = Intake(
             self._store, self._keys, self._limits, self._payloads, "put", self.order_function
@@ -84,43 +92,48 @@ class ReplayBuffer(Pools):
         ageless: bool = False,
         replaces: str = "",
     ) -> None:
-        """Give a group of a pool other rollouts: other rewards, say, or an end to an interrupted
-        one.
+        """Replace the rollouts of a group in a pool, for example to change rewards.
 
-        It goes to the pool of its new status (completed or aborted), and keeps its arrival, and its
-        turn in `fifo` and `length_fair`. `weights` and `ageless` as in `put`. `replaces`: the
-        payload token of what the caller has seen (`run.record`); default: what is there now. Raises
-        GroupHeld, and changes nothing, when the group is in no pool or has other bytes by now;
-        WireError for what cannot be a result.
+        The group goes to the pool of its new status (completed or aborted), and keeps its arrival
+        and, in `fifo` and `length_fair`, its turn. `weights` and `ageless` are those of `put`.
+        `replaces` is the payload token of what the caller has read (`run.record`); the default is
+        what is there now.
+
+        Raises:
+            GroupHeld: the group is in no pool or has other bytes by now; nothing was changed.
+            WireError: the rollouts are no result.
         """
         task = split_group_id(gid)[0]
         group = RolloutGroup(gid, task, stamped(states, weights, ageless))
         if group.status not in (Status.COMPLETED, Status.ABORTED):
             raise WireError(
                 f"group {gid} is {group.status}",
-                hint="only completed or aborted groups can be given",
+                hint="only completed or aborted groups can replace it",
             )
         data = wire.encode_checked(group)
-        seen = replaces or self._token(gid)
-        reply = self._update(group, self._payloads.write(gid, new_nonce(), data), seen)
-        match reply[0]:
-            case "CHANGED":
+        seen = replaces or self._payload_token(gid)
+        match self._update(group, self._payloads.write(gid, new_nonce(), data), seen):
+            case ["OK"]:
+                return
+            case ["CHANGED", token]:
                 raise GroupHeld(
-                    f"{gid} has changed: its bytes are {reply[1][:8]}…, not {seen[:8]}…",
+                    f"{gid} has changed: its payload is {token[:8]}…, not {seen[:8]}…",
                     hint="read it again",
                 )
-            case "NOT_POOLED":
-                raise GroupHeld(f"{gid} is in no pool: it is {reply[1]}")
-            case "ENDED":
-                raise GroupHeld(f"{gid} has ended: it is {reply[1]}")
-            case "UNKNOWN":
-                raise GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")
-            case "MISSING":
+            case ["NOT_POOLED", stage]:
+                raise GroupHeld(f"{gid} is in no pool: it is {stage}")
+            case ["ENDED", stage]:
+                raise has_ended(gid, stage)
+            case ["UNKNOWN"]:
+                raise never_started(gid)
+            case ["MISSING", size]:
                 raise PayloadMissing(
-                    f"group {gid}: {reply[1]} of {len(data)} bytes arrived", hint="update it again"
+                    f"group {gid}: {size} of {len(data)} bytes arrived", hint="update it again"
                 )
+            case reply:
+                raise unknown_reply("update", reply)
 
-    def _token(self, gid: str) -> str:
+    def _payload_token(self, gid: str) -> str:
         found = self._store.retrying(
             "update", lambda: self._store.control.hget(self._keys.group(gid), "payload")
         )
@@ -149,37 +162,41 @@ class ReplayBuffer(Pools):
 
     def submit(
         self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False
-    ) -> None:
-        """Hand in a completed, aborted or filtered group.
+    ) -> Stored:
+        """Submit one completed, aborted or filtered group; raise what `submit_many` returns for it.
 
-        `new_tokens`: generated since the claim. Checked here, before the upload: later checks only
-        protect the trainer from bytes that were damaged on their way. Raises Fenced when the lease
-        was lost meanwhile.
+        `new_tokens` counts the tokens that were generated since the claim.
         """
-        self.submit_many(worker, [Result(job, group, new_tokens, filtered)])
+        (outcome,) = self.submit_many(worker, [Result(job, group, new_tokens, filtered)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    def submit_many(self, worker: str, results: Sequence[Result]) -> None:
-        """`submit`, for several groups at a time: they travel together, and each goes in by itself,
-        and for good.
+    def submit_many(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
+        """Submit the groups that a worker finished, in one round trip; return what became of each.
 
-        Raises what `submit` does, for the first group that is refused, once all were handed in; a
-        group that cannot be encoded ends the call where it stands.
+        Each group is submitted for itself and for good: `Stored`, or the error that concerns it
+        alone (`SubmitOutcome`). Raises StoreUnavailable when the server does not answer; the same
+        results may then be submitted again (I13).
         """
-        hand_in = HandIn(self._store, self._keys, self._limits, self._payloads, self.order_function)
-        hand_in.submit(worker, results)
+        submission = Submission(
+            self._store, self._keys, self._limits, self._payloads, self.order_function
+        )
+        return submission.submit(worker, results)
 
-    # -- the consumer's side -------------------------------------------------
+    # -- for trainers --------------------------------------------------------
 
     def take_batch(
         self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
     ) -> dict[str, list[RolloutGroup]] | NotReady:
-        """The groups of train step `step` by task, `counts` of each: all, or nothing (NotReady);
-        without `strict`, what there is. For the trainer that `BatchLedger.open` made `nonce`, which
-        commits the step in the end.
+        """Take the groups of train step `step`, and return them by task.
 
-        A step that was taken comes back as it was. Raises Fenced, LedgerError, PayloadMissing,
-        WireError; see `consumer.rollout_consumer` for one that waits, and puts aside what cannot be
-        read.
+        `counts` are the groups of each task: all of them or none (NotReady); without `strict`,
+        those that are ready. `nonce` is that of the open trainer, which commits the step in the
+        end. A step that was taken before is returned as it was (I5). `consumer.rollout_consumer`
+        has a take that waits, and quarantines what cannot be read.
+
+        Raises Fenced, LedgerError, PayloadMissing or WireError.
         """
         answer = BatchLedger(self._store, self._keys, self._limits).take(
             nonce, step, counts, strict=strict
@@ -196,15 +213,16 @@ class ReplayBuffer(Pools):
     def load(
         self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None = None
     ) -> list[RolloutGroup]:
-        """The groups of a batch, in order; tokens that were too old by themselves are masked. The
-        same whenever it is asked (I5). `known` ones were read before. Raises PayloadMissing or
-        WireError.
+        """Return the groups of a batch, in order, with tokens that are too stale masked.
+
+        The result is the same at every call (I5). `known` groups were read before, and are not read
+        again. Raises PayloadMissing or WireError.
         """
         refs = [entry.payload for entry in manifest.entries]
-        here = dict(known or {})
-        missing = [ref for ref in refs if ref not in here]
-        here.update(zip(missing, self.read_many(missing), strict=True))
-        groups = [here[ref] for ref in refs]
+        loaded = dict(known or {})
+        missing = [ref for ref in refs if ref not in loaded]
+        loaded.update(zip(missing, self.read_many(missing), strict=True))
+        groups = [loaded[ref] for ref in refs]
         if manifest.token_threshold is not None:
             for group in groups:
                 group.mask = group.fresh_mask(
@@ -212,15 +230,14 @@ class ReplayBuffer(Pools):
                 )
         return groups
 
-    # -- anybody's -----------------------------------------------------------
+    # -- for all processes ---------------------------------------------------
 
     def refresh_staleness(self, *tasks: str, limit: int = 250) -> dict[str, int]:
-        """Move what the next train step may not use any more out of the pools of these tasks
-        (default: all that train); how many groups of each that were. In slices of `limit`; costs
-        O(log N + moved).
+        """Expire the groups of these tasks (default: all that train) that became too stale.
 
-        The step is the server's, one behind the last that was taken: no caller can expire groups
-        for a step that is far away. Nothing depends on it being called (I8).
+        Returns how many groups of each task were moved, in slices of `limit`; O(log N + moved). The
+        step is the server's, the one after the last that was taken: no caller can expire groups for
+        a later step. Nothing depends on this being called (I8).
         """
         sizes = self.count_statuses(*(tasks or self._limits.training_tasks))
         return {
@@ -237,12 +254,11 @@ class ReplayBuffer(Pools):
         )
 
     def delete(self, which: str | Mapping[str, Any]) -> int:
-        """End a group by its gid, or all groups in pools that fit a question (`buffer.query`); how
-        many have ended now.
+        """Drop a group by its gid, or all groups in pools that match a query; return how many.
 
-        A gid may also be one that waits or is dead; GroupHeld if it runs, is in a batch, or has
-        ended otherwise. What fits a question, but runs or is taken before its turn comes, is left
-        alone. QueryError for a wrong question.
+        A single group may also wait or be dead; GroupHeld if it runs, is in a batch, or has ended
+        in another way. A group that matches a query (`buffer.query`), but runs or is taken before
+        its turn comes, is left out. Raises QueryError for a wrong query.
         """
         jobs = JobQueue(self._store, self._keys, self._limits)
         if isinstance(which, str):

@@ -1,11 +1,4 @@
-"""A run on a server: the one handle through which workers, producers, trainers and the command see
-it.
-
-store = Store(url)
-run = Run.open(store, "demo")
-run.jobs · run.halts · run.dead_letters · run.buffer · run.ledger · run.control · run.fleet · run.receipts ·
-run.account · run.payloads run.groups · run.janitor · run.media · run.events
-"""
+"""A run on a server: the one handle for workers, producers, trainers and the command."""
 
 from __future__ import annotations
 
@@ -26,7 +19,7 @@ from buffer.control.receipts import Receipts
 from buffer.control.task_status import Halts
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunExists, RunNotFound, SchemaVersionError
+from buffer.errors import RunExists, RunNotFound, SchemaVersionError, ScriptError
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
@@ -47,17 +40,28 @@ from buffer.store.store import Store
 
 
 class Run:
-    """All parts of one run; make it with `create` or `open`."""
+    """Holds all parts of one run; made by `create` or `open`.
+
+    Usage:
+        run = Run.open(Store(url), "demo")
+        run.jobs, run.dead_letters     # queues, claims, releases; groups that failed
+        run.buffer, run.payloads       # pools of finished groups, and their bytes
+        run.ledger, run.evaluations    # batches that were taken and committed
+        run.control, run.fleet         # modes and weights; workers
+        run.account, run.memory        # counts by stage; payload bytes
+        run.groups, run.events         # queries; the event stream
+        run.janitor, run.media         # sweeps; files that payloads refer to
+    """
 
     def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
         self.store = store = store.at(Keys(name).meta, limits.wait_replicas)
         self.keys = Keys(name, spread=store.in_cluster)
-        # one object for all parts, and nobody else's: `refresh_limits` changes it in place
         self.name = name
         self.nonce = nonce
-        self.limits = (limits := limits.model_copy(deep=True))
-        # a server that lost something counts from an older number again: the change's nonce tells
-        # the two apart
+        # one object for all parts, and for nothing else: `refresh_limits` changes it in place
+        self.limits = limits = limits.model_copy(deep=True)
+        # a server that lost data counts changes from an older number again: the nonce of the last
+        # change distinguishes two changes of the same number
         self._limits_stamp = _stamp(None, None)
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
@@ -90,8 +94,9 @@ class Run:
         weights: PolicyVersion,
         path: str,
     ) -> Run:
-        """Make the run, or open it where this very one (by nonce) exists. RunExists for another one
-        of the name.
+        """Create a run, or open it if it exists with this nonce.
+
+        `weights` are the first ones, at `path`. Raises RunExists for another run of the name.
         """
         keys = Keys(name)
         store = store.at(keys.meta, limits.wait_replicas)
@@ -102,11 +107,13 @@ class Run:
             tail_args=limits.to_meta(),
             durable=True,
         )
-        if reply[0] == "EXISTS":
-            raise RunExists(
-                f"another run named {name!r} is on this server (nonce {reply[1][:8]}…, made at {reply[2]} ms)",
-                hint="choose another [run] name, or use the folder that belongs to it",
-            )
+        match reply:
+            case ["EXISTS", other, created_ms, _]:
+                raise RunExists(
+                    f"another run named {name!r} is on this server "
+                    f"(nonce {other[:8]}…, created at {created_ms} ms)",
+                    hint="choose another [run] name, or use the folder that belongs to it",
+                )
         run = cls(store, name, nonce, limits)
         if run.media:
             run.media.claim()
@@ -114,30 +121,14 @@ class Run:
 
     @classmethod
     def open(cls, store: Store, name: str) -> Run:
-        """The run of that name, with the limits it was made with. RunNotFound where there is none."""
+        """Open the run of that name, with its current limits.
+
+        Raises RunNotFound, or SchemaVersionError for a run of another version of this project.
+        """
         keys = Keys(name)
         store = store.at(keys.meta)
-        raw: Any = store.retrying("open run", lambda: store.control.hgetall(keys.meta))
-        meta = {k.decode(): v.decode() for k, v in raw.items()}
-        if not meta:
-            raise RunNotFound(
-                f"there is no run {name!r} on this server",
-                hint="`rolloutmq status` without a name lists the runs",
-            )
-        if meta.get("schema") == LOADING:
-            raise RunNotFound(
-                f"run {name!r} is being resumed from a snapshot, or that was interrupted",
-                hint="wait for its end; `rolloutmq resume` clears away what an interrupted one left",
-            )
-        if meta.get("schema") == REMOVING:
-            raise RunNotFound(
-                f"run {name!r} is being removed, or that was interrupted",
-                hint=f"`rolloutmq runs --delete {name} --yes` goes on",
-            )
-        if meta.get("schema") != SCHEMA:
-            raise SchemaVersionError(
-                f"run {name!r} has schema {meta.get('schema')}; this version knows {SCHEMA}"
-            )
+        meta = _read_hash(store, "open run", keys.meta)
+        _require_schema(name, meta)
         run = cls(store, name, meta["nonce"], RunLimits.from_meta(meta))
         run._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
@@ -147,8 +138,8 @@ class Run:
     ) -> SnapshotFacts:
         """Write all of the run into a new folder, as of one instant; see `buffer.snapshot.saver`.
 
-        The run may go on meanwhile, but its index must stand still for one of `attempts` copies of
-        it: SnapshotError otherwise, and no folder.
+        The run may continue meanwhile, but its index must not change during one of `attempts`
+        copies of it: SnapshotError otherwise, and no folder.
         """
         saver = SnapshotSaver(self.store, self.keys, self.limits, self.payloads, self.media)
         return saver.save(folder, attempts, advance)
@@ -163,11 +154,11 @@ class Run:
         media: Path | None = None,
         advance: Advance = no_advance,
     ) -> Run:
-        """The run that `save` wrote, on a server that has none of that `name` (default: the one it
-        had).
+        """Load a run that `save` wrote into a server that has no run of its name, and open it.
 
-        `media`: a new folder for its files, where it has one; default: where it was.
-        Raises SnapshotError, SchemaVersionError or RunExists; the server is then as it was before.
+        `name` and `media` default to those that the run had: `media` is the folder for the files of
+        its payloads. Raises SnapshotError, SchemaVersionError or RunExists; nothing is then left on
+        the server.
         """
         loader = SnapshotLoader(store, folder, name, media)
         loader.load(advance)
@@ -182,9 +173,10 @@ class Run:
         where: object = TRUE,
         advance: Advance = no_advance,
     ) -> Exported:
-        """Write living groups to a new .jsonl or .parquet file, one line per rollout: those of that
-        status (without a question: completed ones) that `where` asks for
-        (buffer/query/language.py).
+        """Write living groups to a new .jsonl or .parquet file, one line per rollout.
+
+        `where` is a query (buffer/query/language.py). Without a query and a status, completed
+        groups are written.
         """
         node = parse(where)
         if status or node == TRUE:
@@ -193,9 +185,10 @@ class Run:
         return self._exporter().write(path, tasks, node, advance)
 
     def export_archived(self, path: Path, *, advance: Advance = no_advance) -> Exported:
-        """Write the archived batches that nobody has exported yet to a new file, and say so once it
-        is on disk: under `retain_until_exported` that frees them. A crash in between means that the
-        next file holds them again.
+        """Write the archived batches that were not exported yet to a new file.
+
+        They are marked as exported once the file is on disk: under `retain_until_exported` that
+        frees them. After a crash in between, the next file holds them again.
         """
         done = self._exporter().write_archived(path, advance)
         if done.steps:
@@ -213,8 +206,10 @@ class Run:
         from_line: int = 1,
         advance: Advance = no_advance,
     ) -> Imported:
-        """Put the groups of a .jsonl or .parquet file into the pools. DatasetError, and nothing
-        imported, if a line is wrong; see `buffer.curation.group_import`.
+        """Put the groups of a .jsonl or .parquet file into the pools.
+
+        Raises DatasetError, with nothing imported, for a wrong line; see
+        `buffer.curation.group_import`.
         """
         reader = GroupImport(
             self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
@@ -223,7 +218,7 @@ class Run:
 
     @staticmethod
     def names(store: Store) -> list[str]:
-        """The runs on a server. Walks the key space in slices: for people, never for a hot path."""
+        """Return the names of the runs on a server. Walks the key space: never for a hot path."""
 
         def scan() -> list[bytes]:
             return [
@@ -235,11 +230,11 @@ class Run:
         return sorted(run_of_meta(key.decode()) for key in store.retrying("runs", scan))
 
     def refresh_limits(self) -> bool:
-        """Take over what was set since the last look; whether there was anything. One short read."""
+        """Adopt limits that were changed on the server; return whether any were. One short read."""
         return self.look()[0]
 
     def look(self) -> tuple[bool, memory.MemoryUse]:
-        """`refresh_limits`, and how many payload bytes the run holds, in one round trip."""
+        """Refresh the limits, and return the run's use of memory, too, in one round trip."""
         limits = ("HMGET", self.keys.meta, "limits_version", "limits_op")
         stamp, held = self.store.each(
             "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control"
@@ -250,39 +245,50 @@ class Run:
         return changed, self.memory.use(memory.ByteCount.parse(held))
 
     def _adopt_limits(self) -> None:
-        raw: Any = self.store.retrying("limits", lambda: self.store.control.hgetall(self.keys.meta))
-        meta = {k.decode(): v.decode() for k, v in raw.items()}
+        meta = _read_hash(self.store, "limits", self.keys.meta)
         self.limits.adopt(RunLimits.from_meta(meta))
         self._limits_stamp = _stamp(meta.get("limits_version"), meta.get("limits_op"))
 
     def set(self, settings: LiveSettings, *, producer: str = "") -> dict[str, tuple[Any, Any]]:
-        """Change limits while the run goes on; what changed, by name: (before, after). Raises
-        ConfigError; Fenced where `producer`, who says so, is not the producer any more.
+        """Change limits while the run continues; return (before, after) of each that changed.
+
+        `producer` is the nonce of a producer that changes them by itself. Raises ConfigError, or
+        Fenced when another producer was opened.
         """
         operation = new_nonce()
         while True:
             self.refresh_limits()
             wanted = settings.applied(self.limits, self.ledger.steps()[0])
             changes = differences(self.limits, wanted)
-            reply = unfenced(self._set(operation, wanted.to_meta(changes), producer), "producer")
-            if reply[0] == "NO_RUN":
-                raise RunNotFound(f"there is no run {self.name!r} any more")
-            if reply[0] != "CONFLICT":  # somebody else changed something meanwhile: look again
-                self.refresh_limits()
-                return changes
+            match self._set(operation, wanted.to_meta(changes), producer):
+                case ["OK", _]:
+                    self.refresh_limits()
+                    return changes
+                case [
+                    "CONFLICT",
+                    _,
+                ]:  # limits were changed since they were read: apply to the new ones
+                    continue
+                case ["NO_RUN"]:
+                    raise RunNotFound(f"there is no run {self.name!r} any more")
+                case reply:
+                    raise ScriptError(f"set_limits: unknown reply {reply}")
 
-    def _set(self, operation: str, fields: list[str], producer: str) -> list[Any]:
-        return self.store.call(
+    def _set(self, operation: str, fields: list[str], producer: str) -> list[str]:
+        version, _ = self._limits_stamp
+        reply = self.store.call(
             "set_limits",
             self.keys.slots(),
-            {"operation": operation, "version": self._limits_stamp[0], "producer": producer},
+            {"operation": operation, "version": version, "producer": producer},
             tail_args=fields,
             durable=True,
         )
+        return unfenced(reply, "producer")
 
     def read_progress(self, tasks: Iterable[str] | None = None) -> ProduceProgress:
-        """How far these tasks are, by default those of training; KeyError for one that the run has
-        not.
+        """Return the progress of these tasks (default: those of training).
+
+        Raises KeyError for a task that the run does not have.
         """
         names = self.limits.training_tasks if tasks is None else list(tasks)
         for name in names:
@@ -290,22 +296,42 @@ class Run:
         return read_progress(self.store, self.keys, names)
 
     def progress(self, task: str) -> dict[str, str]:
-        """The account and counters of a task, as in redis-cli."""
-        raw: Any = self.store.retrying(
-            "progress", lambda: self.store.control.hgetall(self.keys.progress(task))
-        )
-        return {k.decode(): v.decode() for k, v in raw.items()}
+        """Return the account and counters of a task as the server has them."""
+        return _read_hash(self.store, "progress", self.keys.progress(task))
 
     def record(self, gid: str) -> dict[str, str]:
-        """The record of a group; empty where it has ended or never was."""
-        raw: Any = self.store.retrying(
-            "record", lambda: self.store.control.hgetall(self.keys.group(gid))
+        """Return the record of a group; empty if it has ended or never was."""
+        return _read_hash(self.store, "record", self.keys.group(gid))
+
+
+def _read_hash(store: Store, what: str, key: str) -> dict[str, str]:
+    raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
+    return {name.decode(): value.decode() for name, value in raw.items()}
+
+
+def _require_schema(name: str, meta: dict[str, str]) -> None:
+    """Raise RunNotFound or SchemaVersionError for a run that cannot be opened."""
+    if not meta:
+        raise RunNotFound(
+            f"there is no run {name!r} on this server",
+            hint="`rolloutmq status` without a name lists the runs",
         )
-        return {k.decode(): v.decode() for k, v in raw.items()}
+    schema = meta.get("schema")
+    if schema == LOADING:
+        raise RunNotFound(
+            f"run {name!r} is being resumed from a snapshot, or a resume of it was interrupted",
+            hint="wait until it is done; `rolloutmq resume` deletes what an interrupted one left",
+        )
+    if schema == REMOVING:
+        raise RunNotFound(
+            f"run {name!r} is being removed, or its removal was interrupted",
+            hint=f"`rolloutmq runs --delete {name} --yes` completes it",
+        )
+    if schema != SCHEMA:
+        raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")
 
 
 def _stamp(version: bytes | str | None, operation: bytes | str | None) -> tuple[int, str]:
-    """Which limits these are: how many changes there were, and the last one's nonce."""
-    return int(version or 0), operation.decode() if isinstance(
-        operation, bytes
-    ) else operation or ""
+    """Identify limits by the number of changes so far and the nonce of the last one."""
+    nonce = operation.decode() if isinstance(operation, bytes) else operation
+    return int(version or 0), nonce or ""

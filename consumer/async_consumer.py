@@ -4,9 +4,8 @@
         await consumer.open(position=position)
         batch = await consumer.take_batch(step, {"math": 16}, deadline_s=600)
 
-One implementation: every method is that of `RolloutConsumer`, in a thread of its own, so that the
-event loop goes on whatever the server does. Several may be under way at a time (a commit while a
-batch is awaited).
+Every method runs that of `RolloutConsumer` in a thread, so that the event loop never blocks.
+Several may run at a time, such as a commit while a batch is awaited.
 
 A cancelled call loses nothing: the wait ends within a second; a batch that was taken meanwhile is
 recorded under its step, and taking that step again returns it (I5). All other calls are harmless
@@ -30,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 8
-"""Calls under way at a time; more of them wait for one to end."""
+"""Calls that run at a time; further calls wait until one ends."""
 
 
 def _awaited(
@@ -44,7 +43,7 @@ def _awaited(
 
 
 class AsyncRolloutConsumer:
-    """One trainer of a run, for one event loop. `blocking` is the consumer behind it."""
+    """Represents the trainer of a run in one event loop; `blocking` is its `RolloutConsumer`."""
 
     def __init__(self, run: Run, *, prefetch_bytes: int = 64 * 2**20) -> None:
         self.blocking = RolloutConsumer(run, prefetch_bytes=prefetch_bytes)
@@ -72,10 +71,11 @@ class AsyncRolloutConsumer:
         self.blocking.stop()
 
     def metrics(self) -> dict[str, float]:
+        """Return the metrics of `RolloutConsumer.metrics`."""
         return self.blocking.metrics()
 
     async def close(self) -> None:
-        """End what still waits, and give the role up."""
+        """End the calls that still wait, and give up the role."""
         self.blocking.stop()
         try:
             await self._in_thread(self.blocking.close)

@@ -1,8 +1,4 @@
-"""The ranks of a data-parallel trainer, as its arithmetic sees them: sums, a largest, what each
-says; or one, alone.
-
-Who of several gets which part of a batch: shares of about the same weight.
-"""
+"""The ranks of a data-parallel trainer: how they exchange values and share a batch."""
 
 from __future__ import annotations
 
@@ -18,12 +14,11 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def join() -> None:
-    """Make the process group of a program that torchrun started, also where `--max-restarts` began
-    it anew.
+    """Create the process group of a program that torchrun started, restarts included.
 
-    All attempts share torchrun's store, and a rank may find there where one listened that is dead
-    (torch 2.13: "Gloo connectFullMesh failed", at every attempt after the first): so each attempt
-    has keys of its own.
+    All attempts of `--max-restarts` share torchrun's store, where a rank may find the address of
+    one that is dead (torch 2.13: "Gloo connectFullMesh failed", at every attempt after the first).
+    Therefore each attempt gets keys of its own.
     """
     store, rank, size = next(rendezvous("env://"))
     own = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -32,8 +27,9 @@ def join() -> None:
 
 
 class Ranks:
-    """All ranks call the same methods in the same order. `group` is one of gloo: what is said are a
-    few numbers.
+    """Exchanges small values between the ranks of a gloo `group`; without one, there is one rank.
+
+    All ranks call the same methods in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -42,7 +38,7 @@ class Ranks:
         self.size = dist.get_world_size(group) if group else 1
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sum of each over the ranks."""
+        """Return the sum of each value over the ranks."""
         if self._group is None:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -50,10 +46,11 @@ class Ranks:
         return [float(value) for value in total]
 
     def max(self, value: int) -> int:
-        return max(int(said) for said in self.say(value))
+        """Return the largest value of all ranks."""
+        return max(int(found) for found in self.gather(value))
 
-    def say(self, part: Any) -> list[Any]:
-        """What every rank says, in order of rank: anything that JSON can hold (never pickle)."""
+    def gather(self, part: Any) -> list[Any]:
+        """Return the `part` of every rank, in order of rank: any JSON value (never pickle)."""
         if self._group is None:
             return [part]
         data = torch.frombuffer(bytearray(orjson.dumps(part)), dtype=torch.uint8)
@@ -64,7 +61,8 @@ class Ranks:
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
         return [
-            orjson.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)
+            orjson.loads(part[: int(size)].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
         ]
 
 
@@ -72,15 +70,16 @@ ALONE = Ranks()
 
 
 def balanced_shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
-    """The places of `weights` that each rank gets, ascending; every place once.
+    """Return for each rank the positions in `weights` that it gets, in ascending order.
 
-    Longest first, each to the rank with the least so far (Graham 1969: at most 4/3 of the best
-    there is). The same on every machine: ties go to the earlier place and the lower rank.
+    The heaviest come first, each for the rank with the least so far (Graham 1969: at most 4/3 of
+    the optimum). The result is the same on every machine: ties go to the earlier position and the
+    lower rank.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for place in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+    for position in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         rank = min(range(ranks), key=lambda r: (loads[r], len(shares[r]), r))
-        shares[rank].append(place)
-        loads[rank] += weights[place]
+        shares[rank].append(position)
+        loads[rank] += weights[position]
     return [sorted(share) for share in shares]

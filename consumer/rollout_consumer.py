@@ -14,8 +14,8 @@
     consumer.close()
 
 Between any two of these lines the process may die. `open` with the position of a checkpoint
-delivers the steps after it again, byte for byte (I5, I6), and tells a server that lost data what
-was trained (`open(step)` cannot).
+delivers the steps after it again, byte for byte (I5, I6), and restores on a server that lost data
+what was trained (`open(step)` cannot).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from buffer.batches.position import Position
 from buffer.batches.trainer_opening import Opening
@@ -38,12 +37,11 @@ from buffer.model.manifest import Manifest
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
 from consumer.batches.batch import Batch, Stopped, check_not_abandoned
-from consumer.batches.evaluation import EvaluationRound
+from consumer.batches.evaluation_round import EvaluationRound
 from consumer.batches.outlook import status_of_taken
 from consumer.batches.prefetch import Prefetcher
-from consumer.batches.reader import BatchReader
+from consumer.batches.taker import BatchTaker, Checkpoint, Waiting, WaitOptions
 from consumer.batches.timing import PauseTimes, TakeTimes, WaitClock
-from consumer.batches.wait import BatchWait, Checkpoint, Waiting
 
 PauseMode = Literal["abort", "drain", "keep"]
 
@@ -51,16 +49,19 @@ __all__ = ["Batch", "PauseMode", "RolloutConsumer", "Stopped"]
 
 
 class RolloutConsumer:
-    """One trainer of a run. One thread opens and closes it; the others of its process may call the
-    rest.
+    """Represents the trainer of a run.
 
-    `prefetch_bytes`: of payloads that are read ahead while a batch is trained; 0 switches that off.
+    One thread opens and closes it; all threads of the process may call the rest. `prefetch_bytes`:
+    payloads that are read ahead while a batch is trained; 0 reads none. `nonce`: that of a trainer
+    which is already open; without it, call `open`.
     """
 
     producer_timeout_s: float | None = 120.0
-    """how long a batch is awaited while no producer lives; None: for ever"""
+    """how long to wait for a batch while no producer is alive; None: forever"""
 
-    def __init__(self, run: Run, *, prefetch_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self, run: Run, *, prefetch_bytes: int = 64 * 2**20, nonce: str | None = None
+    ) -> None:
         self._run = run
         self.lineage = secrets.token_hex(4)
         self.pauses = PauseTimes()
@@ -68,17 +69,18 @@ class RolloutConsumer:
         self.role = HeldRole(
             run.control,
             "trainer",
+            nonce=nonce,
             waited_s=lambda: self.waits.seconds,
             pauses=self.pauses.histogram,
         )
-        self._reader = BatchReader(run, self.nonce)
         self._takes = TakeTimes()
         self._stop = threading.Event()
+        self._taker = BatchTaker(run, self.role.nonce, self._check)
         self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
 
     @property
     def nonce(self) -> str:
-        """What the scripts know this trainer by."""
+        """Identifies this trainer to the scripts."""
         return self.role.nonce
 
     def open(
@@ -90,14 +92,13 @@ class RolloutConsumer:
         position: Position | None = None,
         regenerate: bool = False,
     ) -> Opening:
-        """Become the trainer, going on from a checkpoint of `step` (0: from the start); a new
-        lineage begins.
+        """Become the trainer from a checkpoint of `step` (0: the start), with a new lineage.
 
-        A `position` says all that: a server that lost data is told what was trained. `regenerate`:
-        also one that lost everything, or has freed what comes after the checkpoint; that is then
-        generated again. Raises RoleHeld when another trainer beats (unless `take_over`, which
-        fences it), LostRun when the server does not hold the run, or as a new one, LedgerError when
-        `step` is not between what is freed and what was taken.
+        `position`, of that checkpoint, replaces `step` and `run_nonce`, and restores what a server
+        lost. `regenerate` also accepts a server that lost everything, or has freed what comes after
+        the checkpoint; that is then generated again. Raises RoleHeld if another trainer is alive
+        (unless `take_over`, which fences it), LostRun if the server does not hold the run or holds
+        it as a new one, LedgerError if `step` is not between the freed and the taken steps.
         """
         opening = self._run.trainers.open(
             self.nonce,
@@ -108,23 +109,23 @@ class RolloutConsumer:
             position=position,
             regenerate=regenerate,
         )
-        # an outage, however long, is waited for by whatever this trainer calls
+        # calls of the trainer wait for the end of an outage, however long it lasts
         self._run.store.patience = lambda: not (self._stop.is_set() or self.role.ended.is_set())
-        # heartbeats continue while the last step is finished after `stop`: the role is held until
-        # `close`
+        # heartbeats continue after `stop`, while the last step ends: the role is held until `close`
         limits = self._run.limits
         self.role.renew_in_background(lambda: limits.heartbeat_ms / 1000, self._prefetcher.end)
         return opening
 
     def close(self) -> None:
-        """Give the role up, so that the next trainer need not wait."""
+        """Give up the role, so that the next trainer need not wait."""
         self._prefetcher.close()
         if self.role.thread:
             self.role.close()
 
     def check_role(self) -> None:
-        """Raises Fenced if another trainer was opened: call it before you write what that one would
-        read.
+        """Raise Fenced if another trainer was opened.
+
+        Call it before writing files that the other trainer would read.
         """
         self.role.renew()
 
@@ -134,6 +135,7 @@ class RolloutConsumer:
 
     @property
     def stopping(self) -> bool:
+        """Return whether `stop` was called."""
         return self._stop.is_set()
 
     def take_batch(
@@ -146,35 +148,36 @@ class RolloutConsumer:
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> Batch:
-        """The groups of train step `step`, `counts` of each task; blocks until they are ready.
+        """Wait for the groups of train step `step`, `counts` of each task, and return them.
 
-        A step that was taken before comes back as it was. `waiting` hears why (a `WaitReason`),
-        about once a second. `checkpoint` is called when memory is full of batches that only a
-        checkpoint frees: it shall write one and commit, or, where there is one of the step before,
-        keep no older one; without it, CheckpointNow is raised. Raises TimeoutError, with the
-        reason, after `deadline_s`; Stopped after `stop`, Fenced when another trainer was opened;
-        ExpiredBatch, NoBatch, ProducerGone where waiting is useless (`consumer.batches.outlook`
-        draws when); TaskStopped when nothing more is made of a task that is short; where its
-        `should_continue_fn` said that it is enough, the batch has what there is. A group that
-        cannot be read is quarantined, and another one awaited in its place (I11).
+        A step that was taken before is returned as it was. A group that cannot be read is
+        quarantined, and another one awaited in its slot (I11). A task that `should_continue_fn`
+        ended supplies what is ready; without `strict`, every task does.
+
+        `waiting` is called about once a second with the reason (a `WaitReason`). `checkpoint` is
+        called when memory is full of batches that only a checkpoint frees: it must write one and
+        commit or, if there is one of the step before, keep no older one.
+
+        Raises TimeoutError, with the reason, after `deadline_s`; Stopped after `stop`; Fenced if
+        another trainer was opened; CheckpointNow if memory is full and there is no `checkpoint`;
+        ExpiredBatch, NoBatch, ProducerGone if waiting is useless (see `consumer.batches.outlook`);
+        TaskStopped if nothing more is produced of a task that is short.
         """
+        # before the take: groups that left the pool would be forgotten as unwanted
         self._prefetcher.end()
         started = time.monotonic()
-        wait = self._wait(deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
+        options = WaitOptions(deadline_s, self.producer_timeout_s, waiting, checkpoint)
         with self.waits.running():
-            manifest = self._take(wait, step, counts, strict)
+            manifest = self._take(step, counts, strict, options)
         waited_s = time.monotonic() - started
-        known = self._prefetcher.hand_out([entry.payload for entry in manifest.entries])
-        manifest, groups = self._reader.read_whole(
-            self._run.ledger, manifest, known, wait, strict=strict
+        known = self._prefetcher.pop([entry.payload for entry in manifest.entries])
+        manifest, groups = self._taker.read_whole(
+            self._run.ledger, manifest, known, options, strict=strict
         )
         batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
         self._takes.add(batch)
         self._prefetcher.begin(counts)
         return batch
-
-    def _wait(self, **how: Any) -> BatchWait:
-        return BatchWait(self._run, self._check, producer_timeout_s=self.producer_timeout_s, **how)
 
     def take_manifest(
         self,
@@ -186,25 +189,23 @@ class RolloutConsumer:
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> Manifest:
-        """`take_batch` without reading it: for trainers of which each rank reads its own share."""
-        wait = self._wait(deadline_s=deadline_s, waiting=waiting, checkpoint=checkpoint)
-        return self._take(wait, step, counts, strict)
+        """Take a batch as `take_batch` does, but do not read it: each rank reads its own part."""
+        options = WaitOptions(deadline_s, self.producer_timeout_s, waiting, checkpoint)
+        return self._take(step, counts, strict, options)
 
     def _take(
-        self, wait: BatchWait, step: int, counts: Mapping[str, int], strict: bool
+        self, step: int, counts: Mapping[str, int], strict: bool, options: WaitOptions
     ) -> Manifest:
-        take = partial(self._run.ledger.take, self.nonce, step, strict=strict)
         with self._run.control.telling_loss("trainer"):
-            return wait.until_taken(step, counts, take)
+            return self._taker.take(self._run.ledger, step, counts, options, strict=strict)
 
-    def put_aside(self, step: int, reasons: Mapping[str, str]) -> Manifest:
-        """Quarantine groups of a taken step that cannot be used, each with why, and wait for others
-        in their places; the new manifest (I11).
+    def quarantine(self, step: int, reasons: Mapping[str, str]) -> Manifest:
+        """Quarantine unusable groups of a taken step, and wait for others in their slots (I11).
+
+        `reasons` by gid. Returns the new manifest.
         """
-        ledger = self._run.ledger
-        reader = self._reader
-        manifest = reader.put_aside(ledger, step, reasons)
-        return reader.refill(ledger, manifest, self._wait()) if manifest.open_places else manifest
+        options = WaitOptions(producer_timeout_s=self.producer_timeout_s)
+        return self._taker.quarantine(self._run.ledger, step, reasons, options)
 
     def _check(self) -> None:
         check_not_abandoned()
@@ -217,19 +218,19 @@ class RolloutConsumer:
             self._check()
 
     def commit(self, step: int, *, keep: int) -> None:
-        """The checkpoint of `step` is durable and `keep` is the oldest one kept: batches up to
-        `keep` are freed.
+        """Record that the checkpoint of `step` is durable and `keep` is the oldest kept one.
+
+        Batches up to `keep` are freed.
         """
         self._run.ledger.commit(self.nonce, step, keep)
 
-    # -- control -------------------------------------------------------------
+    # -- control -------------------------------------------------------------------------
 
     @contextmanager
     def paused(self, mode: PauseMode) -> Iterator[float]:
-        """Pause, wait for every live worker's receipt, and continue at the end. Yields the seconds
-        it took.
+        """Pause the run for this block, and yield the seconds until the last receipt.
 
-        Raises Stopped, and lets the run continue, after `stop` during the wait.
+        Raises Stopped, and lets the run continue, if `stop` is called during the wait.
         """
         try:
             seconds = self.pause(mode)
@@ -242,11 +243,10 @@ class RolloutConsumer:
             self.continue_()
 
     def pause(self, mode: PauseMode, *, lanes: str = "") -> float:
-        """Pause the run; returns the seconds until the last receipt. Who is silent for
-        `pause_timeout_s` is fenced.
+        """Pause the run, and return the seconds until the last live worker's receipt.
 
-        `lanes` that stay open: "eval" lets evaluations run meanwhile (not in keep mode, which
-        freezes engines).
+        A worker that is silent for `pause_timeout_s` is fenced. `lanes` stay open: "eval" lets
+        evaluations run meanwhile (not in keep mode, which freezes engines).
         """
         started = time.monotonic()
         self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
@@ -256,22 +256,23 @@ class RolloutConsumer:
         return seconds
 
     def continue_(self) -> None:
-        """Let the run go on, as far as the operator does not hold it."""
+        """Continue the run, unless the operator has paused it."""
         self._run.control.set_mode("trainer", Mode.RUN, nonce=self.nonce)
 
     def finish(self) -> None:
-        """The run is over: workers and producer end what they have and leave."""
+        """End the run: workers and producer finish their work and exit."""
         self._run.control.set_mode("trainer", Mode.FINISH, nonce=self.nonce)
 
     def publish_weights(self, version: int, path: str, checksum: str) -> PolicyVersion:
-        """Name the weights after train step `version` as the newest; workers load them before they
-        claim again.
+        """Announce the weights after train step `version` as the newest.
+
+        Workers load them before they claim again.
         """
         weights = PolicyVersion(self.lineage, version)
         self._run.control.publish_weights(self.nonce, weights, path, checksum)
         return weights
 
-    # -- evaluation ----------------------------------------------------------
+    # -- evaluation ----------------------------------------------------------------------
 
     def evaluate(
         self,
@@ -281,20 +282,21 @@ class RolloutConsumer:
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> list[RolloutGroup]:
-        """`count` groups of an evaluation task, generated by the workers with the newest weights.
+        """Wait for `count` groups of an evaluation task, generated with the newest weights.
 
-        They have a ledger of their own and touch no training counter. What an interrupted
-        evaluation left is used if it is of these weights; else it is put away. `waiting` and
+        They have a ledger of their own and move no training counter. Groups that an interrupted
+        evaluation left are used if they are of these weights, else discarded. `waiting` and
         `checkpoint` as in `take_batch`.
         """
-        wait = self._wait(waiting=waiting, checkpoint=checkpoint, trains=False)
-        return self.begin_evaluation(task, count).wait(wait)
+        options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
+        return self.begin_evaluation(task, count).finish(options, allows_newer=False)
 
     def begin_evaluation(self, task: str, count: int) -> EvaluationRound:
-        """The same in the background: `poll` it between your steps, and end it before the next one
-        of that task.
+        """Begin an evaluation in the background.
+
+        Call its `poll` between your steps, and finish it before the next one of that task.
         """
-        return EvaluationRound(self._run, self.nonce, self._reader, task, count)
+        return EvaluationRound(self._run, self.nonce, self._taker, task, count)
 
     def finish_evaluation(
         self,
@@ -303,29 +305,31 @@ class RolloutConsumer:
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> list[RolloutGroup]:
-        """Wait for an evaluation in the background; `waiting` and `checkpoint` as in `take_batch`."""
-        return pending.join(self._wait(waiting=waiting, checkpoint=checkpoint, trains=False))
+        """Wait for a background evaluation; `waiting` and `checkpoint` as in `take_batch`."""
+        options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
+        return pending.finish(options, allows_newer=True)
 
-    # -- what happens --------------------------------------------------------
+    # -- metrics and events --------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Of this trainer so far: take/*, prefetch/*, pause/*; README of this package says what
-        each is.
+        """Return the metrics take/*, prefetch/* and pause/* of this trainer so far.
+
+        The README of this package describes each.
         """
-        ahead = self._prefetcher
-        prefetch = {
-            "used_groups": ahead.used,
-            "read_groups": ahead.read,
-            "held_bytes": ahead.held_bytes,
+        return {
+            **self._takes.metrics(),
+            "take/quarantined_groups": float(self._taker.quarantined),
+            "prefetch/used_groups": float(self._prefetcher.used),
+            "prefetch/read_groups": float(self._prefetcher.read),
+            "prefetch/held_bytes": float(self._prefetcher.held_bytes),
+            **self.pauses.metrics(),
         }
-        named = {f"prefetch/{name}": float(value) for name, value in prefetch.items()}
-        quarantined = {"take/quarantined_groups": float(self._reader.quarantined)}
-        return self._takes.metrics() | quarantined | named | self.pauses.metrics()
 
     def events(
         self, after: str = START, *, limit: int = 500, block_ms: int | None = None
     ) -> list[tuple[str, Event]]:
-        """(id, event) of what happened in the run behind an id, oldest first; waits up to
-        `block_ms` for the next.
+        """Return (id, event) of the run's events after an id, oldest first.
+
+        If there are none, wait up to `block_ms` milliseconds for the next.
         """
         return self._run.events.read(after, limit=limit, block_ms=block_ms)

@@ -1,18 +1,18 @@
-"""`RolloutConsumer` for a data-parallel trainer: one batch, of which every rank reads its share
-only.
+"""`RolloutConsumer` for a data-parallel trainer: every rank reads its part of one batch.
 
 Rank 0 is the trainer of the run: it alone takes, commits, pauses. The manifest goes to all ranks as
 text (never pickle); each reads the groups that `balanced_shares` gives it by their tokens. A step
-is whole or it fails: every rank says what it read, and with what checksum of the manifest, before
-any of them may train. Whoever cannot read, or dies, fails the step on all ranks; nothing is
-committed, and the same step is delivered again, byte for byte (I5).
+is whole or it fails: every rank reports what it could not read, and the checksum of its manifest,
+before any of them may train. A rank that cannot read, or dies, fails the step on all ranks; nothing
+is committed, and the same step is delivered again, byte for byte (I5).
 
-    consumer.ranks.join()                                # the process group of torchrun, restarts included
+    consumer.ranks.join()                            # the process group, restarts included
     consumer = ShardedConsumer(run)
     consumer.open(position=position)
-    batch = consumer.take_batch(step, {"math": 16})      # this rank's groups; batch.manifest is the whole batch's
-    train(batch)                                         # gradients over all ranks
-    write_my_part(step); consumer.confirm(step)          # until every rank has; then rank 0 makes it visible
+    batch = consumer.take_batch(step, {"math": 16})  # this rank's groups, the manifest of all
+    train(batch)                                     # gradients over all ranks
+    write_my_part(step)
+    consumer.confirm(step)                           # waits until every rank has written its part
     consumer.commit(step, keep=step)
 """
 
@@ -40,38 +40,35 @@ from consumer.rollout_consumer import RolloutConsumer
 
 
 class StepFailed(RolloutMQError):
-    """A rank could not do its part of a step. The step is not committed, and will be delivered
-    again.
-    """
+    """A rank could not do its part of a step, which is not committed and is delivered again."""
 
 
-TOLD: Mapping[str, type[Exception]] = {
+SHARED_ERRORS: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointNow, Fenced, Stopped, TimeoutError)
 }
-"""What rank 0 meets and the others can act upon: raised there as it is."""
+"""Errors of rank 0 that every rank raises as they are, since the caller can act on them."""
 
-PATIENCE = timedelta(hours=12)
+GROUPS_TIMEOUT = timedelta(hours=12)
 """How long ranks wait for rank 0, which waits for groups. A rank that dies is noticed at once."""
 
 
 class ShardedConsumer:
-    """One rank of a data-parallel trainer; all ranks call the same methods in the same order.
+    """Represents one rank of a data-parallel trainer.
 
-    `group`: of all of them, with gloo (default: made anew), whatever the gradients travel by.
+    All ranks call the same methods in the same order. `group`: a gloo group of all ranks (default:
+    a new one), whatever backend the gradients use.
     """
 
     def __init__(self, run: Run, group: dist.ProcessGroup | None = None) -> None:
         self._run = run
-        self.ranks = Ranks(group or dist.new_group(backend="gloo", timeout=PATIENCE))
+        self.ranks = Ranks(group or dist.new_group(backend="gloo", timeout=GROUPS_TIMEOUT))
         self.leader = RolloutConsumer(run, prefetch_bytes=0) if self.ranks.rank == 0 else None
-        """on rank 0: the trainer of the run, for what one rank does (pause, publish_weights,
-        evaluate)
-        """
+        """on rank 0 only, the trainer of the run: to pause, publish_weights, evaluate"""
 
     def open(
         self, *, position: Position | None = None, take_over: bool = False, regenerate: bool = False
     ) -> None:
-        """Rank 0 becomes the trainer of the run; see `RolloutConsumer.open`."""
+        """Make rank 0 the trainer of the run; see `RolloutConsumer.open`."""
 
         def open_it() -> None:
             assert self.leader
@@ -82,6 +79,7 @@ class ShardedConsumer:
         self._on_leader(open_it)
 
     def close(self) -> None:
+        """Give up the role."""
         if self.leader:
             self.leader.close()
 
@@ -93,12 +91,11 @@ class ShardedConsumer:
         deadline_s: float | None = None,
         strict: bool = True,
     ) -> Batch:
-        """This rank's share of step `step`; `manifest` is that of the whole batch, the same on all
-        ranks.
+        """Return this rank's part of step `step`, with the manifest of the whole batch.
 
-        A group that some rank cannot read is put aside, another one awaited, and the batch shared
-        out anew. Raises StepFailed on all ranks when one of them fails otherwise, or the ranks do
-        not hold the same manifest.
+        A group that some rank cannot read is quarantined, another one awaited, and the batch shared
+        out again. Raises StepFailed on all ranks if one of them fails otherwise, or if the ranks do
+        not have the same manifest.
         """
 
         def take() -> tuple[list[str], list[int], float, str]:
@@ -117,23 +114,23 @@ class ShardedConsumer:
             bad = self._agree(manifest, problems)
             if not bad:
                 return Batch(step, groups, manifest, waited_s, ProduceBatchStatus(status))
-            lines, tokens = self._on_leader(partial(self._put_aside, step, bad))
+            lines, tokens = self._on_leader(partial(self._quarantine, step, bad))
 
     def confirm(self, step: int) -> None:
-        """All ranks have written their parts of the checkpoint of `step`: rank 0 may make it
-        visible, then commit.
+        """Wait until all ranks have written their parts of the checkpoint of `step`.
 
-        A rank that failed or died fails it on all: StepFailed, or the error of the broken
-        connection.
+        Then rank 0 may make it visible and commit. If a rank failed or died, all ranks raise
+        StepFailed, or the error of the broken connection.
         """
-        said = self.ranks.say({"step": step})
-        if any(answer["step"] != step for answer in said):
+        steps = self.ranks.gather(step)
+        if any(found != step for found in steps):
             raise StepFailed(
-                f"the ranks are at different steps: {said}", hint="restart from the last checkpoint"
+                f"the ranks are at different steps: {steps}",
+                hint="restart from the last checkpoint",
             )
 
     def commit(self, step: int, *, keep: int) -> None:
-        """The checkpoint of `step` is whole and visible; see `RolloutConsumer.commit`."""
+        """Commit `step`, whose checkpoint is complete and visible; see `RolloutConsumer.commit`."""
 
         def commit() -> None:
             assert self.leader
@@ -141,10 +138,10 @@ class ShardedConsumer:
 
         self._on_leader(commit)
 
-    # -- shares ----------------------------------------------------------------
+    # -- shares --------------------------------------------------------------------------
 
     def _tokens(self, manifest: Manifest) -> list[int]:
-        """Generated tokens of each group, as its record says; its bytes where it has none."""
+        """Return the generated tokens of each group by its record, or its bytes if it has none."""
         records = [self._run.keys.group(entry.gid) for entry in manifest.entries]
         found: list[Any] = self._run.store.each(
             "tokens", [("HGET", key, "tokens") for key in records], "control"
@@ -156,11 +153,13 @@ class ShardedConsumer:
     def _read_share(
         self, manifest: Manifest, share: list[int]
     ) -> tuple[list[RolloutGroup], dict[str, str]]:
-        """The groups at these places; or, by gid, why one cannot be read. '' is what no quarantine
-        helps against.
+        """Read the groups at these positions; else return why not, by gid.
+
+        The reason under the gid '' is one that quarantine does not remove.
         """
-        entries = tuple(manifest.entries[place] for place in share)
+        entries = tuple(manifest.entries[position] for position in share)
         try:
+            # the header of the whole batch: it defines which tokens are masked
             return self._run.buffer.load(Manifest(manifest.step, manifest.header, entries)), {}
         except (WireError, PayloadMissing):
             return [], self._find_bad(entries)
@@ -174,30 +173,36 @@ class ShardedConsumer:
                 self._run.buffer.read(entry.payload)
             except RolloutMQError as error:
                 problems[entry.gid] = f"{type(error).__name__}: {error}"
-        return problems or {"": "a group could not be read, and then it could: take the step again"}
+        return problems or {"": "a group could not be read at first, but can be now"}
 
-    def _put_aside(self, step: int, bad: Mapping[str, str]) -> tuple[list[str], list[int]]:
+    def _quarantine(self, step: int, bad: Mapping[str, str]) -> tuple[list[str], list[int]]:
         assert self.leader
-        manifest = self.leader.put_aside(step, bad)
+        manifest = self.leader.quarantine(step, bad)
         return manifest.lines, self._tokens(manifest)
 
-    # -- agreement -------------------------------------------------------------
+    # -- agreement -----------------------------------------------------------------------
 
     def _agree(self, manifest: Manifest, problems: dict[str, str]) -> dict[str, str]:
-        """The bad groups of all ranks, by gid, with why. StepFailed where something else is wrong."""
+        """Return the unreadable groups of all ranks by gid, with the reasons.
+
+        Raises StepFailed for any other problem.
+        """
         content = checksum("\n".join(manifest.lines).encode())
-        said = self.ranks.say({"content": content, "problems": problems})
-        if len({answer["content"] for answer in said}) > 1:
-            raise StepFailed(f"step {manifest.step}: the ranks hold different manifests: {said}")
-        all_problems = {gid: why for answer in said for gid, why in answer["problems"].items()}
-        if why := all_problems.get(""):
+        reports = self.ranks.gather({"content": content, "problems": problems})
+        if len({report["content"] for report in reports}) > 1:
+            raise StepFailed(f"step {manifest.step}: the ranks have different manifests: {reports}")
+        all_problems = {
+            gid: reason for report in reports for gid, reason in report["problems"].items()
+        }
+        if "" in all_problems:
             raise StepFailed(
-                f"step {manifest.step}: {why}", hint="take the step again; it is as it was"
+                f"step {manifest.step}: {all_problems['']}",
+                hint="take the step again; it is unchanged",
             )
         return all_problems
 
     def _on_leader(self, act: Callable[[], Any]) -> Any:
-        """What rank 0 gets from `act`, on all ranks; its error, on all ranks."""
+        """Call `act` on rank 0; return its result, or raise its error, on all ranks."""
         answer: dict[str, Any] = {}
         error: Exception | None = None
         if self.leader:
@@ -205,12 +210,12 @@ class ShardedConsumer:
                 answer = {"value": act()}
             except Exception as raised:
                 error = raised
-                answer = {"error": type(raised).__name__, "why": str(raised)}
-        answer = self.ranks.say(answer)[0]
+                answer = {"error": type(raised).__name__, "reason": str(raised)}
+        answer = self.ranks.gather(answer)[0]
         if error:
+            # after the exchange: the other ranks wait for it
             raise error
         if "error" in answer:
-            raise TOLD.get(answer["error"], StepFailed)(
-                f"rank 0: {answer['error']}: {answer['why']}"
-            )
+            kind = SHARED_ERRORS.get(answer["error"], StepFailed)
+            raise kind(f"rank 0: {answer['error']}: {answer['reason']}")
         return answer["value"]

@@ -22,6 +22,7 @@ PAGES = (
 LINKED = (
     "LICENSE",
     "docker/redis.conf",
+    "docs/pages/*.png",
     "docs/pages/*.svg",
     "docs/pages/*.css",
     "benchmarks/**/*.png",

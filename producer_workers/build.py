@@ -1,4 +1,4 @@
-"""Puts producer and worker together from a config: the one place that knows all parts of this side."""
+"""Builds a producer or a worker from a config; the one file that knows all of their parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import orjson
 
-from buffer.config.dataset import ImagesSection, ReasoningGymDataset
+from buffer.config.config import ProducingConfig
+from buffer.config.dataset import ImagesSection
 from buffer.config.engine import VllmConfig
-from buffer.config.run import NO_JUDGE, TaskSection
-from buffer.config.worker import ProducingConfig
+from buffer.config.task import NO_JUDGE
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
 from buffer.model.rollout import PolicyVersion
@@ -45,51 +45,57 @@ from producer_workers.worker.worker import Worker
 
 
 def problems_dir(config: ProducingConfig, task: str) -> Path:
-    """Where generated problems of a training task, and of the evaluation of it, are."""
+    """Return the folder of a task's generated problems, which its evaluation shares."""
     return config.run.folder / "problems" / (config.tasks[task].eval_of or task)
 
 
 def model_dir(config: ProducingConfig) -> Path:
-    """The model that the run started from: its tokenizer and shape stay those of all later weights."""
+    """Return the model that the run started from; later weights share its tokenizer and shape."""
     return config.policy.model or config.run.folder / "model"
 
 
 def make_producer(config: ProducingConfig, run: Run) -> AgentLoopManager:
-    """A producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
+    """Return a producer with one sampler per task. Raises ConfigError, DatasetError, ModelError."""
     tokenizer = load_tokenizer(str(model_dir(config)))
     samplers = {}
     should_continue = {}
-    for name, task in config.tasks.items():
+    for name in config.tasks:
         if name not in run.limits.tasks:
-            raise ConfigError(
-                f"task {name!r} is not in the run", hint="the run was started with another config"
-            )
+            hint = "the run was started with another config"
+            raise ConfigError(f"task {name!r} is not in the run", hint=hint)
         should_continue[name] = load_should_continue(config.strategy_of(name).should_continue_fn)
-        samplers[name] = Sampler(
-            name,
-            open_dataset(
-                task.dataset, problems_dir(config, name), task.split, seed=config.run.seed
-            ),
-            tokenizer,
-            task.sample.to_params(),
-            prompt_repeat_k=task.prompt_repeat_k,
-            seed=config.run.seed,
-            shuffle=task.shuffle,
-            max_prompt_tokens=config.producer.max_prompt_tokens,
-            tools=tool_schemas(
-                *(task.agent_loop_options.get(name, ()) for name in ("tools", "mcp"))
-            ),
-            images=_image_prompts(config, run, name),
-        )
+        samplers[name] = _make_sampler(config, run, name, tokenizer)
     weights = load_weight_function(config.plan.curriculum)
-    slice_size = config.producer.slice_size
-    curriculum = Curriculum(run, weights) if weights else None
-    strategies = strategies_of(run.limits, should_continue)
-    return AgentLoopManager(run, samplers, strategies, slice_size=slice_size, curriculum=curriculum)
+    return AgentLoopManager(
+        run,
+        samplers,
+        strategies_of(run.limits, should_continue),
+        slice_size=config.producer.slice_size,
+        curriculum=Curriculum(run, weights) if weights else None,
+    )
+
+
+def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Tokenizer) -> Sampler:
+    task = config.tasks[name]
+    seed = config.run.seed
+    dataset = open_dataset(task.dataset, problems_dir(config, name), task.split, seed=seed)
+    tools = [task.agent_loop_options.get(kind, ()) for kind in ("tools", "mcp")]
+    return Sampler(
+        name,
+        dataset,
+        tokenizer,
+        task.sample.to_params(),
+        prompt_repeat_k=task.prompt_repeat_k,
+        seed=seed,
+        shuffle=task.shuffle,
+        max_prompt_tokens=config.producer.max_prompt_tokens,
+        tools=tool_schemas(*tools),
+        images=_image_prompts(config, run, name),
+    )
 
 
 def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
-    limits = images_of(config.tasks[name])
+    limits = config.tasks[name].images
     if limits is None:
         return None
     if run.media is None:
@@ -99,28 +105,22 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
     return ImagePrompts(str(model_dir(config)), limits, run.media)
 
 
-def images_of(task: TaskSection) -> ImagesSection | None:
-    """What images the rows of a task may name; None for a task of texts."""
-    return None if isinstance(task.dataset, ReasoningGymDataset) else task.dataset.images
-
-
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
-    """The engine of this worker, with the run's first weights loaded; the worker loads newer ones."""
+    """Return the engine of this worker, started, with the weights that the run began with."""
     section = config.engine
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
     engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
     if isinstance(engine, SeesImages):
-        engine.images.read_with(
-            ImageReader(run.media, _widest([*map(images_of, config.tasks.values())]))
-        )
+        limits = _widest([task.images for task in config.tasks.values()])
+        engine.images.read_with(ImageReader(run.media, limits))
+    timeout_s = config.worker.start_timeout_s
     try:
-        await asyncio.wait_for(engine.start(), config.worker.start_timeout_s)
+        await asyncio.wait_for(engine.start(), timeout_s)
     except TimeoutError as error:
         await engine.shutdown()
-        raise ModelError(
-            f"the engine was not up after {config.worker.start_timeout_s:g} s"
-        ) from error
+        message = f"the engine {engine.name} did not start within {timeout_s:g} s"
+        raise ModelError(message, hint="raise [worker] start_timeout_s") from error
     return engine
 
 
@@ -133,34 +133,29 @@ def make_worker(
     restarts: int = 0,
     tracer: Tracer | None = None,
 ) -> Worker:
-    """A worker with an agent loop per task; `restarts` of its engine came before. `tracer`: who is
-    told of each group.
+    """Return a worker with an agent loop per task.
 
-    Raises ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the
-    engine cannot do.
+    `restarts`: of its engine, before this one. `tracer`: receives a span for each group. Raises
+    ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the engine
+    cannot do.
     """
     if config.worker.concurrency == "auto" and not isinstance(engine, TellsLoad):
         hint = "give [worker] concurrency a number"
-        raise ConfigError(f"the engine {engine.name} does not say how full it is", hint=hint)
-    names = config.worker.tasks or list(config.tasks)
-    if unknown := set(names) - set(config.tasks):
-        known = ", ".join(config.tasks)
-        raise ConfigError(
-            f"[worker] tasks: there is no task {', '.join(sorted(unknown))}", hint=f"known: {known}"
-        )
+        raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
+    names = _task_names(config)
     check_images(config, names, engine)
     _check_structures(config, names, engine)
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order, config.policy.order)
     times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
+    runners = {
+        name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer) for name in names
+    }
     return Worker(
         run,
         engine,
-        {
-            name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer)
-            for name in names
-        },
+        runners,
         worker_id=worker_id,
         concurrency=config.worker.concurrency,
         drain_timeout_s=config.worker.drain_timeout_s,
@@ -175,35 +170,50 @@ def make_worker(
     )
 
 
+def _task_names(config: ProducingConfig) -> list[str]:
+    """Return the tasks that this worker serves."""
+    names = config.worker.tasks or list(config.tasks)
+    if unknown := sorted(set(names) - set(config.tasks)):
+        known = ", ".join(config.tasks)
+        message = f"[worker] tasks: there is no task {', '.join(unknown)}"
+        raise ConfigError(message, hint=f"known: {known}")
+    return names
+
+
+def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
+    """Raise ConfigError if a task has images and the engine cannot show them to its model.
+
+    Its tokens would be of another prompt than the trainer's.
+    """
+    for name in names:
+        if config.tasks[name].images and not isinstance(engine, SeesImages):
+            hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
+            raise ConfigError(
+                f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint
+            )
+
+
 def _check_structures(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
-    """A response that nobody keeps to its structure would only look like a bad model."""
+    """Raise ConfigError if a task wants structured output and the engine cannot generate it.
+
+    Responses without the structure would only look like a bad model.
+    """
     wanted = [name for name in names if config.tasks[name].sample.structured]
     if wanted and not structures(engine):
-        what = f"the engine {engine.name} cannot keep to sample.structured of task {wanted[0]!r}"
         raise ConfigError(
-            what, hint="use [engine] kind vllm, or http with a server that has `structured_outputs`"
+            f"the engine {engine.name} cannot generate structured output "
+            f"(sample.structured of task {wanted[0]!r})",
+            hint="use [engine] kind vllm, or http with a server that has `structured_outputs`",
         )
 
 
 def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
-    """What any of them lets in."""
+    """Return limits that permit every image that one of `sections` permits."""
     given = [section for section in sections if section] or [ImagesSection()]
     return ImagesSection(
         max_bytes=max(section.max_bytes for section in given),
         max_pixels=max(section.max_pixels for section in given),
     )
-
-
-def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) -> None:
-    """Whoever sees no image must not answer: its tokens would be of another prompt than the
-    trainer's.
-    """
-    for name in names:
-        if images_of(config.tasks[name]) and not isinstance(engine, SeesImages):
-            hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
-            raise ConfigError(
-                f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint
-            )
 
 
 def _make_runner(
@@ -226,7 +236,7 @@ def _make_runner(
         partial_rollout=is_partial,
         options=task.agent_loop_options,
     )
-    # an evaluation counts every problem, the useless ones too
+    # an evaluation counts every problem, also those that are not worth training on
     is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
     return TaskRunner(
         TracedLoop(loop, tracer) if tracer else loop,
@@ -237,7 +247,7 @@ def _make_runner(
 
 
 def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None:
-    """None where environment or agent give the reward."""
+    """Return the judge of a task; None if its environment or agent gives the reward."""
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
         return None
@@ -250,9 +260,8 @@ def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None
     store = Store(url, name="rolloutmq-judge", deadline_s=config.redis.deadline_s)
 
     def ask(judge: str) -> AnyJudge:
-        here = load_judge(
-            judge, task.judging
-        )  # a mistake is told at the start; a service is asked from here
+        # loaded here too: a mistake is reported at the start, and a service is called from here
+        here = load_judge(judge, task.judging)
         if isinstance(here, HttpJudge):
             return here
         kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
@@ -262,7 +271,7 @@ def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None
 
 
 def _eos_ids(folder: Path) -> set[int]:
-    """End-of-text ids of a model folder, as its generation config or config gives them."""
+    """Return the end-of-text ids of a model, from its generation config or its config."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         eos = orjson.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None

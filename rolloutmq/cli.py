@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from buffer.errors import ConfigError, RolloutMQError
+from buffer.model.extras import missing_extra
 from buffer.monitoring.console import plain
 from buffer.store.url import mask_url
 from rolloutmq.commands import (
@@ -132,6 +133,11 @@ def main() -> None:
         _leave(ConfigError(wrong.format_message(), hint="see --help of the command"), as_json=True)
     except RolloutMQError as error:
         _leave(error, as_json=as_json)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        _leave(missing, as_json=as_json)
     except KeyboardInterrupt:
         # typer turns the ones inside of a command into 130 itself
         sys.exit(130)

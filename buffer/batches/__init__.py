@@ -1,1 +1,1 @@
-"""The life of a batch: taken, committed, archived, accounted for, and recovered after a loss."""
+"""The life of a batch: taken, committed, archived, counted, and recovered after a loss."""

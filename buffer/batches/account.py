@@ -1,9 +1,9 @@
-"""The account: every group is in exactly one place, and nothing is trained twice (I1, I6).
+"""The account: every group is in exactly one stage, and nothing is trained twice (I1, I6).
 
-Totals come from one script, at one instant, and are kept twice: structures (streams, sorted sets,
-bitmaps) and counters that move in the same scripts; both must agree with `enqueued + put +
-imported`. Membership is then proved draw by draw, each looked at from every side at one instant:
-paging through two live sets would report false losses.
+Totals come from one script, at one instant, and are stored twice: in structures (streams, sorted
+sets, bitmaps) and in counters that move in the same scripts; both must agree with `enqueued + put +
+imported`. Membership is then proved draw by draw, and each draw is checked in all structures at one
+instant: paging through two live sets would report false losses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COUNTERS = (
     "ahead",
     "reach",
 )
-PLACES = (
+STAGES = (
     "waiting",
     "running",
     "completed",
@@ -49,17 +49,17 @@ PLACES = (
     "filtered",
     "dropped",
 )
-"""Where a group can be; it is in exactly one of them."""
+"""Where a group can be, with the pool by status; a group is in exactly one of them."""
 
 SLICE = 200
-"""Draws that are looked at in one round trip."""
+"""Draws that are checked in one round trip."""
 
 _WIDTH = len(LANES) + len(POOLS) + len(_COUNTERS) + len(ENDS)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskAccount:
-    """Groups of one task by place, at one instant."""
+    """Counts the groups of one task by stage, at one instant."""
 
     task: str
     waiting: int
@@ -77,45 +77,43 @@ class TaskAccount:
     imported: int
     cursor: int
     ahead: int
-    """groups that came in although the cursor has not passed them: after a loss it is behind them"""
+    """groups that entered although the cursor is still before them, after the server lost data"""
     reach: int
     target: int
     consumed: int
     ended_bits: tuple[int, int, int]
+    """bits in the bitmaps of ENDS"""
 
     @property
     def places(self) -> dict[str, int]:
-        """Groups by place; their sum must be `entered`."""
-        return {name: getattr(self, name) for name in PLACES}
+        """Return the groups by stage; their sum must equal `entered`."""
+        return {name: getattr(self, name) for name in STAGES}
 
     @property
     def drawn(self) -> int:
-        """No draw of the data set from here on came in."""
+        """Return the first draw of the data set after all that ever entered."""
         return max(self.cursor, self.reach)
 
     @property
     def entered(self) -> int:
-        """Groups that ever came in: drawn from the data set, put, or imported."""
+        """Return how many groups ever entered: drawn from the data set, put, or imported."""
         return self.enqueued + self.outside
 
     @property
     def outside(self) -> int:
-        """Groups that were not drawn from the data set."""
+        """Return how many groups entered that were not drawn from the data set."""
         return self.put + self.imported
 
     def faults(self) -> Iterator[str]:
-        """What does not add up."""
+        """Yield a sentence for each pair of counts that disagree."""
         total = sum(self.places.values())
         if total != self.entered:
-            others = "".join(
-                f" and {n} {how}"
-                for how, n in (("put", self.put), ("imported", self.imported))
-                if n
-            )
-            yield f"{self.task}: {self.enqueued} enqueued{others}, but {total} in all places"
+            put = f" and {self.put} put" if self.put else ""
+            imported = f" and {self.imported} imported" if self.imported else ""
+            yield f"{self.task}: {self.enqueued} enqueued{put}{imported}, but {total} in all stages"
         if self.enqueued != self.cursor + self.ahead:
-            ahead = f", {self.ahead} ahead of it" if self.ahead else ""
-            yield f"{self.task}: {self.enqueued} enqueued, but the cursor is at {self.cursor}{ahead}"
+            cursor = f"{self.cursor}, {self.ahead} ahead of it" if self.ahead else self.cursor
+            yield f"{self.task}: {self.enqueued} enqueued, but the cursor is at {cursor}"
         for end, bits in zip(ENDS, self.ended_bits, strict=True):
             if bits != getattr(self, end):
                 yield f"{self.task}: {getattr(self, end)} counted as {end}, {bits} in the bitmap"
@@ -123,7 +121,7 @@ class TaskAccount:
 
 @dataclass(slots=True)
 class Audit:
-    """The outcome of `fsck`."""
+    """Contains the outcome of `fsck`."""
 
     tasks: list[TaskAccount]
     leases: int
@@ -135,11 +133,17 @@ class Audit:
 
     @property
     def clean(self) -> bool:
+        """Return whether every group was found in exactly one stage and all counts agree."""
         return not (self.faults or self.lost or self.doubled)
 
 
 class Account:
-    """Reads the account of one run; changes nothing."""
+    """Reads the account of one run; changes nothing.
+
+    Usage:
+        audit = account.fsck()
+        assert audit.clean, (audit.faults, audit.lost, audit.doubled)
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -147,28 +151,28 @@ class Account:
         self._limits = limits
 
     def totals(self) -> Audit:
-        """All places of all tasks at one instant. O(tasks)."""
+        """Count all groups of all tasks at one instant. O(tasks)."""
         keys = self._keys
         names = list(self._limits.tasks)
         reply = self._store.call(
             "totals", keys.slots(), {}, [keys.slots(task=task) for task in names]
         )
-        numbers = [int(n) for n in reply[1:]]
-        tasks = [
-            _task(name, numbers[4 + i * _WIDTH : 4 + (i + 1) * _WIDTH])
-            for i, name in enumerate(names)
-        ]
-        audit = Audit(tasks, leases=numbers[0], bytes=ByteCount(numbers[2], numbers[3]))
+        leases, letters, came, went, *rows = (int(number) for number in reply[1:])
+        tasks = [_task(name, rows[i * _WIDTH : (i + 1) * _WIDTH]) for i, name in enumerate(names)]
+        audit = Audit(tasks, leases=leases, bytes=ByteCount(came, went))
         audit.faults = [fault for task in tasks for fault in task.faults()]
-        if (running := sum(t.running for t in tasks)) != numbers[0]:
-            audit.faults.append(f"{running} groups counted as running, {numbers[0]} leases")
-        if (dead := sum(t.dead for t in tasks)) != numbers[1]:
-            audit.faults.append(f"{dead} groups counted as dead, {numbers[1]} dead letters")
+        running = sum(task.running for task in tasks)
+        dead = sum(task.dead for task in tasks)
+        if running != leases:
+            audit.faults.append(f"{running} groups counted as running, {leases} leases")
+        if dead != letters:
+            audit.faults.append(f"{dead} groups counted as dead, {letters} dead letters")
         return audit
 
     def fsck(self) -> Audit:
-        """`totals`, then every draw of every task by itself, every manifest, and the bytes. Works
-        on a live run.
+        """Check the totals, every draw of every task, every manifest, and the bytes.
+
+        Works on a live run.
         """
         audit = self.totals()
         for task in audit.tasks:
@@ -181,58 +185,64 @@ class Account:
         return audit
 
     def _check(self, audit: Audit, gids: Sequence[str], cursor: int) -> None:
-        for gid, places in zip(gids, self.places_of(gids), strict=True):
+        for gid, stages in zip(gids, self.places_of(gids), strict=True):
             audit.checked += 1
-            if not places and not cursor <= split_group_id(gid)[1] < IMPORTED_FROM:
+            # a draw from the cursor on need not have entered yet
+            if not stages and not cursor <= split_group_id(gid)[1] < IMPORTED_FROM:
                 audit.lost.append(gid)
-            elif len(places) > 1:
-                audit.doubled.append(f"{gid} ({', '.join(places)})")
+            elif len(stages) > 1:
+                audit.doubled.append(f"{gid} ({', '.join(stages)})")
 
     def places(self, task: str, draw: int) -> list[str]:
-        """Where a draw is, seen from every structure at one instant: one place is right."""
+        """Return the stages of a draw, from all structures at one instant; exactly one is right."""
         return self.places_of([group_id(task, draw)])[0]
 
     def places_of(self, gids: Sequence[str]) -> list[list[str]]:
-        """`places` of some groups, in one round trip: each is seen at one instant, all of them are
-        not.
+        """Return the stages of each group, in one round trip.
+
+        Each group is checked at one instant, but not all of them at the same one.
         """
         replies = self._store.call_many("check", [self._check_call(gid) for gid in gids])
-        return [[str(place) for place in reply[2:]] for reply in replies]
+        return [[str(stage) for stage in stages] for _ok, _recorded, *stages in replies]
 
     def _check_call(self, gid: str) -> tuple[SlotKeys, dict[str, Arg]]:
         task, draw = split_group_id(gid)
         return self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}
 
     def _check_manifests(self, audit: Audit, ledger: BatchLedger) -> None:
-        taken, _, freed = ledger.steps()
+        steps = ledger.steps()
         seen: Counter[str] = Counter()
-        for step in range(freed + 1, taken + 1):
+        for step in range(steps.freed + 1, steps.taken + 1):
             manifest = ledger.manifest(step)
-            if manifest is None and step > ledger.steps()[2]:
+            if manifest is None and step > ledger.steps().freed:
                 audit.faults.append(f"the manifest of {ledger.name} step {step} is gone")
             gids = manifest.gids if manifest else []
             seen.update(gids)
-            for gid, places in zip(gids, self._places_in_slices(gids), strict=True):
-                # a group may be archived between the two looks, but never leaves a batch otherwise
-                if places not in (["taken"], ["archived"]):
+            for gid, stages in zip(gids, self._stages_in_slices(gids), strict=True):
+                # a group may be archived between the two reads, but never leaves a batch otherwise
+                if stages not in (["taken"], ["archived"]):
                     audit.doubled.append(
-                        f"{gid} (batch {step} of {ledger.name}; {', '.join(places) or 'nowhere'})"
+                        f"{gid} (batch {step} of {ledger.name}; {', '.join(stages) or 'nowhere'})"
                     )
         audit.doubled += [f"{gid} (in {n} batches)" for gid, n in seen.items() if n > 1]
 
-    def _places_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
+    def _stages_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
         for start in range(0, len(gids), SLICE):
             yield from self.places_of(gids[start : start + SLICE])
 
 
 def _task(name: str, row: list[int]) -> TaskAccount:
-    counters = dict(zip(_COUNTERS, row[6:20], strict=True))
+    numbers = iter(row)
+    waiting = sum(islice(numbers, len(LANES)))
+    completed, aborted, expired = islice(numbers, len(POOLS))
+    counters = dict(zip(_COUNTERS, islice(numbers, len(_COUNTERS)), strict=True))
+    archived, filtered, dropped = numbers
     return TaskAccount(
         task=name,
-        waiting=sum(row[:3]),
-        completed=row[3],
-        aborted=row[4],
-        expired=row[5],
-        ended_bits=(row[20], row[21], row[22]),
+        waiting=waiting,
+        completed=completed,
+        aborted=aborted,
+        expired=expired,
+        ended_bits=(archived, filtered, dropped),
         **counters,
     )

@@ -1,13 +1,13 @@
-"""Batches that are trained and committed: how long their bytes and manifests stay, and what is left
-of them.
+"""Batches that were trained and committed, and how long their bytes and manifests are retained.
 
-`commit` only archives. What is freed after that, and when, is said by the run's limits: at once,
-all but the last N, or what an exporter has copied.
+`commit` only archives. The run's limits define what is freed after that: all at once, all but the
+last N batches, or what was exported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry
@@ -15,8 +15,19 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 
+class Forgotten(NamedTuple):
+    """Reports one slice of `Archive.forget`."""
+
+    newest: int
+    """newest step of which nothing is left"""
+    freed: int
+    """batches freed by this slice"""
+    left: int
+    """batches that are still to be freed"""
+
+
 class Archive:
-    """The archived batches of one ledger."""
+    """Reads and frees the archived batches of one ledger."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str) -> None:
         self._store = store
@@ -25,21 +36,19 @@ class Archive:
         self._name = name
 
     def forget(self, *, exported: int = 0, everything: bool = False) -> int:
-        """Free archived batches that are retained no longer; returns the newest step of which
-        nothing is left.
+        """Free archived batches whose retention has ended; return the newest step that is gone.
 
         `exported`: batches up to this step were copied elsewhere, which frees them under
-        `retain_until_exported`. Any process may call it, as often as it likes. Evaluations are not
-        retained. `everything`: whatever is retained.
+        `retain_until_exported`. `everything` also frees retained batches. Evaluations are never
+        retained. Any process may call this at any time.
         """
-        while (slice_ := self.forget_slice(exported=exported, everything=everything))[2]:
-            pass
-        return slice_[0]
+        while True:
+            done = self.forget_slice(exported=exported, everything=everything)
+            if not done.left:
+                return done.newest
 
-    def forget_slice(self, *, exported: int = 0, everything: bool = False) -> tuple[int, int, int]:
-        """A bounded part of `forget`: (newest step of which nothing is left, batches freed now,
-        batches left).
-        """
+    def forget_slice(self, *, exported: int = 0, everything: bool = False) -> Forgotten:
+        """Free a bounded number of groups, as `forget` does."""
         limits = self._limits
         retains = self._name == "train" and not everything
         reply = self._store.call(
@@ -52,18 +61,21 @@ class Archive:
                 "limit": 1000,
             },
         )
-        return int(reply[1]), int(reply[3]), int(reply[2])
+        newest, left, freed = (int(number) for number in reply[1:])
+        return Forgotten(newest, freed, left)
 
     def steps(self) -> range:
-        """The steps whose archived batches are still there: read them with `manifest` and
-        `ReplayBuffer.get`.
+        """Return the steps whose archived batches still exist.
+
+        Read them with `manifest` and `ReplayBuffer.get`.
         """
         forgotten, freed, _ = self._counters()
         return range(forgotten + 1, freed + 1)
 
     def entries(self) -> Iterator[ManifestEntry]:
-        """The groups that are archived and whose bytes are still there, also those of a batch half
-        archived.
+        """Yield the archived groups whose bytes still exist.
+
+        Includes the archived part of a batch that is being archived.
         """
         forgotten, freed, done = self._counters()
         for step in range(forgotten + 1, freed + 2):
@@ -72,14 +84,16 @@ class Archive:
             yield from entries if step <= freed else entries[:done]
 
     def manifest(self, step: int) -> Manifest | None:
-        """The recorded manifest of a step, of which nothing is freed yet."""
+        """Return the recorded manifest of a step, or None if it was freed or never taken."""
         key = self._keys.batch(self._name, step)
         raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
         lines = [line.decode() for line in raw]
         return Manifest.parse(step, lines) if lines else None
 
     def _counters(self) -> tuple[int, int, int]:
-        names, ledger = ("forgotten", "freed", "slice"), self._keys.ledger(self._name)
+        """Return the newest forgotten and archived steps, and the groups archived after them."""
+        names = ("forgotten", "freed", "slice")
+        ledger = self._keys.ledger(self._name)
         values = self._store.retrying("archived", lambda: self._store.control.hmget(ledger, *names))
         forgotten, freed, done = (int(value or 0) for value in values)
         return forgotten, freed, done

@@ -1,6 +1,4 @@
-"""Draws that ended, told by value to a server that forgot it; and draws that are to be drawn again
-(I3, I6).
-"""
+"""Report to a server that lost data which draws ended, and which are to be drawn again (I3, I6)."""
 
 from __future__ import annotations
 
@@ -20,16 +18,17 @@ from buffer.store.replies import unfenced
 from buffer.store.store import Store
 
 SLICE = 128
-"""Draws in one call."""
+"""Draws in one call of the script."""
 
 Ending = tuple[int, str]
-"""A draw and where it belongs: archived, dropped, or again."""
+"""A draw, and what happens to it: archived, dropped, or again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """One task as the server knows it: no draw from `drawn` on ever came in, nor an imported one
-    from `outside` on.
+    """Describes one task as the server records it.
+
+    No draw from `drawn` on ever entered, nor an imported one from `outside` on.
     """
 
     drawn: int
@@ -39,8 +38,9 @@ class _Draws:
 
 
 class DrawAssertion:
-    """Compares the server's bitmaps with what was trained. `changed`, `lost`: draws ended, and to
-    be drawn again.
+    """Compares the server's bitmaps with what was trained, and corrects the server.
+
+    `changed` counts the draws that were ended or revived, `lost` those to be drawn again.
     """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, nonce: str) -> None:
@@ -51,7 +51,7 @@ class DrawAssertion:
         self.changed = self.lost = 0
 
     def end(self, position: Position, living: Collection[str]) -> None:
-        """Archive what was trained and is not `living` in a batch, wherever it came back to life."""
+        """Archive every trained draw that is not in a batch (`living`), in whatever stage it is."""
         for task in self._limits.training_tasks:
             known = self._known(task)
             in_batches = numbers_of(task, living)
@@ -59,21 +59,21 @@ class DrawAssertion:
             imported = _of(position.trained.imported, task)
             ends = [(draw, "archived") for draw in _missing(drawn.to_bools(), known.archived)]
             ends += _end_imported(imported.to_bools(), known)
+            ends = [(draw, end) for draw, end in ends if draw not in in_batches]
             seen = position.cursors.get(task, 0)
             lost = sum(draw not in drawn for draw in range(known.drawn, seen))
-            self._assert(
-                task, [ending for ending in ends if ending[0] not in in_batches], seen, lost
-            )
+            self._assert(task, ends, seen, lost)
 
     def revive(self, position: Position) -> None:
-        """Let what is archived and was not trained be drawn again; an imported group cannot be, and
-        is dropped.
+        """Let archived draws that were not trained be drawn again.
+
+        An imported group cannot be drawn again, and is dropped.
         """
         for task in self._limits.training_tasks:
             self._assert(task, self._untrained(task, position), 0, 0)
 
     def has_untrained(self, position: Position) -> bool:
-        """Whether there is any such group."""
+        """Return whether `revive` would change anything."""
         return any(self._untrained(task, position) for task in self._limits.training_tasks)
 
     def _untrained(self, task: str, position: Position) -> list[Ending]:
@@ -81,9 +81,8 @@ class DrawAssertion:
         drawn = _of(position.trained.tasks, task)
         imported = _of(position.trained.imported, task)
         again = [(draw, "again") for draw in _missing(known.archived, drawn.to_bools())]
-        return again + [
-            (IMPORTED_FROM + n, "dropped") for n in _missing(known.imported, imported.to_bools())
-        ]
+        lost = _missing(known.imported, imported.to_bools())
+        return again + [(IMPORTED_FROM + number, "dropped") for number in lost]
 
     def _known(self, task: str) -> _Draws:
         progress = self._keys.progress(task)
@@ -92,6 +91,7 @@ class DrawAssertion:
             "draws",
             [
                 ("HMGET", progress, "cursor", "reach", "lost_to", "put", "imported"),
+                # one bitmap: imported groups are numbered from IMPORTED_FROM on
                 ("GETRANGE", archived, 0, IMPORTED_FROM // 8 - 1),
                 ("GETRANGE", archived, IMPORTED_FROM // 8, -1),
             ],
@@ -125,21 +125,24 @@ class DrawAssertion:
 
 def expect_ok(script: str, reply: list[Any]) -> None:
     """Raise Fenced, or LedgerError for every other reply that is not OK."""
-    if unfenced(reply, "trainer")[0] != "OK":
-        raise LedgerError(
-            f"the run moved while it was recovered ({script}: {' '.join(map(str, reply))})",
-            hint="open the trainer again: it goes on with that",
-        )
+    match unfenced(reply, "trainer"):
+        case ["OK", *_]:
+            return
+    raise LedgerError(
+        f"the run changed while it was recovered ({script}: {' '.join(map(str, reply))})",
+        hint="open the trainer again: it continues the recovery",
+    )
 
 
 def numbers_of(task: str, gids: Iterable[str]) -> set[int]:
-    """The draws of a task among these groups."""
+    """Return the draws of a task among the given groups."""
     return {draw for name, draw in map(split_group_id, gids) if name == task}
 
 
 def _end_imported(trained: Bools, known: _Draws) -> Iterator[Ending]:
-    """Those that the server forgot cannot be had back: their numbers are dropped, if they were not
-    trained.
+    """Yield how imported groups end: archived if trained, else dropped.
+
+    The server cannot restore an imported group that it lost, and its number is never used again.
     """
     forgotten = range(known.outside, int(trained.nonzero()[0].max(initial=-1)) + 1)
     for number in sorted({*_missing(trained, known.imported), *forgotten}):
@@ -155,7 +158,7 @@ def _bools(bitmap: bytes) -> Bools:
 
 
 def _missing(wanted: Bools, found: Bools) -> list[int]:
-    """The numbers that are in `wanted` and not in `found`."""
+    """Return the numbers that are in `wanted` and not in `found`."""
     missing = wanted.copy()
     missing[: len(found)] &= ~found[: len(wanted)]
     return [int(number) for number in np.flatnonzero(missing)]

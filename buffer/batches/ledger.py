@@ -1,38 +1,55 @@
-"""Batches as records: numbered steps, manifests, and a commit that is tied to a checkpoint (I4 to
-I8).
+"""Batches as records: numbered steps, manifests, and commits tied to checkpoints (I4 to I8).
 
-The trainer takes step T, trains, writes its checkpoint, then commits. Whatever dies in between,
-taking T again returns the same groups in the same order. The position lives in the trainer's
-checkpoint, as Kafka keeps offsets with the output; Redis only must not free what a kept checkpoint
-may ask for again.
+The trainer takes step T, trains, writes its checkpoint, then commits. Wherever a process dies in
+between, taking T again returns the same groups in the same order. The position is stored in the
+trainer's checkpoint, as Kafka stores offsets with the output; Redis only must not free what a kept
+checkpoint may ask for again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import orjson
 
 from buffer.batches.archive import Archive
 from buffer.errors import LedgerError, ScriptError
-from buffer.groups.order_index import in_order
+from buffer.groups.order_index import expire_all, fill_index
 from buffer.model.ids import split_group_id
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
-from buffer.store.keys import Keys
+from buffer.store.keys import Keys, SlotKeys
 from buffer.store.replies import unfenced
+from buffer.store.scripts import Arg
 from buffer.store.store import Store
 
 BAD_GROUPS = 8
+"""Unusable groups of one worker within `BAD_WINDOW_MS` that bar it from claiming (I11)."""
+
 BAD_WINDOW_MS = 600_000
-"""So many groups that no trainer can use, within that time, and their worker claims nothing more
-(I11).
-"""
+
+_ORDER_PASSES = 20
+"""Attempts to put the groups in order before a script that takes some of them."""
+
+
+class LedgerSteps(NamedTuple):
+    """The newest step that was taken, that was committed, and whose batch was archived."""
+
+    taken: int
+    committed: int
+    freed: int
 
 
 class BatchLedger:
-    """The steps of one consumer: `train`, or `eval` for evaluations, which count in no training
-    counter.
+    """Records the steps of one consumer: `train`, or `eval`, which moves no training counter.
+
+    Usage:
+        answer = ledger.take(nonce, step, {"math": 16})
+        if isinstance(answer, Manifest):
+            groups = buffer.load(answer)
+            ...
+            ledger.commit(nonce, step, keep=oldest_checkpoint)
     """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str = "train") -> None:
@@ -42,73 +59,93 @@ class BatchLedger:
         self.name = name
         self.archive = Archive(store, keys, limits, name)
 
+    # -- take ----------------------------------------------------------------------------------
+
     def take(
         self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
     ) -> Manifest | NotReady:
-        """The manifest of `step`: the recorded one where it was taken before, else the next groups.
+        """Return the manifest of `step`: the recorded one, or else one of the next ready groups.
 
-        Best effort (`strict=False`) takes what there is. Nothing stale is ever handed out, whether
-        or not `refresh` has run (I8). Raises Fenced; LedgerError for a step that is not the next
-        one.
+        Without `strict`, the batch contains what is ready. No stale group is ever returned, whether
+        or not `refresh` has run (I8). Raises Fenced; LedgerError for a step that is not the next.
         """
         tasks = [task for task, count in counts.items() if count > 0]
-        reply = self._in_order(nonce, lambda: self._take(nonce, step, tasks, counts, strict))
-        return self._taken(reply, step, dict.fromkeys(tasks, (0, 0)))
-
-    def _in_order(self, nonce: str, call: Callable[[], list[str]]) -> list[str]:
-        return in_order(self._store, self._keys, self._limits, nonce, call)
-
-    def _take(
-        self, nonce: str, step: int, tasks: list[str], counts: Mapping[str, int], strict: bool
-    ) -> list[str]:
-        keys = self._keys
-        limits = self._limits
         training = self.name == "train"
-        return self._store.call(
+        limits = self._limits
+        args: dict[str, Arg] = {
+            "nonce": nonce,
+            "step": step,
+            "strict": int(strict),
+            # an evaluation chooses its weights itself: its groups never become too old
+            "threshold": limits.stale_threshold if training else "",
+            "policy": limits.order if training else "staleness",
+            "tokens": "",
+            "low": limits.low_bytes,
+            "high": limits.high_bytes,
+        }
+        if training and limits.token_threshold is not None:
+            args["tokens"] = limits.token_threshold
+        reply = self._call_in_order(
             "take_batch",
-            keys.slots(ledger=self.name, step=step),
-            {
-                "nonce": nonce,
-                "step": step,
-                "strict": int(strict),
-                "threshold": limits.stale_threshold if training else "",
-                "policy": limits.order if training else "staleness",
-                "tokens": limits.token_threshold
-                if training and limits.token_threshold is not None
-                else "",
-                "low": limits.low_bytes,
-                "high": limits.high_bytes,
-            },
-            [keys.slots(task=task) for task in tasks],
+            self._keys.slots(ledger=self.name, step=step),
+            args,
+            [self._keys.slots(task=task) for task in tasks],
             [arg for task in tasks for arg in (task, counts[task])],
-            durable=True,
         )
+        return self._taken(reply, step, tasks)
 
-    def _taken(
-        self, reply: list[str], step: int, nothing: Mapping[str, tuple[int, int]]
-    ) -> Manifest | NotReady:
-        match reply[0]:
-            case "OK":
-                return Manifest.parse(step, reply[1:])
-            case "SHORT" | "CHECKPOINT_NOW":
-                rows = [reply[i : i + 3] for i in range(1, len(reply), 3)]
-                missing = {task: (int(ready), int(wanted)) for task, ready, wanted in rows}
-                return NotReady(missing, checkpoint_now=reply[0] == "CHECKPOINT_NOW")
-            case "EMPTY":
-                return NotReady(nothing)
-            case "RECOVERING":
+    def _taken(self, reply: list[Any], step: int, tasks: Sequence[str]) -> Manifest | NotReady:
+        match reply:
+            case ["OK", *lines]:
+                return Manifest.parse(step, lines)
+            case ["SHORT", *rows]:
+                return NotReady(_missing(rows))
+            case ["CHECKPOINT_NOW", *rows]:
+                return NotReady(_missing(rows), checkpoint_now=True)
+            case ["EMPTY"]:
+                return NotReady(dict.fromkeys(tasks, (0, 0)))
+            case ["RECOVERING"]:
                 return NotReady({}, recovering=True)
-            case "COMMITTED":
-                raise LedgerError(f"step {step} is behind the committed step {reply[1]}")
-            case "GAP":
+            case ["COMMITTED", committed]:
+                raise LedgerError(f"step {step} is behind the committed step {committed}")
+            case ["GAP", taken]:
                 raise LedgerError(
-                    f"step {step} cannot be taken: the last taken step is {reply[1]}",
-                    hint="if that step was taken, the server lost data: open again, from the newest checkpoint",
+                    f"step {step} cannot be taken: the last taken step is {taken}",
+                    hint="if that step was taken, the server lost data: open the trainer again "
+                    "from the newest checkpoint",
                 )
-            case "TOO_MANY":
-                raise LedgerError(f"a batch holds at most {reply[1]} groups")
+            case ["TOO_MANY", limit]:
+                raise LedgerError(f"a batch contains at most {limit} groups")
         unfenced(reply, "trainer")
-        raise ScriptError(f"take_batch: {reply}")
+        raise ScriptError(f"take_batch: unknown reply {reply}")
+
+    def _call_in_order(
+        self,
+        script: str,
+        keys: SlotKeys,
+        args: Mapping[str, Arg],
+        tail_keys: Sequence[SlotKeys] = (),
+        tail_args: Sequence[Arg] = (),
+    ) -> list[Any]:
+        """Call a script that takes groups in the order of the run's policy.
+
+        A script searches only a bounded range. It changes nothing and replies BLOCKED if too many
+        stale groups precede the fresh ones, and UNORDERED if the index lacks ready groups (after a
+        change of policy, for example); both are corrected here. Raises Fenced.
+        """
+        reply: list[Any] = []
+        for _ in range(_ORDER_PASSES):
+            reply = self._store.call(script, keys, args, tail_keys, tail_args, durable=True)
+            match reply:
+                case ["BLOCKED", task]:
+                    expire_all(self._store, self._keys, self._limits, task, "completed")
+                case ["UNORDERED", task]:
+                    fill_index(self._store, self._keys, self._limits, args["nonce"], task)
+                case _:
+                    return reply
+        raise ScriptError(f"{script}: still {reply} after {_ORDER_PASSES} attempts to put in order")
+
+    # -- quarantine ------------------------------------------------------------------------------
 
     def quarantine(
         self,
@@ -119,28 +156,17 @@ class BatchLedger:
         *,
         is_workers_fault: bool = True,
     ) -> Manifest:
-        """Swap a group that cannot be used for the next ready one of its task; without one its
-        place stays open.
+        """Replace an unusable group by the next ready one of its task, or leave its slot empty.
 
-        The batch must be taken and not committed. Returns its new revision, which is what `take`
-        returns from now on; the group is a dead letter with `reason`. If it `is_workers_fault`, it
+        The batch must be taken and not committed. Returns its new revision, which `take` returns
+        from now on; the group becomes a dead letter with `reason`. If it `is_workers_fault`, it
         counts against its worker, which is barred after BAD_GROUPS of them within BAD_WINDOW_MS.
         Raises Fenced, LedgerError.
         """
-        reply = self._in_order(
-            nonce, lambda: self._quarantine(nonce, step, entry, reason, is_workers_fault)
-        )
-        manifest = self._quarantined(reply, step, entry.gid)
-        if manifest is None:
-            raise LedgerError(f"the manifest of step {step} is gone")
-        return manifest
-
-    def _quarantine(
-        self, nonce: str, step: int, entry: ManifestEntry, reason: str, is_workers_fault: bool
-    ) -> list[str]:
         task, _ = split_group_id(entry.gid)
+        # messages may contain lone surrogates, which JSON cannot contain
         text = reason[:2000].encode(errors="replace").decode()
-        return self._store.call(
+        reply = self._call_in_order(
             "quarantine",
             self._keys.slots(ledger=self.name, step=step, task=task),
             {
@@ -152,99 +178,114 @@ class BatchLedger:
                 "most": BAD_GROUPS if is_workers_fault else 0,
                 "window_ms": BAD_WINDOW_MS,
             },
-            durable=True,
         )
-
-    def _quarantined(self, reply: list[str], step: int, what: str) -> Manifest | None:
-        """The manifest after `quarantine` of a group, or `refill` for a task."""
-        match reply[0]:
-            case "OK":
-                return self.manifest(step)
-            case "RECOVERING":
-                raise LedgerError(
-                    f"{what} stays in step {step}: the run recovers from a fork",
-                    hint="open it again",
-                )
-            case "COMMITTED":
-                raise LedgerError(
-                    f"{what} stays in step {step}, which is trained: step {reply[1]} is committed"
-                )
-            case "NOT_TAKEN":
-                raise LedgerError(f"{what} is not in the batch of step {step}")
-        unfenced(reply, "trainer")
-        raise ScriptError(f"{what} of step {step}: {reply}")
+        _accepted(reply, step, entry.gid)
+        return self.recorded(step)
 
     def refill(self, nonce: str, step: int) -> Manifest | NotReady:
-        """Fill the places that quarantine left open in a batch with what is ready; NotReady while
-        some still are.
+        """Fill the slots that quarantine left empty with ready groups.
 
-        What is filled is the record from now on. Raises Fenced, LedgerError.
+        Returns the new record of the batch, or NotReady while some slots are still empty. Raises
+        Fenced, LedgerError.
         """
-        manifest = self.manifest(step)
-        still: dict[str, tuple[int, int]] = {}
-        for task in manifest.open_places if manifest else ():
-            reply = self._in_order(nonce, lambda task=task: self._refill(nonce, step, task))  # type: ignore[misc]
-            manifest = self._quarantined(reply, step, task)
-            if int(reply[2]):
-                still[task] = (0, int(reply[2]))
-        if manifest is None:
-            raise LedgerError(f"the manifest of step {step} is gone")
-        return NotReady(still) if still else manifest
+        still_empty: dict[str, tuple[int, int]] = {}
+        for task in self.recorded(step).open_places:
+            reply = self._call_in_order(
+                "refill",
+                self._keys.slots(ledger=self.name, step=step, task=task),
+                {"nonce": nonce, "step": step, "task": task},
+            )
+            _filled, empty = _accepted(reply, step, task)
+            if int(empty):
+                still_empty[task] = (0, int(empty))
+        return NotReady(still_empty) if still_empty else self.recorded(step)
 
-    def _refill(self, nonce: str, step: int, task: str) -> list[str]:
-        return self._store.call(
-            "refill",
-            self._keys.slots(ledger=self.name, step=step, task=task),
-            {"nonce": nonce, "step": step, "task": task},
-            durable=True,
-        )
+    # -- commit ----------------------------------------------------------------------------------
 
     def commit(self, nonce: str, step: int, keep: int) -> None:
-        """The checkpoint of `step` is durable; `keep` is the oldest checkpoint that is kept.
+        """Record that the checkpoint of `step` is durable and that `keep` is the oldest kept one.
 
         Batches up to `keep` are archived, and freed once they are not retained; newer ones can be
-        delivered again.
+        delivered again. Raises Fenced, LedgerError.
         """
-        keys = self._keys
-        freed = keep - 1
-        tasks = list(self._limits.tasks)
-        while freed < keep:
-            reply = self._store.call(
-                "commit",
-                keys.slots(ledger=self.name),
-                {"nonce": nonce, "step": step, "keep": keep, "limit": 500},
-                [keys.slots(task=task) for task in tasks],
-                tasks,
-                durable=True,
-            )
-            unfenced(reply, "trainer")
-            if reply[0] != "OK":
-                raise LedgerError(
-                    f"step {step} cannot be committed: {' '.join(str(r) for r in reply)}",
-                    hint="after a GAP, the server lost data: open again, from the newest checkpoint",
-                )
-            freed = min(int(reply[2]), keep) if int(reply[1]) >= keep else keep
+        while not self._commit_slice(nonce, step, keep):
+            pass
         self.archive.forget()
 
-    def steps(self) -> tuple[int, int, int]:
-        """(taken, committed, freed)."""
-        names = ("taken", "committed", "freed")
+    def _commit_slice(self, nonce: str, step: int, keep: int) -> bool:
+        """Archive a bounded number of groups; return whether none is left to archive."""
+        tasks = list(self._limits.tasks)
+        reply = self._store.call(
+            "commit",
+            self._keys.slots(ledger=self.name),
+            {"nonce": nonce, "step": step, "keep": keep, "limit": 500},
+            [self._keys.slots(task=task) for task in tasks],
+            tasks,
+            durable=True,
+        )
+        match unfenced(reply, "trainer"):
+            case ["OK", committed, freed]:
+                # nothing behind the committed step is archived, even if `keep` is beyond it
+                return int(committed) < keep or int(freed) >= keep
+        raise LedgerError(
+            f"step {step} cannot be committed: {' '.join(map(str, reply))}",
+            hint="after a GAP, the server lost data: open the trainer again from the newest "
+            "checkpoint",
+        )
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def steps(self) -> LedgerSteps:
+        """Return the newest taken, committed and archived steps. One round trip."""
         ledger = self._keys.ledger(self.name)
-        values = self._store.retrying("steps", lambda: self._store.control.hmget(ledger, *names))
-        taken, committed, freed = (int(v or 0) for v in values)
-        return taken, committed, freed
+        values = self._store.retrying(
+            "steps", lambda: self._store.control.hmget(ledger, *LedgerSteps._fields)
+        )
+        return LedgerSteps(*(int(value or 0) for value in values))
 
     def manifest(self, step: int) -> Manifest | None:
-        """The recorded manifest of a step that was taken and not freed yet; of an archived one
-        while it is retained.
-        """
+        """Return the recorded manifest of a step, or None if it was not taken or was freed."""
         return self.archive.manifest(step)
 
+    def recorded(self, step: int) -> Manifest:
+        """Return the recorded manifest of a step. Raises LedgerError if there is none."""
+        manifest = self.manifest(step)
+        if manifest is None:
+            raise LedgerError(f"the manifest of step {step} is gone")
+        return manifest
+
     def set_target(self, nonce: str, task: str, target: int) -> None:
-        """Ask for groups of a task whose target the trainer sets (an evaluation), `target` in all
-        so far.
-        """
+        """Request groups of an evaluation task, `target` in total since the run began."""
         reply = self._store.call(
             "set_target", self._keys.slots(task=task), {"nonce": nonce, "target": target}
         )
         unfenced(reply, "trainer")
+
+
+def _missing(rows: Sequence[Any]) -> dict[str, tuple[int, int]]:
+    """Parse (task, ready, wanted) rows: the (ready, wanted) groups of each task."""
+    tasks, ready, wanted = rows[::3], rows[1::3], rows[2::3]
+    numbers = zip(map(int, ready), map(int, wanted), strict=True)
+    return dict(zip(tasks, numbers, strict=True))
+
+
+def _accepted(reply: list[Any], step: int, what: str) -> list[Any]:
+    """Return the fields of an OK reply to `quarantine` of a group or `refill` of a task.
+
+    Raises Fenced, and LedgerError for every other reply.
+    """
+    match unfenced(reply, "trainer"):
+        case ["OK", *fields]:
+            return fields
+        case ["RECOVERING"]:
+            raise LedgerError(
+                f"{what} stays in step {step}: the run is recovering from a fork",
+                hint="open the trainer again",
+            )
+        case ["COMMITTED", committed]:
+            raise LedgerError(
+                f"{what} stays in step {step}, which is trained: step {committed} is committed"
+            )
+        case ["NOT_TAKEN"]:
+            raise LedgerError(f"{what} is not in the batch of step {step}")
+    raise ScriptError(f"{what} of step {step}: unknown reply {reply}")

@@ -1,10 +1,10 @@
-"""Payload bytes of a run against its two marks (I12).
+"""Payload bytes of a run, compared with its two marks (I12).
 
-Fresh prompts are started and claimed below the low mark, groups that were begun (aborted, expired,
-handed back) and evaluations below the high one. Nothing is ever refused at submit: what lies above
-the high mark is room for the results of what runs. The bytes are counted by the scripts that move
-the groups, as two absolute numbers: what came, what went. Bytes that are not handed in yet, and
-those that wait in `garbage` to be freed, are not in them.
+Fresh prompts are started and claimed below the low mark; begun groups (aborted, expired, released)
+and evaluations below the high one. Nothing is ever refused at submit: the memory above the high
+mark is room for the results of running groups. The scripts that move groups count the bytes as two
+totals, what came and what went. They do not include bytes that are not submitted yet, nor those
+that wait in `garbage` to be freed.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ FIELDS = ("came", "went")
 
 
 class ByteCount(NamedTuple):
-    """Cumulative payload bytes."""
+    """Counts payload bytes since the run began."""
 
     came: int
     went: int
 
     @classmethod
     def parse(cls, values: Sequence[bytes | None]) -> ByteCount:
-        """From FIELDS of `bytes`."""
+        """Parse the FIELDS of the key `bytes`."""
         came, went = (int(value or 0) for value in values)
         return cls(came, went)
 
     @property
     def held(self) -> int:
+        """Return the bytes that are stored now."""
         return self.came - self.went
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Payload bytes held, and the marks; a mark of 0 does not exist."""
+    """Compares the stored payload bytes with the marks; a mark of 0 means no limit."""
 
     held: int
     low: int
@@ -50,27 +51,27 @@ class MemoryUse:
 
     @property
     def refuses_fresh(self) -> bool:
-        """Whether no new prompt may be started."""
+        """Return whether no new prompt may be started."""
         return 0 < self.low <= self.held
 
     @property
     def refuses_all(self) -> bool:
-        """Whether nothing may be started."""
+        """Return whether nothing may be started."""
         return 0 < self.high <= self.held
 
     def refuses(self, lane: str) -> bool:
-        """Whether no group of that lane may be started."""
+        """Return whether no group of that lane may be started."""
         return self.refuses_fresh if lane == "fresh" else self.refuses_all
 
     def __str__(self) -> str:
         if not self.high:
-            return f"{format_size(self.held)} of payloads, no bound"
-        marks = f"new prompts below {format_size(self.low)}, begun groups below {format_size(self.high)}"
-        return f"{format_size(self.held)} of payloads; {marks}"
+            return f"{format_size(self.held)} of payloads, no limit"
+        held, low, high = (format_size(size) for size in (self.held, self.low, self.high))
+        return f"{held} of payloads; new prompts below {low}, begun groups below {high}"
 
 
 class Memory:
-    """The byte account of one run."""
+    """Reads the byte account of one run."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -78,21 +79,23 @@ class Memory:
         self._limits = limits
 
     def count(self) -> ByteCount:
+        """Return the bytes as the scripts counted them."""
         bytes_key = self._keys.bytes
         return ByteCount.parse(
             self._store.retrying("bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS))
         )
 
     def use(self, count: ByteCount | None = None) -> MemoryUse:
-        """Where the run stands now, or stood at that count."""
+        """Compare the bytes with the marks, now or at a given count."""
         return MemoryUse(
             (count or self.count()).held, self._limits.low_bytes, self._limits.high_bytes
         )
 
     def faults(self) -> list[str]:
-        """Whether the count is what the records say. Works on a live run, where it is a range: what
-        was held all the time is seen once, what came or went meanwhile once or never. O(living
-        groups).
+        """Return a sentence if the count differs from the sizes in the records, else nothing.
+
+        On a live run the count is a range: bytes that were held throughout are seen once, those
+        that came or went in between once or never. O(living groups).
         """
         before = self.count()
         weighed = self.weigh()
@@ -102,12 +105,14 @@ class Memory:
         if least <= weighed <= most:
             return []
         return [
-            f"{before.held} payload bytes are counted, {weighed} are in the records ({least} to {most} may be)"
+            f"{before.held} payload bytes are counted, but the records add up to {weighed} "
+            f"({least} to {most} expected)"
         ]
 
     def weigh(self) -> int:
-        """Bytes of all records, then those of archived batches that are retained: a group that was
-        archived in between is not counted again.
+        """Add up the bytes of all records, and of archived batches that are retained.
+
+        A group that is archived in between is counted once.
         """
         walk = RecordWalk(self._store, self._keys)
         total = 0
@@ -115,6 +120,7 @@ class Memory:
         for task in self._limits.tasks:
             for gid, record in walk.records(task):
                 total += int(record.get("prompt", 0))
+                # before the first result, the payload is the prompt, which is counted already
                 if record["payload"] != "init":
                     total += int(record["size"])
                     seen.add(gid)

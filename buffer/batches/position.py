@@ -1,10 +1,8 @@
-"""Which draws a line of weights was trained on, small enough for every checkpoint (I6).
+"""What a checkpoint records about the training of a run: all that a server may lose (I6).
 
-Draws are numbered per task and trained almost in order: a low-water mark says most of it, and a
-bitmap the rest, one bit for each draw above the mark (compressed in the checkpoint). It is ordered
-like a bitmap of the server.
-
-Where the training of a run stands, as a checkpoint remembers it: all that a server may forget (I6).
+It includes every draw that the weights were trained on. Draws are numbered per task and trained
+almost in order: a low-water mark describes most of them, and a bitmap the rest, one bit for each
+draw above the mark (compressed in the checkpoint), in the bit order of a server's bitmap.
 """
 
 from __future__ import annotations
@@ -30,24 +28,21 @@ def _pack(bits: bytearray) -> str:
 
 
 def _unpack(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
     try:
-        return (
-            bytearray(zlib.decompress(base64.b64decode(value)))
-            if isinstance(value, str) and value
-            else value
-        )
+        return bytearray(zlib.decompress(base64.b64decode(value))) if value else bytearray()
     except zlib.error as error:
-        raise ValueError(f"no bitmap: {error}") from error
+        raise ValueError(f"not a compressed bitmap: {error}") from error
 
 
-Bits = Annotated[
-    bytearray, BeforeValidator(lambda value: _unpack(value) or bytearray()), PlainSerializer(_pack)
-]
+Bits = Annotated[bytearray, BeforeValidator(_unpack), PlainSerializer(_pack)]
 
 
 class DrawSet(BaseModel):
-    """All draws below `low`, and draw low + n for every bit n that is set; the highest bit of a
-    byte is first.
+    """Contains all draws below `low`, and draw low + n for every bit n that is set.
+
+    The highest bit of a byte comes first.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -60,11 +55,13 @@ class DrawSet(BaseModel):
         return draw < self.low or (byte < len(self.bits) and bool(self.bits[byte] & 0x80 >> bit))
 
     def add(self, draw: int) -> None:
+        """Add a draw, and move the mark over the draws that are then complete."""
         if draw < self.low:
             return
         byte, bit = divmod(draw - self.low, 8)
         self.bits.extend(bytes(max(0, byte + 1 - len(self.bits))))
         self.bits[byte] |= 0x80 >> bit
+        # complete leading bytes move into the mark, so that the bitmap stays short
         if self.bits[0] == 0xFF:
             left = self.bits.lstrip(b"\xff")
             self.low += 8 * (len(self.bits) - len(left))
@@ -74,14 +71,15 @@ class DrawSet(BaseModel):
         return self.low + int.from_bytes(self.bits, "big").bit_count()
 
     def to_bools(self) -> Bools:
-        """bool[n]: whether draw i is in; those from n on are not."""
+        """Return bool[n], whether the set contains draw i; it contains none from n on."""
         above = np.unpackbits(np.frombuffer(bytes(self.bits), "u1")).astype(bool)
         return np.concatenate([np.ones(self.low, bool), above])
 
 
 class TrainedDraws(BaseModel):
-    """`DrawSet` by task; imported groups have one of their own, since they are numbered far away
-    from the others.
+    """Contains a `DrawSet` for each task.
+
+    Imported groups have one of their own, since their numbers start far above the drawn ones.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -90,15 +88,17 @@ class TrainedDraws(BaseModel):
     imported: dict[str, DrawSet] = {}
 
     def add_batch(self, step: int, gids: Iterable[str]) -> None:
-        """Count a batch as trained. AccountError, and nothing changed, if one of its groups was
-        trained before.
+        """Add the groups of a batch.
+
+        Raises AccountError, and changes nothing, if one of them was trained before.
         """
         batch = list(gids)
         seen = [gid for gid in batch if gid in self]
         if seen or len(set(batch)) != len(batch):
             raise AccountError(
-                f"the batch of step {step} holds groups that these weights were already trained on: {seen[:5]}",
-                hint="do not train it; look at `rolloutmq fsck`",
+                f"the batch of step {step} holds groups that these weights were already trained "
+                f"on: {seen[:5]}",
+                hint="do not train it; run `rolloutmq fsck`",
             )
         for gid in batch:
             draws, task, draw = self._find(gid)
@@ -109,21 +109,25 @@ class TrainedDraws(BaseModel):
         return task in draws and draw in draws[task]
 
     def count(self, task: str) -> int:
-        """Groups of a task that were trained."""
+        """Return how many groups of a task were trained."""
         return sum(len(draws[task]) for draws in (self.tasks, self.imported) if task in draws)
 
     def _find(self, gid: str) -> tuple[dict[str, DrawSet], str, int]:
         task, draw = split_group_id(gid)
-        return (
-            (self.tasks, task, draw)
-            if draw < IMPORTED_FROM
-            else (self.imported, task, draw - IMPORTED_FROM)
-        )
+        if draw < IMPORTED_FROM:
+            return self.tasks, task, draw
+        return self.imported, task, draw - IMPORTED_FROM
 
 
 class Position(BaseModel):
-    """Keep it in every checkpoint (it is JSON), and hand it to `RolloutConsumer.open`: a server
-    that lost its last second, or everything, is told again what was trained.
+    """Records the training of a run for a checkpoint, as JSON.
+
+    Passed to `RolloutConsumer.open`, it restores what a server lost: its last second, or all data.
+
+    Usage:
+        position.add(batch.manifest)
+        text = position.model_dump_json()
+        position = Position.model_validate_json(text)
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -131,33 +135,34 @@ class Position(BaseModel):
     step: int = 0
     """the last train step that is in the weights"""
     lineage: str = ""
-    """of the weights"""
+    """lineage of the weights"""
     run: str = ""
     run_nonce: str = ""
     cursors: dict[str, int] = {}
-    """next draw of each task when this was written"""
+    """next draw of each task when the checkpoint was written"""
     batches: dict[int, list[str]] = {}
-    """manifests, as lines, of the steps since the oldest checkpoint that is kept"""
+    """manifests, as lines, of the steps after the oldest kept checkpoint"""
     trained: TrainedDraws = TrainedDraws()
 
     def add(self, manifest: Manifest) -> None:
-        """A batch was trained. AccountError, and nothing changed, if one of its groups was trained
-        before.
+        """Record that a batch was trained.
+
+        Raises AccountError, and changes nothing, if one of its groups was trained before.
         """
         self.trained.add_batch(manifest.step, manifest.gids)
         self.batches[manifest.step] = manifest.lines
         self.step = manifest.step
 
     def forget(self, keep: int) -> None:
-        """`keep` is the oldest checkpoint that is kept: batches up to it are never delivered again."""
+        """Remove the manifests up to `keep`, the oldest kept checkpoint, which no take needs."""
         self.batches = {step: lines for step, lines in self.batches.items() if step > keep}
 
     @property
     def kept(self) -> set[str]:
-        """The groups of the steps since the oldest checkpoint kept."""
+        """Return the groups of the steps after the oldest kept checkpoint."""
         return {line.partition(" ")[0] for _, *lines in self.batches.values() for line in lines}
 
     def manifest(self, step: int) -> Manifest | None:
-        """What was trained in a step since the oldest checkpoint kept."""
+        """Return the manifest of a step after the oldest kept checkpoint, or None."""
         lines = self.batches.get(step)
         return Manifest.parse(step, lines) if lines else None

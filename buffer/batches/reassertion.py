@@ -1,56 +1,59 @@
-"""After a loss: the server is told by value what the trainer's checkpoint knows (I6).
+"""Recovery after a server lost data: restore what the trainer's checkpoint records (I6).
 
-A server can lose its last second (`appendfsync everysec`), or be put back to an older state, or
-come back empty. Then a checkpoint of step S knows more than it: batches that were taken, and draws
-that were trained. What the server says is compared with that, at every opening; where nothing is
-lost nothing is written. Otherwise, while take waits:
+A server can lose its last second (`appendfsync everysec`), be reset to an older state, or come back
+empty. Then a checkpoint of step S records more than the server: batches that were taken, and draws
+that were trained. Every opening compares the two; if nothing is lost, nothing is written.
+Otherwise, while `take` waits:
 
-1. a batch that is not one of S's history is dissolved: its groups are ready again
-2. batches since the oldest checkpoint kept come back as they were, if their bytes are still there; if not, they and
-   all before them can be delivered no more, and S is the oldest checkpoint that opens without `regenerate`
-3. every other draw that was trained is archived, wherever it came back to life; one that only a trainer before a
-   `regenerate` had trained, which the server forgot, too, is drawn again
-4. the ledger goes on after S
+1. a batch that does not belong to the history of S is dissolved: its groups are ready again
+2. batches after the oldest kept checkpoint are restored if their bytes still exist; if not, they
+   and all before them can no longer be delivered, and S is the oldest checkpoint that opens without
+   `regenerate`
+3. every other trained draw is archived, whatever its stage is now; one that only a trainer before a
+   `regenerate` had trained, and that the server lost as well, is drawn again
+4. the ledger continues after S
 
 Each of these is one script, or slices of one, that changes nothing when repeated. A trainer that
-dies between two leaves `recovering` set, so that nobody is given a batch, and the next one compares
-again.
+dies between two of them leaves `recovering` set, so that no batch is delivered, and the next
+trainer compares again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from buffer.batches.draw_assertion import DrawAssertion, expect_ok, numbers_of
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.position import Position
+from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
+from buffer.store.scripts import Arg
 from buffer.store.store import Store
 
 
 @dataclass(slots=True)
 class Recovery:
-    """What an opening put right: draws ended or drawn again by value, batches restored and
-    dissolved.
-    """
+    """Counts the corrections of one opening: draws by number, and batches."""
 
     changed: int = 0
     lost: int = 0
     restored: int = 0
     dissolved: int = 0
     oldest: int | None = None
-    """the only steps left to open without `regenerate` are from this one on, since bytes are gone"""
+    """oldest step that opens without `regenerate`, if bytes of older ones are gone"""
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.lost or self.restored or self.dissolved or self.oldest)
 
 
 class Reassertion:
-    """One comparison of a server with a checkpoint, by the trainer of `nonce`, whose opening set
-    `recovering`.
+    """Compares a server with a checkpoint and corrects the server, for the trainer `nonce`.
+
+    The opening of that trainer has set `recovering`.
     """
 
     def __init__(
@@ -75,9 +78,9 @@ class Reassertion:
         """Bring the server up to `position`; with `regenerate`, also down to it. Raises Fenced."""
         self._position = position
         self._end_commit()
-        taken, _, freed = self._ledger.steps()
-        taken = self._dissolve(freed, taken)
-        if regenerate and position.step < freed:
+        steps = self._ledger.steps()
+        taken = self._dissolve(steps.freed, steps.taken)
+        if regenerate and position.step < steps.freed:
             self._go_below()
         else:
             self._catch_up(taken)
@@ -86,20 +89,19 @@ class Reassertion:
         return self._done
 
     def _end_commit(self) -> None:
-        """Archive the rest of a batch of which a slice was archived: it can be nothing else any
-        more.
-        """
-        keep = self._store.retrying(
-            "keep", lambda: self._store.control.hget(self._keys.ledger("train"), "keep")
-        )
-        if int(keep or 0) > self._ledger.steps()[2]:
-            self._ledger.commit(self._nonce, int(keep), int(keep))
+        """Archive the rest of a batch that is partly archived, which cannot be delivered."""
+        ledger = self._keys.ledger("train")
+        value = self._store.retrying("keep", lambda: self._store.control.hget(ledger, "keep"))
+        keep = int(value or 0)
+        if keep > self._ledger.steps().freed:
+            self._ledger.commit(self._nonce, keep, keep)
 
     # -- batches ---------------------------------------------------------------------------------
 
     def _dissolve(self, freed: int, taken: int) -> int:
-        """Let go of the batches from the first one on that S's history does not go on with; returns
-        the last left.
+        """Dissolve all batches from the first that does not belong to the history of S.
+
+        Returns the last step that is left.
         """
         steps = range(freed + 1, taken + 1)
         below = self._position.step < freed
@@ -109,27 +111,27 @@ class Reassertion:
         return first - 1
 
     def _is_history(self, step: int) -> bool:
-        """Whether this batch is what was trained in its step, or, after S, can be trained."""
+        """Return whether a batch is what was trained in its step or, after S, can be trained."""
         found = self._ledger.manifest(step)
         known = self._position.manifest(step)
         if found is None:
             return False
         if known is not None:
-            return [entry.payload for entry in found.entries] == [
-                entry.payload for entry in known.entries
-            ]
+            return _payloads(found) == _payloads(known)
         trained = [gid in self._position.trained for gid in found.gids]
         if step > self._position.step:
             return not any(trained)
-        # its manifest is not known any more, since no checkpoint asks for it; what a later step
-        # trained was not in it
+        # no checkpoint asks for this manifest, so it is not recorded any more; but a group that a
+        # later step trained was not in it
         return all(trained) and self._position.kept.isdisjoint(found.gids)
 
     def _restorable(self, taken: int) -> list[Manifest]:
-        """The batches behind the last one that the server knows of which, and of all after them,
-        all is there.
+        """Return the newest batches up to S that the server lost and that are complete.
+
+        Stops at the first, from S downwards, of which a record or bytes are missing.
         """
         found: list[Manifest] = []
+        # a ledger has no holes: below the first incomplete batch, none can be delivered
         for step in range(self._position.step, taken, -1):
             manifest = self._position.manifest(step)
             if manifest is None or not self._is_whole(manifest):
@@ -138,32 +140,33 @@ class Reassertion:
         return found
 
     def _is_whole(self, manifest: Manifest) -> bool:
-        """Whether records and bytes of all its groups are there; the bytes are then pinned."""
+        """Return whether records and bytes of all its groups exist; the bytes are then pinned."""
         records = self._store.each(
             "records", [("EXISTS", self._keys.group(gid)) for gid in manifest.gids]
         )
-        return all(records) and self._payloads.pin([entry.payload for entry in manifest.entries])
+        return all(records) and self._payloads.pin(_payloads(manifest))
 
     def _restore(self, manifest: Manifest) -> None:
-        reply = self._store.call(
-            "restore_batch",
-            self._keys.slots(ledger=self._ledger.name, step=manifest.step),
-            {"nonce": self._nonce, "step": manifest.step, "header": manifest.header},
-            tail_args=manifest.lines[1:],
-            durable=True,
-        )
-        expect_ok("restore_batch", reply)
+        header, *entries = manifest.lines
+        step = manifest.step
+        self._call("restore_batch", {"step": step, "header": header}, entries, step=step)
         self._done.restored += 1
 
     def _dissolve_one(self, step: int) -> None:
-        reply = self._store.call(
-            "dissolve_batch",
-            self._keys.slots(ledger=self._ledger.name, step=step),
-            {"nonce": self._nonce, "step": step, "lag": self._limits.lag},
-            durable=True,
-        )
-        expect_ok("dissolve_batch", reply)
+        self._call("dissolve_batch", {"step": step, "lag": self._limits.lag}, step=step)
         self._done.dissolved += 1
+
+    def _call(
+        self,
+        script: str,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg] = (),
+        **facts: int,
+    ) -> None:
+        keys = self._keys.slots(ledger=self._ledger.name, **facts)
+        named = {"nonce": self._nonce, **args}
+        reply = self._store.call(script, keys, named, tail_args=tail_args, durable=True)
+        expect_ok(script, reply)
 
     # -- up to the checkpoint ----------------------------------------------------------------------
 
@@ -171,17 +174,16 @@ class Reassertion:
         position = self._position
         restorable = self._restorable(taken)
         first = restorable[0].step if restorable else max(taken, position.step) + 1
-        lives = {
-            gid
-            for step in range(self._ledger.steps()[2] + 1, taken + 1)
-            for gid in self._gids(step)
-        }
-        lives |= {gid for manifest in restorable for gid in manifest.gids}
-        if first > taken + 1:  # there is a hole: what is before it can be delivered no more
+        has_gap = first > taken + 1
+        freed = self._ledger.steps().freed
+        living = {gid for step in range(freed + 1, taken + 1) for gid in self._gids(step)}
+        living |= {gid for manifest in restorable for gid in manifest.gids}
+        if has_gap:
+            # neither can those before the gap
             self._ledger.commit(self._nonce, taken, taken)
-        self._draws.end(position, lives)
+        self._draws.end(position, living)
         self._revive()
-        if first > taken + 1:
+        if has_gap:
             self._done.oldest = first - 1
             self._reset_ledger(first - 1, restorable)
             self._discard(range(taken + 1, first))
@@ -189,21 +191,19 @@ class Reassertion:
             self._restore(manifest)
 
     def _discard(self, steps: range) -> None:
-        """Bytes of batches that are not whole: their groups were archived as they came back,
-        without these.
-        """
+        """Free the bytes of incomplete batches: their groups are archived, and never read again."""
         for step in steps:
             if manifest := self._position.manifest(step):
-                self._payloads.discard([entry.payload for entry in manifest.entries])
+                self._payloads.discard(_payloads(manifest))
 
     def _gids(self, step: int) -> list[str]:
         manifest = self._ledger.manifest(step)
         return manifest.gids if manifest else []
 
-    # -- down to the checkpoint ----------------------------------------------------------------------
+    # -- down to the checkpoint --------------------------------------------------------------------
 
     def _go_below(self) -> None:
-        """Let all that was archived after S be drawn again; its bytes are gone."""
+        """Let everything that was archived after S be drawn again; its bytes are gone."""
         self._ledger.archive.forget(everything=True)
         self._draws.end(self._position, set())
         self._revive()
@@ -213,7 +213,7 @@ class Reassertion:
     def _revive(self) -> None:
         if not self._draws.has_untrained(self._position):
             return
-        # a prompt that is still listed as garbage must not be freed once it is written again
+        # a prompt that is still listed as garbage would be freed after it is written again
         while self._payloads.collect():
             pass
         self._draws.revive(self._position)
@@ -225,11 +225,9 @@ class Reassertion:
             task: position.trained.count(task) - len(numbers_of(task, later))
             for task in self._limits.training_tasks
         }
-        reply = self._store.call(
-            "reset_ledger",
-            self._keys.slots(ledger=self._ledger.name),
-            {"nonce": self._nonce, "step": step, "committed": position.step},
-            tail_args=[value for pair in used.items() for value in pair],
-            durable=True,
-        )
-        expect_ok("reset_ledger", reply)
+        pairs = [value for pair in used.items() for value in pair]
+        self._call("reset_ledger", {"step": step, "committed": position.step}, pairs)
+
+
+def _payloads(manifest: Manifest) -> list[PayloadRef]:
+    return [entry.payload for entry in manifest.entries]

@@ -1,16 +1,18 @@
-"""How a trainer becomes the one of a run: it says what its checkpoint knows, and take waits until
-the server agrees.
+"""How a process becomes the trainer of a run.
+
+It passes what its checkpoint records, and `take` waits until the server agrees with that.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.position import Position
 from buffer.batches.reassertion import Reassertion, Recovery
-from buffer.errors import LedgerError, LostRun
+from buffer.errors import LedgerError, LostRun, ScriptError
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
@@ -22,9 +24,7 @@ log = logging.getLogger("rolloutmq.opening")
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the server says to a trainer that opens: its run, and the steps it knows. `recovery`:
-    what was put right.
-    """
+    """Describes the run that a trainer opened, its steps, and what was recovered."""
 
     run_nonce: str
     taken: int
@@ -34,7 +34,11 @@ class Opening:
 
 
 class TrainerOpening:
-    """Opens the `train` ledger of a run."""
+    """Opens the `train` ledger of a run.
+
+    Usage:
+        opening = run.trainers.open(nonce, lineage=lineage, position=position)
+    """
 
     def __init__(
         self,
@@ -61,14 +65,14 @@ class TrainerOpening:
         position: Position | None = None,
         regenerate: bool = False,
     ) -> Opening:
-        """Become the trainer, from a checkpoint of `step` (0: none); `lineage` names the weights to
-        come.
+        """Become the trainer from a checkpoint of `step` (0: none); `lineage` names its weights.
 
-        The `position` of a checkpoint says that better, and a server that lost what it knows is
-        told again; it is then of this run and lineage. `regenerate` is for a server that lost
-        everything, or a checkpoint below what is kept: what is gone is drawn again. Raises RoleHeld
-        (another one beats), LostRun (not the run the checkpoint knows), LedgerError (the checkpoint
-        is older than what is kept, or newer than what the server has).
+        `position`, of that checkpoint, replaces `step` and `run_nonce`: with it, a server that lost
+        data is corrected, and run and lineage are then set in it. `regenerate` allows a server that
+        lost everything, or a checkpoint below what is kept: the missing groups are drawn again.
+        Raises RoleHeld if another trainer is alive, LostRun if the server does not hold the run of
+        the checkpoint, LedgerError if the checkpoint is older than the kept batches or newer than
+        what the server has.
         """
         keys = self._keys
         if position is not None:
@@ -89,7 +93,7 @@ class TrainerOpening:
             },
             durable=True,
         )
-        run = self._accepted(opened(reply, "trainer", keys.run), step)
+        run = self._run_nonce(opened(reply, "trainer", keys.run), step)
         recovery = self._reassert(nonce, position, regenerate) if position else Recovery()
         self.rescore(nonce, step)
         if position is not None:
@@ -98,41 +102,51 @@ class TrainerOpening:
             position.lineage = lineage
         return Opening(run, *self._ledger.steps(), recovery)
 
-    def _accepted(self, reply: list[str], step: int) -> str:
-        match reply[0]:
-            case "EMPTY":
+    def _run_nonce(self, reply: list[Any], step: int) -> str:
+        """Return the nonce of the run that was opened. Raises LostRun, LedgerError."""
+        match reply:
+            case ["OK", run_nonce, *_]:
+                return str(run_nonce)
+            case ["EMPTY", _]:
                 raise LostRun(
-                    f"the checkpoint is of step {step}, but here no trainer has ever opened run {self._keys.run!r}",
-                    hint="connect to the server of this run, restore its data, or open with --regenerate: "
-                    "what was not trained yet is then generated again",
+                    f"the checkpoint is of step {step}, but on this server no trainer has ever "
+                    f"opened run {self._keys.run!r}",
+                    hint="connect to the server of this run, restore its data, or open with "
+                    "--regenerate: what was not trained yet is then generated again",
                 )
-            case "BELOW":
+            case ["BELOW", keep]:
                 raise LedgerError(
-                    f"the checkpoint is of step {step}, but batches up to step {reply[1]} are already freed",
-                    hint="open a newer checkpoint, or this one with --regenerate: what came after is generated again",
+                    f"the checkpoint is of step {step}, but batches up to step {keep} are already "
+                    "freed",
+                    hint="open a newer checkpoint, or this one with --regenerate: later batches "
+                    "are then generated again",
                 )
-            case "BEHIND":
+            case ["BEHIND", taken]:
                 raise LedgerError(
-                    f"the checkpoint is of step {step}, but the server only knows steps up to {reply[1]}",
-                    hint="the server lost data (see `rolloutmq doctor`); open with the position that your checkpoint "
-                    "holds, and it is told again what was trained",
+                    f"the checkpoint is of step {step}, but the server only knows steps up to "
+                    f"{taken}",
+                    hint="the server lost data (see `rolloutmq doctor`); open with the position "
+                    "of your checkpoint, which restores what was trained",
                 )
-        return reply[1]
+        raise ScriptError(f"trainer_open: unknown reply {reply}")
 
     def _reassert(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
-        parts = (self._store, self._keys, self._limits, self._payloads, self._ledger, nonce)
-        recovery = Reassertion(*parts).run(position, regenerate=regenerate)
+        reassertion = Reassertion(
+            self._store, self._keys, self._limits, self._payloads, self._ledger, nonce
+        )
+        recovery = reassertion.run(position, regenerate=regenerate)
         if recovery:
             log.warning(
-                "the server had lost what the checkpoint of step %s knows: %s",
+                "the server had lost data that the checkpoint of step %s records; recovered: %s",
                 position.step,
                 recovery,
             )
         return recovery
 
     def rescore(self, nonce: str, step: int) -> None:
-        """Clamp what dead lineages made after the fork, slice by slice; take waits for the end
-        (I8).
+        """Limit the versions of groups from other lineages to `step`, the fork (I8).
+
+        `take` replies RECOVERING until this is done.
         """
         keys = self._keys
         done = False
@@ -144,4 +158,4 @@ class TrainerOpening:
                 keys.all_pools(self._limits.training_tasks),
                 durable=True,
             )
-            done = unfenced(reply, "trainer")[2] in (1, "1")
+            done = bool(int(unfenced(reply, "trainer")[2]))

@@ -1,73 +1,44 @@
-"""A whole config file: the sections both sides share, and room for those of one side.
-
-Each side declares its own sections in a subclass (`buffer.config.worker`, `buffer.config.trainer`);
-what belongs to the other side stays opaque to it. `rolloutmq run` and `rolloutmq check` read the
-file as both, so every key is checked.
-"""
+"""A whole config file: every section, what they demand of each other, and the limits of the run."""
 
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import model_validator
 
-from buffer.config.loader import Section
-from buffer.config.memory import (
+from buffer.config.engine import EngineConfig, HttpConfig, VllmConfig
+from buffer.config.learner import CriticConfig, LearnerConfig
+from buffer.config.memory_budget import (
     MemoryNeed,
     MemorySection,
     RetentionSection,
     estimate_group_bytes,
 )
-from buffer.config.run import LeaseSection, PolicySection, RedisSection, RunSection, Tasks
+from buffer.config.run_settings import (
+    LaunchSection,
+    LeaseSection,
+    PlanSection,
+    PolicySection,
+    RedisSection,
+    RunSection,
+)
+from buffer.config.section import Section
 from buffer.config.strategy import StrategySection
-from buffer.model.dotted_path import is_dotted_path
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.config.task import Tasks
+from buffer.config.trainer import EvaluationSection, TrainerSection
+from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
+from buffer.config.worker import JudgesSection, ProducerSection, WorkerSection
+from buffer.errors import ConfigError
+from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
 
 
-class PlanSection(Section):
-    """[plan]: what both sides plan by."""
+class Config(Section):
+    """Every section of a config file, read and checked as a whole by every process of a run.
 
-    steps: int = Field(100, ge=1)
-    """train steps in all"""
-    batch_size: int = Field(16, ge=1, le=1024)
-    """groups per train step, over all training tasks"""
-    curriculum: str | None = None
-    """your function as package.module:function of what was counted so far, asked for task weights
-    after each train step; default: the weights stay as the tasks say
+    Usage:
+
+        config = load_config(Config, Path("configs/demo.toml"), ["run.name=mine"])
     """
-
-    @field_validator("curriculum")
-    @classmethod
-    def _check_curriculum(cls, name: str | None) -> str | None:
-        if name is not None and not is_dotted_path(name):
-            raise ValueError("expected package.module:function")
-        return name
-
-
-class LaunchSection(Section):
-    """[launch]: what `rolloutmq run` starts on this machine."""
-
-    workers: int = Field(2, ge=1)
-    """rollout workers, one process each"""
-    colocated: bool = False
-    """trainer and workers share the same GPUs (they must fit side by side); otherwise an overlap is
-    an error
-    """
-    trainer_gpus: list[int] | None = None
-    """GPUs of the trainer; default: the first one where there are any"""
-    worker_gpus: list[int] | None = None
-    """GPUs of the workers, dealt out in groups of as many as the engine has shards; default: all
-    others
-    """
-    judge_workers: int = Field(1, ge=1)
-    """processes that judge, where a task has judging of kind rq"""
-    max_restarts: int = Field(20, ge=0)
-    """how often a process that died is started again before the run gives up"""
-
-
-class ConfigFile(Section):
-    """Every section of a config file."""
 
     run: RunSection
     redis: RedisSection = RedisSection()
@@ -79,80 +50,159 @@ class ConfigFile(Section):
     strategy: StrategySection = StrategySection()
     launch: LaunchSection = LaunchSection()
     tasks: Tasks
-    # of one side: opaque here, declared by that side's subclass
-    engine: Any = Field(default_factory=dict)
-    worker: Any = Field(default_factory=dict)
-    producer: Any = Field(default_factory=dict)
-    judges: Any = Field(default_factory=dict)
-    trainer: Any = Field(default_factory=dict)
-    learner: Any = Field(default_factory=dict)
-    critic: Any = Field(default_factory=dict)
-    tiny_model: Any = Field(default_factory=dict)
-    warm_start: Any = Field(default_factory=dict)
-    evaluation: Any = Field(default_factory=dict)
+    engine: EngineConfig = VllmConfig()
+    worker: WorkerSection = WorkerSection()
+    producer: ProducerSection = ProducerSection()
+    judges: JudgesSection = JudgesSection()
+    trainer: TrainerSection = TrainerSection()
+    learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
+    tiny_model: TinyModelConfig = TinyModelConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    @property
+    def training_tasks(self) -> list[str]:
+        """Return the names of the tasks that are trained on."""
+        return [name for name, task in self.tasks.items() if task.eval_of is None]
+
+    # -- what the sections demand of each other ------------------------------
 
     @model_validator(mode="after")
-    def _some_task_trains(self) -> ConfigFile:
-        weights = [task.weight for task in self.tasks.values() if task.eval_of is None]
-        if not weights or sum(weights) <= 0:
+    def _some_task_trains(self) -> Config:
+        if not any(self.tasks[name].weight > 0 for name in self.training_tasks):
             raise ValueError("no training task has a weight above 0: there is nothing to train on")
         return self
 
     @model_validator(mode="after")
-    def _images_have_a_folder(self) -> ConfigFile:
-        named = [name for name, task in self.tasks.items() if getattr(task.dataset, "images", None)]
-        if named and self.run.media is None:
-            raise ValueError(f"the images of task {named[0]} need a folder: set media in [run]")
+    def _images_are_possible(self) -> Config:
+        shown = [name for name, task in self.tasks.items() if task.images]
+        if shown and self.run.media is None:
+            raise ValueError(f"the images of task {shown[0]} need a folder: set media in [run]")
+        trained = [name for name in shown if name in self.training_tasks]
+        if trained and self.trainer.loop is None:
+            raise ValueError(
+                f"task {trained[0]} shows images, which the reference trainer cannot train on: "
+                "set [trainer] loop to a trainer of your own"
+            )
         return self
 
     @model_validator(mode="after")
-    def _memory_is_enough(self) -> ConfigFile:
-        if self.memory.budget_bytes and (problem := self.memory_problem(self.memory.budget_bytes)):
-            raise ValueError(problem)
+    def _memory_is_enough(self) -> Config:
+        if self.memory.budget_bytes:
+            problem = self.memory_problem(self.memory.budget_bytes)
+            if problem:
+                raise ValueError(problem)
         return self
 
+    @model_validator(mode="after")
+    def _pauses_free_the_device(self) -> Config:
+        if self.policy.pause_mode != "keep":
+            return self
+        needs = "needs [policy] pause_mode abort or drain: keep"
+        if self.trainer.flow == "colocated":
+            raise ValueError(f"[trainer] flow = colocated {needs} frees no memory")
+        if self.evaluation.flow == "exclusive":
+            raise ValueError(f"[evaluation] flow = exclusive {needs} would freeze evaluations, too")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_loads_what_is_published(self) -> Config:
+        lora = self.learner.lora
+        if lora is None:
+            # a trainer of the user's own may publish adapters
+            if self.engine.wants_adapters and self.trainer.loop is None:
+                raise ValueError(
+                    "[engine] loads adapters, but none are published: add [learner.lora], or leave "
+                    "out [engine] max_lora_rank or weights"
+                )
+        elif isinstance(self.engine, VllmConfig) and (self.engine.max_lora_rank or 0) < lora.rank:
+            raise ValueError(
+                f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank of at least that"
+            )
+        elif isinstance(self.engine, HttpConfig) and not self.engine.wants_adapters:
+            raise ValueError('[learner.lora] needs [engine] weights = "adapters"')
+        return self
+
+    @model_validator(mode="after")
+    def _temperatures_agree(self) -> Config:
+        # the trainer must compute the distribution that rollouts are sampled from
+        if self.trainer.loop is not None:
+            return self
+        for name in self.training_tasks:
+            sampled = self.tasks[name].sample.temperature
+            if sampled != self.learner.temperature:
+                raise ValueError(
+                    f"task {name} is sampled with temperature {sampled:g}, [learner] temperature "
+                    f"is {self.learner.temperature:g}: both must be the same"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> Config:
+        steps = self.evaluation.every_steps
+        interval = self.policy.sync_weights_interval
+        if steps is not None and steps % interval:
+            raise ValueError(
+                f"[evaluation] every_steps = {steps} must be a multiple of "
+                f"[policy] sync_weights_interval = {interval}"
+            )
+        return self
+
+    # -- memory (I12) --------------------------------------------------------
+
     def memory_problem(self, budget: int) -> str:
-        """Why a run may not be held to so many bytes (0: any number); '' where it may (I12)."""
+        """Return why a run cannot be held to `budget` bytes (0: no limit); "" where it can."""
         return self._memory_need().problem(self.memory, budget)
 
     def _memory_need(self) -> MemoryNeed:
-        section = self.producer
-        prompt_tokens = (
-            section.get("max_prompt_tokens")
-            if isinstance(section, dict)
-            else section.max_prompt_tokens
-        )
-        groups = [
+        prompt_tokens = self.producer.max_prompt_tokens
+        tasks = [self.tasks[name] for name in self.training_tasks]
+        largest = max(
             estimate_group_bytes(task.prompt_repeat_k, task.sample.max_tokens, prompt_tokens)
-            for task in self.tasks.values()
-            if task.eval_of is None
-        ]
+            for task in tasks
+        )
+        # a commit frees what is older than the oldest checkpoint that is kept
+        kept = self.trainer.checkpoint_every_steps * self.trainer.keep_checkpoints
         ahead = self.policy.stale_threshold + self.strategy.over_sample_threshold
         return MemoryNeed(
-            group_bytes=self.memory.group_bytes or max(groups),
-            batches=self.batches_until_freed() + self.retention.batches,
+            group_bytes=self.memory.group_bytes or largest,
+            batches=kept + self.retention.batches,
             batch_size=self.plan.batch_size,
             in_flight=ceil(ahead * self.plan.batch_size),
         )
 
-    def batches_until_freed(self) -> int:
-        """Batches that were taken and that no checkpoint frees yet, at most. The training side
-        knows.
+    # -- what is derived from it ---------------------------------------------
+
+    def evaluation_size(self, task: str) -> int:
+        """Return the number of problems of one evaluation of `task`.
+
+        Raises ConfigError where they cannot be counted.
         """
-        return 1
+        dataset = self.tasks[task].dataset
+        size = self.evaluation.groups or dataset.count_held_out()
+        if size is None:
+            raise ConfigError(
+                f"task {task}: problems of a data set of kind {dataset.kind} cannot be counted",
+                hint="set [evaluation] groups to the number of its problems",
+            )
+        return size
 
     def strategy_of(self, task: str) -> StrategySection:
-        """[strategy] with what the task says for itself. An evaluation task has that of the task it
-        belongs to.
+        """Return [strategy] with the values that a task sets itself.
+
+        An evaluation task has the strategy of its training task.
         """
         return self.strategy.overridden(self.tasks[task].strategy)
 
     def limits(self, maxmemory_bytes: int = 0) -> RunLimits:
-        """What goes into the run's meta, for all processes to agree on. `maxmemory_bytes`: of the
-        server, 0 = none.
+        """Return what goes into the run's meta, for all processes to agree on.
+
+        `maxmemory_bytes`: of the server; 0 = none.
         """
         budget = self.memory.budget(maxmemory_bytes)
         return RunLimits(
+            **self.strategy.model_dump(include=set(TaskSettings.model_fields)),
             lease_ms=self.lease.lease_ms,
             heartbeat_ms=self.lease.heartbeat_ms,
             worker_timeout_ms=self.lease.worker_timeout_ms,
@@ -164,10 +214,6 @@ class ConfigFile(Section):
             sync_weights_interval=self.policy.sync_weights_interval,
             steps=self.plan.steps,
             batch_size=self.plan.batch_size,
-            over_sample_threshold=self.strategy.over_sample_threshold,
-            max_consecutive_failures=self.strategy.max_consecutive_failures,
-            tail_batch_trigger_size=self.strategy.tail_batch_trigger_size,
-            tail_batch_max_tries=self.strategy.tail_batch_max_tries,
             order=self.policy.order,
             retain_batches=self.retention.batches,
             retain_until_exported=self.retention.policy == "export",
@@ -181,17 +227,13 @@ class ConfigFile(Section):
 
     def _task_limits(self, name: str) -> TaskLimits:
         task = self.tasks[name]
-        own = self.strategy_of(name)
-        return TaskLimits(
-            weight=task.weight,
-            eval_of=task.eval_of,
-            strategy=own.kind,
-            # what is only common stays common, so that it can be changed for all at once
-            tail_batch_trigger_size=None if task.strategy is None else own.tail_batch_trigger_size,
-            tail_batch_max_tries=None if task.strategy is None else own.tail_batch_max_tries,
-            over_sample_threshold=None if task.strategy is None else own.over_sample_threshold,
-            max_in_flight=own.max_in_flight,
-            max_consecutive_failures=None
-            if task.strategy is None
-            else own.max_consecutive_failures,
-        )
+        # only what the task sets itself: the rest follows the run's values when these change
+        own = {} if task.strategy is None else task.strategy.own_numbers()
+        strategy = self.strategy_of(name).kind
+        return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)
+
+
+# former names, from when each side read its own part of a file
+ConfigFile = Config
+TrainingConfig = Config
+ProducingConfig = Config

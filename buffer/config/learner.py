@@ -1,7 +1,4 @@
-"""[learner] of the config: optimizer, schedule, batch layout and loss. Imports no torch.
-
-[critic] of the config: the value model of `advantages = "gae"`. Imports no torch.
-"""
+"""The optimization of the models: [learner] for the policy, [critic] for the value model."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from buffer.config.loader import Section
+from buffer.config.section import Section
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Objective = Literal["ppo", "gspo", "cispo"]
@@ -25,31 +22,39 @@ class LossConfig(Section):
 
     objective: Objective = "ppo"
     """ppo (also for GRPO and DAPO), gspo (one ratio per sample), cispo (clips the weight, not the
-    gradient)"""
+    gradient)
+    """
     clip_low: float = Field(0.2, ge=0, le=1)
     """ratios below 1 - clip_low get no gradient where the advantage is negative"""
     clip_high: float = Field(0.28, ge=0)
     """ratios above 1 + clip_high get no gradient where the advantage is positive"""
     dual_clip: float | None = Field(None, gt=1)
-    """ppo: largest factor of a negative advantage, for example 3.0; None: unbounded"""
+    """for ppo: largest factor of a negative advantage, for example 3.0; default: no limit"""
     aggregation: Aggregation = "token_mean"
-    """token_mean (DAPO), sequence_mean (GRPO), fixed_length (Dr. GRPO: divides by `max_tokens`)"""
+    """how the losses of tokens are added up: token_mean (DAPO), sequence_mean (GRPO), fixed_length
+    (Dr. GRPO: divides by max_tokens)
+    """
     max_tokens: int | None = Field(None, ge=1)
-    """the divisor of fixed_length: the longest response that may be sampled"""
+    """divisor of fixed_length, the longest response that may be sampled; default: none"""
     importance_cap: float | None = Field(2.0, gt=0)
-    """upper bound of the importance weight old policy / rollout policy; None: no such weight"""
+    """upper bound of the importance weight old policy / rollout policy"""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """unit of the importance weight: each token, a sample (product over its tokens), or a sample by
-    the geometric mean of its tokens"""
+    the geometric mean of its tokens
+    """
     importance_mode: Literal["truncate", "mask"] = "truncate"
     """a weight above the bound is reduced to it (truncate), or its token or sample is dropped
-    (mask)"""
+    (mask)
+    """
     importance_floor: float = Field(0.0, ge=0)
-    """with importance_mode mask: tokens or samples with a smaller weight are dropped, too"""
+    """for importance_mode mask: tokens or samples with a smaller weight are dropped, too"""
     importance_veto: float | None = Field(None, gt=0, lt=1)
-    """samples with a token of a smaller weight are dropped, for example 1e-4; None: no sample"""
+    """samples that have a token with a smaller weight are dropped, for example 1e-4; default: none
+    are dropped
+    """
     kl_coef: float = Field(0.0, ge=0)
-    """weight of the KL term to the initial model; 0: none, and no reference model is loaded"""
+    """weight of the KL term to the initial model; 0: no such term, and no reference model is loaded
+    """
     kl_kind: Literal["k1", "abs", "k2", "k3"] = "k3"
     """estimator of that KL from the sampled token; k3 is unbiased and never negative"""
     entropy_coef: float = Field(0.0, ge=0)
@@ -58,7 +63,7 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _has_divisor(self) -> LossConfig:
         if self.aggregation == "fixed_length" and self.max_tokens is None:
-            raise ValueError("aggregation fixed_length needs max_tokens")
+            raise ValueError("aggregation fixed_length needs max_tokens, its divisor")
         return self
 
     @model_validator(mode="after")
@@ -99,14 +104,17 @@ class LearnerConfig(Section):
     """
 
     learning_rate: float = Field(1e-6, gt=0)
+    """step size of AdamW"""
     betas: tuple[float, float] = (0.9, 0.98)
+    """decay rates of AdamW's two moments"""
     weight_decay: float = Field(0.0, ge=0)
+    """weight decay of AdamW"""
     max_grad_norm: float = Field(1.0, gt=0)
+    """norm to which larger gradients are scaled down"""
     warmup_steps: int = Field(0, ge=0)
     """the learning rate rises linearly from 0 over this many optimizer steps"""
     decay_steps: int | None = Field(None, ge=1)
-    """the learning rate decays over this many optimizer steps to the share `final_rate` of itself;
-    None: no decay"""
+    """the learning rate decays over this many optimizer steps to final_rate; default: no decay"""
     schedule: Literal["linear", "cosine"] = "linear"
     """shape of the decay"""
     final_rate: float = Field(0.1, ge=0, le=1)
@@ -114,24 +122,29 @@ class LearnerConfig(Section):
     updates_per_batch: int = Field(1, ge=1)
     """optimizer steps per batch: its groups are divided, in order, into this many parts"""
     token_budget: int = Field(8192, ge=1)
-    """token slots of one forward pass"""
+    """largest number of tokens in one forward pass"""
     temperature: float = Field(1.0, gt=0)
     """sampling temperature of the rollouts: logits are divided by it. It must equal the temperature
-    of all tasks"""
+    of all tasks
+    """
     old_policy: Literal["rollout", "current"] = "rollout"
     """policy that the ratio is clipped against: the one that sampled the rollout (its recorded
-    logprobs), or the weights before this batch"""
+    logprobs), or the weights before this batch
+    """
     bf16: bool = False
     """forward pass and published weights in bfloat16; parameters and optimizer stay float32"""
     replay_routing: bool = False
     """train a mixture of experts with the experts that the engine chose ([engine] routed_experts):
-    R3, arXiv:2510.11370. The reference of a KL term chooses its own"""
+    R3, arXiv:2510.11370. The reference model of a KL term chooses its own
+    """
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass instead of storing them: less memory, a third more
-    time"""
+    time
+    """
     lora: LoraConfig | None = None
-    """train a LoRA adapter (`pip install 'rolloutmq[lora]'`); None: train the model's weights"""
+    """train a LoRA adapter (`pip install 'rolloutmq[lora]'`); default: train the model's weights"""
     loss: LossConfig = LossConfig()
+    """the loss"""
 
 
 class CriticConfig(Section):
@@ -143,13 +156,15 @@ class CriticConfig(Section):
     """
 
     learning_rate: float = Field(1e-5, gt=0)
+    """step size of AdamW"""
     clip: float | None = Field(0.2, gt=0)
-    """largest change of a value in one step; None: unbounded"""
+    """largest change of a value in one step"""
     gamma: float = Field(1.0, ge=0, le=1)
     """discount of a reward per token"""
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
     max_grad_norm: float = Field(1.0, gt=0)
+    """norm to which larger gradients are scaled down"""
 
 
 AdvantageEstimator = Literal[

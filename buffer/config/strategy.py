@@ -1,61 +1,45 @@
-"""[strategy], and [tasks.<name>.strategy] where a task wants its own: what is started, kept,
-retried and thrown away.
+"""[strategy] and [tasks.<name>.strategy]: which groups are started, kept, retried and discarded.
 
-Names and defaults are XTuner's where the thing is the same.
+Names and defaults are those of XTuner where the meaning is the same.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from buffer.config.loader import Section
+from buffer.config.section import DottedPath, Section
 from buffer.model.dotted_path import is_dotted_path
+from buffer.model.limits import TaskSettings
 
-FILTERS = ("not_all_equal",)
-"""Filters that are told by name; `producer_workers.worker.loop_result` has their functions."""
+FILTERS = {"not_all_equal": "producer_workers.worker.loop_result:not_all_equal"}
+"""The filters with a name, and their functions. To add one, write its function and add it here."""
 
 
-class StrategySection(Section):
-    """[strategy]: how far the producer runs ahead, and what becomes of interrupted, old and useless
-    groups.
-    """
+class StrategySection(Section, TaskSettings):
+    """[strategy]: how far the producer runs ahead, and what happens to old and bad groups."""
+
+    # what can change while the run continues is declared in TaskSettings
 
     kind: Literal["async", "sync"] = "async"
-    """async runs ahead of the trainer as far as [policy] max_staleness allows; sync makes exactly
-    the batches that the newest weights are to serve, and refills what was filtered
+    """async: run ahead of the trainer as far as [policy] max_staleness allows. sync: make exactly
+    the batches that the newest weights serve, and replace filtered groups
     """
-    over_sample_threshold: float = Field(0.0, ge=0)
-    """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
     enable_partial_rollout: bool = False
-    """an interrupted group keeps its tokens and goes on from them"""
-    tail_batch_trigger_size: int = Field(-1, ge=-1)
-    """expired groups: -1 drops them, 0 retries them at once, N retries them first once there are N"""
-    tail_batch_max_tries: int | None = Field(None, ge=1)
-    """a group that was interrupted so often waits with the expired ones for the tail batch (if it
-    has no tokens), and is finished once it runs again: a pause of kind abort waits for it, half of
-    [lease] pause_timeout_s at most; default: never, it starts again for as long as it is
-    interrupted
-    """
+    """an interrupted group keeps its tokens and continues from them"""
     is_valid_sample_fn: str | None = None
-    """which completed groups are worth training on, the others are filtered and made up for:
-    not_all_equal (rewards that differ, as DAPO wants), or your function of a group's rollouts as
-    package.module:function; default: all
+    """filter of completed groups; groups that it rejects are replaced. not_all_equal (the rewards
+    differ, as in DAPO), or a function of yours as package.module:function that is given the
+    rollouts of a group; default: all groups are trained on
     """
-    should_continue_fn: str | None = None
-    """your function as package.module:function of (completed, wanted, progress=…), asked in every
-    round: once it says no, the next batch is what there is; default: until the target is reached
+    should_continue_fn: DottedPath | None = None
+    """a function of yours as package.module:function, called in every round with (completed,
+    wanted, progress=…); once it returns False, the next batch is what is completed; default:
+    continue until the batch is complete
     """
     group_time_limit_s: float | None = Field(None, gt=0)
-    """a group that takes a worker longer has failed a try; default: no limit"""
-
-    max_in_flight: int | None = Field(None, ge=1)
-    """groups that wait or run at most; default: as many as the strategy asks for"""
-    max_consecutive_failures: int | None = Field(None, ge=1)
-    """a task of which so many tries fail or are filtered one after the other is stopped, with its
-    reason, until `rolloutmq continue --task`; default: never
-    """
+    """time after which a group on a worker counts as a failed try; default: no limit"""
 
     @field_validator("is_valid_sample_fn")
     @classmethod
@@ -64,23 +48,20 @@ class StrategySection(Section):
             raise ValueError(f"expected {', '.join(FILTERS)} or package.module:function")
         return name
 
-    @field_validator("should_continue_fn")
-    @classmethod
-    def _check_should_continue(cls, name: str | None) -> str | None:
-        if name is not None and not is_dotted_path(name):
-            raise ValueError("expected package.module:function")
-        return name
-
     @model_validator(mode="after")
     def _check_sync(self) -> StrategySection:
-        if self.kind == "sync" and (
-            self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1
-        ):
+        runs_ahead = self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1
+        if self.kind == "sync" and runs_ahead:
             raise ValueError(
-                "sync starts exactly the batch; over_sample_threshold, tail_batch_trigger_size are for async"
+                "sync starts exactly the batch: over_sample_threshold and tail_batch_trigger_size "
+                "need kind async"
             )
         return self
 
     def overridden(self, own: StrategySection | None) -> StrategySection:
-        """These settings, with those that a task gives itself in their place."""
+        """Return these settings with those that a task sets itself in their place."""
         return self if own is None else self.model_copy(update=own.model_dump(exclude_unset=True))
+
+    def own_numbers(self) -> dict[str, Any]:
+        """Return the live settings that were set here, by name."""
+        return self.model_dump(include=set(TaskSettings.model_fields), exclude_unset=True)

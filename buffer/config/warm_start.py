@@ -1,13 +1,10 @@
-"""[tiny_model] of the config: the model that is built locally. Imports no torch.
-
-[warm_start] of the config: supervised training before GRPO. Imports no torch.
-"""
+"""The model of a run without [policy] model: [tiny_model] builds it, [warm_start] trains it."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from buffer.config.loader import Section
+from buffer.config.section import Section
 
 
 class TinyModelConfig(Section):
@@ -21,18 +18,23 @@ class TinyModelConfig(Section):
     hidden: int = Field(128, ge=32)
     """width of the residual stream"""
     layers: int = Field(2, ge=1)
+    """number of transformer blocks"""
     heads: int = Field(4, ge=1)
+    """attention heads, a multiple of kv_heads"""
     kv_heads: int = Field(4, ge=1)
+    """heads of keys and values"""
     head_dim: int = Field(32, ge=8, multiple_of=8)
-    """vLLM's attention on a CPU supports 32, 64, 80, 96, 112, 128 and 256"""
+    """width of a head; vLLM's attention on a CPU supports 32, 64, 80, 96, 112, 128 and 256"""
     intermediate: int = Field(384, ge=8)
+    """width of the feed-forward layers"""
     vocab_size: int | None = Field(None, ge=1)
-    """rows of the embedding, to get the shape of a larger model; None: the tokenizer's tokens"""
+    """rows of the embedding, to get the shape of a larger model; default: the tokenizer's tokens"""
     max_positions: int = Field(256, ge=16)
     """largest number of tokens of prompt and answer"""
     init_std: float = Field(0.08, gt=0)
     """standard deviation of the random weights; with the usual 0.02 narrow models learn slowly at
-    first"""
+    first
+    """
     phrases: tuple[str, ...] = (
         "State the final answer to the following arithmetic problem: ",
         " + ",
@@ -51,7 +53,7 @@ class TinyModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """[warm_start]: the supervised phase.
+    """[warm_start]: supervised training of that model before GRPO.
 
     Usage:
 
@@ -63,10 +65,14 @@ class WarmStartConfig(Section):
     stop_accuracy: float = Field(0.48, ge=0, le=1)
     """stop when the greedy accuracy on the development problems reaches this"""
     check_every_steps: int = Field(25, ge=1)
+    """steps between two measurements of that accuracy"""
     development_problems: int = Field(300, ge=1)
     """number of held-out problems, from the end of the file; never trained on"""
     batch_size: int = Field(32, ge=1)
     """problems per step"""
     learning_rate: float = Field(3e-3, gt=0)
+    """step size of AdamW"""
     warmup_steps: int = Field(30, ge=1)
+    """the learning rate rises linearly from 0 over this many steps"""
     seed: int = Field(0, ge=0, lt=2**32)
+    """seed of the data order"""

@@ -1,70 +1,58 @@
-"""The config file as the producing side reads it: the shared sections, [engine], [worker],
-[producer], [judges].
-"""
+"""The processes that make rollouts: [worker], [producer] and [judges]."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from buffer.config.config import ConfigFile
-from buffer.config.engine import EngineConfig, VllmConfig
-from buffer.config.loader import Section
+from buffer.config.section import Section
+from buffer.model.limits import Concurrency
 
 
 class WorkerSection(Section):
     """[worker]: one rollout worker."""
 
-    concurrency: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 8
-    """groups that are sampled at once, while others are judged; more would wait in the engine's own
-    queue, where no other worker can take them. auto: as many as keep the engine full, found by
-    looking at queue and KV cache
+    concurrency: Concurrency = 8
+    """groups that are sampled at once, in addition to those that only wait for their judge; more
+    would wait in the engine's own queue, where no other worker can take them. auto: as many as keep
+    the engine full, controlled by its queue and its KV cache
     """
     agent_loop: str = "single_turn"
-    """how a group is generated: single_turn, multi_turn, tools, gateway, or your own class as
+    """how a group is generated: single_turn, multi_turn, tools, gateway, or a class of yours as
     package.module:Class
     """
     tasks: list[str] | None = None
-    """the tasks that this worker serves; default: all of them"""
+    """the tasks that this worker serves; default: all tasks"""
     lanes: list[Literal["eval", "resume", "fresh"]] = Field(
         default=["eval", "resume", "fresh"], min_length=1
     )
-    """the lanes that it serves: eval (evaluations), resume (what was begun elsewhere), fresh (new
-    prompts)
+    """the lanes that this worker serves: eval (evaluations), resume (groups that were interrupted),
+    fresh (new prompts)
     """
     drain_timeout_s: float = Field(60.0, ge=0)
-    """how long a worker that was told to stop finishes what it holds before it hands the rest back"""
+    """time in which a worker that is stopped finishes its groups before it returns the rest"""
     sleep_when_paused: bool = False
-    """the engine gives its device memory back while the run is paused (abort, drain), for a trainer
+    """the engine frees its device memory while the run is paused by abort or drain, for a trainer
     on the same GPU
     """
     start_timeout_s: float = Field(600.0, gt=0)
-    """how long the engine may take to load its model"""
+    """time in which the engine must have loaded its model"""
 
 
 class ProducerSection(Section):
-    """[producer]: what becomes a job."""
+    """[producer]: which prompts become jobs, and how many at once."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """longer prompts are counted and passed over; default: no limit"""
+    """longer prompts are skipped and counted; default: no limit"""
     slice_size: int = Field(64, ge=1, le=512)
-    """groups per enqueue"""
+    """largest number of groups that one script enqueues"""
 
 
 class JudgesSection(Section):
     """[judges]: the rq queue of tasks with judging of kind rq."""
 
     redis_url: str | None = Field(None, repr=False)
-    """one Redis or Valkey server for that queue, not a cluster, which rq cannot use; default: the
-    run's server
+    """URL of one Redis or Valkey server for that queue; not a cluster, which rq cannot use;
+    default: the server of the run
     """
-
-
-class ProducingConfig(ConfigFile):
-    """What producer and workers need."""
-
-    engine: EngineConfig = VllmConfig()
-    worker: WorkerSection = WorkerSection()
-    producer: ProducerSection = ProducerSection()
-    judges: JudgesSection = JudgesSection()

@@ -98,7 +98,7 @@ class Receipts:
             watch(silent)
             if not silent:
                 return time.monotonic() - started
-            if answered.look() > limit_s:
+            if answered.poll() > limit_s:
                 if not fences:
                     raise _timeout(silent, time.monotonic() - started)
                 self._fence(silent)

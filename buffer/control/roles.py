@@ -49,10 +49,11 @@ class HeldRole:
         control: RunControl,
         role: Role,
         *,
+        nonce: str | None = None,
         waited_s: Callable[[], float] = _no_wait,
         pauses: Histogram | None = None,
     ) -> None:
-        self.nonce = new_nonce()
+        self.nonce = nonce or new_nonce()
         self.ended = threading.Event()
         """set when the role is given up; a process that stands in for a crashed one sets it, too"""
         self.lost: RolloutMQError | None = None
@@ -74,8 +75,8 @@ class HeldRole:
         log.info("standing by: %s", holder)
         while not stop.wait(VACANCY_POLL_S) and self._control.state().mode is not Mode.FINISH:
             holder = self._control.holder(self._role)
-            answered_s = clock.look()
-            has_had_time = not clock.was_away or answered_s * 1000 >= holder.timeout_ms
+            answered_s = clock.poll()
+            has_had_time = not clock.had_outage or answered_s * 1000 >= holder.timeout_ms
             if not holder.is_alive and (has_had_time or not holder.nonce):
                 log.warning("taking over: %s", holder)
                 return True

@@ -1,1 +1,1 @@
-"""Groups as lines of JSON: export and import."""
+"""Export and import of groups as lines of JSON or rows of Parquet."""

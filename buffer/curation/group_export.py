@@ -1,9 +1,7 @@
-"""Groups to a file for data curators, one line per rollout: those that live, in order of their
-draws, or whole batches.
+"""Exports groups to a file for data curators, one line per rollout: living groups, or batches.
 
-On a live run the groups are of different instants; each is whole. One whose bytes are gone or
-damaged (a dead group may be dead for that) is left out and named: it never stands in the way of the
-others.
+On a live run the groups are of different times, but each is whole. A group whose bytes are missing
+or damaged (which may be why it is dead) is left out and reported; it does not stop the others.
 """
 
 from __future__ import annotations
@@ -28,14 +26,15 @@ from buffer.store.keys import Keys
 from buffer.store.replies import Advance, no_advance
 from buffer.store.store import Store
 
-_ENDED_MEANWHILE = 3
-"""How often a group is looked up again whose bytes were freed between two looks."""
+_MAX_READS = 3
+"""How often a group is read whose bytes are freed between the reads of record and payload."""
 
 
 @dataclass(slots=True)
 class Exported:
-    """What is in the file, and why a gid is not. `steps` are the batches of an export of archived
-    ones.
+    """Counts what is in the file.
+
+    `unreadable` has the reason for each gid that is not. `steps` are the exported archived batches.
     """
 
     groups: int = 0
@@ -45,7 +44,7 @@ class Exported:
 
 
 class _Found(NamedTuple):
-    """A group that is wanted: its lines, or why there are none."""
+    """Holds the lines of a group to be exported, or why there are none."""
 
     gid: str
     lines: list[dict[str, Any]]
@@ -53,7 +52,7 @@ class _Found(NamedTuple):
 
 
 class GroupExport:
-    """Writes groups of one run."""
+    """Writes groups of one run to files; see `Run.export` and `Run.export_archived`."""
 
     def __init__(self, store: Store, keys: Keys, buffer: ReplayBuffer, ledger: BatchLedger) -> None:
         self._store = store
@@ -64,15 +63,18 @@ class GroupExport:
     def write(
         self, path: Path, tasks: Sequence[str], query: Node, advance: Advance = no_advance
     ) -> Exported:
-        """All living groups of `tasks` that fit the question to a new .jsonl or .parquet file."""
+        """Write the living groups of `tasks` that match to a new .jsonl or .parquet file."""
         return self._write(path, self._living(tasks, query), Exported(), advance)
 
     def write_archived(self, path: Path, advance: Advance = no_advance) -> Exported:
-        """All archived batches that are retained and were not exported yet, in order. No file where
-        there is none.
+        """Write the retained archived batches that were not exported yet, in order.
+
+        Without any, no file is made.
         """
         done = Exported(steps=self._unexported())
-        return self._write(path, self._archived(done.steps), done, advance) if done.steps else done
+        if not done.steps:
+            return done
+        return self._write(path, self._archived(done.steps), done, advance)
 
     def _write(
         self, path: Path, groups: Iterator[_Found], done: Exported, advance: Advance
@@ -84,7 +86,8 @@ class GroupExport:
                     continue
                 for line in lines:
                     file.add(line)
-                done.groups, done.rollouts = done.groups + 1, done.rollouts + len(lines)
+                done.groups += 1
+                done.rollouts += len(lines)
                 advance("groups", done.groups)
         return done
 
@@ -96,17 +99,16 @@ class GroupExport:
                     yield found
 
     def _find(self, gid: str, record: Record, query: Node, moment: Moment) -> _Found | None:
-        """The group, where it is wanted; a record that moved while its bytes were fetched is read
-        again.
-        """
-        for _ in range(_ENDED_MEANWHILE):
-            seen = GroupRecord.of(gid, record, moment)
-            if seen is None or not matches(query, seen):
+        """Return a group if it matches; None if it does not, or ends meanwhile."""
+        for _ in range(_MAX_READS):
+            facts = GroupRecord.of(gid, record, moment)
+            if facts is None or not matches(query, facts):
                 return None
-            found = self._read(_ref(gid, record), seen.stage, seen.staleness)
-            if not found.fault or (again := self._record(gid)) == record:
+            found = self._read(_payload_of(gid, record), facts.stage, facts.staleness)
+            newer_record = self._record(gid) if found.fault else record
+            if newer_record == record:
                 return found
-            record = again
+            record = newer_record  # the group moved while its bytes were read
         return None
 
     def _archived(self, steps: range) -> Iterator[_Found]:
@@ -141,7 +143,7 @@ class GroupExport:
         return {name.decode(): value.decode() for name, value in raw.items()}
 
 
-def _ref(gid: str, record: Record) -> PayloadRef:
+def _payload_of(gid: str, record: Record) -> PayloadRef:
     crc = "" if record["payload"] == "init" else record.get("crc", "")
     return PayloadRef(
         gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc

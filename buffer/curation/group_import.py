@@ -1,7 +1,7 @@
-"""Groups from a file into the pools of a run: all lines are checked first, then each group goes in
-(`buffer.groups.intake`).
+"""Imports groups from a file into the pools of a run.
 
-They are completed groups with the versions of the file; one without spans never ages.
+All lines are checked first, then each group is put (`buffer.groups.intake`). They are completed
+groups with the versions of the file; one without spans never becomes stale.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffer.curation.line_file import MEND, read_lines
+from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable
 from buffer.groups.intake import Intake
@@ -26,9 +26,10 @@ from buffer.store.store import Store
 
 @dataclass(slots=True)
 class Imported:
-    """What is in the run by now: groups, rollouts, and the last line of the file that is.
-    `too_old`: groups among them that the next train step may not use, so that they start again from
-    their prompt, or were dropped.
+    """Counts what was imported so far, up to line `last_line` of the file.
+
+    `too_old` counts the groups among them that are too stale for the next train step: they start
+    again from their prompt, or were dropped.
     """
 
     groups: int = 0
@@ -39,7 +40,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The lines of one group, and where they stand in the file."""
+    """Holds the lines of one group and their numbers in the file."""
 
     task: str
     first: int
@@ -47,11 +48,12 @@ class _Part:
     lines: Sequence[RolloutLine]
 
     def group(self, gid: str) -> RolloutGroup:
+        """Return the group of these lines under a new gid."""
         return group_of(self.lines, gid, self.task)
 
 
 class GroupImport:
-    """Reads groups into one run."""
+    """Imports groups into one run; see `Run.import_groups`."""
 
     def __init__(
         self,
@@ -59,16 +61,14 @@ class GroupImport:
         keys: Keys,
         limits: RunLimits,
         payloads: PayloadStore,
-        function: OrderFunction | None = None,
+        order_function: OrderFunction | None = None,
     ) -> None:
-        """`function`: the run's order policy where it is a user's
-        (`buffer.model.order_policy.load_order`).
-        """
+        """Prepare to import; `order_function` is the order policy of the run if a user wrote it."""
         self._store = store
         self._keys = keys
         self._limits = limits
         self._payloads = payloads
-        self._function = function
+        self._order_function = order_function
 
     def read(
         self,
@@ -78,29 +78,27 @@ class GroupImport:
         from_line: int = 1,
         advance: Advance = no_advance,
     ) -> Imported:
-        """Import the groups of a file from line `from_line` on, into `task` or the task that each
-        line names.
+        """Import the groups of a file, from line `from_line` on.
 
-        Raises DatasetError with file and line before anything is imported; any error later says
-        what was.
+        They go to `task`, or by default to the task that each line names. Raises DatasetError with
+        file and line before anything is imported; any later error reports what was imported.
         """
         intake = Intake(
-            self._store, self._keys, self._limits, self._payloads, "imported", self._function
+            self._store, self._keys, self._limits, self._payloads, "imported", self._order_function
         )
         for number, part in enumerate(self._parts(path, task, from_line), start=1):
             self._check(path, part, intake)
             advance("checked", number)
         done = Imported()
         for part in self._parts(path, task, from_line):
+            retryable = self._limits.retries_expired(part.task)
             try:
-                _, place = intake.put(
-                    part.task, part.group, retryable=self._limits.retries_expired(part.task)
-                )
+                _, status = intake.put(part.task, part.group, retryable=retryable)
             except RolloutMQError as error:
-                _tell(error, done, part)
+                _add_progress(error, done, part)
                 raise
             done.groups += 1
-            done.too_old += place != "completed"
+            done.too_old += status != "completed"
             done.rollouts += len(part.lines)
             done.last_line = part.last
             advance("imported", done.groups)
@@ -108,7 +106,7 @@ class GroupImport:
         return done
 
     def _parts(self, path: Path, task: str | None, from_line: int) -> Iterator[_Part]:
-        """Lines that follow each other and have the same gid and task are a group."""
+        """Yield groups: consecutive lines with the same gid and task."""
         lines: list[RolloutLine] = []
         first = last = 0
         for number, fields in read_lines(path):
@@ -117,7 +115,7 @@ class GroupImport:
             try:
                 line = RolloutLine.parse(fields)
             except ValueError as error:
-                raise DatasetError(f"{path}, line {number}: {error}", hint=MEND) from error
+                raise DatasetError(f"{path}, line {number}: {error}", hint=FIX_HINT) from error
             if lines and (line.gid, line.task) != (lines[0].gid, lines[0].task):
                 yield self._part(path, task, first, last, lines)
                 lines = []
@@ -134,9 +132,9 @@ class GroupImport:
         name = task or lines[0].task
         known = self._limits.training_tasks
         if name not in known:
+            reason = f"there is no training task {name!r}" if name else "the line names no task"
             raise DatasetError(
-                f"{path}, line {first}: "
-                + (f"there is no training task {name!r}" if name else "it names no task"),
+                f"{path}, line {first}: {reason}",
                 hint=f"choose one with --task: {', '.join(known)}",
             )
         return _Part(name, first, last, lines)
@@ -146,15 +144,18 @@ class GroupImport:
             group = part.group(group_id(part.task, IMPORTED_FROM))
         except ValueError as error:
             raise DatasetError(
-                f"{path}, lines {part.first} to {part.last}: {error}", hint=MEND
+                f"{path}, lines {part.first} to {part.last}: {error}", hint=FIX_HINT
             ) from error
         intake.check(group)
 
 
-def _tell(error: RolloutMQError, done: Imported, part: _Part) -> None:
-    """Add to an error what is in the run, and what is not."""
+def _add_progress(error: RolloutMQError, done: Imported, part: _Part) -> None:
+    """Add to an error what was imported and how to continue."""
     error.message += f"; {done.groups} groups (up to line {done.last_line}) were imported"
-    error.hint = f"go on with --from-line {part.first}"
+    error.hint = f"continue with --from-line {part.first}"
     if isinstance(error, StoreUnavailable):
-        # its last answer may have been lost
-        error.hint += f"; whether the group of lines {part.first} to {part.last} is in, the events say (rolloutmq tail)"
+        # the reply to its last call may have been lost
+        error.hint += (
+            f"; whether the group of lines {part.first} to {part.last} was imported is in the "
+            "events (rolloutmq tail)"
+        )

@@ -1,8 +1,7 @@
-"""Files of rollout lines: JSONL, or Parquet where pyarrow is installed. Both are read and written
-in bounded memory.
+"""Reads and writes files of rollout lines in bounded memory: JSONL, or Parquet with pyarrow.
 
-In Parquet, token columns are lists of int32 and float32, spans a list of structs; what may nest as
-it likes (messages, reward, sample_params, ground_truth, extra) is JSON text.
+In Parquet, token columns are lists of int32 and float32, and spans a list of structs. Fields of any
+nesting (messages, reward, sample_params, ground_truth, extra) are JSON text.
 """
 
 from __future__ import annotations
@@ -20,29 +19,32 @@ from buffer.curation.rollout_line import FIELDS
 from buffer.errors import ConfigError, DatasetError
 
 LINE_BYTES = 256 * 2**20
-"""A longer line of JSON is refused unread."""
+"""A longer line of JSON is refused before it is parsed."""
 
-MEND = "mend the file; each line is one rollout, as `rolloutmq export` writes it"
+FIX_HINT = "fix the file: each line is one rollout, as `rolloutmq export` writes it"
 
 _JSON_COLUMNS = ("messages", "reward", "sample_params", "ground_truth", "extra")
 _SPAN = ("start", "length", "version", "lineage")
 _ROWS = 64
-"""Rows in memory at a time; a row group of a Parquet file."""
+"""Rows in memory at a time: a row group of a Parquet file."""
 
 
 class LineWriter(Protocol):
+    """Writes lines to a file, one at a time."""
+
     def add(self, line: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 def kind_of(path: Path) -> str:
-    """jsonl or parquet, by the name of the file; ConfigError for any other, or where pyarrow is
-    missing.
+    """Return jsonl or parquet, by the suffix of a file name.
+
+    Raises ConfigError for another suffix, or when pyarrow is missing.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"{path.name} is neither .jsonl nor .parquet",
-            hint="the ending of the name says the format",
+            hint="the suffix selects the format",
         )
     if path.suffix == ".parquet":
         _pyarrow()
@@ -51,8 +53,9 @@ def kind_of(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[LineWriter]:
-    """A writer for a file that appears as a whole, or not at all, and is then on disk. ConfigError
-    where it exists.
+    """Open a writer for a new file, which appears whole and on disk when the block ends, or never.
+
+    Raises ConfigError when the file exists or cannot be written.
     """
     kind = kind_of(path)
     if path.exists():
@@ -74,7 +77,7 @@ def new_file(path: Path) -> Iterator[LineWriter]:
 
 
 def sync(path: Path) -> None:
-    """Return once a file, or what a folder says of its files, is on disk."""
+    """Wait until a file, or the list of files of a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,8 +86,9 @@ def sync(path: Path) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, fields) of every line or row, counted from 1. DatasetError names the file and the
-    line.
+    """Yield (number, fields) of every line or row, counted from 1.
+
+    Raises DatasetError with the file and the line.
     """
     kind = kind_of(path)
     try:
@@ -94,6 +98,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 class JsonlWriter:
+    """Writes lines as JSON."""
+
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
 
@@ -113,7 +119,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             number += 1
             if len(line) > LINE_BYTES:
                 raise DatasetError(
-                    f"{path}, line {number}: longer than {LINE_BYTES} bytes", hint=MEND
+                    f"{path}, line {number}: longer than {LINE_BYTES} bytes", hint=FIX_HINT
                 )
             if not line.strip():
                 continue
@@ -121,11 +127,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, orjson.loads(line)
             except orjson.JSONDecodeError as error:
                 raise DatasetError(
-                    f"{path}, line {number}: not JSON: {error}", hint=MEND
+                    f"{path}, line {number}: not valid JSON: {error}", hint=FIX_HINT
                 ) from error
 
 
 class ParquetWriter:
+    """Writes lines as rows of a Parquet file."""
+
     def __init__(self, path: Path) -> None:
         self._arrow, parquet = _pyarrow()
         self._schema = _schema(self._arrow)
@@ -133,7 +141,8 @@ class ParquetWriter:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, line: dict[str, Any]) -> None:
-        row = line | {name: orjson.dumps(line[name]).decode() for name in _JSON_COLUMNS}
+        nested = {name: orjson.dumps(line[name]).decode() for name in _JSON_COLUMNS}
+        row = {**line, **nested}
         row["spans"] = [dict(zip(_SPAN, span, strict=True)) for span in line["spans"]]
         self._rows.append(row)
         if len(self._rows) == _ROWS:
@@ -159,11 +168,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                     number += 1
                     yield number, _from_row(path, number, row)
     except arrow.ArrowException as error:
-        raise DatasetError(f"{path}, after row {number}: {error}", hint=MEND) from error
+        raise DatasetError(f"{path}, after row {number}: {error}", hint=FIX_HINT) from error
 
 
 def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a row as a line of JSON has them; a field that is null has its default."""
+    """Return the fields of a row as a JSON line has them; null fields get their defaults."""
     fields = {name: value for name, value in row.items() if value is not None}
     for name in _JSON_COLUMNS:
         if isinstance(fields.get(name), str):
@@ -171,7 +180,7 @@ def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
                 fields[name] = orjson.loads(fields[name])
             except orjson.JSONDecodeError as error:
                 raise DatasetError(
-                    f"{path}, row {number}: {name} is not JSON: {error}", hint=MEND
+                    f"{path}, row {number}: {name} is not valid JSON: {error}", hint=FIX_HINT
                 ) from error
     if isinstance(fields.get("spans"), list):
         fields["spans"] = [list(s.values()) if isinstance(s, dict) else s for s in fields["spans"]]

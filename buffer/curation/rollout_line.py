@@ -1,9 +1,8 @@
 """One rollout as data curators see it: a line of a JSONL file, or a row of a Parquet file.
 
-The lines of one group stand together, share what belongs to the prompt, and each say how many they
-are (`samples`), so that a file that was cut off or filtered in the middle of a group is noticed.
-What an export tells only for people (`stage`, `status` of waiting groups, `staleness`) is not read
-again.
+The lines of a group stand together and share what belongs to the prompt. Each has the number of
+them (`samples`), so that a file that was cut or filtered within a group is noticed. What an export
+adds for people only (`stage`, `status` of waiting groups, `staleness`) is not imported.
 """
 
 from __future__ import annotations
@@ -23,38 +22,18 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 SHARED = ("messages", "prompt_ids", "data_source", "ground_truth", "extra")
-"""What all lines of a group say alike: it is stored once."""
+"""Fields that are equal in all lines of a group: the group stores them once."""
 
 FIELDS = (
-    *(
-        "gid",
-        "task",
-        "index",
-        "samples",
-        "stage",
-        "status",
-        "staleness",
-        "messages",
-        "prompt_ids",
-        "response",
-    ),
-    *(
-        "response_ids",
-        "logprobs",
-        "response_mask",
-        "spans",
-        "reward",
-        "finish_reason",
-        "error",
-        "sample_params",
-    ),
-    *("data_source", "ground_truth", "extra"),
+    *("gid", "task", "index", "samples", "stage", "status", "staleness"),
+    *("messages", "prompt_ids", "response", "response_ids", "logprobs", "response_mask", "spans"),
+    *("reward", "finish_reason", "error", "sample_params", "data_source", "ground_truth", "extra"),
 )
 """Every field of a line, in order."""
 
 
 class RolloutLine(BaseModel):
-    """A line that is to be imported. Unknown fields are errors; what has a default may be left out."""
+    """Checks a line that is imported: no unknown fields; those with a default may be left out."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -82,7 +61,7 @@ class RolloutLine(BaseModel):
 
     @classmethod
     def parse(cls, fields: Any) -> RolloutLine:
-        """The line of these fields; ValueError says in one sentence what is wrong."""
+        """Return the line of these fields. Raises ValueError with one sentence on what is wrong."""
         if not isinstance(fields, dict):
             raise ValueError(f"a {type(fields).__name__}, not an object")
         try:
@@ -90,43 +69,44 @@ class RolloutLine(BaseModel):
             line.state(0)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+            field = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{field}: {first['msg']}" if field else first["msg"]) from error
         if line.status is not Status.COMPLETED:
             raise ValueError(f"status: {line.status}; only completed rollouts can be imported")
         if "score" not in line.reward:
             raise ValueError("reward: no score")
         if not line.response_ids:
-            raise ValueError("response_ids: empty; there is nothing to train on")
+            raise ValueError("response_ids: empty, so there is nothing to train on")
         return line
 
-    def state(self, place: int) -> RolloutState:
-        """The rollout, `place` in its group. Raises ValidationError where columns do not agree."""
+    def state(self, index: int) -> RolloutState:
+        """Return the rollout of this index. Raises ValidationError if columns do not agree."""
         fields = self.model_dump(
             exclude={"gid", "task", "index", "samples", "stage", "staleness", "sample_params"}
         )
         spans = [VersionSpan(*span) for span in fields.pop("spans")]
-        return RolloutState(**fields, index=place, sample_params=self.sample_params, spans=spans)
+        return RolloutState(**fields, index=index, sample_params=self.sample_params, spans=spans)
 
 
 def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
-    """The group of these lines under another gid, whole and encodable. ValueError says what is
-    wrong with it.
+    """Return the group of these lines under a new gid, whole and encodable.
+
+    Raises ValueError with one sentence on what is wrong.
     """
     first = lines[0]
     if any(line.samples not in (None, len(lines)) for line in lines):
         raise ValueError(
-            f"group {first.gid} has {len(lines)} lines of {first.samples}: they must stand together"
+            f"group {first.gid} has {len(lines)} of {first.samples} lines: they must be consecutive"
         )
     if len({line.task for line in lines}) > 1:
-        raise ValueError(f"group {first.gid} is of several tasks")
+        raise ValueError(f"group {first.gid}: its lines name different tasks")
     for name in SHARED:
         if any(getattr(line, name) != getattr(first, name) for line in lines):
             raise ValueError(f"group {first.gid}: its lines have different {name}")
     if {line.index for line in lines} not in ({None}, set(range(len(lines)))):
         raise ValueError(f"group {first.gid}: the index of its lines is not 0 to {len(lines) - 1}")
     ordered = sorted(lines, key=lambda line: line.index or 0)
-    states = [line.state(place) for place, line in enumerate(ordered)]
+    states = [line.state(index) for index, line in enumerate(ordered)]
     group = RolloutGroup(gid, task, states)
     try:
         wire.encode_checked(group)
@@ -136,21 +116,20 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
 
 
 def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator[dict[str, Any]]:
-    """The lines of a group, with numpy columns."""
+    """Yield the lines of a group, with numpy columns."""
+    own_fields = [name for name in FIELDS if name in RolloutState.model_fields]
     for state in group.states:
-        fields = {
-            name: getattr(state, name) for name in FIELDS if name in RolloutState.model_fields
-        }
-        fields["prompt_ids"] = group.prompt_ids
-        fields["status"] = state.status.value
-        fields["spans"] = [list(span) for span in state.spans]
-        fields["sample_params"] = state.sample_params.model_dump(exclude_defaults=True)
-        fields["logprobs"] = np.asarray(state.logprobs, np.float32)
-        mine = {
+        line: dict[str, Any] = {
             "gid": group.gid,
             "task": group.task,
             "samples": len(group),
             "stage": stage,
             "staleness": staleness,
         }
-        yield {name: (mine | fields)[name] for name in FIELDS}
+        line.update((name, getattr(state, name)) for name in own_fields)
+        line["prompt_ids"] = group.prompt_ids
+        line["status"] = state.status.value
+        line["spans"] = [list(span) for span in state.spans]
+        line["sample_params"] = state.sample_params.model_dump(exclude_defaults=True)
+        line["logprobs"] = np.asarray(state.logprobs, np.float32)
+        yield {name: line[name] for name in FIELDS}

@@ -1,4 +1,4 @@
-"""What the waiting line hands out: jobs, and the answers to those who claim and start them."""
+"""What the scripts of the job queue reply, as types: claimed jobs, enqueued draws, moved groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.control.control import ControlState
+from buffer.errors import Fenced, GroupHeld, PayloadMissing, ScriptError
 from buffer.model.job import Job
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
@@ -14,7 +15,11 @@ Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a claim brought: jobs, or why none (`refusal`; None with no jobs: the line is empty)."""
+    """The jobs that a worker got, or why it got none.
+
+    `refusal` is None without jobs when the queues are empty. `control` is None for a worker whose
+    registration is unknown.
+    """
 
     control: ControlState | None
     jobs: list[Job]
@@ -22,33 +27,52 @@ class Claim:
 
     @classmethod
     def parse(cls, reply: Sequence[str], token: str) -> Claim:
-        """The reply of `claim.lua`."""
-        match reply[0]:
-            case "UNKNOWN":
+        """Return the meaning of a reply of `claim.lua`."""
+        match reply:
+            case ["OK", *_]:
+                rows = [reply[i : i + 8] for i in range(7, len(reply), 8)]
+                return cls(ControlState.parse(reply[1:7]), [Job.parse(row, token) for row in rows])
+            case ["UNKNOWN"]:
                 return cls(None, [], "UNKNOWN")
-            case "PAUSED" | "STALE" | "FULL" | "BARRED" as refusal:
+            case [("PAUSED" | "STALE" | "FULL" | "BARRED") as refusal, *_]:
                 return cls(ControlState.parse(reply[1:7]), [], refusal)
-        rows = [reply[i : i + 8] for i in range(7, len(reply), 8)]
-        return cls(ControlState.parse(reply[1:7]), [Job.parse(row, token) for row in rows])
+        raise unknown_reply("claim", reply)
 
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """`count` jobs were started; the cursor is where the next draw begins.
+    """The number of jobs that were enqueued, and the cursor: where the next draw begins.
 
-    `refusal`: why there could be none: CLOSED (the lane is shut), FULL (so many payload bytes are
-    held, I12), STOPPED (so many tries of the task failed one after the other, I11).
+    `refusal` is why there could be none: CLOSED (the lane is closed), FULL (the run holds too many
+    payload bytes, I12), STOPPED (too many tries of the task failed in a row, I11).
     """
 
     count: int
     cursor: int
     refusal: str = ""
 
+    @classmethod
+    def parse(cls, reply: Sequence[str], cursor: int) -> Enqueued:
+        """Return the meaning of a reply of `enqueue.lua` that is not FENCED."""
+        match reply:
+            case ["OK", count, moved_cursor]:
+                return cls(int(count), int(moved_cursor))
+            case ["CURSOR", actual_cursor]:
+                return cls(0, int(actual_cursor))
+            case [("CLOSED" | "FULL" | "STOPPED") as refusal, *_]:
+                return cls(0, cursor, refusal)
+            case ["NO_PAYLOAD", gid]:
+                raise PayloadMissing(
+                    f"the prompt of {gid} is not stored", hint="write it, then enqueue again"
+                )
+        raise unknown_reply("enqueue", reply)
+
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """What became of leases that ran out. `grace_ms`: how long all are still spared after an outage
-    (I11).
+    """What happened to the groups of expired leases: back in a queue, or dead letters.
+
+    `grace_ms` is how long leases are still spared after an outage (I11).
     """
 
     waiting: int = 0
@@ -59,3 +83,72 @@ class Reaped:
     @property
     def groups(self) -> int:
         return self.waiting + self.buried
+
+    @classmethod
+    def parse(cls, reply: Sequence[str]) -> Reaped:
+        """Return the meaning of a reply of `reap.lua`."""
+        match reply:
+            case ["OK", waiting, buried, gone_workers]:
+                return cls(int(waiting), int(buried), int(gone_workers))
+            case ["GRACE", grace_ms]:
+                return cls(grace_ms=int(grace_ms))
+        raise unknown_reply("reap", reply)
+
+
+def reissued(reply: Sequence[str]) -> int:
+    """Return how many groups `reissue.lua` put back, from a reply that is not FENCED."""
+    match reply:
+        case ["OK", count, _]:
+            return int(count)
+        case ["CLOSED" | "FULL" | "STOPPED", _]:
+            return 0
+    raise unknown_reply("reissue", reply)
+
+
+def released(reply: Sequence[str], job: Job) -> str:
+    """Return the stage of a group after `release.lua`. Raises Fenced."""
+    match reply:
+        case ["OK", stage]:
+            return str(stage)
+        case ["FENCED"]:
+            raise fenced(job)
+    raise unknown_reply("release", reply)
+
+
+def fenced(job: Job) -> Fenced:
+    """Return the error for a worker that lost its lease of a group."""
+    return Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
+
+
+def stage_before(reply: Sequence[str], gid: str) -> str:
+    """Return where `requeue.lua` or `drop.lua` moved a group from. Raises GroupHeld."""
+    match reply:
+        case ["OK", stage]:
+            return str(stage)
+        case ["RUNNING", worker]:
+            raise GroupHeld(
+                f"{gid} runs on {worker}",
+                hint="name that worker to revoke its lease, or fence it",
+            )
+        case ["TAKEN", batch]:
+            raise GroupHeld(f"{gid} is in batch {batch}", hint="only the trainer can remove it")
+        case ["ENDED", stage]:
+            raise has_ended(gid, stage)
+        case ["UNKNOWN"]:
+            raise never_started(gid)
+    raise unknown_reply("requeue or drop", reply)
+
+
+def has_ended(gid: str, stage: str) -> GroupHeld:
+    """Return the error for a group that cannot be changed because it has ended."""
+    return GroupHeld(f"{gid} has ended: it is {stage}")
+
+
+def never_started(gid: str) -> GroupHeld:
+    """Return the error for a group that the run does not know."""
+    return GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")
+
+
+def unknown_reply(script: str, reply: Sequence[str]) -> ScriptError:
+    """Return the error for a reply that is not in the header of a script."""
+    return ScriptError(f"{script}: unknown reply {list(reply)}")

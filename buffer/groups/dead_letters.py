@@ -1,8 +1,7 @@
-"""Dead letters: groups whose tries are used up, or that a trainer could not use, with the reason
-(I11).
+"""Dead letters: groups whose tries are used up, or that a trainer could not use (I11).
 
-They are kept until somebody requeues or drops them (`buffer.groups.job_queue`), so that the run
-goes on and nothing is forgotten.
+Each is kept with the reason until an operator requeues or drops it (`buffer.groups.job_queue`), so
+that the run continues and nothing is forgotten.
 """
 
 from __future__ import annotations
@@ -19,12 +18,15 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 _SLICE = 500
+"""Letters that one round trip reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """One dead group. `age_ms` by the server's clock; `step`: of the batch it was quarantined from,
-    else None.
+    """Describes one dead group.
+
+    `age_ms` is measured by the server's clock. `step` is that of the batch from which the group was
+    quarantined, else None.
     """
 
     gid: str
@@ -40,7 +42,12 @@ class DeadLetter:
 
 
 class DeadLetters:
-    """The dead letters of one run. Reads only."""
+    """Reads the dead letters of one run.
+
+    Usage:
+        for letter in run.dead_letters.newest():
+            print(letter.gid, letter.reason)
+    """
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
@@ -52,21 +59,20 @@ class DeadLetters:
         )
 
     def reason(self, gid: str) -> Any:
-        """What the letter of a group says: a JSON object with reason and worker; None if it is not
-        dead.
-        """
+        """Return the letter of a group (JSON with reason and worker); None if it is not dead."""
         letter = self._store.retrying(
             "dead letter", lambda: self._store.control.get(self._keys.dead_letter(gid))
         )
         return orjson.loads(letter) if letter else None
 
     def newest(self) -> Iterator[DeadLetter]:
-        """All letters, the newest first. Of different instants: one that is requeued meanwhile may
-        be missed.
+        """Yield all letters, the newest first.
+
+        Slices are read at different times: a letter may be missed if others are requeued meanwhile.
         """
         start = 0
         while letters := self._store.retrying("dead letters", partial(self._slice, start)):
-            yield from (letter for letter in letters if letter)
+            yield from filter(None, letters)
             start += _SLICE
 
     def _slice(self, start: int) -> list[DeadLetter | None]:
@@ -87,9 +93,9 @@ class DeadLetters:
 
 
 def _letter(gid: str, letter: bytes | None, tries: bytes | None, age_ms: int) -> DeadLetter | None:
-    if letter is None:
+    if letter is None:  # requeued or dropped since the slice was read
         return None
-    said = orjson.loads(letter)
+    fields = orjson.loads(letter)
     return DeadLetter(
-        gid, said["reason"], said.get("worker", ""), int(tries or 0), age_ms, said.get("step")
+        gid, fields["reason"], fields.get("worker", ""), int(tries or 0), age_ms, fields.get("step")
     )

@@ -1,10 +1,10 @@
-"""Groups that come in without a lease: from a loop of your own, or from a file (`put.lua`).
+"""Puts groups that no worker holds into a run: from a user's own loop, or from a file (`put.lua`).
 
-They are numbered apart from those of the data set (`keys.IMPORTED_FROM`) and counted apart:
-`enqueued + put + imported = sum of all places` (I1). From then on they are groups like any other:
-taken in the order of the run's policy, the producer starts that many fewer, and one that expires
-starts again from its prompt. A lineage of weights that this run never had counts as old as its
-oldest fork (I8).
+They get draws of their own (from `IMPORTED_FROM` on) and counters of their own:
+`enqueued + put + imported = sum of all stages` (I1). From then on they are groups like any other:
+they are taken in the order of the run's policy, the producer starts that many fewer, and one that
+expires starts again from its prompt. A lineage of weights that this run never had counts as old as
+the run's oldest fork (I8).
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from typing import Literal
 
 import numpy as np
 
-from buffer.errors import ConfigError, MemoryFull, PayloadMissing, ScriptError, WireError
+from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
+from buffer.groups.claim import unknown_reply
+from buffer.groups.submit import order_argument
 from buffer.model import wire
 from buffer.model.byte_size import format_size
 from buffer.model.group import RolloutGroup, prompt_of
 from buffer.model.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.model.job import PayloadRef
 from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction, submit_argument
+from buffer.model.order_policy import OrderFunction
 from buffer.model.rollout import PolicyVersion, RolloutState, Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PROMPT, PayloadStore, pin_listed
 from buffer.store.store import Store
 
-_RACES = 100
-"""How often a draw may be taken by somebody else before this one gives up."""
+_MAX_RACES = 100
+"""How often another import may take the draw before this one gives up."""
 
-_HINTS = {
+_REFUSED = {
     Status.INIT: "nothing was generated yet: the producer starts prompts, from a data set",
     Status.FAILED: "what failed is not kept: generate it again",
     Status.FILTERED: "what was judged useless is not kept",
@@ -40,10 +42,11 @@ _HINTS = {
 def stamped(
     states: Sequence[RolloutState], weights: PolicyVersion | None, ageless: bool
 ) -> list[RolloutState]:
-    """Copies of the rollouts, whose tokens behind the last span were made by `weights`.
+    """Return copies of the rollouts, with tokens after the last span attributed to `weights`.
 
-    Without `weights`, a rollout with tokens and no span at all raises WireError: a guess would be a
-    lie about its age (I9). `ageless` says that no policy of this run made them.
+    `ageless` means that no policy of this run made them. Raises WireError for a rollout with
+    tokens, but without spans, unless one of the two is given: a guess would falsify its staleness
+    (I9).
     """
     copies = [state.model_copy() for state in states]
     for state in copies:
@@ -51,8 +54,10 @@ def stamped(
             state.stamp(weights)
         elif len(state.response_ids) and not state.spans and not ageless:
             raise WireError(
-                f"rollout {state.index} does not say which weights made its {len(state.response_ids)} tokens",
-                hint="give weights=PolicyVersion(lineage, M), or ageless=True if no policy of this run did",
+                f"rollout {state.index} has {len(state.response_ids)} tokens, but no spans that "
+                "name the weights that made them",
+                hint="pass weights=PolicyVersion(lineage, M), or ageless=True if no policy of this "
+                "run made them",
             )
     return copies
 
@@ -60,32 +65,29 @@ def stamped(
 def described(
     group: RolloutGroup, ref: PayloadRef, limits: RunLimits, function: OrderFunction | None
 ) -> dict[str, int | str]:
-    """What the scripts `put` and `update` are told of a group and its bytes."""
-    scores = (
-        group.scores[np.isfinite(group.scores)] if group.status is Status.COMPLETED else np.zeros(0)
-    )
+    """Return the arguments of `put` and `update` that describe a group and its bytes."""
+    finite = group.scores[np.isfinite(group.scores)]
+    reward = float(finite.sum()) if group.status is Status.COMPLETED else 0.0
     return {
         "status": group.status.value,
         "samples": len(group),
         "tokens": int(group.lengths.sum(dtype=np.int64)),
         "size": ref.size,
         "crc": ref.crc,
-        "reward": f"{float(scores.sum()):.6g}",
-        "order": _turn(group, limits, function),
+        "reward": f"{reward:.6g}",
+        "order": order_argument(group, limits, function),
         "lag": limits.token_lag(group.task),
         "chunks": ref.chunks,
     }
 
 
-def _turn(group: RolloutGroup, limits: RunLimits, function: OrderFunction | None) -> str:
-    if group.status is not Status.COMPLETED or limits.tasks[group.task].eval_of is not None:
-        return ""
-    return submit_argument(limits.order, group, function)
-
-
 class Intake:
-    """One call that puts groups, one after the other. Close it, so that nothing of it stays in
-    Redis.
+    """Puts groups one after the other, as one operation.
+
+    Usage:
+        intake = Intake(store, keys, limits, payloads, "put")
+        gid, pool = intake.put("math", make_group, retryable=True)
+        intake.close()  # so that no trace of the operation stays on the server
     """
 
     def __init__(
@@ -95,75 +97,58 @@ class Intake:
         limits: RunLimits,
         payloads: PayloadStore,
         counter: Literal["put", "imported"],
-        function: OrderFunction | None = None,
+        order_function: OrderFunction | None = None,
     ) -> None:
-        """`function`: the run's order policy where it is a user's
-        (`buffer.model.order_policy.load_order`).
-        """
+        """Prepare to put; `order_function` is the order policy of the run if a user wrote it."""
         self._store = store
         self._keys = keys
         self._limits = limits
         self._payloads = payloads
         self._counter = counter
-        self._function = function
+        self._order_function = order_function
         self._operation = new_nonce()
-        self._places = dict.fromkeys(limits.training_tasks, 0)
+        # groups put so far by task: with the operation, the natural key of each call (I13)
+        self._counts = dict.fromkeys(limits.training_tasks, 0)
 
     def close(self) -> None:
-        """Forget the operation: nothing of it will be repeated any more."""
-        used = [task for task, place in self._places.items() if place]
+        """Delete the traces of the operation: none of its calls will be repeated any more."""
+        used = [task for task, count in self._counts.items() if count]
         self._store.each(
             "put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used]
         )
 
     def check(self, group: RolloutGroup) -> None:
-        """Raise what `put` would raise, before anything is stored: WireError or ConfigError."""
-        if group.task not in self._places:
+        """Raise the WireError or ConfigError that `put` would raise, before anything is stored."""
+        if group.task not in self._counts:
             raise ConfigError(
                 f"there is no training task {group.task!r}",
-                hint=f"known: {', '.join(self._places)}",
+                hint=f"known: {', '.join(self._counts)}",
             )
-        if group.status in _HINTS:
-            raise WireError(f"a group of {group.task} is {group.status}", hint=_HINTS[group.status])
-        _turn(group, self._limits, self._function)
+        if hint := _REFUSED.get(group.status):
+            raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
+        order_argument(group, self._limits, self._order_function)
 
     def put(
         self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
     ) -> tuple[str, str]:
-        """Put the group that `make` gives for a gid; returns its gid, and where it is: completed,
-        aborted, expired or dropped.
+        """Put the group that `make` returns for a gid; return the gid and where the group is.
 
-        One that is too old for the next train step starts again from its prompt, if `retryable`;
-        else it is dropped.
+        That is completed, aborted, expired or dropped: a group that is too stale for the next train
+        step starts again from its prompt if `retryable`, else it is dropped.
         """
         draw = self._next_draw(task)
-        for _ in range(_RACES):
+        for _ in range(_MAX_RACES):
             gid = group_id(task, draw)
-            reply = self._call(make(gid), draw, retryable)
-            match reply[0]:
-                case "OK":
-                    self._places[task] += 1
-                    return gid, reply[1]
-                case "DRAW":
-                    draw = int(reply[1])
-                case "NO_DRAWS":
-                    raise ConfigError(
-                        f"{task} has drawn {reply[1]} groups: no numbers are left for others"
-                    )
-                case "FULL":
-                    held, mark = (format_size(int(n)) for n in reply[1:3])
-                    raise MemoryFull(
-                        f"the run holds {held} of payloads, and nothing is taken in above {mark}",
-                        hint="let the trainer commit what it took, then try again",
-                    )
-                case "MISSING":
-                    raise PayloadMissing(
-                        f"group {gid}: {reply[1]} bytes arrived", hint="put it again"
-                    )
-                case _:
-                    raise ScriptError(f"put: {reply}")
+            match self._call(make(gid), draw, retryable):
+                case ["OK", status]:
+                    self._counts[task] += 1
+                    return gid, status
+                case ["DRAW", next_draw]:
+                    draw = int(next_draw)
+                case reply:
+                    raise _refusal(gid, task, reply)
         raise ConfigError(
-            f"{task}: somebody else takes every draw", hint="let one import finish first"
+            f"{task}: another import takes every draw", hint="wait until that import has finished"
         )
 
     def _next_draw(self, task: str) -> int:
@@ -190,14 +175,14 @@ class Intake:
                 "gid": gid,
                 "token": token,
                 "operation": self._operation,
-                "place": self._places[task] + 1,
+                "place": self._counts[task] + 1,
                 "counter": self._counter,
                 "draw": draw,
                 "first": IMPORTED_FROM,
                 "threshold": self._limits.stale_threshold,
                 "retryable": int(retryable),
                 "mark": self._limits.high_bytes,
-                **described(group, ref, self._limits, self._function),
+                **described(group, ref, self._limits, self._order_function),
                 "prompt": len(prompt),
             },
             keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),
@@ -206,3 +191,19 @@ class Intake:
         )
         pin_listed(self._store, keys)
         return reply
+
+
+def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:
+    """Return the error for a group that `put.lua` refused for good."""
+    match reply:
+        case ["NO_DRAWS", cursor]:
+            return ConfigError(f"{task} has drawn {cursor} groups: no draws are left for others")
+        case ["FULL", held, mark]:
+            return MemoryFull(
+                f"the run holds {format_size(int(held))} of payloads, and accepts no more above "
+                f"{format_size(int(mark))}",
+                hint="let the trainer commit what it took, then try again",
+            )
+        case ["MISSING", size]:
+            return PayloadMissing(f"group {gid}: {size} bytes arrived", hint="put it again")
+    return unknown_reply("put", reply)

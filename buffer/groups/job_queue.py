@@ -1,10 +1,8 @@
-"""The waiting line: prompts become jobs, jobs become leases, leases run out.
+"""The job queue: prompts become jobs, jobs become leases, leases expire.
 
-The stream *is* the line: `claim` reads its head in order of lane, deletes the entry and grants the
+The stream *is* the queue: `claim` reads its head in order of lane, deletes the entry and grants the
 lease in one script, so `XLEN` is the backlog, and no second record of ownership exists that could
 drift.
-
-In which order a claim looks at the waiting lines, and which of them it leaves to other workers.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from itertools import zip_longest
 
 import orjson
 
-from buffer.errors import Fenced, GroupHeld, PayloadMissing, ScriptError
-from buffer.groups.claim import Claim, Enqueued, Reaped
+from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
 from buffer.model.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.model.job import Job, ReleaseKind
 from buffer.model.limits import RunLimits
@@ -25,80 +22,100 @@ from buffer.model.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import pin_listed
 from buffer.store.replies import unfenced
-from buffer.store.retry import CHANCE
+from buffer.store.retry import SYSTEM_RANDOM
 from buffer.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class Serves:
-    """What a worker of a mixed fleet takes: some tasks, some lanes."""
+    """The tasks and lanes that a worker of a mixed fleet claims from."""
 
     tasks: frozenset[str]
     lanes: frozenset[str] = frozenset(LANES)
 
-    def __contains__(self, line: tuple[str, str]) -> bool:
-        """Whether it takes jobs of (task, lane)."""
-        return line[0] in self.tasks and line[1] in self.lanes
+    def __contains__(self, queue: tuple[str, str]) -> bool:
+        """Return whether the worker takes jobs of (task, lane)."""
+        task, lane = queue
+        return task in self.tasks and lane in self.lanes
 
 
 def serving_order(
     limits: RunLimits, serves: Serves | None = None, held: Mapping[str, int] | None = None
 ) -> list[tuple[str, str]]:
-    """(task, lane), first to last: evaluations, then groups that were begun, then new ones.
+    """Return the queues that a claim reads, as (task, lane), first to last.
 
-    Among tasks, the one of which the worker has `held` least for its weight is first, so that a
-    slow one does not fill the worker; where they are even, they are drawn by weight, anew for every
+    Evaluations come first, then groups that were begun, then new ones. Among tasks, the one of
+    which the worker holds least for its weight comes first (`held`: groups by task), so that a slow
+    task does not fill the worker. Where tasks are even, they are drawn by weight, anew for every
     claim.
     """
     weights = limits.newest_weights()
-    has = held or {}
+    held_groups = held or {}
 
-    def turn(task: str) -> tuple[float, float]:
-        if not (weight := weights[task]):
-            # what still waits of it is of an earlier mix, and needed before all others
+    def sort_key(task: str) -> tuple[float, float]:
+        weight = weights[task]
+        if not weight:
+            # its remaining jobs are of an earlier task mix, and needed before all others
             return -1.0, 0.0
-        return has.get(task, 0) / weight, -(CHANCE.random() ** (1.0 / weight))
+        # the keys of weighted sampling without replacement (Efraimidis and Spirakis, 2006)
+        drawn = SYSTEM_RANDOM.random() ** (1.0 / weight)
+        return held_groups.get(task, 0) / weight, -drawn
 
-    evals = [(task, "eval") for task in limits.eval_tasks]
-    lines = evals + [
-        (task, lane) for lane in ("resume", "fresh") for task in sorted(weights, key=turn)
-    ]
-    return [line for line in lines if serves is None or line in serves]
+    queues = [(task, "eval") for task in limits.eval_tasks]
+    for lane in ("resume", "fresh"):
+        queues += [(task, lane) for task in sorted(weights, key=sort_key)]
+    return [queue for queue in queues if serves is None or queue in serves]
 
 
-CLAIM_MOST = 128
-"""Jobs in one claim: the server is busy for some milliseconds, and others shall get some, too."""
+MAX_CLAIM = 128
+"""Jobs in one claim: more would keep the server busy, and leave other workers without jobs."""
+
+MAX_PASSED_OVER = 500
+"""Draws that one call of `pass_over` inspects."""
+
+MAX_REASON_CHARS = 2000
+"""Characters that a dead letter keeps of a reason."""
 
 
 class JobQueue:
-    """Jobs of one run."""
+    """Moves the groups of one run between queues, workers and dead letters.
+
+    Usage:
+        claim = run.jobs.claim(worker, nonce, new_nonce(), weights, limit=8)
+        for job in claim.jobs:
+            group = run.buffer.read(job.payload)
+            ...
+            run.jobs.release(worker, job, "handback")
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
         self._limits = limits
 
-    # -- the producer's side -------------------------------------------------
+    # -- for the producer ----------------------------------------------------
 
     def cursor(self, task: str) -> int:
-        """The next draw of a task (I3)."""
+        """Return the next draw of a task (I3)."""
         cursor = self._store.retrying(
             "cursor", lambda: self._store.control.hget(self._keys.cursors, task)
         )
         return int(cursor or 0)
 
     def next_draw(self, nonce: str, task: str) -> int:
-        """The cursor, once it has passed over what came in before it did (after a loss). Raises
-        Fenced.
+        """Return the cursor, moved past draws that are in the run already. Raises Fenced.
+
+        After a loss of server data, workers may have submitted such draws again before it.
         """
         while True:
             reply = self._store.call(
                 "pass_over",
                 self._keys.slots(task=task),
-                {"nonce": nonce, "task": task, "limit": 500},
+                {"nonce": nonce, "task": task, "limit": MAX_PASSED_OVER},
             )
-            if not int(unfenced(reply, "producer")[2]):
-                return int(reply[1])
+            _, cursor, may_be_known = unfenced(reply, "producer")
+            if not int(may_be_known):
+                return int(cursor)
 
     def enqueue(
         self,
@@ -109,18 +126,17 @@ class JobQueue:
         samples: Sequence[int],
         target: int | None,
     ) -> Enqueued:
-        """Start the draws cursor, cursor+1, …, as many as there is room for, and move the cursor
-        with them.
+        """Enqueue draws from the cursor on, as far as there is room, and move the cursor with them.
 
-        `samples`: rollouts of each draw, 0 for one that cannot be used. Their INIT payloads must be
-        stored. `operation` is the same for a repeated call. Raises Fenced when another producer was
-        opened.
+        `samples` are the rollouts of each draw, 0 for a draw that cannot be used; their INIT
+        payloads must be stored. `operation` is the same for a repeated call. Raises Fenced when
+        another producer was opened, PayloadMissing for a draw without a prompt.
         """
         keys = self._keys
         limits = self._limits
         lane = limits.tasks[task].lane
         payloads = [keys.payload(group_id(task, cursor + i), "init") for i in range(len(samples))]
-        # in a cluster no script can see them
+        # a script sees no payloads in a cluster, so it gets their sizes
         sizes = self._store.each("prompts", [("STRLEN", name) for name in payloads if keys.spread])
         reply = self._store.call(
             "enqueue",
@@ -132,7 +148,7 @@ class JobQueue:
                 "lane": lane,
                 "cursor": cursor,
                 "target": "" if target is None else target,
-                "threshold": self._limits.threshold(task),
+                "threshold": limits.threshold(task),
                 "mark": limits.low_bytes if lane == "fresh" else limits.high_bytes,
                 **self._bounds(task),
             },
@@ -140,21 +156,7 @@ class JobQueue:
             [part for pair in zip_longest(samples, sizes, fillvalue=0) for part in pair],
         )
         pin_listed(self._store, keys)
-        return self._enqueued(unfenced(reply, "producer"), task, cursor)
-
-    def _enqueued(self, reply: list[str], task: str, cursor: int) -> Enqueued:
-        match reply[0]:
-            case "OK":
-                return Enqueued(int(reply[1]), int(reply[2]))
-            case "CURSOR":
-                return Enqueued(0, int(reply[1]))
-            case "CLOSED" | "FULL" | "STOPPED":
-                return Enqueued(0, cursor, refusal=reply[0])
-            case "NO_PAYLOAD":
-                raise PayloadMissing(
-                    f"the prompt of {reply[1]} is not stored", hint="write it, then enqueue again"
-                )
-        raise ScriptError(f"enqueue: {reply}")
+        return Enqueued.parse(unfenced(reply, "producer"), cursor)
 
     def reissue(
         self,
@@ -166,8 +168,10 @@ class JobQueue:
         at_least: int = 1,
         limit: int = 256,
     ) -> int:
-        """Let groups of a pool (aborted, expired) wait again, within the room. Returns how many:
-        none above the high mark (I12).
+        """Put groups of the aborted or expired pool back into a queue, as far as there is room.
+
+        Does nothing for fewer than `at_least` groups. Returns how many there were: none above the
+        high mark (I12). Raises Fenced.
         """
         reply = self._store.call(
             "reissue",
@@ -183,26 +187,26 @@ class JobQueue:
                 **self._bounds(task),
             },
         )
-        return int(reply[1]) if unfenced(reply, "producer")[0] == "OK" else 0
+        return reissued(unfenced(reply, "producer"))
 
     def _bounds(self, task: str) -> dict[str, int | str]:
-        most = self._limits.tasks[task].max_in_flight
-        patience = self._limits.patience(task)
-        return {"most": most or "", "patience": patience or ""}
+        own = self._limits.of(task)
+        return {"most": own.max_in_flight or "", "patience": own.max_consecutive_failures or ""}
 
     def failures(self, task: str) -> tuple[int, bool]:
-        """(tries that failed or were filtered one after the other, whether that stopped the task)."""
+        """Return how many tries in a row failed or were filtered, and whether the task stopped."""
         key = self._keys.progress(task)
         raw = self._store.retrying(
             "failures", lambda: self._store.control.hget(key, "failures_in_row")
         )
-        return int(raw or 0), self._limits.is_too_many_failures(task, int(raw or 0))
+        failures = int(raw or 0)
+        return failures, self._limits.is_too_many_failures(task, failures)
 
     def forgive(self, task: str) -> None:
-        """Forget the failures of a task, so that it is started again."""
+        """Reset the failures in a row of a task, so that it is started again."""
         self._store.call("forgive", self._keys.slots(task=task), {"task": task})
 
-    # -- the worker's side ---------------------------------------------------
+    # -- for workers ---------------------------------------------------------
 
     def claim(
         self,
@@ -214,12 +218,14 @@ class JobQueue:
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
-        """Up to `limit` jobs (CLAIM_MOST at most) for a worker that has `held` already, in
-        `serving_order`. The same `token` repeats a claim whose reply was lost.
+        """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`.
+
+        `held` are the jobs that the worker has already. The same `token` repeats a claim whose
+        reply was lost (I13).
         """
         keys = self._keys
         limits = self._limits
-        lanes = serving_order(limits, serves, Counter(job.task for job in held))
+        queues = serving_order(limits, serves, Counter(job.task for job in held))
         reply = self._store.call(
             "claim",
             keys.slots(worker=worker),
@@ -229,21 +235,23 @@ class JobQueue:
                 "token": token,
                 "weights": str(weights),
                 "lease_ms": limits.lease_ms,
-                "limit": min(limit, CLAIM_MOST),
+                "limit": min(limit, MAX_CLAIM),
                 "low_bytes": limits.low_bytes,
                 "high_bytes": limits.high_bytes,
             },
-            [keys.slots(task=task, lane=lane) for task, lane in lanes],
-            [lane for _, lane in lanes],
+            [keys.slots(task=task, lane=lane) for task, lane in queues],
+            [lane for _, lane in queues],
         )
         return Claim.parse(reply, token)
 
     def release(self, worker: str, job: Job, kind: ReleaseKind, reason: str = "") -> str:
-        """Give a group back without a result. Returns its place; Fenced when the lease was lost
-        meanwhile.
+        """Release a group without a result, and return its stage.
+
+        Raises Fenced when the lease was lost.
         """
         task = job.task
-        text = reason[:2000].encode(errors="replace").decode()
+        # half a surrogate pair, say, in the message of a foreign exception
+        text = reason[:MAX_REASON_CHARS].encode(errors="replace").decode()
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         reply = self._store.call(
             "release",
@@ -258,18 +266,16 @@ class JobQueue:
                 "lag": self._limits.token_lag(task),
             },
         )
-        if reply[0] == "FENCED":
-            raise Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
-        return str(reply[1])
+        return released(reply, job)
 
-    # -- by hand -------------------------------------------------------------
+    # -- for operators -------------------------------------------------------
 
     def requeue(self, gid: str, *, operation: str = "") -> str:
-        """Let a dead or pooled group wait again with all its tries; where it was before ("waiting":
-        nothing was to do).
+        """Put a dead or pooled group back into a queue with all its tries; return where it was.
 
-        It starts from its prompt; only an aborted group keeps its tokens. `operation` is the same
-        for a repeated call. Raises GroupHeld when it runs, is in a batch, has ended, or never was.
+        "waiting" means that there was nothing to do. The group starts from its prompt; only an
+        aborted group keeps its tokens. `operation` is the same for a repeated call. Raises
+        GroupHeld when the group runs, is in a batch, has ended, or never was.
         """
         task, draw = split_group_id(gid)
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
@@ -279,15 +285,14 @@ class JobQueue:
             {"gid": gid, "draw": draw, "operation": operation or new_nonce(), "lane": lane},
             durable=True,
         )
-        return self._moved(reply, gid)
+        return stage_before(reply, gid)
 
     def drop(self, gid: str, *, revoke: str = "") -> str:
-        """End a group that waits, is in a pool, or is dead; where it was before ("dropped": nothing
-        was to do).
+        """End a group that waits, is in a pool, or is dead; return where it was.
 
-        One that runs is only dropped if `revoke` names the worker that holds it: the lease ends in
-        the same step. Raises GroupHeld otherwise, and when it is in a batch, has ended as something
-        else, or never was.
+        "dropped" means that there was nothing to do. A running group is only dropped if `revoke`
+        names the worker that holds it: its lease ends in the same step. Raises GroupHeld otherwise,
+        and when the group is in a batch, has ended in another way, or never was.
         """
         task, draw = split_group_id(gid)
         reply = self._store.call(
@@ -296,34 +301,12 @@ class JobQueue:
             {"gid": gid, "draw": draw, "revoke": revoke},
             durable=True,
         )
-        return self._moved(reply, gid)
+        return stage_before(reply, gid)
 
-    def _moved(self, reply: list[str], gid: str) -> str:
-        match reply[0]:
-            case "OK":
-                return reply[1]
-            case "RUNNING":
-                raise GroupHeld(
-                    f"{gid} runs on {reply[1]}",
-                    hint="name that worker to revoke its lease, or fence it",
-                )
-            case "TAKEN":
-                raise GroupHeld(
-                    f"{gid} is in batch {reply[1]}",
-                    hint="only the trainer can take it out of there",
-                )
-            case "ENDED":
-                raise GroupHeld(f"{gid} has ended: it is {reply[1]}")
-            case "UNKNOWN":
-                raise GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")
-        raise ScriptError(f"{gid}: {reply}")
-
-    # -- anybody's -----------------------------------------------------------
+    # -- for all processes ---------------------------------------------------
 
     def reap(self, limit: int = 100) -> Reaped:
-        """Take back up to `limit` groups that silent workers held, and forget workers that are long
-        gone.
-        """
+        """Take back up to `limit` groups of expired leases, and forget long gone workers."""
         limits = self._limits
         reply = self._store.call(
             "reap",
@@ -335,6 +318,4 @@ class JobQueue:
                 "worker_timeout_ms": limits.worker_timeout_ms,
             },
         )
-        if reply[0] == "GRACE":
-            return Reaped(grace_ms=int(reply[1]))
-        return Reaped(*map(int, reply[1:]))
+        return Reaped.parse(reply)

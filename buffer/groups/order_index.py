@@ -8,38 +8,19 @@ submits), they say so and change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from buffer.errors import Fenced, ScriptError
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
+from buffer.store.replies import unfenced
+from buffer.store.scripts import Arg
 from buffer.store.store import Store
 
 _SLICE = 250
-_PASSES = 20
-
-
-def in_order(
-    store: Store, keys: Keys, limits: RunLimits, nonce: str, call: Callable[[], list[str]]
-) -> list[str]:
-    """The reply of `call`, a script that takes in order, once nothing stands in its way. Raises
-    Fenced.
-    """
-    for _ in range(_PASSES):
-        reply = call()
-        if reply[0] == "BLOCKED":
-            expire_all(store, keys, limits, reply[1], "completed")
-        elif reply[0] == "UNORDERED":
-            _fill(store, keys, limits, nonce, reply[1])
-        else:
-            return reply
-    raise ScriptError(f"the order of {reply[1]} is never settled: {reply[0]}")
 
 
 def expire_all(
     store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int = _SLICE
 ) -> int:
-    """`expire`, slice by slice, until nothing is left to move; how many groups there were."""
+    """Expire all stale groups of a pool, slice by slice; return how many there were."""
     moved = 0
     while (some := expire(store, keys, limits, task, status, limit)) == limit:
         moved += some
@@ -47,10 +28,11 @@ def expire_all(
 
 
 def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
-    """Move up to `limit` groups out of a pool that the next train step may not use any more; how
-    many there were.
+    """Move up to `limit` groups out of a pool that are too stale for the next train step.
+
+    Returns how many there were.
     """
-    reply = store.call(
+    _, moved = store.call(
         "refresh",
         keys.slots(task=task, status=status),
         {
@@ -59,11 +41,11 @@ def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, 
             "retryable": int(limits.retries_expired(task)),
         },
     )
-    return int(reply[1])
+    return int(moved)
 
 
-def _fill(store: Store, keys: Keys, limits: RunLimits, nonce: str, task: str) -> None:
-    """Add to the index what is ready and not in it, slice by slice."""
+def fill_index(store: Store, keys: Keys, limits: RunLimits, nonce: Arg, task: str) -> None:
+    """Add ready groups that the order index lacks, slice by slice. Raises Fenced."""
     start = 0
     scanned = _SLICE
     while scanned == _SLICE:
@@ -72,7 +54,5 @@ def _fill(store: Store, keys: Keys, limits: RunLimits, nonce: str, task: str) ->
             keys.slots(task=task),
             {"nonce": nonce, "policy": limits.order, "start": start, "limit": _SLICE},
         )
-        if reply[0] == "FENCED":
-            raise Fenced("this is no longer the trainer of the run: another one was opened")
-        scanned = int(reply[1])
+        scanned = int(unfenced(reply, "trainer")[1])
         start += scanned

@@ -1,8 +1,8 @@
-"""What is ready, interrupted and expired, by task: read, never changed.
+"""Reads the pools of a run: which groups of a task are completed, aborted or expired.
 
 A pool is a sorted set scored by the oldest policy version in the group, its members ordered by
-arrival. Being too old is a range of scores, never a scan, and no answer relies on expiry having run
-(I8): what the next train step may not use is neither counted nor returned as ready.
+arrival. The groups that are too stale are a range of scores, never a scan, and no answer relies on
+expiry having run (I8): what the next train step may not use is neither counted nor returned.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
+from buffer.groups.claim import unknown_reply
 from buffer.groups.order_index import expire_all
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
@@ -26,13 +27,15 @@ from buffer.store.store import Store
 PoolStatus = Literal["completed", "aborted", "expired"]
 
 MAX_READ = 1024
-"""Groups that one call reads at most; as many as a batch may hold."""
+"""Groups that one call reads at most: as many as a batch may hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """Groups of one task. `completed` and `aborted` may still be used by the next train step;
-    `stale` are in one of these pools, but too old: `refresh_staleness` moves them.
+    """Counts the groups of one task by pool.
+
+    `completed` and `aborted` count groups that the next train step may use. `stale` ones are in one
+    of these pools, but too old: `refresh_staleness` moves them.
     """
 
     completed: int
@@ -42,7 +45,12 @@ class PoolSizes:
 
 
 class Pools:
-    """The pools of one run, to look at."""
+    """Counts and reads the groups in the pools of one run.
+
+    Usage:
+        sizes = run.buffer.count_statuses()["math"]
+        groups = run.buffer.get(sizes.completed, "math")
+    """
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
         self._store = store
@@ -51,8 +59,9 @@ class Pools:
         self._payloads = payloads
 
     def count(self, task: str, status: PoolStatus = "completed") -> int:
-        """How many groups of a task are ready (aborted, expired). O(log N). ConfigError for another
-        task or status.
+        """Return how many groups of a task are in a pool. O(log N).
+
+        Raises ConfigError for an unknown task or status.
         """
         if status not in POOLS:
             raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {', '.join(POOLS)}")
@@ -60,25 +69,22 @@ class Pools:
         return count
 
     def count_statuses(self, *tasks: str) -> dict[str, PoolSizes]:
-        """How many groups of each status these tasks (default: all) have, at one instant. O(tasks *
-        log N).
-        """
+        """Return the pool sizes of these tasks (default: all) at one instant. O(tasks * log N)."""
         names = [self._known(task) for task in (tasks or self._limits.tasks)]
-        reply = self._store.call(
+        _, *counts = self._store.call(
             "counts",
             self._keys.slots(),
             {},
             [self._keys.slots(task=task) for task in names],
             [self._limits.threshold(task) for task in names],
         )
-        numbers = [int(number) for number in reply[1:]]
+        numbers = [int(count) for count in counts]
         return {task: PoolSizes(*numbers[4 * i : 4 * i + 4]) for i, task in enumerate(names)}
 
     def is_ready(self, counts: Mapping[str, int]) -> bool:
-        """Whether each task has so many ready groups; counts of 0 or less ask for nothing. O(tasks
-        * log N).
+        """Return whether each task has N ready groups, by `counts`. O(tasks * log N).
 
-        For a glance only: `take_batch` decides by itself, in the step that takes.
+        For display only: `take_batch` decides for itself, in the step that takes.
         """
         wanted = {task: count for task, count in counts.items() if count > 0}
         if not wanted:
@@ -87,12 +93,11 @@ class Pools:
         return all(sizes[task].completed >= count for task, count in wanted.items())
 
     def get(self, count: int, task: str, status: PoolStatus = "completed") -> list[RolloutGroup]:
-        """The first `count` groups of a pool (1,024 at most), in the order in which they will be
-        used. They stay there.
+        """Return the first `count` groups of a pool (at most 1,024) without removing them.
 
         Completed groups come in the order of the run's policy (by age, until the trainer has
-        settled a policy that was changed); others as `reissue` finds them, the oldest first.
-        Whatever leaves the pool while its bytes are read is left out.
+        rebuilt the index for a changed policy); others as `reissue` finds them, the oldest first. A
+        group that leaves the pool while its bytes are read is left out.
         """
         if count <= 0:
             return []
@@ -107,20 +112,23 @@ class Pools:
             return [group for ref in refs if (group := self._read_if_there(ref)) is not None]
 
     def peek(self, count: int, task: str, status: PoolStatus = "completed") -> list[ManifestEntry]:
-        """Where the bytes are that `get` would read. Promises nothing: a take decides by itself."""
+        """Return references to the payloads that `get` would read; a take may choose others."""
         task = self._known(task)
         is_trained = status == "completed" and self._limits.tasks[task].eval_of is None
         policy = self._limits.order if is_trained else "staleness"
         threshold = "" if status == "expired" else self._limits.threshold(task)
         while True:
-            reply = self._call_peek(count, task, status, policy, threshold)
-            match reply[0]:
-                case "BLOCKED":
+            match self._call_peek(count, task, status, policy, threshold):
+                case ["OK", *entries]:
+                    return [ManifestEntry.parse(entry) for entry in entries]
+                case ["BLOCKED"]:  # too many stale groups stand before the fresh ones
                     expire_all(self._store, self._keys, self._limits, task, status)
-                case "UNORDERED":
+                case [
+                    "UNORDERED"
+                ]:  # the policy was changed: no index until the trainer's next take
                     policy = "staleness"
-                case _:
-                    return [ManifestEntry.parse(line) for line in reply[1:]]
+                case reply:
+                    raise unknown_reply("peek", reply)
 
     def _call_peek(
         self, count: int, task: str, status: str, policy: str, threshold: int | str
@@ -132,11 +140,11 @@ class Pools:
         )
 
     def read(self, ref: PayloadRef) -> RolloutGroup:
-        """The group behind a payload. Raises PayloadMissing or WireError."""
+        """Return the group of a payload. Raises PayloadMissing or WireError."""
         return self.read_many([ref])[0]
 
     def read_many(self, refs: list[PayloadRef]) -> list[RolloutGroup]:
-        """The groups behind some payloads, in order. Raises PayloadMissing or WireError."""
+        """Return the groups of some payloads, in order. Raises PayloadMissing or WireError."""
         return self._payloads.read_each(refs, _decoded)
 
     def _read_if_there(self, ref: PayloadRef) -> RolloutGroup | None:
@@ -146,7 +154,7 @@ class Pools:
             record = self._keys.group(ref.gid)
             token = self._store.retrying("get", lambda: self._store.control.hget(record, "payload"))
             if token == ref.token.encode():
-                raise  # it has not left: its bytes are lost
+                raise  # the group is still in the pool, and its bytes are lost
             return None
 
     def _known(self, task: str) -> str:
@@ -160,5 +168,5 @@ class Pools:
 def _decoded(ref: PayloadRef, data: bytes | memoryview) -> RolloutGroup:
     group = wire.decode(data)
     if group.gid != ref.gid:
-        raise WireError(f"the payload of {ref.gid} says that it is {group.gid!r}")
+        raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
     return group

@@ -1,8 +1,8 @@
-"""All groups of a run that still live, in order of their draws, page by page: no key scan, no set
-that could move.
+"""Walks over the records of all living groups of a run, in order of their draws, page by page.
 
-Draws that have ended are bits, so what is left is found in O(live groups) and one bit per draw. On
-a live run the records are of different instants; a group that ends meanwhile is left out.
+No key scan, and no set whose members could move meanwhile: draws that have ended are bits, so
+living ones are found in O(living groups) plus one bit per draw. On a live run the records are of
+different times; a group that ends meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 PAGE = 500
-"""Members, entries or records asked for at once."""
+"""Members, entries or records that one round trip reads."""
 
 PAGE_DRAWS = 2**19
-"""Draws whose ends are looked up at once: 64 KiB of each bitmap."""
+"""Draws whose bits one round trip reads: 64 KiB of each bitmap."""
 
 Record = dict[str, str]
 
@@ -33,7 +33,7 @@ class RecordWalk:
         self._keys = keys
 
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
-        """(gid, record) of every living group of a task: drawn ones first, then those from outside."""
+        """Yield (gid, record) of the living groups of a task: drawn ones before others."""
         draws = self._living(task)
         while page := list(islice(draws, PAGE)):
             gids = [group_id(task, draw) for draw in page]
@@ -58,7 +58,7 @@ class RecordWalk:
             yield from (living + first).tolist()
 
     def bits(self, key: str, offset: int) -> bytes:
-        """One page of a bitmap, from `offset` bytes on."""
+        """Return one page of a bitmap, from `offset` bytes on."""
         last = offset + PAGE_DRAWS // 8 - 1
         page: bytes = self._store.retrying(
             "bits", lambda: self._store.bulk.getrange(key, offset, last)

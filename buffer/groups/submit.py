@@ -1,34 +1,56 @@
-"""What workers hand in: finished groups on their way into the pools (`submit.lua`).
+"""Submit: finished groups on their way from a worker into the pools (`submit.lua`).
 
-Several groups travel together, each with its bytes and a script call of its own: one that was
-fenced (I2) does not hold up the others. All are checked here, before the upload: later checks only
-protect the trainer from bytes that were damaged on their way.
+One straight path: a group is checked and encoded, its bytes are uploaded, and the script moves it.
+Several groups share one round trip, but each has its own bytes and its own script call, so that one
+refused group does not hold up the others (I2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from buffer.errors import Fenced, PayloadMissing, RolloutMQError, ScriptError, WireError
+from buffer.errors import PayloadMissing, WireError
+from buffer.groups.claim import fenced, unknown_reply
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
-from buffer.model.job import Job, PayloadRef, Result
+from buffer.model.job import PayloadRef, Result
 from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.model.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore, pin_listed
-from buffer.store.store import ScriptCall, Store, Upload
+from buffer.store.script_calls import ScriptCall, Upload
+from buffer.store.store import Store
 
-_AT_ONCE = 32
-"""Groups that travel together: what is repeated if the server goes away meanwhile."""
+GROUPS_PER_TRIP = 32
+"""Bounds the memory for encoded groups, and what is sent again after a lost connection."""
 
 
-class HandIn:
-    """See `ReplayBuffer.submit_many`."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A group was submitted: the server keeps it with this status, or only counted it if filtered.
+
+    `arrival` is its number in the order in which groups of its task arrived.
+    """
+
+    status: Status
+    arrival: int
+
+
+SubmitOutcome = Stored | Exception
+"""What became of one submitted group.
+
+An exception is that group's own, and nothing of it was changed: `Fenced` (the lease was lost),
+`PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is no result), or
+what the order policy raised.
+"""
+
+
+class Submission:
+    """Submits results of one worker; see `ReplayBuffer.submit_many`."""
 
     def __init__(
         self,
@@ -36,58 +58,65 @@ class HandIn:
         keys: Keys,
         limits: RunLimits,
         payloads: PayloadStore,
-        function: OrderFunction | None,
+        order_function: OrderFunction | None,
     ) -> None:
-        """`function`: the run's order policy where it is a user's."""
+        """Prepare to submit; `order_function` is the order policy of the run if a user wrote it."""
         self._store = store
         self._keys = keys
         self._limits = limits
         self._payloads = payloads
-        self._function = function
+        self._order_function = order_function
 
-    def submit(self, worker: str, results: Sequence[Result]) -> None:
-        """Raises Fenced or PayloadMissing for the first group that was refused, once all were
-        handed in.
+    def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
+        """Submit results and return what became of each, in order.
+
+        Raises StoreUnavailable when the server does not answer: all may be submitted again (I13).
         """
-        refused: list[RolloutMQError] = []
-        for start in range(0, len(results), _AT_ONCE):
-            some = results[start : start + _AT_ONCE]
-            replies = self._store.upload_and_call(
-                "submit", self._keys.leases, partial(self._uploads, worker, some)
-            )
-            pin_listed(self._store, self._keys)
-            refused += [
-                _refusal(r.job, reply)
-                for r, reply in zip(some, replies, strict=True)
-                if reply[0] != "OK"
-            ]
-        if refused:
-            raise refused[0]
+        return [
+            outcome
+            for start in range(0, len(results), GROUPS_PER_TRIP)
+            for outcome in self._round_trip(worker, results[start : start + GROUPS_PER_TRIP])
+        ]
 
-    def _uploads(self, worker: str, results: Sequence[Result]) -> Iterator[Upload]:
-        for result in results:
-            _check(result.group)
+    def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
+        prepared = [self._prepare(worker, result) for result in results]
+        uploads = [upload for upload in prepared if not isinstance(upload, Exception)]
+        replies = iter(self._store.upload_and_call("submit", self._keys.leases, uploads))
+        pin_listed(self._store, self._keys)
+        return [
+            upload if isinstance(upload, Exception) else _outcome(result, next(replies))
+            for result, upload in zip(results, prepared, strict=True)
+        ]
+
+    def _prepare(self, worker: str, result: Result) -> Upload | Exception:
+        """Return what stores and submits a group, or why it cannot be submitted.
+
+        All checks are made here, before the upload: later ones only protect the trainer from bytes
+        that were damaged on their way.
+        """
+        try:
+            _require_result(result.group)
             data = wire.encode_checked(result.group)
             ref, commands = self._payloads.commands(result.job.gid, result.job.token, data)
-            yield commands, self.call(worker, result, ref)
+            return commands, self.call(worker, result, ref)
+        except Exception as error:  # an order policy is a user's code and may raise anything
+            return error
 
     def call(self, worker: str, result: Result, ref: PayloadRef) -> ScriptCall:
-        """What `submit.lua` is told of a result whose bytes are behind `ref`."""
+        """Return the call of `submit.lua` for a result whose bytes are stored at `ref`."""
         keys = self._keys
         group = result.group
-        task = result.group.task
+        has_token_limit = self._limits.token_lag(group.task) != ""
         return ScriptCall(
-            keys.slots(task=task, worker=worker),
+            keys.slots(task=group.task, worker=worker),
             self._arguments(result, ref),
             keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
-            group.made_by(self._limits.token_lag(task) != ""),
+            group.made_by(has_token_limit),
         )
 
     def _arguments(self, result: Result, ref: PayloadRef) -> dict[str, str | int]:
         group = result.group
-        status = result.group.status
-        if status is Status.COMPLETED and result.filtered:
-            status = Status.FILTERED
+        status = _final_status(result)
         scores = group.scores
         counted = scores[np.isfinite(scores)] if status is not Status.ABORTED else scores[:0]
         return {
@@ -100,18 +129,33 @@ class HandIn:
             "crc": ref.crc,
             "reward_sum": f"{float(counted.sum()):.6g}",
             "reward_count": len(counted),
-            "order": self._turn(group) if status is Status.COMPLETED else "",
+            "order": "" if status is Status.FILTERED else self._order(group),
             "lag": self._limits.token_lag(group.task),
             "chunks": ref.chunks,
         }
 
-    def _turn(self, group: RolloutGroup) -> str:
-        # evaluations are taken whole: their order does not matter
-        is_eval = self._limits.tasks[group.task].eval_of is not None
-        return "" if is_eval else submit_argument(self._limits.order, group, self._function)
+    def _order(self, group: RolloutGroup) -> str:
+        return order_argument(group, self._limits, self._order_function)
 
 
-def _check(group: RolloutGroup) -> None:
+def order_argument(
+    group: RolloutGroup, limits: RunLimits, order_function: OrderFunction | None
+) -> str:
+    """Return the place of a group in the order index, as scripts get it; "" for no place."""
+    # evaluations are taken whole: their order does not matter
+    is_eval = limits.tasks[group.task].eval_of is not None
+    if is_eval or group.status is not Status.COMPLETED:
+        return ""
+    return submit_argument(limits.order, group, order_function)
+
+
+def _final_status(result: Result) -> Status:
+    if result.group.status is Status.COMPLETED and result.filtered:
+        return Status.FILTERED
+    return result.group.status
+
+
+def _require_result(group: RolloutGroup) -> None:
     if group.status not in (Status.COMPLETED, Status.ABORTED):
         raise WireError(
             f"group {group.gid} is {group.status}",
@@ -119,14 +163,16 @@ def _check(group: RolloutGroup) -> None:
         )
 
 
-def _refusal(job: Job, reply: Sequence[str]) -> RolloutMQError:
-    match reply[0]:
-        case "FENCED":
-            return Fenced(
-                f"group {job.gid}: the lease of token {job.token[:8]}… is gone; its result is not wanted"
-            )
-        case "MISSING":
+def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:
+    """Return the meaning of a reply of `submit.lua`."""
+    job = result.job
+    match reply:
+        case ["OK", arrival]:
+            return Stored(_final_status(result), int(arrival))
+        case ["FENCED"]:
+            return fenced(job)
+        case ["MISSING", size]:
             return PayloadMissing(
-                f"group {job.gid}: only {reply[1]} bytes arrived", hint="submit it again"
+                f"group {job.gid}: only {size} bytes arrived", hint="submit it again"
             )
-    return ScriptError(f"submit: {reply}")
+    raise unknown_reply("submit", reply)

@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- admit: a worker that was barred for what it handed in may claim again, and its account begins anew.
+-- admit: let a barred worker claim again, and reset its count of bad groups.
 -- include: bells, events, numbers
 -- KEYS suspects     HASH     "since_ms bad barred_ms" by worker
 -- KEYS bell_workers LIST*    of the workers
 -- KEYS events       STREAM*
 -- ARGV worker name  id
 -- replies OK bad
--- keeps I13 (repeating it finds nothing)
+-- keeps I13 (a repeated call finds nothing)
 
 local bad = string.match(redis.call('HGET', suspects, worker) or '', '^%d+ (%d+) ')
 if bad then

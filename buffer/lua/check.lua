@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- check: where one draw is, looked at from every side at one instant. One place is right; none or two is a fault.
+-- check: find one draw in every structure at one instant. Exactly one place is right; none or two is a fault.
 -- KEYS record      HASH    record of the group
 -- KEYS leases      ZSET
 -- KEYS dead        ZSET
@@ -15,7 +15,7 @@
 -- KEYS jobs_fresh  STREAM
 -- ARGV gid  gid
 -- ARGV draw 0..69_999_999
--- replies OK stage, then the places that hold it: waiting | running | pool | taken | dead | archived | filtered | dropped
+-- replies OK stage, then the structures that hold it: waiting | running | pool | taken | dead | archived | filtered | dropped
 -- keeps I1
 
 local held = redis.call('HMGET', record, 'stage', 'entry', 'arrival', 'batch', 'payload', 'chunks', 'size', 'crc', 'samples', 'version')
@@ -24,7 +24,7 @@ local function found(place) reply[#reply + 1] = place end
 
 local entry = held[2] or ''
 for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do
-  -- two lanes may give out the same id: in one millisecond, or where the clock was stepped back
+  -- two lanes may assign the same id: within one millisecond, or after the clock was set back
   local there = entry ~= '' and redis.call('XRANGE', jobs, entry, entry)[1]
   if there and there[2][2] == gid then found('waiting') end
 end

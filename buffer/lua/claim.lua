@@ -1,5 +1,5 @@
 #!lua
--- claim: give waiting groups to a worker, each with a lease and a token of its own.
+-- claim: give waiting groups to a worker, each with a lease and a token.
 -- include: clock, control_state, events, memory_marks, numbers, open_lanes
 -- KEYS control       HASH*
 -- KEYS leases        ZSET
@@ -10,19 +10,19 @@
 -- KEYS bytes         HASH*
 -- KEYS ledger        HASH*    of the trainer
 -- KEYS suspects      HASH*    "since_ms bad barred_ms" by worker
--- KEYS jobs, progress  STREAM*, HASH x0..1024  pairs in the order in which they are to be served
+-- KEYS jobs, progress  STREAM*, HASH x0..1024  pairs in the order in which to serve them
 -- ARGV worker     name           id
 -- ARGV nonce      token          of the worker's registration
 -- ARGV token      token          of this claim: new for every call, the same for a repeated one
 -- ARGV weights    weights        "lineage:version" that its engine has
 -- ARGV lease_ms   1..86_400_000
--- ARGV limit      1..128         groups at most
--- ARGV low_bytes  0..            payload bytes of the run from which no fresh group is given out; 0 = no bound
--- ARGV high_bytes 0..            and from which none is
+-- ARGV limit      1..128         largest number of groups
+-- ARGV low_bytes  0..            payload bytes of the run from which no fresh group is assigned; 0 = no bound
+-- ARGV high_bytes 0..            the same for all groups
 -- ARGV lane  eval|resume|fresh xKEYS
 -- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
---       | FULL 6 x control held mark (groups wait, but none that may be started) | BARRED 6 x control bad (see quarantine)
--- keeps I2 (the token fences), I10 (checked here, whatever the worker heard), I11 (a try counts now; who is barred gets none), I12, I13 (token)
+--       | FULL 6 x control held mark (groups wait, but none may be started) | BARRED 6 x control bad (see quarantine)
+-- keeps I2 (the token fences), I10 (checked here, whatever the worker received), I11 (a try counts now; a barred worker gets none), I12, I13 (token)
 
 local known = redis.call('HMGET', worker_record, 'nonce', 'claim', 'claimed')
 if known[1] ~= nonce then return {'UNKNOWN'} end
@@ -51,7 +51,7 @@ if bad and barred_ms ~= '0' then
   return reply
 end
 
--- what each pair gives is read before anything is written
+-- the groups of every pair are read before anything is written
 local now, claimed, given, refused = now_ms(), {}, {}, nil
 for n, jobs, _, lane in each_unit do
   if #claimed >= limit then break end

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- commit: the trainer's checkpoint of step T is durable, and F is the oldest checkpoint it keeps.
--- Archives one slice of the batches up to F per call; the caller repeats it until freed = F. Payload and manifest of
--- an archived batch stay until `forget` frees them, at once or after a while: that is what retention means.
+-- commit: archive batches: the trainer's checkpoint of step T is durable, and F is the oldest checkpoint it keeps.
+-- One call archives one slice of the batches up to F; the caller repeats it until freed = F. Payloads and manifest of an
+-- archived batch stay until `forget` frees them, at once or after the retention.
 -- include: byte_count, clock, events, numbers
 -- KEYS control HASH
 -- KEYS ledger  HASH
@@ -14,10 +14,10 @@
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     T
 -- ARGV keep  0..     F
--- ARGV limit 1..500  groups to archive at most
+-- ARGV limit 1..500  largest number of groups to archive
 -- ARGV task  name xKEYS
 -- replies OK committed freed | FENCED | GAP taken | UNKNOWN_TASK gid
--- keeps I1, I6 (frees nothing a kept checkpoint may ask for again), I12, I13 (step)
+-- keeps I1, I6 (frees nothing that a kept checkpoint may need again), I12, I13 (step)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep', 'slice')
@@ -38,12 +38,12 @@ for i, entry in ipairs(entries) do
   local task = tasks[string.match(gid, '^(.*)%-%d+$')]
   if not task then return {'UNKNOWN_TASK', gid} end
   task.count = (task.count or 0) + 1
-  -- the result holds a copy of the prompt
+  -- the prompt is not needed: the result has a copy of it
   records[i], prompts[i] = groups .. gid, gid .. ' init 1'
   went = went + num(redis.call('HGET', records[i], 'prompt'))
 end
 
--- F is fenced before the first slice: a manifest that is half freed is never delivered again (I6)
+-- F is recorded before the first slice: a half-freed manifest is never delivered again (I6)
 redis.call('HSET', ledger, 'committed', int(committed), 'keep', int(math.max(keep, num(steps[4]))))
 for _, entry in ipairs(entries) do
   local name, draw = string.match(entry, '^(%S*)%-(%d+) ')

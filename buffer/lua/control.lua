@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
--- control: change the mode of a run. The trainer (around weight updates) and the operator hold it apart:
--- the operator's pause survives the trainer's continue, and where both hold it the stricter mode rules, with the
--- lanes that both leave open.
+-- control: change the mode of a run. Trainer (around weight updates) and operator have a mode each: the operator's pause
+-- survives the trainer's continue. If both pause, the stricter mode applies, with the lanes that both leave open.
 -- include: bells, clock, control_changes, control_state, events, role_silence
 -- KEYS control       HASH    and the channel that carries the hint
 -- KEYS events        STREAM
@@ -9,12 +8,12 @@
 -- ARGV operation token                        nonce of this change
 -- ARGV who       trainer|operator
 -- ARGV mode      run|drain|abort|keep|finish
--- ARGV lanes     lanes                        that are open, space between
+-- ARGV lanes     lanes                        that are open, separated by spaces
 -- ARGV nonce     ''|token                     of the trainer; '' for the operator
--- ARGV orphan_ms ''|0..86_400_000             of the operator's run: ends the pause of a trainer, too, that has left
---                   or was silent for so long; '' = leaves it
+-- ARGV orphan_ms ''|0..86_400_000             of the operator's run: it also ends the pause of a trainer that closed
+--                   or was silent for that time; '' = it does not
 -- replies OK 6 x control | FENCED | NO_RUN
--- keeps I7, I10 (the epoch decides; the message only hurries), I13 (operation)
+-- keeps I7, I10 (the epoch decides; the message only makes it faster), I13 (operation)
 
 if redis.call('EXISTS', control) == 0 then return {'NO_RUN'} end
 if who == 'trainer' and redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -27,7 +26,7 @@ if orphan_ms and mode == 'run' and is_gone and trainer[3] ~= 'finish' then
   redis.call('HSET', control, 'trainer_mode', 'run', 'trainer_lanes', lanes)
 end
 local epoch, effective = settle_mode(control)
--- workers hear the hint; 64 rings more would be 64 claims more, just when the producer is to start what they wait for
+-- no wake-up for workers, who receive the hint: 64 more claims would delay the producer, for which they wait
 ring(bell_producer, 1)
 log_event(events, 'control', 'epoch', epoch, 'mode', effective, 'by', who)
 return {'OK', unpack(control_state(control))}

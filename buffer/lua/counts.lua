@@ -1,10 +1,10 @@
 #!lua flags=no-writes
--- counts: what the pools of some tasks hold for the next train step, at one instant. Costs O(log N) per pool.
+-- counts: count the groups in the pools of some tasks for the next train step, at one instant. Costs O(log N) per pool.
 -- include: numbers
 -- KEYS ledger HASH
 -- KEYS completed, aborted, expired  ZSET, ZSET, ZSET x0..256  of each task
--- ARGV threshold  ''|0.. xKEYS  of each task: stale threshold in steps; '' = its groups do not age
--- replies OK, then 4 numbers per task: completed and aborted that are not too old, expired, too old and not moved yet
+-- ARGV threshold  ''|0.. xKEYS  of each task: stale threshold in steps; '' = no limit
+-- replies OK, then 4 numbers per task: completed and aborted ones that are not too old, expired ones, too old ones that are not moved yet
 -- keeps I8 (does not rely on refresh)
 
 local step = num(redis.call('HGET', ledger, 'taken')) + 1

@@ -1,6 +1,6 @@
 #!lua
--- create_run: make a run, once; or bring its limits up to date, and let a finished one go on (it has more steps now).
--- The nonce tells this run from any other of the same name, before or after.
+-- create_run: create a run, once; or update its limits, and continue a finished one (which has more steps now).
+-- The nonce distinguishes this run from others of the same name.
 -- include: clock, control_changes, events, numbers
 -- KEYS meta    HASH
 -- KEYS control HASH
@@ -11,7 +11,7 @@
 -- ARGV weights weights     "lineage:version" of the initial weights
 -- ARGV path    text..4096  where they are
 -- ARGV field, value  name, text..65536 x0..64  limits of the run, for meta
--- replies OK (made now or before; limits are set) | EXISTS nonce created_ms schema
+-- replies OK (created now or before; limits are set) | EXISTS nonce created_ms schema
 -- keeps I6 (a run is known by its nonce), I13 (natural key: the nonce)
 
 local known = redis.call('HMGET', meta, 'nonce', 'created_ms', 'schema')
@@ -22,7 +22,7 @@ for _, field, value in each_unit do
   if redis.call('HGET', meta, field) ~= value then changes = changes + 1 end
   redis.call('HSET', meta, field, value)
 end
--- processes that are still there from before take them over
+-- processes that still run from before adopt them
 if known[1] and changes > 0 then
   redis.call('HINCRBY', meta, 'limits_version', 1)
   redis.call('HSET', meta, 'limits_op', 'file-' .. int(now_ms()))

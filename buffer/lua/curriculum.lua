@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- curriculum: the producer says that the function which weighs the tasks failed, or was refused; or takes that back.
--- Nothing stops for it: the weights stay as they are, so somebody must be told.
+-- curriculum: record that the function which weighs the tasks failed, or works again. The producer continues with the
+-- old weights, so the failure must be visible.
 -- include: events, numbers
 -- KEYS control HASH*
 -- KEYS events  STREAM*
 -- ARGV nonce  token       of the producer
--- ARGV step   0..         train step after which it was asked
--- ARGV reason text..2000  '' = it answers
+-- ARGV step   0..         train step after which it was called
+-- ARGV reason text..2000  '' = it works
 -- replies OK | FENCED
 -- keeps I7, I13 (absolute)
 

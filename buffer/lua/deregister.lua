@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- deregister: a worker leaves; it has handed everything back.
+-- deregister: remove a worker that has given everything back.
 -- include: events
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH    record of the worker
@@ -7,8 +7,8 @@
 -- KEYS events        STREAM
 -- ARGV worker name   id
 -- ARGV nonce  token  of its registration
--- replies OK | HOLDS groups (their leases must run out) | UNKNOWN
--- keeps I2, I13 (repeating it is harmless)
+-- replies OK | HOLDS groups (their leases have to run out) | UNKNOWN
+-- keeps I2, I13 (a repeated call is harmless)
 
 if redis.call('HGET', worker_record, 'nonce') ~= nonce then return {'UNKNOWN'} end
 local held = redis.call('SCARD', holds)

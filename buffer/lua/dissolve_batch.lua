@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- dissolve_batch: the last batch that was taken is not one of the trainer's history: its groups are ready again.
+-- dissolve_batch: return the groups of the last taken batch to their pools, since it is not in the trainer's history.
 -- include: clock, events, numbers, staleness
 -- KEYS control  HASH
 -- KEYS ledger   HASH
@@ -12,7 +12,7 @@
 -- ARGV nonce token   of the trainer
 -- ARGV step  1..     T: the last one taken
 -- ARGV lag   ''|0..  steps by which single tokens expire earlier than groups; '' = they do not
--- replies OK taken | FENCED | GAP taken | ARCHIVED freed (it is, or is about to be)
+-- replies OK taken | FENCED | GAP taken | ARCHIVED freed (now, or soon)
 -- keeps I1 (an order index is filled again by `reorder`), I6, I7, I8 (every fork since the batch was taken
 -- counts), I13 (step)
 
@@ -23,7 +23,7 @@ if step > taken then return {'OK', int(taken)} end
 if step < taken then return {'GAP', int(taken)} end
 if step <= freed then return {'ARCHIVED', int(freed)} end
 
--- a record's version is clamped on its way to a pool, and `rescore` clamps what is in one: forks since then count here
+-- versions are clamped on the way to a pool, and by `rescore` in pools: for these groups, forks since then count here
 local forks, after, lowest = redis.call('LRANGE', lineages, -1000, -1), {}, math.huge
 for i = #forks, 1, -1 do
   local name, fork = string.match(forks[i], '^(.*):(%d+)$')
@@ -45,7 +45,7 @@ for i, line in ipairs(redis.call('LRANGE', batch, 1, -1)) do
   groups_of[task] = (groups_of[task] or 0) + 1
 end
 for task in pairs(groups_of) do
-  -- of a wrong type, it stops the script before it writes
+  -- read first: a wrong type stops the script before it writes
   redis.call('ZCARD', pools .. task .. ':completed')
   redis.call('HLEN', accounts .. task)
 end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- drop: by hand, end a group that waits, is in a pool, or is dead; or one that runs, if its worker is named.
+-- drop: end a group by hand: one that waits, is in a pool or is dead; or a running one, if its worker is named.
 -- include: bells, byte_count, ended, events, leave, numbers
 -- KEYS record        HASH    record of the group
 -- KEYS progress      HASH    of the task
@@ -19,13 +19,13 @@
 -- KEYS garbage       SET
 -- KEYS bell_producer LIST    of the producer
 -- KEYS events        STREAM
--- KEYS order_index   ZSET    of the completed groups of the task, where the policy needs one
+-- KEYS order_index   ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- ARGV gid    gid
 -- ARGV draw   0..69_999_999
--- ARGV revoke ''|name        worker whose lease on the group is revoked in this step; '' = a running group is refused
+-- ARGV revoke ''|name        worker whose lease on the group is revoked; '' = refuse a running group
 -- replies OK place_before | RUNNING owner | TAKEN batch | ENDED place | UNKNOWN
--- keeps I1, I2 (a revoked token dies in the same step), I12 (frees), I13 (a dropped group is dropped)
+-- keeps I1, I2 (a revoked token becomes invalid at once), I12 (frees), I13 (a dropped group stays dropped)
 
 local held = held_fields(record)
 if not held then

@@ -1,6 +1,6 @@
 #!lua
 -- enqueue: start the next draws of a data set, as many as there is room for, and move the cursor with them.
--- The caller has stored the INIT payloads of draws cursor, cursor+1, …; what is not enqueued expires by itself.
+-- The caller has stored the INIT payloads of draws cursor, cursor+1, …; those that are not enqueued expire.
 -- include: bells, byte_count, cursors, events, memory_marks, numbers, open_lanes, room, waiting
 -- KEYS control      HASH*
 -- KEYS progress     HASH*    of the task
@@ -25,13 +25,13 @@
 -- ARGV task      name
 -- ARGV lane      fresh|eval
 -- ARGV cursor    0..33_554_432  that the caller expects
--- ARGV target    ''|0..         groups in all that the task may have started or used; '' = the one in progress
+-- ARGV target    ''|0..         total of groups that the task may have started or used; '' = the one in progress
 -- ARGV threshold ''|0..         stale threshold in steps; '' = groups of this task do not age
--- ARGV mark      0..            payload bytes of the run from which nothing is started; 0 = no bound
--- ARGV most      ''|1..         groups of the task in flight at most; '' = no bound
--- ARGV patience  ''|1..         failures in a row after which nothing is started; '' = no bound
--- ARGV samples, size  0..4096, 0..1_048_576 x0..128  of each draw: rollouts, 0 = the prompt cannot be used, count it
---                   as dropped; bytes of its INIT payload, where that is not given
+-- ARGV mark      0..            payload bytes of the run from which no group is started; 0 = no bound
+-- ARGV most      ''|1..         largest number of groups of the task in flight; '' = no bound
+-- ARGV patience  ''|1..         consecutive failures after which no group is started; '' = no bound
+-- ARGV samples, size  0..4096, 0..1_048_576 x0..128  of each draw: rollouts, 0 = the prompt cannot be used: count it
+--                   as dropped; bytes of its INIT payload, if that key is not given
 -- replies OK enqueued cursor | FENCED | CURSOR cursor | CLOSED mode | FULL held mark | STOPPED failures | NO_PAYLOAD gid
 -- keeps I1, I3 (compare-and-set in the step that enqueues), I12 (new prompts only below the low mark), I13 (operation)
 
@@ -60,7 +60,7 @@ for n, samples, size in each_unit do
   end
 end
 
--- this first: who may not write it (ACL) is stopped before anything has come in
+-- first: a caller that may not write it (ACL) is stopped before anything is enqueued
 redis.call('HSET', cursors, task, int(start))
 local enqueued, drawn, came = 0, 0, 0
 for n, samples, size in each_unit do
@@ -69,7 +69,7 @@ for n, samples, size in each_unit do
   local gid = string.format('%s-%010d', task, draw)
   local record = groups .. gid
   local ended = redis.call('GETBIT', archived, draw) + redis.call('GETBIT', filtered, draw) + redis.call('GETBIT', dropped, draw)
-  -- after a loss the same draws come again: what came in before the cursor did is passed over
+  -- after a loss the same draws come again: those that exist already are skipped
   if ended > 0 or redis.call('EXISTS', record) == 1 then
     redis.call('HINCRBY', progress, 'ahead', -1)
   else
@@ -80,7 +80,7 @@ for n, samples, size in each_unit do
     else
       size = prompt_bytes(n, size)
       if prompts[n] then redis.call('PERSIST', prompts[n]) else redis.call('SADD', unpinned, gid .. ' init 1') end
-      -- a record is searched from its beginning: what a take reads and writes of 512 of them comes first
+      -- Redis searches a record from its beginning: fields that a take reads of each of its groups come first
       redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', size, 'crc', '',
         'samples', samples, 'version', '', 'stage', 'waiting', 'status', 'init', 'task', task, 'draw', int(draw),
         'tries', 0, 'aborts', 0, 'prompt', size)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- fence_worker: a worker did not answer; revoke what it holds, so that nobody waits for it. The caller repeats it until
+-- fence_worker: revoke what a silent worker holds, so that no process waits for it. The caller repeats it until
 -- nothing is left.
 -- include: bells, events, retries
 -- KEYS leases        ZSET
@@ -12,15 +12,15 @@
 -- KEYS bell_workers  LIST
 -- KEYS bell_producer LIST
 -- KEYS events        STREAM
--- KEYS queues        prefix  of the waiting lines (STREAM)
+-- KEYS queues        prefix  of the queues (STREAM)
 -- KEYS accounts      prefix  of the tasks' accounts (HASH)
 -- ARGV worker    name          id
 -- ARGV max_tries 1..1_000_000
--- ARGV limit     1..200        groups at most
+-- ARGV limit     1..200        largest number of groups
 -- replies OK revoked left
--- keeps I1, I2, I10 (nobody waits for the dead), I13 (repeating it finds nothing)
+-- keeps I1, I2, I10 (no process waits for a dead worker), I13 (a repeated call finds nothing)
 
--- all that may be written under a prefix is read first: of a wrong type, it stops the script before it writes
+-- all keys with a prefix are read first: a wrong type stops the script before it writes
 local held, found, tasks = redis.call('SRANDMEMBER', holds, limit), {}, {}
 for i, gid in ipairs(held) do
   local task = redis.call('HGET', groups .. gid, 'task')
@@ -42,7 +42,7 @@ end
 redis.call('ZREM', workers, worker)
 redis.call('UNLINK', worker_record)
 if waiting > 0 then ring(bell_workers, waiting) end
--- what is buried makes room for another group
+-- a dead letter makes room for another group
 if buried > 0 then ring(bell_producer, 1) end
 log_event(events, 'worker_fenced', 'worker', worker, 'groups', waiting + buried)
 return {'OK', waiting + buried, redis.call('SCARD', holds)}

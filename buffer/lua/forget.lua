@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- forget: free the payloads and manifests of archived batches that fell out of what is retained. Anybody may call it.
+-- forget: free payloads and manifests of archived batches beyond the retention. Any process may call it.
 -- include: bells, byte_count, events, numbers
 -- KEYS ledger        HASH
 -- KEYS batches       prefix  of the manifests (LIST)
@@ -9,23 +9,23 @@
 -- KEYS bell_workers  LIST
 -- KEYS bytes         HASH
 -- ARGV retain   0..      archived batches that are kept
--- ARGV wait     0|1      1 = and none is freed before it was exported
+-- ARGV wait     0|1      1 = none is freed before it was exported
 -- ARGV exported 0..      batches up to this one were copied elsewhere; never lowered
--- ARGV limit    1..1000  groups at most
--- replies OK forgotten left batches  (the newest step of which nothing is left; batches left; freed by this call)
--- keeps I6 (only what commit has archived), I12, I13 (repeating it finds nothing)
+-- ARGV limit    1..1000  largest number of groups
+-- replies OK forgotten left batches  (newest step that is freed; batches left; batches freed by this call)
+-- keeps I6 (only what commit has archived), I12, I13 (a repeated call finds nothing)
 
 local steps = redis.call('HMGET', ledger, 'freed', 'forgotten', 'exported')
 local forgotten, before, went = num(steps[2]), num(steps[2]), 0
 exported = math.max(exported, num(steps[3]))
 local last = num(steps[1]) - retain
 if wait then last = math.min(last, exported) end
--- all that it may come to: of a wrong type, it stops the script before it writes
+-- read first: a wrong type stops the script before it writes
 for step = forgotten + 1, math.min(last, forgotten + limit) do redis.call('LLEN', batches .. int(step)) end
 
 while forgotten < last and limit > 0 do
   local batch = batches .. int(forgotten + 1)
-  -- from the end, so that what is left is still a manifest
+  -- from the end, so that the rest is still a manifest
   local entries = {}
   if redis.call('LLEN', batch) > 1 then
     entries = redis.call('LRANGE', batch, math.max(-limit, 1 - redis.call('LLEN', batch)), -1)
@@ -48,7 +48,7 @@ while forgotten < last and limit > 0 do
 end
 if went > 0 then
   count_bytes(bytes, 0, went)
-  -- who was refused for want of memory waits for this
+  -- producers and workers that were refused for lack of memory wait for this
   ring(bell_producer, 1)
   ring(bell_workers, 8)
 end

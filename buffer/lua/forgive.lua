@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- forgive: forget the failures of a task, so that it is started again after its cause was mended.
+-- forgive: reset the count of failures of a task, so that it is started again after its cause was fixed.
 -- include: bells, events, numbers
 -- KEYS progress      HASH*    of the task
 -- KEYS bell_producer LIST*    of the producer
 -- KEYS events        STREAM*
 -- ARGV task name
 -- replies OK
--- keeps I13 (repeating it finds none)
+-- keeps I13 (a repeated call finds none)
 
 local failures = num(redis.call('HGET', progress, 'failures_in_row'))
 local is_broken = redis.call('HGET', progress, 'halt') == 'broken'

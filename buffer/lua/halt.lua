@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- halt: the producer says that it starts nothing more of a task, and why, so that nobody waits for it in vain; or takes
--- that back.
+-- halt: record that the producer starts no more groups of a task, and why, so that no process waits in vain; or that
+-- it starts them again.
 -- include: bells, events, numbers
 -- KEYS control      HASH*
 -- KEYS progress     HASH*    of the task
@@ -8,7 +8,7 @@
 -- KEYS events       STREAM*
 -- ARGV nonce  token             of the producer
 -- ARGV task   name
--- ARGV kind   ''|enough|broken  '' = it goes on | batches up to `step` are what there is | its prompts cannot be drawn
+-- ARGV kind   ''|enough|broken  '' = it continues | there are only batches up to `step` | its prompts cannot be drawn
 -- ARGV step   0..
 -- ARGV reason text..2000
 -- replies OK | FENCED

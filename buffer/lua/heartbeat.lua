@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- heartbeat: a worker lives; renew its leases, take its receipt for a pause, tell it the control state.
+-- heartbeat: renew the leases of a worker, take its receipt for a pause, and return the control state.
 -- include: clock, control_state, grace, numbers, receipts
 -- KEYS control       HASH*
 -- KEYS clock         HASH*
@@ -8,7 +8,7 @@
 -- KEYS worker_record HASH*  record of the worker
 -- KEYS holds         SET    gids that the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
--- KEYS bell_receipts LIST*  of whoever waits for receipts
+-- KEYS bell_receipts LIST*  of processes that wait for receipts
 -- ARGV worker         name           id
 -- ARGV nonce          token          of its registration
 -- ARGV lease_ms       1..86_400_000
@@ -17,18 +17,18 @@
 -- ARGV state          name           for people: starting, idle, working, paused, draining
 -- ARGV tokens_per_s   number         for people
 -- ARGV done           0..            groups finished since it started
--- ARGV concurrency    0..            groups that it would have in work at once; 0 = it does not say
--- ARGV requests       ''|0..         that its engine has, running and waiting; '' = the engine does not say
--- ARGV failed         0..            groups that failed in its hands since it started
+-- ARGV concurrency    0..            groups that it runs at a time; 0 = unknown
+-- ARGV requests       ''|0..         that its engine has, running and waiting; '' = unknown
+-- ARGV failed         0..            groups that failed there since it started
 -- ARGV judged         0..            answers of its judges since it started
--- ARGV judging_ms     0..            how long all of them took together
--- ARGV judge_failures 0..            of these answers, those that were none
--- ARGV judge_buckets  ''|text..256   how many answers took how long: counts by JUDGE_BOUNDS_S of buffer/control/histogram.py
--- ARGV judging        0..            groups held now that only wait for their judge
--- ARGV gid, token  bytes..75, bytes..64 x0..1024  pairs that it works on
+-- ARGV judging_ms     0..            total time of all of them
+-- ARGV judge_failures 0..            those of them without a valid reward
+-- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/histogram.py
+-- ARGV judging        0..            held groups that only wait for their judge
+-- ARGV gid, token  bytes..75, bytes..64 x0..1024  pairs that it holds
 -- replies OK 6 x control, then the numbers of the pairs that it no longer holds
 --       | UNKNOWN (register again) | REPLACED (by another process with this id)
--- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
+-- keeps I2 (only the owner renews), I10 (an abort or drain receipt means no leases), I13 (a repeated call is harmless)
 
 local known = redis.call('HGET', worker_record, 'nonce')
 if not known then return {'UNKNOWN'} end

@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
--- pass_over: after a loss, move the cursor over draws that came in before it did: they live, or have ended.
--- One bounded slice.
+-- pass_over: after a loss, move the cursor past draws that are already running or have ended. One bounded slice.
 -- include: cursors, ended, numbers
 -- KEYS control  HASH
 -- KEYS progress HASH    of the task
@@ -11,9 +10,9 @@
 -- KEYS cursors  HASH    next draw by task
 -- ARGV nonce token   of the producer
 -- ARGV task  name
--- ARGV limit 1..512  draws at most
--- replies OK cursor left (1 = the next draw may have come in, too) | FENCED
--- keeps I1 (ahead goes down as the cursor goes up), I3 (passes over nothing that must still be drawn), I7, I13 (absolute)
+-- ARGV limit 1..512  largest number of draws
+-- replies OK cursor left (1 = the next draw may exist, too) | FENCED
+-- keeps I1 (`ahead` decreases as the cursor increases), I3 (skips nothing that must still be drawn), I7, I13 (absolute)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
 local cursor, ahead = next_draw(cursors, task), num(redis.call('HGET', progress, 'ahead'))

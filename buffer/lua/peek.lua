@@ -1,14 +1,14 @@
 #!lua flags=no-writes
--- peek: the first groups of a pool in the order in which they will be used, none of them too old. Nothing is taken.
+-- peek: return the first groups of a pool in the order of their use, none of them too old. Takes nothing.
 -- include: manifests, numbers, ready
 -- KEYS ledger      HASH
 -- KEYS pool        ZSET
--- KEYS order_index ZSET  of the completed groups of the task, where the policy needs one
+-- KEYS order_index ZSET  of the completed groups of the task, if the policy needs one
 -- KEYS progress    HASH  of the task
 -- KEYS groups      prefix  of the group records (HASH)
 -- ARGV policy    policy   order policy of the run; staleness for a pool that has no other order
 -- ARGV threshold ''|0..   stale threshold in steps; '' = nothing is too old
--- ARGV limit     1..1024  groups at most
+-- ARGV limit     1..1024  largest number of groups
 -- replies OK, then "gid token chunks size crc samples version" per group
 --       | BLOCKED | UNORDERED (see buffer/groups/order_index.py)
 -- keeps I8 (does not rely on refresh)

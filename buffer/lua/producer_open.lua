@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- producer_open: become the one active producer of a run.
+-- producer_open: become the active producer of a run.
 -- include: clock, control_state, events, numbers, role_silence
 -- KEYS meta    HASH
 -- KEYS control HASH
 -- KEYS events  STREAM
--- ARGV run_nonce  ''|token       of the run this producer means; '' = whichever is there
+-- ARGV run_nonce  ''|token       of the run that this producer expects; '' = any
 -- ARGV nonce      token          of this producer
--- ARGV take_over  0|1            1 = although another one still beats
--- ARGV timeout_ms 0..86_400_000  silence after which a holder counts as gone
+-- ARGV take_over  0|1            1 = even if another one still sends heartbeats
+-- ARGV timeout_ms 0..86_400_000  silence after which a holder counts as dead
 -- ARGV name       text..128      where it runs, for people
 -- replies OK control… | LOST nonce | HELD silent_ms
 -- keeps I7 (one producer), I13 (natural key: the nonce)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- publish_weights: the newest weights of a run. Workers that do not have them may not claim.
+-- publish_weights: record the newest weights of a run. Workers without them may not claim.
 -- include: bells, clock, control_changes, control_state, events, numbers
 -- KEYS control       HASH    and the channel that carries the hint
 -- KEYS events        STREAM

@@ -1,5 +1,5 @@
 #!lua
--- put: a group that no worker holds goes into the pool of its status; its draw is the next one of those from outside.
+-- put: add a group that no worker holds to the pool of its status, as the next draw of imported groups.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
 -- include: bells, byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness
 -- KEYS progress      HASH    of the task
@@ -14,35 +14,35 @@
 -- KEYS bell_trainer  LIST
 -- KEYS bell_producer LIST
 -- KEYS events        STREAM
--- KEYS order_index   ZSET    of the completed groups of the task, where the policy needs one
+-- KEYS order_index   ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- KEYS unpinned      SET
--- KEYS payloads  STRING* x0..1026  the prompt under <token>-prompt, where an expired group finds it, the chunks in
+-- KEYS payloads  STRING* x0..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
 --                             order; none in a cluster
 -- ARGV task      name
 -- ARGV gid       gid
 -- ARGV token     token                      of the bytes
 -- ARGV operation token                      nonce of a call that puts groups one after the other
--- ARGV place     1..1_000_000               of the group among those of the call, from 1 on
+-- ARGV place     1..1_000_000               number of the group in the call, from 1 on
 -- ARGV counter   put|imported
 -- ARGV draw      0..69_999_999              that the gid has
--- ARGV first     0..33_554_432              draw of the first group from outside of every task
+-- ARGV first     0..33_554_432              draw of the first imported group of every task
 -- ARGV status    completed|aborted|expired
 -- ARGV threshold 0..                        stale threshold in steps
--- ARGV retryable 0|1                        1 = what is too old starts again from its prompt; 0 = dropped
+-- ARGV retryable 0|1                        1 = a group that is too old starts again from its prompt; 0 = it is dropped
 -- ARGV samples   1..4096                    rollouts in the group
 -- ARGV tokens    0..1_000_000_000_000       in all responses
 -- ARGV size      0..1_000_000_000_000       bytes of all chunks
 -- ARGV crc       hex                        CRC-32 of all bytes, hex
 -- ARGV reward    number                     sum of all scores
--- ARGV order     ''|arrival|bucket|number   place in the index: buckets take turns, a number is a score; '' = no index
+-- ARGV order     ''|arrival|bucket|number   position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV lag       ''|0..                     steps by which single tokens expire earlier than groups; '' = they do not
--- ARGV mark      0..                        payload bytes of the run from which nothing is taken in; 0 = no bound
+-- ARGV mark      0..                        payload bytes of the run from which no group is accepted; 0 = no bound
 -- ARGV chunks    1..1024
 -- ARGV prompt    0..1_048_576               bytes of the prompt
--- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  as in submit; none = it never ages
+-- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  as in submit; none = no limit of age
 -- replies OK status (completed | aborted | expired | dropped) | DRAW next | NO_DRAWS cursor | FULL held mark | MISSING size_found
--- keeps I1 (put and imported count with enqueued), I3 (takes no draw of the data set), I8, I12, I13 (operation and place), I14 (moves a name, reads nothing)
+-- keeps I1 (put and imported count with enqueued), I3 (takes no draw of the data set), I8, I12, I13 (operation and place), I14 (renames a key, reads nothing)
 
 local payload_prompt, payload_init = unpack(payloads)
 local field = 'put:' .. operation
@@ -82,7 +82,7 @@ else
   redis.call('SADD', unpinned, gid .. ' ' .. token .. '-prompt 1')
 end
 if status == 'expired' then
-  -- as in refresh: it starts again from its prompt
+  -- as in refresh.lua: it starts again from its prompt
   count_bytes(bytes, prompt, 0)
   token, chunks, size, crc, version, lineage, score, tokens, reward = 'init', 1, prompt, '', '', '', '+inf', 0, 0
 else

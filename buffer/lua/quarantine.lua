@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- quarantine: a group of a taken, uncommitted batch cannot be used; the next ready one of its task takes its place,
--- or, if there is none, the place stays open (refill.lua). The group becomes a dead letter, and counts against its
--- worker: who has handed in too many within the window is barred, and claims nothing until an operator admits it.
+-- quarantine: replace an unusable group of a taken, uncommitted batch with the next ready one of its task; if there
+-- is none, its position stays open (refill.lua). The group becomes a dead letter and counts against its worker: one with
+-- too many within the window is barred, and claims nothing until an operator admits it.
 -- include: bells, clock, events, manifests, numbers, ready
 -- KEYS control        HASH
 -- KEYS ledger         HASH
@@ -14,14 +14,14 @@
 -- KEYS worker_records prefix  of the workers' records (HASH)
 -- KEYS bell_producer  LIST    of the producer
 -- KEYS events         STREAM
--- KEYS order_index    ZSET    of the completed groups of the task, where the policy needs one
+-- KEYS order_index    ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS suspects       HASH    "since_ms bad barred_ms" by worker
 -- ARGV nonce     token          of the trainer
 -- ARGV step      0..            T
 -- ARGV gid       gid
 -- ARGV token     token          of the payload in the manifest
 -- ARGV reason    text..16384    a JSON string
--- ARGV most      0..1_000_000   bad groups of a worker within the window that bar it; 0: this one is not its fault
+-- ARGV most      0..1_000_000   bad groups within the window that bar a worker; 0 = this one is not its fault
 -- ARGV window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
 --       | BLOCKED task | UNORDERED task
@@ -49,7 +49,7 @@ local member, held = found[1], redis.call('HMGET', groups .. gid, 'task', 'owner
 local task, owner = held[1], held[2] or ''
 if problem == 'blocked' then return {'BLOCKED', task} end
 if problem == 'unordered' then return {'UNORDERED', task} end
--- of a wrong type, it stops the script before it writes
+-- read first: a wrong type stops the script before it writes
 local is_known = redis.call('HLEN', worker_records .. owner) > 0
 
 local substitute = '-'
@@ -60,7 +60,7 @@ if member then
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else
   redis.call('LREM', batch, 1, lines[place + 1])
-  -- the place is open again: the producer starts another group for it
+  -- the position is open again: the producer starts another group for it
   for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, -1) end
 end
 local note = gid .. ':' .. token .. ':' .. substitute

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- reap: take back what silent workers held, and forget workers that are long gone. Any process may call it.
+-- reap: take back the groups of silent workers, and forget workers that are long gone. Any process may call it.
 -- include: bells, clock, events, grace, numbers, retries
 -- KEYS clock          HASH
 -- KEYS leases         ZSET
@@ -12,17 +12,17 @@
 -- KEYS bell_workers   LIST
 -- KEYS bell_producer  LIST
 -- KEYS events         STREAM
--- KEYS queues         prefix  of the waiting lines (STREAM)
+-- KEYS queues         prefix  of the queues (STREAM)
 -- KEYS accounts       prefix  of the tasks' accounts (HASH)
 -- ARGV lease_ms          1..86_400_000
--- ARGV limit             1..200         groups at most
+-- ARGV limit             1..200         largest number of groups
 -- ARGV max_tries         1..1_000_000
 -- ARGV worker_timeout_ms 0..86_400_000  silence after which a worker is forgotten
 -- replies OK reaped buried forgotten | GRACE left_ms
--- keeps I1, I2 (the token dies in the same step), I11 (no lease is lost to an outage); no leader, no lock (I13)
+-- keeps I1, I2 (the token becomes invalid at once), I11 (no lease is lost to an outage); no leader, no lock (I13)
 
 local now, lost, tasks = now_ms(), {}, {}
--- all that may be written under a prefix is read first: of a wrong type, it stops the script before it writes
+-- all keys with a prefix are read first: a wrong type stops the script before it writes
 for i, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', int(now), 'LIMIT', 0, limit)) do
   local record = redis.call('HMGET', groups .. gid, 'task', 'owner')
   local task, owner = record[1], record[2]
@@ -37,7 +37,7 @@ for _, id in ipairs(silent) do redis.call('SCARD', holders .. id) end
 
 local grace = tick(clock, now, lease_ms)
 redis.call('HSET', clock, 'swept_ms', int(now))
--- deadlines further away than one lease were given before the clock stepped back
+-- deadlines further away than one lease were set before the clock was set back
 for _, gid in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. int(now + lease_ms), '+inf', 'LIMIT', 0, limit)) do
   redis.call('ZADD', leases, int(now + lease_ms), gid)
 end
@@ -47,7 +47,7 @@ local reaped, buried, forgotten = 0, 0, 0
 for _, held in ipairs(lost) do
   local gid, owner, keys = held.gid, held.owner, held.keys
   redis.call('ZREM', leases, gid)
-  -- one without a record is lost (fsck says so): left here, it would stand in the way of all others
+  -- a group without a record is lost (fsck reports it): its lease would block all others
   if keys then
     redis.call('SREM', holders .. owner, gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
@@ -59,7 +59,7 @@ for _, held in ipairs(lost) do
   end
 end
 for _, id in ipairs(silent) do
-  -- one that still holds something is forgotten once its leases have run out
+  -- a worker that still holds groups is forgotten once its leases have run out
   if redis.call('SCARD', holders .. id) == 0 then
     redis.call('ZREM', workers, id)
     redis.call('UNLINK', worker_records .. id)

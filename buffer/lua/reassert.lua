@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
--- reassert: after a loss, the trainer's checkpoint knows how draws ended and the server does not: end them again, by
--- value, wherever they came back to life. Or, for a trainer that goes back below what is freed: let them be drawn again.
+-- reassert: after a loss, end draws again, by value, that ended according to the trainer's checkpoint but not to the
+-- server, wherever they reappeared. Or, for a trainer that goes back below what is freed, let them be drawn again.
 -- One bounded slice of one task.
 -- include: byte_count, clock, cursors, ended, events, leave, numbers
 -- KEYS control      HASH
 -- KEYS groups       prefix  of the group records (HASH)
--- KEYS queues       prefix  of the waiting lines (STREAM)
+-- KEYS queues       prefix  of the queues (STREAM)
 -- KEYS pools        prefix  of the pools (ZSET)
 -- KEYS orders       prefix  of the order indexes (ZSET)
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
@@ -21,11 +21,11 @@
 -- ARGV nonce token  of the trainer
 -- ARGV task  name
 -- ARGV first 0..    draw of the first imported group of every task
--- ARGV seen  0..    cursor that the checkpoint knows
--- ARGV lost  0..    draws before that which the server forgot and must be drawn again; counted once
+-- ARGV seen  0..    cursor of the checkpoint
+-- ARGV lost  0..    draws before it that the server forgot and that must be drawn again; counted once
 -- ARGV draw, place  0..67_108_863, archived|dropped|again x0..128  by rising draw; again = drawn again, if archived
 -- replies OK changed | FENCED | TAKEN gid (dissolve its batch first) | DRAW next (an imported draw would leave a hole)
--- keeps I1 (`enqueued` counts what came in; what came in before the cursor got there is `ahead` of it), I2, I6, I7, I12, I13
+-- keeps I1 (`enqueued` counts all draws; those beyond the cursor are `ahead` of it), I2, I6, I7, I12, I13
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local keys = task_keys({groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts,
@@ -63,7 +63,7 @@ for _, one in ipairs(draws) do
       count('enqueued', -1)
       redis.call('SREM', garbage, one.gid .. ' init 1')
       if draw < cursor then
-        -- all others between here and there stay in
+        -- all others in between stay counted
         ahead, cursor = ahead + cursor - draw - 1, draw
       else
         ahead = ahead - 1

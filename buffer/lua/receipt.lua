@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- receipt: a worker has carried out a control epoch, and says only that: it comes sooner and costs less than a heartbeat.
+-- receipt: record that a worker has carried out a control epoch. It comes earlier and costs less than a heartbeat.
 -- include: control_state, receipts
 -- KEYS control       HASH*
 -- KEYS worker_record HASH*  record of the worker
 -- KEYS holds         SET    gids that the worker holds
--- KEYS bell_receipts LIST*  of whoever waits for receipts
+-- KEYS bell_receipts LIST*  of processes that wait for receipts
 -- ARGV nonce token  of its registration
 -- ARGV ack   0..    control epoch that it has carried out
 -- replies OK 6 x control | UNKNOWN (register again) | REPLACED (by another process with this id)
--- keeps I10 (an abort or drain receipt means no leases), I13 (repeating it is harmless)
+-- keeps I10 (an abort or drain receipt means no leases), I13 (a repeated call is harmless)
 
 local known = redis.call('HGET', worker_record, 'nonce')
 if not known then return {'UNKNOWN'} end

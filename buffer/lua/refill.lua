@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- refill: places of a taken, uncommitted batch that quarantine left open get ready groups of their task.
+-- refill: fill open positions of a taken, uncommitted batch (see quarantine.lua) with ready groups of their task.
 -- include: events, manifests, numbers, ready
 -- KEYS control     HASH
 -- KEYS ledger      HASH
@@ -8,13 +8,13 @@
 -- KEYS completed   ZSET    pool of the task
 -- KEYS progress    HASH    of the task
 -- KEYS events      STREAM
--- KEYS order_index ZSET    of the completed groups of the task, where the policy needs one
+-- KEYS order_index ZSET    of the completed groups of the task, if the policy needs one
 -- ARGV nonce token  of the trainer
 -- ARGV step  0..    T
 -- ARGV task  name
--- replies OK filled open (places that still are) | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN | BLOCKED task
+-- replies OK filled open (positions that still are) | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN | BLOCKED task
 --       | UNORDERED task
--- keeps I1, I5 (the record says which group came for which), I7, I8 (the cut of the header), I13 (a place is filled once)
+-- keeps I1, I5 (the record shows which group replaced which), I7, I8 (the cut of the header), I13 (a position is filled once)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end

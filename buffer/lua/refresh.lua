@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- refresh: move groups that the next train step may no longer use out of a pool. Costs O(log N + moved).
+-- refresh: move groups that the next train step may not use out of a pool. Costs O(log N + moved).
 -- include: bells, byte_count, events, numbers, pool_records
 -- KEYS ledger        HASH*
 -- KEYS pool          ZSET*    completed or aborted
@@ -10,13 +10,13 @@
 -- KEYS garbage       SET
 -- KEYS bell_producer LIST*    of the producer
 -- KEYS events        STREAM*
--- KEYS order_index   ZSET     of the completed groups of the task, where the policy needs one
+-- KEYS order_index   ZSET     of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- ARGV threshold 0..     stale threshold in steps
--- ARGV limit     1..250  groups at most
--- ARGV retryable 0|1     1 = to the pool of expired groups, from their prompt again; 0 = dropped
+-- ARGV limit     1..250  largest number of groups
+-- ARGV retryable 0|1     1 = to the pool of expired groups, which start again from their prompt; 0 = dropped
 -- replies OK moved
--- keeps I1, I8 (take does not rely on it), I12 (frees), I13 (repeating it finds nothing)
+-- keeps I1, I8 (take does not rely on it), I12 (frees), I13 (a repeated call finds nothing)
 
 local step = num(redis.call('HGET', ledger, 'taken')) + 1
 local members = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. int(step - threshold), 'LIMIT', 0, limit)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- register: a worker joins, or joins again after the server forgot it.
+-- register: register a worker, or register it again after the server forgot it.
 -- include: clock, control_state, events, numbers
 -- KEYS meta          HASH
 -- KEYS control       HASH
@@ -10,7 +10,7 @@
 -- ARGV nonce  token  of this registration
 -- ARGV field, value  name, text..1024 x0..64  engine, host, pid, concurrency…, for people
 -- replies OK run_nonce 6 x control | NO_RUN
--- keeps I10 (a worker that joins during a pause learns of it here), I13 (nonce)
+-- keeps I10 (a worker that registers during a pause starts paused), I13 (nonce)
 
 local run_nonce = redis.call('HGET', meta, 'nonce')
 if not run_nonce then return {'NO_RUN'} end

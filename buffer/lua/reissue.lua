@@ -1,5 +1,5 @@
 #!lua
--- reissue: let aborted or expired groups wait again, as many as there is room for, before new prompts are drawn.
+-- reissue: return aborted or expired groups to the queue, as many as there is room for, before new prompts.
 -- include: bells, events, memory_marks, numbers, open_lanes, pool_records, room, waiting
 -- KEYS control      HASH
 -- KEYS progress     HASH    of the task
@@ -15,16 +15,16 @@
 -- KEYS bytes        HASH
 -- KEYS leases       ZSET
 -- ARGV nonce     token        of the producer
--- ARGV target    ''|0..       groups in all that the task may have started or used; '' = the one in progress
+-- ARGV target    ''|0..       total of groups that the task may have started or used; '' = the one in progress
 -- ARGV threshold ''|0..       stale threshold in steps; '' = groups of this task do not age
--- ARGV lane      resume|eval  where groups of this task wait again
--- ARGV at_least  0..          leave the pool alone while it holds fewer (tail batch)
--- ARGV limit     1..500       groups at most
--- ARGV mark      0..          payload bytes of the run from which nothing is started; 0 = no bound
--- ARGV most      ''|1..       groups of the task in flight at most; '' = no bound
--- ARGV patience  ''|1..       failures in a row after which nothing is started; '' = no bound
+-- ARGV lane      resume|eval  lane in which the groups wait
+-- ARGV at_least  0..          do nothing while the pool holds fewer (tail batch)
+-- ARGV limit     1..500       largest number of groups
+-- ARGV mark      0..          payload bytes of the run from which no group is started; 0 = no bound
+-- ARGV most      ''|1..       largest number of groups of the task in flight; '' = no bound
+-- ARGV patience  ''|1..       consecutive failures after which no group is started; '' = no bound
 -- replies OK reissued left | FENCED | CLOSED mode | FULL held mark | STOPPED failures
--- keeps I1, I12 (begun groups up to the high mark); bounded by the room, so that repeating it cannot overshoot (I13)
+-- keeps I1, I12 (started groups up to the high mark); bounded by the room, so that a repeated call cannot overshoot (I13)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
 target = target or num(redis.call('HGET', progress, 'target'))

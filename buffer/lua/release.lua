@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- release: a worker gives a group back without a result.
+-- release: take a group back from its worker, without a result.
 -- include: bells, events, retries, staleness, waiting
 -- KEYS leases        ZSET
 -- KEYS holds         SET     gids that the worker holds
@@ -18,12 +18,12 @@
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
 -- ARGV kind      handback|aborted|failed|lost  waits again | to the pool of aborted groups | a try is used up |
---                                            the same, but nobody knows whether by the group's fault
+--                                            the same, but perhaps not by the group's fault
 -- ARGV max_tries 1..1_000_000
 -- ARGV reason    text..16384                   JSON, kept as the dead letter
 -- ARGV lag       ''|0..                        steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV tail      ''|1..                        interruptions after which a group without tokens waits for the tail batch,
---                                            in the pool of those that start from their prompt again; '' = none does
+--                                            in the pool of expired groups; '' = none does
 -- replies OK place | FENCED
 -- keeps I1, I2, I8, I11 (a clean release gives the try back), I13 (token)
 
@@ -52,7 +52,7 @@ else
     local aborts = redis.call('HINCRBY', record, 'aborts', 1)
     local arrival = string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1))
     local version, last = held[5] or '', held[8] or ''
-    -- a trainer may have forked while the group was away from the pools (I8)
+    -- a trainer may have forked while the group was in no pool (I8)
     if version ~= '' then version = living_version(lineages, held[7], version) end
     if last ~= '' then last = living_version(lineages, held[9], last) end
     local is_tail = tail and aborts >= tail and held[4] == 'init'

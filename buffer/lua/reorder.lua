@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- reorder: put groups that are ready, but not in the index of the run's order, in front of all others, by arrival.
--- One bounded slice; an index of another policy is thrown away first.
+-- reorder: put ready groups that are not in the index of the run's order before all others, by arrival.
+-- One bounded slice. An index of another policy is deleted first.
 -- include: numbers
 -- KEYS control     HASH
 -- KEYS progress    HASH  of the task
@@ -8,10 +8,10 @@
 -- KEYS order_index ZSET
 -- ARGV nonce  token   of the trainer
 -- ARGV policy policy  order policy of the run
--- ARGV start  0..     rank in the pool to look from
--- ARGV limit  1..500  groups to look at
+-- ARGV start  0..     first rank in the pool to scan
+-- ARGV limit  1..500  largest number of groups to scan
 -- replies OK scanned | FENCED
--- keeps I1 (the index holds what the pool holds), I7, I13 (repeating it finds nothing)
+-- keeps I1 (the index holds what the pool holds), I7, I13 (a repeated call finds nothing)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local by = redis.call('HGET', progress, 'order_by')

@@ -1,10 +1,10 @@
 #!lua
--- requeue: by hand, let a dead group, or one of a pool, wait again with all its tries.
--- It starts from its prompt, since what it had may be what killed it; an aborted group keeps its tokens.
+-- requeue: return a dead group, or one of a pool, to the queue by hand, with all its tries.
+-- It starts from its prompt, since its tokens may be the cause of its failure; an aborted group keeps its tokens.
 -- include: bells, byte_count, ended, events, leave_by_hand, numbers, waiting
 -- KEYS record       HASH    record of the group
 -- KEYS progress     HASH    of the task
--- KEYS jobs         STREAM  the lane it waits in
+-- KEYS jobs         STREAM  of the lane in which it waits
 -- KEYS completed    ZSET    pool of the task
 -- KEYS aborted      ZSET    pool of the task
 -- KEYS expired      ZSET    pool of the task
@@ -16,7 +16,7 @@
 -- KEYS garbage      SET
 -- KEYS bell_workers LIST    of the workers
 -- KEYS events       STREAM
--- KEYS order_index  ZSET    of the completed groups of the task, where the policy needs one
+-- KEYS order_index  ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes        HASH
 -- ARGV gid       gid
 -- ARGV draw      0..69_999_999

@@ -1,28 +1,27 @@
 #!lua flags=allow-oom
--- rescore: after a fork at step S, versions above S belong to weights that no longer exist and count as S (or less, if
--- a trainer that opened before died in this: `recovering` is the lowest S).
--- One bounded slice; the last one lets take go on.
+-- rescore: after a fork at step S, count versions above S as S, since their weights no longer exist (or as less, if a
+-- trainer that opened before died during this: `recovering` is the lowest S). One bounded slice; the last one permits take.
 -- include: numbers, pool_records
 -- KEYS control HASH
 -- KEYS groups  prefix  of the group records (HASH)
 -- KEYS training_pools  ZSET x0..1024  every pool of every training task
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     S
--- ARGV limit 1..500  groups to move at most
+-- ARGV limit 1..500  largest number of groups to move
 -- ARGV lag   ''|0..  steps by which single tokens expire earlier than groups; '' = they do not
 -- replies OK moved done | FENCED
--- keeps I8; repeating it changes nothing (I13)
+-- keeps I8; a repeated call changes nothing (I13)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local undone = redis.call('HGET', control, 'recovering')
 step = math.min(step, tonumber(undone or step))
 
--- scores are lower than versions by `lag` at most; a group whose tokens do not age by themselves may count as that much
--- older after a fork: the safe side
+-- scores are at most `lag` lower than versions; after a fork, a group whose tokens have no age of their own may count as
+-- that much older, which is safe
 local top, moved, found = int(step - (lag or 0)), 0, {}
 for i, pool in ipairs(training_pools) do
   if moved >= limit then break end
-  -- '(+inf' leaves out groups without a version
+  -- '(+inf' excludes groups without a version
   local members = redis.call('ZRANGEBYSCORE', pool, '(' .. top, '(+inf', 'LIMIT', 0, limit - moved)
   local gids, records = records_of(groups, members, 'version')
   found[i] = {members = members, gids = gids, records = records}

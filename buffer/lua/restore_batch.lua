@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- restore_batch: after a loss, the trainer's checkpoint holds the manifest of a batch that the server forgot, and its
--- bytes are still there: the batch is what it was, wherever its groups came back to life.
+-- restore_batch: after a loss, restore a batch that the server forgot from the manifest in the trainer's checkpoint.
+-- Its bytes are still there: its groups return to it from wherever they reappeared.
 -- include: byte_count, clock, events, leave, numbers
 -- KEYS control      HASH
 -- KEYS ledger       HASH
 -- KEYS batch        LIST    the manifest of this step
 -- KEYS groups       prefix  of the group records (HASH)
--- KEYS queues       prefix  of the waiting lines (STREAM)
+-- KEYS queues       prefix  of the queues (STREAM)
 -- KEYS pools        prefix  of the pools (ZSET)
 -- KEYS orders       prefix  of the order indexes (ZSET)
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
@@ -21,8 +21,8 @@
 -- ARGV step   1..           T: the one after the last taken
 -- ARGV header text..262144  of the manifest
 -- ARGV entries  text..512 x0..1024  "gid token chunks size crc samples version" of each group, in order
--- replies OK taken | FENCED | GAP taken | GONE gid (nothing is known of it, or it is in another batch)
--- keeps I1, I2 (leases die), I5 (byte for byte: the caller has seen the bytes, and pinned them), I6, I7, I12, I13 (step), I14
+-- replies OK taken | FENCED | GAP taken | GONE gid (unknown, or in another batch)
+-- keeps I1, I2 (leases die), I5 (byte for byte: the caller has read the bytes, and removed their expiry), I6, I7, I12, I13 (step), I14
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local taken = num(redis.call('HGET', ledger, 'taken'))
@@ -48,7 +48,7 @@ for _, entry in ipairs(found) do
   leave(keys, gid, held)
   for k = 2, #entry.fields, 2 do if entry.fields[k] == '-' then entry.fields[k] = '' end end
   if held.payload ~= entry.token then
-    -- whose tokens these are stands in no manifest: every fork will count, and all tokens as the oldest (I8)
+    -- a manifest has no lineages: every fork will count, and all tokens as the oldest (I8)
     redis.call('HSET', record, 'lineage', '', 'last', entry.fields[12], 'last_lineage', '')
     if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
     count_bytes(bytes, entry.size, held.payload ~= 'init' and num(held.size) or 0)

@@ -1,16 +1,16 @@
 #!lua flags=allow-oom
--- set_limits: change what all processes of a run must agree on, while it goes on.
+-- set_limits: change the limits that all processes of a run share, while it runs.
 -- include: bells, events, numbers
 -- KEYS meta          HASH
 -- KEYS control       HASH
 -- KEYS events        STREAM
 -- KEYS bell_producer LIST    of the producer
 -- ARGV operation token     nonce of this change
--- ARGV version   0..       of the limits that the change was made from
--- ARGV producer  ''|token  who changes it, if that is the producer (a curriculum)
+-- ARGV version   0..       of the limits that the change is based on
+-- ARGV producer  ''|token  nonce of the producer, if it makes the change (a curriculum)
 -- ARGV field, value  name, text..65536 x0..64  of meta, as JSON
 -- replies OK version | CONFLICT version | FENCED | NO_RUN
--- keeps I7, I13 (operation); compare-and-set, so that two who change at once do not undo each other
+-- keeps I7, I13 (operation); compare-and-set, so that two changes at a time do not undo each other
 
 local known = redis.call('HMGET', meta, 'nonce', 'limits_version', 'limits_op')
 if not known[1] then return {'NO_RUN'} end

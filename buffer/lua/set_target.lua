@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- set_target: the trainer asks for more groups of a task whose target it sets itself (an evaluation).
+-- set_target: raise the target of a task for which the trainer sets it (an evaluation).
 -- include: bells, numbers
 -- KEYS control       HASH
 -- KEYS progress      HASH  of the task

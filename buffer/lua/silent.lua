@@ -1,12 +1,12 @@
 #!lua flags=no-writes
--- silent: live workers that have not carried out the newest control epoch, or a given one, at one instant.
+-- silent: list live workers that have not carried out the newest control epoch, or a given one, at one instant.
 -- include: clock, numbers
 -- KEYS control        HASH*
 -- KEYS workers        ZSET
 -- KEYS worker_records prefix  of the workers' records (HASH)
 -- ARGV epoch    ''|0..         '' = the newest
--- ARGV lease_ms 1..86_400_000  who was silent for so long is not waited for
--- ARGV limit    1..10000       workers looked at
+-- ARGV lease_ms 1..86_400_000  silence after which a worker is not waited for
+-- ARGV limit    1..10000       largest number of workers to scan
 -- replies OK, then their ids
 -- keeps I10 (a receipt of every live worker)
 

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- submit: a worker hands in what it made of a group; its bytes are already stored under its own token.
+-- submit: accept the result of a group from its worker; its bytes are already stored under the worker's token.
 -- include: bells, byte_count, clock, events, numbers, order_index, payloads, staleness
 -- KEYS leases        ZSET
 -- KEYS holds         SET      gids that the worker holds
@@ -13,7 +13,7 @@
 -- KEYS bell_trainer  LIST*
 -- KEYS bell_producer LIST*
 -- KEYS events        STREAM*
--- KEYS order_index   ZSET     of the completed groups of the task, where the policy needs one
+-- KEYS order_index   ZSET     of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- KEYS unpinned      SET
 -- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
@@ -25,12 +25,12 @@
 -- ARGV size         0..1_000_000_000_000        bytes of all chunks
 -- ARGV crc          hex                         CRC-32 of all bytes, hex
 -- ARGV reward_sum   number                      of all scores in a completed or filtered group
--- ARGV reward_count 0..4096                     how many scores that are
--- ARGV order        ''|arrival|bucket|number    place in the index: buckets take turns, a number is a score; '' = no index
+-- ARGV reward_count 0..4096                     number of these scores
+-- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV lag          ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks       1..1024
 -- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  of each lineage in the group: its oldest version; of the
---                      rollouts whose last trained token it made, the least newest version. None = no token was generated
+--                      rollouts whose last trained token it made, the least newest version. none = no token was generated
 -- replies OK arrival | FENCED | MISSING size_found
 -- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back), I12 (never refused), I13 (token), I14
 
@@ -51,7 +51,7 @@ if found ~= size then return {'MISSING', int(found)} end
 local version, lineage, score, fields = age_of(lineages, each_unit, lag)
 redis.call('ZREM', leases, gid)
 redis.call('SREM', holds, gid)
--- all counters in two calls: what they cost is the call, not the number
+-- all counters in two calls: the cost is that of the call, not of the number of fields
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'arrivals', 'failures_in_row')
 local arrival = string.format('%010d', num(counts[6]) + 1)
@@ -73,7 +73,7 @@ if status == 'filtered' then
 else
   pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
   count_bytes(bytes, size, went)
-  -- what only a running group needs would put the record into a larger size class
+  -- fields that only a running group needs would move the record into a larger size class
   redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
   -- I11: only failures and lost leases use up a try
   local aborts = num(held[7]) + (status == 'aborted' and 1 or 0)

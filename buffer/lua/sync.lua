@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- sync: a write, so that the WAIT or WAITAOF behind it on the same connection covers all that was written before it,
--- by whichever connection: a repeated call changes nothing, and nothing would be waited for.
+-- sync: write something, so that a WAIT or WAITAOF behind it covers all earlier writes of all connections.
+-- A repeated call may have written nothing itself, and WAIT would then not wait.
 -- include: clock, numbers
 -- KEYS clock HASH
 -- replies OK
--- keeps I6 (an answer that was to be durable is), I13
+-- keeps I6 (a durable answer is durable), I13
 
 redis.call('HSET', clock, 'synced_ms', int(now_ms()))
 return {'OK'}

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- take_batch: hand the next batch of groups to the trainer, for all tasks at once, in the order of the run's policy.
+-- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run's policy.
 -- include: bells, clock, events, manifests, memory_marks, numbers, ready
 -- KEYS control       HASH*
 -- KEYS ledger        HASH*
@@ -13,22 +13,22 @@
 -- KEYS completed, order_index, progress  ZSET*, ZSET, HASH x0..256  of each task
 -- ARGV nonce     token   of the trainer
 -- ARGV step      0..     T
--- ARGV strict    0|1     1 = all that is asked for, or nothing
+-- ARGV strict    0|1     1 = everything that is requested, or nothing
 -- ARGV threshold ''|0..  stale threshold in steps; '' = nothing is too old
 -- ARGV policy    policy  order policy of the run
--- ARGV tokens    ''|1..  staleness from which a single token is not trained; '' = none is too old by itself
+-- ARGV tokens    ''|1..  staleness from which a single token is not trained; '' = no limit
 -- ARGV low       0..     payload bytes of the run from which no new prompt is started; 0 = no bound
--- ARGV high      0..     and from which nothing is
+-- ARGV high      0..     the same for all groups
 -- ARGV task, count  name, 1..1_000_000 xKEYS  of each
 -- replies OK header, then "gid token chunks size crc samples version" per group
 --       | SHORT (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
---       | BLOCKED task | UNORDERED task (nothing was done; see buffer/groups/order_index.py)
--- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (batches that only a
--- checkpoint frees are not waited behind for ever), I13 (step)
+--       | BLOCKED task | UNORDERED task (nothing was done; see buffer/batches/ledger.py)
+-- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (take does not wait for
+-- memory that only a checkpoint frees), I13 (step)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'keep')
--- what is archived, or about to be, is never delivered again: its manifest is only kept for those who look back
+-- archived batches are never delivered again: their manifests are only kept for inspection
 if step <= num(steps[3]) then return {'COMMITTED', int(num(steps[2]))} end
 if redis.call('HGET', control, 'recovering') then return {'RECOVERING'} end
 if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE', batch, 0, -1))} end
@@ -78,7 +78,7 @@ for n in each_unit do
     lines[#lines + 1], taken[#taken + 1] = manifest_line(groups, gid), groups .. gid
   end
 end
--- these first: who may not write them (ACL) is stopped before a group has moved
+-- first: a caller that may not write them (ACL) is stopped before a group has moved
 redis.call('RPUSH', batch, unpack(lines))
 redis.call('HSET', ledger, 'taken', int(step))
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end

@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- totals: the account of every task at one instant: how many groups each structure holds, and each counter says.
+-- totals: count the groups of every task in each structure, and read each counter, at one instant.
 -- include: numbers
 -- KEYS leases ZSET
 -- KEYS dead   ZSET

@@ -1,23 +1,23 @@
 #!lua flags=allow-oom
--- trainer_open: become the one trainer of a run, from a checkpoint of step S (0 = from the start).
--- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S. Take
--- waits until what was lost is asserted again, and the pools are clamped.
+-- trainer_open: become the trainer of a run, from a checkpoint of step S (0 = from the start).
+-- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S. Take is
+-- refused until lost state is asserted again and the pools are clamped.
 -- include: clock, events, numbers, role_silence
 -- KEYS meta     HASH
 -- KEYS control  HASH
 -- KEYS ledger   HASH
 -- KEYS lineages LIST
 -- KEYS events   STREAM
--- ARGV run_nonce  ''|token       that the checkpoint knows; '' = it knows none
+-- ARGV run_nonce  ''|token       of the checkpoint; '' = there is none
 -- ARGV nonce      token          of this trainer
--- ARGV take_over  0|1            1 = although another one still beats
--- ARGV timeout_ms 0..86_400_000  silence after which a holder counts as gone
+-- ARGV take_over  0|1            1 = even if another one still sends heartbeats
+-- ARGV timeout_ms 0..86_400_000  silence after which a holder counts as dead
 -- ARGV step       0..            S
--- ARGV lineage    name           of the weights this trainer will make
--- ARGV behind     0|1            1 = although the server lost steps: this trainer asserts them again
--- ARGV regenerate 0|1            1 = although the run is new here, or S is below what is kept: draws are drawn again
+-- ARGV lineage    name           of the weights that this trainer will publish
+-- ARGV behind     0|1            1 = even if the server lost steps: this trainer asserts them again
+-- ARGV regenerate 0|1            1 = even if the run is new here, or S is below what is kept: draws are drawn again
 -- replies OK run_nonce taken committed freed | LOST nonce | EMPTY nonce | HELD silent_ms | BELOW keep | BEHIND taken
--- keeps I6 (a run that no trainer ever opened is not the one of a checkpoint; reopening below what is kept is refused),
+-- keeps I6 (a run without a trainer is not the one of a checkpoint; opening below what is kept is refused),
 -- I7 (one trainer), I13 (natural key: the nonce)
 
 local actual = redis.call('HGET', meta, 'nonce') or ''
@@ -42,8 +42,8 @@ redis.call('HSET', control, 'trainer', nonce, 'trainer_seen_ms', int(now))
 if not again then
   redis.call('HSET', ledger, 'committed', int(step))
   redis.call('RPUSH', lineages, lineage .. ':' .. int(step))
-  -- take waits until rescore has clamped what dead lineages made after S (I8), or after the S of a trainer that died
-  -- before it had: its lineage counts, too
+  -- take is refused until rescore has clamped groups of dead lineages after S (I8), or after the S of a trainer that died
+  -- before that: its lineage counts, too
   local undone = redis.call('HGET', control, 'recovering')
   redis.call('HSET', control, 'recovering', int(math.min(step, tonumber(undone or step))))
   log_event(events, 'trainer_opened', 'nonce', nonce, 'step', int(step), 'lineage', lineage)

@@ -1,13 +1,13 @@
 #!lua
--- update: a group of a pool gets other bytes, stored under a token of their own, and the index what is true of them. It
--- keeps its arrival, and its turn in an order that does not depend on what is in it.
+-- update: replace the bytes of a group in a pool with others, stored under a token of their own, and update its record.
+-- It keeps its arrival, and its position in an order that does not depend on its content.
 -- include: bells, byte_count, ended, events, numbers, order_index, payloads, staleness
 -- KEYS record       HASH    record of the group
 -- KEYS progress     HASH    of the task
 -- KEYS completed    ZSET    pool of the task
 -- KEYS aborted      ZSET    pool of the task
 -- KEYS expired      ZSET    pool of the task
--- KEYS order_index  ZSET    of the completed groups of the task, where the policy needs one
+-- KEYS order_index  ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS archived     STRING  bitmap
 -- KEYS filtered     STRING  bitmap
 -- KEYS dropped      STRING  bitmap
@@ -20,7 +20,7 @@
 -- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
 -- ARGV gid      gid
 -- ARGV draw     0..69_999_999
--- ARGV replaces token                     of the bytes that the caller has seen
+-- ARGV replaces token                     of the bytes that the caller has read
 -- ARGV token    token                     of the new bytes
 -- ARGV status   completed|aborted
 -- ARGV samples  1..4096                   rollouts in the group
@@ -28,10 +28,10 @@
 -- ARGV size     0..1_000_000_000_000      bytes of all chunks
 -- ARGV crc      hex                       CRC-32 of all bytes, hex
 -- ARGV reward   number                    sum of all scores
--- ARGV order    ''|arrival|bucket|number  place in the index: buckets take turns, a number is a score; '' = no index
+-- ARGV order    ''|arrival|bucket|number  position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV lag      ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks   1..1024
--- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  as in submit; none = it never ages
+-- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  as in submit; none = no limit of age
 -- replies OK | CHANGED token | NOT_POOLED stage | ENDED place | UNKNOWN | MISSING size_found
 -- keeps I1, I2 (compare-and-set), I8, I12 (counts bytes), I13 (token), I14
 
@@ -50,7 +50,7 @@ if found ~= size then return {'MISSING', int(found)} end
 local version, lineage, score, fields = age_of(lineages, each_unit, lag)
 pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
 if replaces ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. replaces .. ' ' .. held[4]) end
--- the bytes of an expired group are those of its prompt, which stays
+-- the bytes of an expired group are those of its prompt, which is kept
 count_bytes(bytes, size, replaces == 'init' and 0 or num(held[6]))
 redis.call('HSET', record, 'status', status, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc,
   'version', version, 'lineage', lineage, 'samples', samples, 'tokens', int(tokens), 'reward', reward)

@@ -1,9 +1,9 @@
-"""Payloads compressed with zstd, where a run says so (`[memory] compression`).
+"""Compresses payloads with zstd, where a run asks for it (`[memory] compression`).
 
-They describe themselves: a zstd frame begins with 28 B5 2F FD, and no msgpack map does. So a reader
-looks at the bytes and not at the run, and a run may change its mind. Nothing of a frame is trusted:
-it must say how large its content is, and that is checked before memory is set aside for it. Needs
-`zstandard` (extra `zstd`) only where such bytes are met.
+A zstd frame begins with 28 B5 2F FD, and no msgpack map does: a reader inspects the bytes and not
+the settings of the run, which may change. A frame is not trusted: it must state the size of its
+content, which is checked before memory is allocated. `zstandard` (extra `zstd`) is only needed
+where there are such bytes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from buffer.errors import ConfigError, WireError
 
 Compression = Literal["none", "zstd"]
 
+MAX_BYTES = 256 * 2**20
+"""A larger document is refused before it is read."""
+
 MAGIC = bytes.fromhex("28b52ffd")
 
 LEVEL = 1
-"""Higher ones cost several times as much for a few percent: token ids and logprobs have little to
-find.
+"""Higher levels cost several times as much for a few percent, since token ids and logprobs have
+little redundancy.
 """
 
 
 def compress(data: bytes, method: Compression) -> bytes:
-    """The bytes to store."""
+    """Return the bytes to store for `data`."""
     if method == "none":
         return data
     packed: bytes = zstandard().ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
@@ -31,10 +34,10 @@ def compress(data: bytes, method: Compression) -> bytes:
 
 
 def expand(data: bytes | memoryview) -> bytes | memoryview:
-    """The document in these bytes: themselves, unless they are a zstd frame.
+    """Return the content of a zstd frame; other bytes are returned as they are.
 
     Raises:
-        WireError: a frame that is damaged, does not say its size, or says one that no document may have.
+        WireError: the frame is damaged, or its size is unknown or too large.
         ConfigError: `zstandard` is not installed.
     """
     if bytes(data[:4]) != MAGIC:
@@ -44,28 +47,27 @@ def expand(data: bytes | memoryview) -> bytes | memoryview:
         size = module.get_frame_parameters(data).content_size
         if size in (module.CONTENTSIZE_UNKNOWN, module.CONTENTSIZE_ERROR):
             raise WireError(
-                "a zstd frame that does not say how large its content is",
-                hint="write the content size",
+                "the zstd frame does not state the size of its content",
+                hint="compress it with the content size in the frame header",
             )
         if size > MAX_BYTES:
-            raise WireError(f"a zstd frame of {size} bytes", hint=f"at most {MAX_BYTES}")
+            raise WireError(
+                f"the content of the zstd frame has {size} bytes",
+                hint=f"at most {MAX_BYTES} are accepted",
+            )
         document: bytes = module.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except module.ZstdError as error:
-        raise WireError(f"not a whole zstd frame: {error}") from error
+        raise WireError(f"the zstd frame is damaged: {error}") from error
     return document
 
 
 def zstandard() -> Any:
-    """The package; ConfigError where it is not installed."""
+    """Return the package `zstandard`. Raises ConfigError where it is not installed."""
     try:
         import zstandard as module
     except ImportError as error:
         raise ConfigError(
-            "the payloads of this run are compressed with zstd, and the package zstandard is not installed",
+            "the payloads of this run are compressed, and the package zstandard is not installed",
             hint="pip install 'rolloutmq[zstd]'",
         ) from error
     return module
-
-
-MAX_BYTES = 256 * 2**20
-"""A larger document is refused unread."""

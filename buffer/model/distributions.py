@@ -1,6 +1,6 @@
 """Random lengths and latencies for the simulated engine.
 
-Invariant: a draw depends on nothing but the generator it is given, and is never negative.
+Invariant: a draw depends only on the generator it is given, and is never negative.
 """
 
 from __future__ import annotations
@@ -10,45 +10,57 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+_FROZEN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
 
 class Fixed(BaseModel):
     """Always `value`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _FROZEN
 
     shape: Literal["fixed"] = "fixed"
+    """the kind of distribution"""
     value: float = Field(ge=0)
+    """every draw"""
 
     def draw(self, rng: np.random.Generator) -> float:
+        """Return the value."""
         return self.value
 
 
 class LogNormal(BaseModel):
-    """`median * exp(sigma * normal)`: the long tail of real response lengths."""
+    """`median * exp(sigma * normal)`, the long tail of real response lengths."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _FROZEN
 
     shape: Literal["lognormal"] = "lognormal"
+    """the kind of distribution"""
     median: float = Field(gt=0)
+    """half of the draws are smaller"""
     sigma: float = Field(0.5, ge=0)
+    """standard deviation of the logarithm"""
 
     def draw(self, rng: np.random.Generator) -> float:
+        """Return a random value."""
         return float(self.median * np.exp(self.sigma * rng.standard_normal()))
 
 
 class Bimodal(BaseModel):
-    """`long` with probability `long_share`, else `short`: the few stragglers that a group waits
-    for.
-    """
+    """`long` with probability `long_share`, else `short`: a few members delay their group."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _FROZEN
 
     shape: Literal["bimodal"] = "bimodal"
+    """the kind of distribution"""
     short: float = Field(ge=0)
+    """the common draw"""
     long: float = Field(ge=0)
+    """the rare draw"""
     long_share: float = Field(0.1, ge=0, le=1)
+    """probability of the rare draw"""
 
     def draw(self, rng: np.random.Generator) -> float:
+        """Return a random value."""
         return self.long if rng.random() < self.long_share else self.short
 
 

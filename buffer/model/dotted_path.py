@@ -1,4 +1,4 @@
-"""Loads what a user names in a configuration as "module:name"."""
+"""Loads the functions and classes that a config names as "package.module:name"."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import ConfigError
+from buffer.model.extras import missing_extra
 
 
 def is_dotted_path(text: str) -> bool:
-    """Whether it reads package.module:name."""
+    """Return whether `text` has the form package.module:name."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
 
 
 def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
-    """The object at `spec`, "package.module:name". Raises ConfigError with what is known instead.
+    """Return the object at `spec`, "package.module:name".
 
-    The current folder is searched last, so that a file there is found and hides nothing.
+    The current folder is searched last, so that a file there hides no installed module.
+    Raises ConfigError where there is no such object; `built_in` are the names it then suggests.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
@@ -32,20 +34,22 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
+        if missing := missing_extra(error):
+            raise missing from error
         message = f"{kind} {spec!r}: module {module_name!r} cannot be imported: {error}"
         raise ConfigError(
-            message, hint="put its folder on PYTHONPATH, or the file beside the config"
+            message, hint="add its folder to PYTHONPATH, or put the file beside the config"
         ) from error
     if not hasattr(module, name):
         raise ConfigError(
             f"{kind} {spec!r}: module {module_name!r} has no {name!r}",
-            hint=f"it is {module.__file__}",
+            hint=f"the module is {module.__file__}",
         )
     return getattr(module, name)
 
 
 def search_in(folder: Path) -> None:
-    """Look for modules in this folder, too, after all others."""
+    """Search for modules in `folder`, too, after all other folders."""
     name = str(folder.resolve())
     if name not in sys.path:
         sys.path.append(name)

@@ -1,9 +1,8 @@
 """A group: the rollouts of one prompt, the unit of every queue.
 
-A group that came over the wire keeps its token columns as views of the received bytes:
-`response_ids`, `logprobs` and `mask` of all members lie one behind the other, `lengths` says where
-each ends. A trainer packs from these without one Python object per token or per rollout; `states`
-makes the objects when somebody asks.
+A group that was received keeps its token columns as views of the received bytes: `response_ids`,
+`logprobs` and `mask` of all members are concatenated, in parts of `lengths`. A trainer packs from
+these without a Python object per token or rollout; `states` makes the objects on first use.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from buffer.model.staleness import living_version, token_mask
 
 
 def prompt_of(group: RolloutGroup) -> RolloutGroup:
-    """The group before anything was generated: what an expired one goes back to."""
+    """Return the group without its responses, as it is when it starts again."""
     states = [state.model_copy() for state in group.states]
     for state in states:
         state.reset_response()
@@ -36,18 +35,24 @@ def prompt_of(group: RolloutGroup) -> RolloutGroup:
 
 
 Member = dict[str, Any]
+"""What a rollout has besides its token columns; the keys are those of `buffer.model.wire`."""
 
 GROUP_TIME = "group_time_s"
-"""In `extra`: the seconds that workers spent on a group so far, over all its claims."""
-"""What is kept per rollout beside its token columns; the keys are those of `buffer.model.wire`."""
+"""Key of `extra`: the seconds that workers have spent on a group, over all its claims."""
 
 
 class RolloutGroup:
-    """`states` (k rollouts) of the group `gid` of `task`. Columns: prompt_ids int32[P], lengths
-    int32[k], response_ids int32[sum R], logprobs float32[sum R], mask uint8[sum R], scores
-    float32[k]. None where no rollout has them: ref_logprobs and values float32[sum R] (nan for a
-    rollout without), routed_experts int16[rows, layers, top_k] (P + R - 1 rows for each rollout
-    whose member says `routed_experts: True`).
+    """The k rollouts of one prompt, as columns over all of them.
+
+    Columns: prompt_ids int32[P], lengths int32[k], response_ids int32[sum R], logprobs
+    float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout has them:
+    ref_logprobs and values float32[sum R] (nan for a rollout without), routed_experts
+    int16[rows, layers, top_k] (P + R - 1 rows for each member with `routed_experts: True`).
+
+    Usage:
+
+        group = RolloutGroup("math-0000000007", "math", states)
+        for state in group.states: ...
     """
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
@@ -77,7 +82,7 @@ class RolloutGroup:
         members: list[Member],
         columns: dict[str, NDArray[Any]],
     ) -> RolloutGroup:
-        """A group as it came over the wire; `buffer.model.wire` has checked that the columns agree."""
+        """Return a received group; `buffer.model.wire` has checked that the columns agree."""
         group = cls.__new__(cls)
         group.gid = gid
         group.task = task
@@ -99,28 +104,30 @@ class RolloutGroup:
 
     @property
     def states(self) -> list[RolloutState]:
-        """The rollouts as objects, made on first use."""
+        """Return the rollouts as objects, which are made on first use."""
         if self._states is None:
             self._states = list(self._make_states())
         return self._states
 
     @property
     def scores(self) -> NDArray[np.float32]:
-        """float32[k]: `reward["score"]` of each member, nan where there is none."""
+        """Return `reward["score"]` of each member, float32[k]; nan without one."""
         rewards = (m.get("reward") or {} for m in self.members)
         return np.array([r.get("score", np.nan) for r in rewards], "<f4")
 
     @property
     def multimodal(self) -> list[MediaRef]:
-        """The images of the prompt, in the order in which it has their tokens; read with
-        `run.media.read(uri, …)`.
+        """Return the images of the prompt, in the order of their tokens.
+
+        Read one with `run.media.read(uri, …)`.
         """
         return [MediaRef(**media) for media in self.shared.get("multimodal") or ()]
 
     @property
     def sessions(self) -> list[str]:
-        """What each member belongs to: segments of one session share it, any other rollout is one
-        of its own.
+        """Return the session of each member.
+
+        Segments of one session share it; any other rollout is a session of its own.
         """
         ids = (m.get("session_id") for m in self.members)
         return [
@@ -129,49 +136,48 @@ class RolloutGroup:
 
     @property
     def status(self) -> Status:
+        """Return the status of the group (`group_status`)."""
         return group_status(m["status"] for m in self.members)
 
     def oldest(self) -> VersionSpan | None:
-        """The span of the oldest policy version in the group; None where no token was sampled."""
+        """Return the span with the oldest policy version; None where no token was sampled."""
         spans = (VersionSpan(*s) for m in self.members for s in m.get("spans", ()))
         return min((s for s in spans if s.length), key=lambda s: s.version, default=None)
 
     def oldest_by_lineage(self) -> dict[str, int]:
-        """The oldest policy version of each lineage of weights in the group: only the server knows
-        which still live.
-        """
+        """Return the oldest policy version of each lineage of weights in the group."""
+        # of all lineages, because only the server knows which are still in use
         oldest: dict[str, int] = {}
-        for _, length, version, lineage in (
-            span for member in self.members for span in member.get("spans", ())
-        ):
-            if length:
-                oldest[lineage] = min(version, oldest.get(lineage, version))
+        for member in self.members:
+            for _, length, version, lineage in member.get("spans", ()):
+                if length:
+                    oldest[lineage] = min(version, oldest.get(lineage, version))
         return oldest
 
     def made_by(self, by_token: bool) -> list[str | int]:
-        """What scripts are told of the weights behind a group: triples (oldest, lineage, version);
-        `by_token`: and of `last_by_lineage` (last, lineage, version).
+        """Return the weights of a group as scripts take them: "oldest", lineage, version, ….
+
+        `by_token`: followed by `last_by_lineage` as "last", lineage, version, ….
         """
-        told = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
-        told += [("last", *pair) for pair in self.last_by_lineage().items()] if by_token else []
-        return [part for triple in told for part in triple]
+        triples = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
+        if by_token:
+            triples += [("last", *pair) for pair in self.last_by_lineage().items()]
+        return [part for triple in triples for part in triple]
 
     def last_by_lineage(self) -> dict[str, int]:
-        """By lineage of weights, the version after which the first rollout has no trained token
-        that is fresh.
+        """Return the newest version that keeps every rollout trainable, by lineage of weights.
 
-        Of each rollout whose trained tokens all have a version, the lineage of the last one and its
-        newest version count; of several rollouts, the oldest. Others never run out.
+        Of each rollout whose trained tokens all have a version, the lineage of its last span and
+        the newest version in that lineage count; of several rollouts, the oldest. Other rollouts
+        never expire by token.
         """
         found: dict[str, int] = {}
         for member, part in self._parts():
             mask = self.mask[part]
             spans = [VersionSpan(*s) for s in member.get("spans", ())]
             trained = [s for s in spans if mask[s.start : s.start + s.length].any()]
-            if (
-                not trained
-                or sum(int(mask[s.start : s.start + s.length].sum()) for s in trained) < mask.sum()
-            ):
+            covered = sum(int(mask[s.start : s.start + s.length].sum()) for s in trained)
+            if not trained or covered < mask.sum():
                 continue
             lineage = max(trained).lineage
             newest = max(s.version for s in trained if s.lineage == lineage)
@@ -181,10 +187,9 @@ class RolloutGroup:
     def fresh_mask(
         self, step: int, token_threshold: int | None, forks: Sequence[tuple[str, int]] = ()
     ) -> NDArray[np.uint8]:
-        """uint8[sum R]: the mask without tokens that are too old for step T by themselves
-        (`token_mask`).
+        """Return the mask without tokens that are too old for step T, uint8[sum R] (`token_mask`).
 
-        `forks`: of the lineages of the run, as versions count (`living_version`).
+        `forks`: (lineage, first step) of the run, which limit the versions (`living_version`).
         """
         masks = []
         for member, part in self._parts():
@@ -197,7 +202,7 @@ class RolloutGroup:
         return np.concatenate(masks)
 
     def experts(self) -> list[NDArray[np.int16] | str | None]:
-        """`routed_experts` of each member, as of `RolloutState`."""
+        """Return `routed_experts` of each member, in the form of `RolloutState`."""
         if self._states is not None:
             return [state.routed_experts for state in self._states]
         found, row = [], 0
@@ -206,12 +211,12 @@ class RolloutGroup:
             if recorded is True and self.routed_experts is not None:
                 rows = expert_rows(len(self.prompt_ids), part.stop - part.start)
                 recorded = self.routed_experts[row : row + rows]
-                row = row + rows
+                row += rows
             found.append(recorded)
         return found
 
     def _parts(self) -> Iterator[tuple[Member, slice]]:
-        """Each member, and where its tokens are."""
+        """Yield each member, with the part of the columns that is its own."""
         start = 0
         for member, length in zip(self.members, self.lengths.tolist(), strict=True):
             yield member, slice(start, start + length)
@@ -234,20 +239,18 @@ class RolloutGroup:
 
 
 def _shared(state: RolloutState) -> dict[str, Any]:
-    """What a prompt has once for all its rollouts; what few prompts have is left out where it is
-    not there.
-    """
+    """Return what all rollouts of a prompt share, without the rare fields that it does not have."""
     shared: dict[str, Any] = {
         "messages": state.messages,
         "data_source": state.data_source,
         "ground_truth": state.ground_truth,
         "extra": state.extra,
     }
+    images = [media.model_dump(exclude_defaults=True) for media in state.multimodal]
     optional = {
         "tools": state.tools,
         "tool_choice": state.tool_choice,
-        "multimodal": [media.model_dump(exclude_defaults=True) for media in state.multimodal]
-        or None,
+        "multimodal": images or None,
     }
     return shared | {name: value for name, value in optional.items() if value is not None}
 
@@ -264,7 +267,7 @@ def _optional(
 
 
 def _own(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.float32] | None:
-    """A rollout's part of an optional column; None where it has none."""
+    """Return the part of a rollout in an optional column; None where it has none."""
     if column is None or part.start == part.stop or np.isnan(column[part.start]):
         return None
     return column[part]
@@ -274,17 +277,15 @@ def _experts(gid: str, states: Sequence[RolloutState]) -> NDArray[np.int16] | No
     inline = [s.routed_experts for s in states if isinstance(s.routed_experts, np.ndarray)]
     if len({experts.shape[1:] for experts in inline}) > 1:
         raise WireError(
-            f"group {gid}: routed_experts of different shapes: {[list(e.shape) for e in inline]}"
+            f"group {gid}: routed_experts have different shapes: {[list(e.shape) for e in inline]}"
         )
     return np.concatenate(inline) if inline else None
 
 
 def _mask(state: RolloutState) -> NDArray[np.uint8]:
-    return (
-        np.ones(len(state.response_ids), "u1")
-        if state.response_mask is None
-        else state.response_mask
-    )
+    if state.response_mask is None:
+        return np.ones(len(state.response_ids), "u1")
+    return state.response_mask
 
 
 def _member(state: RolloutState) -> Member:
@@ -293,6 +294,8 @@ def _member(state: RolloutState) -> Member:
         "status": state.status.value,
         "sample": state.sample_params.model_dump(exclude_defaults=True),
     }
+    experts = state.routed_experts
+    calls = [call.model_dump(exclude_defaults=True) for call in state.tool_calls]
     optional = {
         "response": state.response or None,
         "reward": state.reward,
@@ -300,10 +303,8 @@ def _member(state: RolloutState) -> Member:
         "error": state.error,
         "spans": [list(s) for s in state.spans] or None,
         "session_id": state.session_id,
-        "tool_calls": [call.model_dump(exclude_defaults=True) for call in state.tool_calls] or None,
-        "routed_experts": True
-        if isinstance(state.routed_experts, np.ndarray)
-        else state.routed_experts,
+        "tool_calls": calls or None,
+        "routed_experts": True if isinstance(experts, np.ndarray) else experts,
     }
     return member | {name: value for name, value in optional.items() if value is not None}
 

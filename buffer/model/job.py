@@ -1,4 +1,4 @@
-"""A job: the right to generate one group, and what comes of it."""
+"""A job, the right to generate one group, and its result."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ ReleaseKind = Literal["handback", "aborted", "failed", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The right to generate one group, until its lease runs out. `aborts`: how often it was
-    interrupted.
+    """The right to generate one group, until its lease expires.
+
+    `aborts`: the number of times that the group was interrupted.
     """
 
     gid: str
@@ -27,16 +28,17 @@ class Job:
 
     @property
     def task(self) -> str:
+        """Return the task of the group."""
         return split_group_id(self.gid)[0]
 
     @property
     def prompt(self) -> PayloadRef:
-        """Where the group started from, and may start again."""
+        """Return the payload of the prompt, from which the group can start again."""
         return PayloadRef(self.gid, "init", 1, 0, "")
 
     @classmethod
     def parse(cls, row: Sequence[str], token: str) -> Job:
-        """One group of a claim's reply."""
+        """Return the job in one row of the reply to a claim."""
         gid, lane, tries, payload, chunks, size, crc, aborts = row
         ref = PayloadRef(gid, payload, int(chunks), int(size), crc if payload != "init" else "")
         return cls(gid, token, lane, int(tries), ref, int(aborts or 0))
@@ -44,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a worker made of a job. `new_tokens`: generated since the claim."""
+    """The group that a worker made of a job. `new_tokens`: generated since the claim."""
 
     job: Job
     group: RolloutGroup
@@ -54,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class PayloadRef:
-    """Where the bytes of a group are, and what they must be."""
+    """Where the bytes of a group are, with their size and checksum."""
 
     gid: str
     token: str

@@ -1,15 +1,24 @@
-"""What all processes of a run must agree on: kept in the run's `meta`, so that the server, not a
-config file that may have been edited since, is what a worker, a janitor or the command goes by.
+"""What all processes of a run must agree on.
+
+It is kept in the run's `meta`, so that a worker, a janitor or the command follows the server and
+not a config file that may have been edited since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
+from buffer.model.byte_size import Bytes
 from buffer.model.compression import Compression
 from buffer.model.task_mix import Reweighting, TaskMix
 
@@ -17,104 +26,137 @@ SCHEMA = "1"
 """Version of keys and scripts; a client refuses a run of another one."""
 
 LOADING = "loading"
+"""In place of the schema version while a run is filled from a snapshot: it cannot be opened."""
+
 REMOVING = "removing"
-"""Stands in place of the schema while a run is filled from a snapshot: nobody can open it."""
+"""In place of the schema version while a run is removed: it cannot be opened."""
 
 
-Concurrency = int | Literal["auto"]
-"""Groups that a worker has in work at once; "auto": as many as keep its engine full."""
+Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
+"""Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
 
-class TaskLimits(BaseModel):
-    """One task as the queue sees it."""
+class TaskSettings(BaseModel):
+    """The numbers of a task that `rolloutmq set` can change while the run continues.
 
-    model_config = ConfigDict(extra="forbid")
+    This is their one declaration: [strategy] and [tasks.<name>.strategy] of a config, the limits of
+    the run and of each task, and `rolloutmq set` inherit it.
+    """
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    over_sample_threshold: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
+    tail_batch_trigger_size: int = Field(-1, ge=-1)
+    """what happens to expired groups. -1: they are dropped. 0: they are retried at once. N: once N
+    of them wait, they are retried before anything else is started
+    """
+    tail_batch_max_tries: int | None = Field(None, ge=1)
+    """interruptions after which a group without tokens waits with the expired groups, and is
+    finished once it runs again: a pause of kind abort waits for it, at most half of [lease]
+    pause_timeout_s; default: no limit, an interrupted group is started again each time
+    """
+    max_in_flight: int | None = Field(None, ge=1)
+    """largest number of groups that wait or run; default: as many as the strategy needs"""
+    max_consecutive_failures: int | None = Field(None, ge=1)
+    """consecutive tries that failed or were filtered after which the task is stopped, with its
+    reason, until `rolloutmq continue --task`; default: no limit
+    """
+
+
+class LiveLimits(TaskSettings):
+    """The values of a run that `rolloutmq set` can change as they are."""
+
+    max_tries: int = Field(3, ge=1)
+    """failed or lost tries after which a group becomes a dead letter"""
+    pause_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    """a worker that does not confirm a pause within this time is fenced"""
+    concurrency: Concurrency | None = None
+    """groups that each worker runs at once, or auto: as many as keep its engine full; default: as
+    the worker's config says
+    """
+    low_bytes: Bytes = 0
+    """payload bytes above which no new prompt is started, as a number or text like 8GiB; 0: no
+    limit
+    """
+    high_bytes: Bytes = 0
+    """payload bytes above which nothing is started; results are always accepted; 0: no limit"""
+    steps: int = Field(100, ge=1)
+    """train steps in all"""
+
+
+class TaskLimits(TaskSettings):
+    """One task as the queue sees it; what it does not set itself is the run's (`RunLimits.of`)."""
 
     weight: float = 1.0
     eval_of: str | None = None
-    tail_batch_trigger_size: int | None = None
-    """the task's own; None: the run's"""
-    tail_batch_max_tries: int | None = None
-    """the task's own; None: the run's"""
-    over_sample_threshold: float | None = None
-    """the task's own; None: the run's"""
     strategy: Literal["async", "sync"] = "async"
-    max_in_flight: int | None = None
-    """groups that wait or run at most; None: as many as the target asks for"""
-    max_consecutive_failures: int | None = None
-    """the task's own; None: the run's"""
 
     @property
     def lane(self) -> str:
-        """The lane of new jobs of this task."""
+        """Return the lane of new jobs of this task."""
         return "fresh" if self.eval_of is None else "eval"
 
+    @model_serializer(mode="wrap")
+    def _only_what_is_set(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out defaults, which would hide later changes of the run's value."""
+        values: dict[str, Any] = serialize(self)
+        return {name: value for name, value in values.items() if name in self.model_fields_set}
 
-class RunLimits(BaseModel):
-    """Times in milliseconds, ages in train steps.
 
-    One object for all parts of a `Run`: `adopt` changes it in place when the server has newer ones,
-    so that no part can go on with old ones.
+class RunLimits(LiveLimits):
+    """The limits of a run: times in milliseconds, ages in train steps.
+
+    All parts of a `Run` share one object: `adopt` changes it in place when the server has newer
+    values, so that no part continues with old ones.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     lease_ms: int = 10_000
     heartbeat_ms: int = 2_000
     worker_timeout_ms: int = 30_000
     role_timeout_ms: int = 15_000
-    max_tries: int = 3
-    pause_timeout_s: float = 300.0
     stale_threshold: int = 1
     token_threshold: int | None = None
-    """staleness from which a single token is not trained, at most `stale_threshold`; None: all
-    tokens of a group are
+    """staleness from which a single token is not trained, at most `stale_threshold`; None: no limit
     """
     sync_weights_interval: int = 1
-    steps: int = 100
-    """train steps in all"""
     batch_size: int = 16
     """groups of a train step, over all training tasks"""
-    over_sample_threshold: float = 0.0
-    tail_batch_trigger_size: int = -1
-    tail_batch_max_tries: int | None = None
-    """interruptions after which a group counts as expired, and is finished once it runs again;
-    None: never
-    """
-    max_consecutive_failures: int | None = None
-    """tries that fail or are filtered one after the other before nothing more of a task is started;
-    None: no bound
-    """
-    concurrency: Concurrency | None = None
-    """groups in work at once in each worker; None: as its config says"""
     reweighted: list[Reweighting] = []
-    """task weights that were changed while the run went on"""
+    """changes of task weights since the run was created"""
     order: str = "staleness"
-    """in which ready groups are taken: see buffer/model/order_policy.py"""
+    """order in which completed groups are taken (buffer/model/order_policy.py)"""
     retain_batches: int = 0
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
-    """and none is freed before somebody said that it was exported"""
+    """no archived batch is freed before an exporter has confirmed its copy"""
     media: str = ""
-    """folder of files that payloads refer to as run://…, an absolute path; "" = none
+    """absolute path of the folder of files that payloads refer to as run://…; "" = none
     (buffer/store/media_folder.py)
     """
     wait_replicas: int = 0
-    """replicas that must have a submit, take or commit before it is answered"""
-    low_bytes: int = 0
-    """payload bytes from which no fresh prompt is started or claimed; 0 = no bound"""
-    high_bytes: int = 0
-    """and from which nothing is; results are always taken"""
+    """replicas that must have a submit, take or commit before it is acknowledged"""
     compression: Compression = "none"
-    """of payloads that are written; any can be read (buffer/model/compression.py)"""
+    """compression of new payloads; payloads of any kind can be read (buffer/model/compression.py)
+    """
     tasks: dict[str, TaskLimits] = {}
 
+    def of(self, task: str) -> TaskSettings:
+        """Return the settings of a task: its own, and the run's where it has none."""
+        limits = self.tasks[task]
+        own = limits.model_fields_set
+        values = {
+            name: getattr(limits if name in own else self, name)
+            for name in TaskSettings.model_fields
+        }
+        return TaskSettings.model_construct(**values)
+
     def retries_expired(self, task: str) -> bool:
-        """Whether what expires is kept for another try; otherwise it is dropped."""
-        return self.tail_batch(task) >= 0
+        """Return whether expired groups of a task are kept for another try; otherwise, dropped."""
+        return self.of(task).tail_batch_trigger_size >= 0
 
     def mix(self) -> TaskMix:
-        """How batches are shared among the training tasks."""
+        """Return how batches are shared among the training tasks."""
         if self.reweighted and self.reweighted[0].before:
             return TaskMix(self.batch_size, self.reweighted)
         first = Reweighting(
@@ -123,76 +165,61 @@ class RunLimits(BaseModel):
         return TaskMix(self.batch_size, [first, *self.reweighted])
 
     def newest_weights(self) -> dict[str, float]:
-        """Weights of the training tasks as they were set last, whether or not a step has used them."""
+        """Return the weights of the training tasks as they were set last, used by a step or not."""
         last = self.reweighted[-1].weights if self.reweighted else {}
         return {name: last.get(name, self.tasks[name].weight) for name in self.training_tasks}
 
-    def over_sampling(self, task: str) -> float:
-        """Groups of a task that are started beyond the batch, as a share of it."""
-        own = self.tasks[task].over_sample_threshold
-        return self.over_sample_threshold if own is None else own
-
-    def tail_batch(self, task: str) -> int:
-        own = self.tasks[task].tail_batch_trigger_size
-        return self.tail_batch_trigger_size if own is None else own
-
     def tail_tries(self, task: str) -> int | None:
-        """Interruptions after which a pause waits for a group of a task; evaluations are asked
-        again as a whole.
-        """
-        own = self.tasks[task]
-        return (
-            None
-            if own.eval_of is not None
-            else own.tail_batch_max_tries or self.tail_batch_max_tries
-        )
+        """Return the number of interruptions after which a pause waits for a group of a task.
 
-    def patience(self, task: str) -> int | None:
-        """Tries of a task that may fail, or be filtered, one after the other."""
-        return self.tasks[task].max_consecutive_failures or self.max_consecutive_failures
+        An evaluation has none: it is repeated as a whole.
+        """
+        return self.of(task).tail_batch_max_tries if self.tasks[task].eval_of is None else None
 
     def is_too_many_failures(self, task: str, failures: int) -> bool:
-        """Whether so many in a row stop the task (I11)."""
-        patience = self.patience(task)
-        return patience is not None and failures >= patience
+        """Return whether that many consecutive failures stop the task (I11)."""
+        most = self.of(task).max_consecutive_failures
+        return most is not None and failures >= most
 
     def adopt(self, newer: RunLimits) -> None:
-        """Become `newer`, in place."""
+        """Take over the values of `newer` in place."""
         for name in type(self).model_fields:
             setattr(self, name, getattr(newer, name))
 
     def threshold(self, task: str) -> int | str:
-        """The first staleness at which groups of a task are too old; "" for an evaluation, whose
-        groups do not age.
-        """
+        """Return the staleness from which groups of a task are expired; "" for an evaluation."""
         return self.stale_threshold if self.tasks[task].eval_of is None else ""
 
     @property
     def horizon(self) -> int:
-        """How many train steps one version of the weights may serve: a group of one version is used
-        up when its tokens are.
-        """
+        """Return the number of train steps that one version of the weights may serve."""
+        # a group of one version expires with its tokens
         return self.token_threshold or self.stale_threshold
 
     @property
     def lag(self) -> int | str:
-        """By how many steps single tokens expire earlier than groups; "" where they do not."""
+        """Return how many steps earlier than a group a token expires; "" without such a limit."""
         return "" if self.token_threshold is None else self.stale_threshold - self.token_threshold
 
     def token_lag(self, task: str) -> int | str:
-        """The `lag` of a task; evaluations do not age."""
+        """Return the `lag` of a task; "" for an evaluation."""
         return self.lag if self.tasks[task].eval_of is None else ""
 
     @property
     def training_tasks(self) -> list[str]:
+        """Return the names of the tasks that are trained on."""
         return [name for name, task in self.tasks.items() if task.eval_of is None]
 
     @property
     def eval_tasks(self) -> list[str]:
+        """Return the names of the evaluation tasks."""
         return [name for name, task in self.tasks.items() if task.eval_of is not None]
 
     def to_meta(self, names: Collection[str] | None = None) -> list[str]:
-        """Field and value pairs for the meta hash, readable with redis-cli; all of them by default."""
+        """Return field, value, field, value, … for the meta hash, readable with redis-cli.
+
+        `names`: the fields; default: all.
+        """
         pairs: list[str] = []
         for name, value in self.model_dump(include=None if names is None else set(names)).items():
             pairs += [name, orjson.dumps(value).decode()]
@@ -200,4 +227,5 @@ class RunLimits(BaseModel):
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, str]) -> RunLimits:
+        """Return the limits in the fields of a meta hash."""
         return cls(**{name: orjson.loads(meta[name]) for name in cls.model_fields if name in meta})

@@ -1,4 +1,4 @@
-"""The record of one batch: what a train step was given, in order (I5); or why there is none yet."""
+"""The record of one batch, in order (I5), or the reason why there is none yet."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ class ManifestEntry:
 
     @property
     def gid(self) -> str:
+        """Return the id of the group."""
         return self.payload.gid
 
     @property
     def line(self) -> str:
-        """As the server keeps it."""
+        """Return the entry as the server keeps it."""
         ref = self.payload
         version = "-" if self.version is None else self.version
-        return f"{ref.gid} {ref.token} {ref.chunks} {ref.size} {ref.crc or '-'} {self.samples} {version}"
+        crc = ref.crc or "-"
+        return f"{ref.gid} {ref.token} {ref.chunks} {ref.size} {crc} {self.samples} {version}"
 
     @classmethod
     def parse(cls, line: str) -> ManifestEntry:
+        """Return the entry in a line of the server."""
         gid, token, chunks, size, crc, samples, version = line.split(" ")
         ref = PayloadRef(gid, token, int(chunks), int(size), "" if crc == "-" else crc)
         return cls(ref, int(samples), None if version == "-" else int(version))
@@ -39,7 +42,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What step T was given: its groups, in order, and what was asked for."""
+    """The batch of a train step: its groups in order, and how they were requested (`header`)."""
 
     step: int
     header: str
@@ -47,13 +50,13 @@ class Manifest:
 
     @property
     def revision(self) -> int:
-        """How many groups were quarantined out of it since it was taken."""
+        """Return the number of groups that were quarantined since the batch was taken."""
         found = re.search(r" revision=(\d+)", self.header)
         return int(found[1]) if found else 0
 
     @property
     def open_places(self) -> Counter[str]:
-        """Places of each task that a quarantined group left, and that nobody has filled."""
+        """Return the positions, by task, of quarantined groups that were not replaced."""
         found = re.search(r" quarantined=(\S+)", self.header)
         notes = found[1].split(",") if found else []
         return Counter(
@@ -62,14 +65,15 @@ class Manifest:
 
     @property
     def token_threshold(self) -> int | None:
-        """Staleness from which a single token is not trained; None: all are."""
+        """Return the staleness from which a single token is not trained; None: no limit."""
         found = re.search(r" tokens=(\d+)", self.header)
         return int(found[1]) if found else None
 
     @property
     def forks(self) -> list[tuple[str, int]]:
-        """The newest lineages of weights when the batch was taken, and their first steps; known
-        where tokens expire.
+        """Return (lineage, first step) of the newest lineages of weights when the batch was taken.
+
+        Empty where tokens do not expire.
         """
         found = re.search(r" forks=(\S+)", self.header)
         pairs = [fork.rpartition(":") for fork in found[1].split(",")] if found else []
@@ -77,30 +81,31 @@ class Manifest:
 
     @property
     def archived(self) -> bool:
-        """Trained and committed: kept for those who look back, never delivered again."""
+        """Return whether the batch is committed: it stays readable, but is not delivered again."""
         return " archived_ms=" in self.header
 
     @property
     def gids(self) -> list[str]:
+        """Return the ids of the groups, in order."""
         return [entry.gid for entry in self.entries]
 
     @property
     def lines(self) -> list[str]:
-        """As the server keeps them: see `parse`."""
+        """Return the manifest as the server keeps it: a header, and one line per group."""
         return [self.header, *(entry.line for entry in self.entries)]
 
     @classmethod
     def parse(cls, step: int, lines: Sequence[str]) -> Manifest:
-        """A header and one line per group, as the server keeps them."""
+        """Return the manifest in `lines` of the server: a header, and one line per group."""
         return cls(step, lines[0], tuple(ManifestEntry.parse(line) for line in lines[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class NotReady:
-    """Why a batch cannot be taken yet: (ready, wanted) groups of each task; empty while recovering.
+    """Why a batch cannot be taken yet.
 
-    `checkpoint_now`: no group is started, for want of memory that batches hold which only a
-    checkpoint frees (I12).
+    `missing`: (ready, wanted) groups of each task; empty while recovering. `checkpoint_now`: no
+    group is started, because memory is held by batches that only a checkpoint frees (I12).
     """
 
     missing: Mapping[str, tuple[int, int]]
@@ -116,8 +121,6 @@ class NotReady:
             if ready < wanted
         ]
         waiting = "waiting for groups: " + ", ".join(short)
-        return (
-            f"{waiting}; memory is held by batches that are not committed"
-            if self.checkpoint_now
-            else waiting
-        )
+        if self.checkpoint_now:
+            waiting += "; memory is held by batches that are not committed"
+        return waiting

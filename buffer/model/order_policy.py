@@ -1,15 +1,14 @@
-"""The order in which ready groups are taken: a policy of the run, the same for all processes (in
-the run's meta).
+"""The order in which completed groups are taken: a policy of the run, kept in its meta.
 
     staleness     the oldest weights first, then by arrival (the pool's own order; the default)
     freshest      the newest weights first, the newest arrival first (the pool, read backwards)
     fifo          by arrival, whatever made them
-    length_fair   lengths take turns: see `bucket`
+    length_fair   short and long responses alternate: see `bucket`
     module:name   a function of yours: the lower its score, the earlier; equal ones by arrival
 
-The first two need nothing but the pool. The others have an index beside it,
-`order:<task>:completed`; its score is settled at submit or import, on the client's side, and never
-changes. No policy hands out what is too stale (I8), and no Lua knows one that is not listed here.
+The first two only need the pool. The others have an additional index, `order:<task>:completed`,
+whose scores are computed by the client at submit or import and never change. No policy returns
+groups that are too stale (I8), and Lua knows only the policies in this list.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ BUILT_IN = ("staleness", "fifo", "freshest", "length_fair")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a policy may look at. `tokens`: all response tokens; `longest`: of one rollout;
-    `reward`: mean score, None without any; `version`: of the oldest weights as the worker knows
-    them, None where nothing was sampled.
+    """What an order policy knows of a group.
+
+    `tokens`: all response tokens. `longest`: those of the longest rollout. `reward`: mean score,
+    None without scores. `version`: of the oldest weights as the worker knows them, None where
+    nothing was sampled.
     """
 
     gid: str
@@ -46,6 +47,7 @@ class Finished:
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Finished:
+        """Return what a policy knows of `group`."""
         scores = group.scores[np.isfinite(group.scores)]
         oldest = group.oldest()
         return cls(
@@ -61,48 +63,46 @@ class Finished:
 
 
 OrderFunction = Callable[[Finished], float]
-"""A policy of a user: a finite score, the lowest is taken first."""
+"""A policy of the user: it returns a finite score, and the lowest is taken first."""
 
 
 def is_custom(order: str) -> bool:
-    """Whether the policy is a function that has to be loaded."""
+    """Return whether the policy is a function of the user."""
     return order not in BUILT_IN
 
 
 def load_order(order: str, named: str) -> OrderFunction | None:
-    """The function of a user's order policy; None for those that are listed above. Raises
-    ConfigError.
+    """Return the function of a user's order policy; None for a built-in one.
 
-    `order` is what the run says, and so the server: it is imported only if the user's own config or
-    command `named` it.
+    `order` comes from the server: it is imported only if the user's own config or command `named`
+    it. Raises ConfigError otherwise.
     """
     if not is_custom(order):
         return None
     if order != named:
         raise ConfigError(
-            f"the run takes groups in the order of {order!r}, which nobody here has named",
-            hint=f"if you trust that code: [policy] order = {order!r} in the config of this process; import: --order",
+            f"the run orders groups by {order!r}, which this process was not configured with",
+            hint=f"if you trust that code, set [policy] order = {order!r} in the config of this "
+            "process; for an import, give --order",
         )
     function: OrderFunction = load_object(order, kind="order policy", built_in=BUILT_IN)
     return function
 
 
 def bucket(group: RolloutGroup) -> int:
-    """The length class of a group: the power of two below its longest response (0 for none).
+    """Return the length class of a group: the power of two below its longest response (0: none).
 
-    In `length_fair` the buckets take turns, by self-clocked fair queueing: the n-th waiting group
-    of a bucket gets round n after the one last taken. Long responses finish late, made by old
-    weights, and are few; behind a crowd of short ones they would expire, and the model would learn
-    from short ones only. Here each waits for one turn of its bucket at most. It costs one counter
-    per bucket, and no search.
+    `length_fair` takes from the buckets in turn, by self-clocked fair queueing: the n-th waiting
+    group of a bucket gets round n after the one last taken. Long responses are few and finish late,
+    with old weights; behind many short ones they would expire, and the model would learn from short
+    ones only. Here a group waits for at most one turn of its bucket. It costs one counter per
+    bucket, and no search.
     """
     return int(group.lengths.max()).bit_length()
 
 
 def submit_argument(order: str, group: RolloutGroup, function: OrderFunction | None) -> str:
-    """What scripts are told of a completed group's place: "" (no index), "arrival", "bucket:<n>",
-    or a score.
-    """
+    """Return the order argument of scripts: "" (no index), "arrival", "bucket:<n>" or a score."""
     match order:
         case "staleness" | "freshest":
             return ""
@@ -113,12 +113,12 @@ def submit_argument(order: str, group: RolloutGroup, function: OrderFunction | N
     if function is None:
         raise ConfigError(
             f"the run's order policy {order!r} is not loaded",
-            hint="set ReplayBuffer.order_function",
+            hint="set ReplayBuffer.order_function to load_order(…)",
         )
     score = float(function(Finished.of(group)))
     if not math.isfinite(score):
         raise ConfigError(
-            f"the order policy {order!r} gave {score} for {group.gid}",
+            f"the order policy {order!r} returned {score} for {group.gid}",
             hint="return a finite number",
         )
     return repr(score)

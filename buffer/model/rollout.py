@@ -1,9 +1,8 @@
-"""One rollout: what a worker makes of one prompt once, and what a trainer needs of it.
+"""One rollout: a response to a prompt with everything that a trainer needs of it.
 
-Token columns are numpy arrays, never lists: a group of 8 x 2,048 tokens packs in microseconds that
-way. Field names are XTuner's where the thing is the same; `docs/pages/moving.md` maps the others.
-
-What a response must look like, where the engine can keep the sampling to it.
+Token columns are numpy arrays and never lists, so that a group of 8 x 2,048 tokens is packed in
+microseconds. Field names are those of XTuner where the meaning is the same;
+`docs/pages/moving.md` lists the others.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from buffer.errors import WireError
 
 
 class StructuredOutput(BaseModel):
-    """One of: a JSON schema, a regular expression of the whole response, some texts of which it is
-    one.
+    """The form that a response is kept to while it is sampled: exactly one of the three keys.
 
-    Logprobs are those of the tokens that were allowed. A rollout that is interrupted starts again:
-    no engine can go on in the middle of a structure.
+    Logprobs are over the allowed tokens. A rollout that is interrupted starts again, because no
+    engine can continue in the middle of a structure.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    json_schema: dict[str, Any] | None = Field(
-        None, description="the response is JSON of this schema"
-    )
-    regex: str | None = Field(None, min_length=1, description="of the whole response")
-    choice: list[str] | None = Field(None, min_length=1, description="the response is one of these")
+    json_schema: dict[str, Any] | None = None
+    """the response is JSON of this schema"""
+    regex: str | None = Field(None, min_length=1)
+    """the whole response matches this regular expression"""
+    choice: list[str] | None = Field(None, min_length=1)
+    """the response is one of these texts"""
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutput:
         if len(self.model_dump(exclude_none=True)) != 1:
-            raise ValueError("structured output is one of json_schema, regex and choice")
+            raise ValueError("expected exactly one of json_schema, regex and choice")
         return self
 
 
 class Status(StrEnum):
-    """What became of a rollout, or of a group (`group_status`)."""
+    """The status of a rollout, or of a group (`group_status`)."""
 
     INIT = "init"
     COMPLETED = "completed"
@@ -55,7 +54,7 @@ class Status(StrEnum):
 
 
 class PolicyVersion(NamedTuple):
-    """Which weights: the train step M they were published after, in one lineage of weights."""
+    """The name of weights: their lineage, and the train step M after which they were published."""
 
     lineage: str
     version: int
@@ -65,15 +64,13 @@ class PolicyVersion(NamedTuple):
 
     @classmethod
     def parse(cls, label: str) -> PolicyVersion:
-        """Inverse of `str`. Raises ValueError for anything else."""
+        """Return the version with this `str`. Raises ValueError for other text."""
         lineage, _, version = label.rpartition(":")
         return cls(lineage, int(version))
 
 
 class VersionSpan(NamedTuple):
-    """Tokens [start, start + length) of a response were made by the weights (lineage, version)
-    (I9).
-    """
+    """The weights (lineage, version) that sampled tokens [start, start + length) (I9)."""
 
     start: int
     length: int
@@ -82,8 +79,9 @@ class VersionSpan(NamedTuple):
 
 
 def as_column(value: Any, dtype: str) -> NDArray[Any]:
-    """The value as a column of that type. ValueError where it is whole numbers that the type cannot
-    hold: numpy would keep their last 32 bits.
+    """Return `value` as a column of that type.
+
+    Raises ValueError for integers outside its range, of which numpy would keep the last bits.
     """
     raw = np.asarray(value)
     if raw.dtype == dtype or np.dtype(dtype).kind == "f":
@@ -94,9 +92,7 @@ def as_column(value: Any, dtype: str) -> NDArray[Any]:
     except OverflowError as error:
         raise ValueError(str(error)) from error
     if not np.array_equal(column, raw):
-        raise ValueError(
-            f"a value that {np.dtype(dtype).name} cannot hold: {raw[column != raw].flat[0]}"
-        )
+        raise ValueError(f"{raw[column != raw].flat[0]} does not fit into {np.dtype(dtype).name}")
     return column
 
 
@@ -111,15 +107,17 @@ Experts = Annotated[NDArray[np.int16], _column("<i2")]
 
 
 def no_tokens() -> NDArray[np.int32]:
+    """Return an empty column of token ids."""
     return np.empty(0, dtype="<i4")
 
 
 def no_logprobs() -> NDArray[np.float32]:
+    """Return an empty column of logprobs."""
     return np.empty(0, dtype="<f4")
 
 
 class SampleParams(BaseModel):
-    """How to sample. Defaults are XTuner's; 0 switches `top_k` off."""
+    """How a response is sampled. Defaults are those of XTuner; 0 turns `top_k` off."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -128,7 +126,7 @@ class SampleParams(BaseModel):
     top_k: int = Field(0, ge=0)
     max_tokens: int = Field(2048, ge=1)
     min_tokens: int = Field(0, ge=0)
-    # made by a factory: pydantic copies other defaults, at four times the cost of the whole check
+    # by a factory, because copying other defaults costs pydantic four times the whole validation
     stops: list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
     seed: int | None = None
@@ -139,9 +137,7 @@ class SampleParams(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a function that the model asked for. `arguments` is None where its text is no JSON
-    object.
-    """
+    """A function call that the model requested; `arguments` is None for invalid JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -152,12 +148,11 @@ class ToolCall(BaseModel):
 
 
 class MediaRef(BaseModel):
-    """An image, video or sound of the prompt, by reference: `uri` says where its features are,
-    never what.
+    """An image, video or sound of the prompt, by the `uri` of its features.
 
-    `tokens`: how many of the prompt it takes; `grid_thw`: patches in time, height and width, from
-    which a trainer computes 3-D positions. The buffer never opens it; run://… is a file of its
-    group (buffer/store/media_folder.py).
+    `tokens`: its number of prompt tokens. `grid_thw`: patches in time, height and width, from which
+    a trainer computes 3-D positions. The buffer never opens it; run://… is a file of its group
+    (buffer/store/media_folder.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -175,24 +170,27 @@ class RolloutState(BaseModel):
 
     Columns over response tokens have one length R: `response_ids`, `logprobs` (of the sampled
     tokens, at the sampling temperature), `response_mask` (1 = trained; None = all ones), and where
-    somebody computed them `ref_logprobs` (of the reference model) and `values` (of a critic).
-    `spans` say which weights made which tokens; tokens without a span were not sampled (a tool's,
-    say).
+    they were computed `ref_logprobs` (of the reference model) and `values` (of a critic). `spans`
+    name the weights that sampled each token; tokens without a span were not sampled (a tool's, for
+    example).
 
     `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for every
-    token but the last, or a text that says where they are. `messages`, `tools`, `tool_choice`,
-    `multimodal`, `prompt_ids`, `data_source`, `ground_truth` and `extra` belong to the prompt and
-    are the same in a whole group.
+    token but the last, or the address of them. `messages`, `tools`, `tool_choice`, `multimodal`,
+    `prompt_ids`, `data_source`, `ground_truth` and `extra` belong to the prompt and are the same in
+    the whole group.
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-    index: int = Field(0, ge=0, description="place in its group")
-    session_id: str | None = Field(None, description="turns of one session go to one engine")
-    messages: list[dict[str, Any]] = []
-    tools: list[dict[str, Any]] | None = Field(
-        None, description="what the model may call, as JSON schemas"
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
     )
+
+    index: int = Field(0, ge=0)
+    """position in its group"""
+    session_id: str | None = None
+    """the turns of one session are sent to the same engine"""
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+    """the functions that the model may call, as JSON schemas"""
     tool_choice: str | dict[str, Any] | None = None
     multimodal: list[MediaRef] = []
     prompt_ids: Int32 | None = None
@@ -222,22 +220,21 @@ class RolloutState(BaseModel):
             if column is not None and len(column) != tokens:
                 raise ValueError(f"{name} has {len(column)} values for {tokens} response_ids")
         if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
-            raise ValueError(f"a version span lies outside of the {tokens} response tokens")
+            raise ValueError(f"a version span is outside of the {tokens} response tokens")
         if isinstance(self.routed_experts, np.ndarray):
             self._check_experts(self.routed_experts)
         return self
 
     def _check_experts(self, experts: NDArray[np.int16]) -> None:
-        rows = expert_rows(
-            0 if self.prompt_ids is None else len(self.prompt_ids), len(self.response_ids)
-        )
+        prompt = 0 if self.prompt_ids is None else len(self.prompt_ids)
+        rows = expert_rows(prompt, len(self.response_ids))
         if experts.ndim != 3 or len(experts) != rows:
             raise ValueError(
-                f"routed_experts is {list(experts.shape)}, expected [{rows}, layers, top_k]"
+                f"routed_experts has shape {list(experts.shape)}, expected [{rows}, layers, top_k]"
             )
 
     def oldest_version(self) -> int | None:
-        """The oldest policy version M among the tokens; None where no token was sampled."""
+        """Return the oldest policy version M of the tokens; None where no token was sampled."""
         return min((s.version for s in self.spans if s.length), default=None)
 
     def append(
@@ -248,10 +245,11 @@ class RolloutState(BaseModel):
         *,
         routed_experts: NDArray[np.int16] | str | None = None,
     ) -> None:
-        """Add newly sampled tokens behind the ones that are there (partial rollout).
+        """Append newly sampled tokens to the response (partial rollout).
 
-        `routed_experts` is of the whole, old tokens included; rows that are there stay, being of
-        the pass that sampled these tokens. Columns that do not cover the new tokens are forgotten.
+        `routed_experts` covers the whole sequence, including old tokens; known rows are kept,
+        because they are from the pass that sampled these tokens. Columns that do not cover the new
+        tokens are reset.
         """
         done = len(self.response_ids)
         if len(token_ids):
@@ -265,23 +263,21 @@ class RolloutState(BaseModel):
         self.spans = [*self.spans, *(s._replace(start=s.start + done) for s in spans if s.length)]
 
     def read(self, token_ids: NDArray[np.int32]) -> None:
-        """Add tokens that the model reads and did not sample (a tool's, say): mask 0, logprob 0, no
-        span.
+        """Append tokens that the model did not sample, a tool's for example.
+
+        They get mask 0, logprob 0 and no span.
         """
-        mask = (
-            np.ones(len(self.response_ids), "u1")
-            if self.response_mask is None
-            else self.response_mask
-        )
+        mask = self.response_mask
+        if mask is None:
+            mask = np.ones(len(self.response_ids), "u1")
         self.append(token_ids, np.zeros(len(token_ids), "<f4"), ())
         self.response_mask = np.concatenate([mask, np.zeros(len(token_ids), "u1")])
 
     def stamp(self, weights: PolicyVersion) -> int:
-        """Say that the tokens behind the last span were made by `weights`; returns how many these
-        are.
+        """Record `weights` for the tokens after the last span, and return their number.
 
-        For engines that do not stamp their tokens. What has a span keeps it (I9), so a resumed
-        rollout gets several, and the oldest one counts.
+        For engines that do not stamp their tokens. Earlier tokens keep their spans (I9), so a
+        resumed rollout gets several, and the oldest one counts.
         """
         start = max((span.start + span.length for span in self.spans), default=0)
         new = len(self.response_ids) - start
@@ -290,20 +286,17 @@ class RolloutState(BaseModel):
         return max(new, 0)
 
     def reset_response(self) -> None:
-        """Forget what was generated, and start anew: the prompt, its ids, the answer key and the
-        session stay.
-        """
-        self.response, self.response_ids, self.logprobs, self.tool_calls = (
-            "",
-            no_tokens(),
-            no_logprobs(),
-            [],
-        )
+        """Discard the response; the prompt, its ids, the ground truth and the session stay."""
+        self.response = ""
+        self.response_ids = no_tokens()
+        self.logprobs = no_logprobs()
+        self.tool_calls = []
         self.response_mask = None
         self.ref_logprobs = None
         self.values = None
         self.routed_experts = None
-        self.spans, self.reward = [], None
+        self.spans = []
+        self.reward = None
         self.finish_reason = None
         self.error = None
         self.status = Status.INIT
@@ -312,7 +305,7 @@ class RolloutState(BaseModel):
 def with_known_rows(
     known: NDArray[np.int16] | str | None, whole: NDArray[np.int16] | str | None
 ) -> NDArray[np.int16] | str | None:
-    """Routed experts of a whole sequence, but for the rows that were known before: these stay."""
+    """Return `whole`, with the rows that were known before in their place."""
     if isinstance(known, np.ndarray) and isinstance(whole, np.ndarray):
         joined: NDArray[np.int16] = np.concatenate([known, as_column(whole[len(known) :], "<i2")])
         return joined
@@ -320,9 +313,7 @@ def with_known_rows(
 
 
 def expert_rows(prompt: int, response: int) -> int:
-    """Tokens that were routed to sample a response: all but the last one, which nobody has read
-    yet.
-    """
+    """Return the number of tokens that the model read: all but the last one of the response."""
     return max(prompt + response - 1, 0)
 
 
@@ -330,15 +321,13 @@ PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, St
 
 
 def group_status(statuses: Iterable[Status | str]) -> Status:
-    """The status of a group from those of its members: the first of `PRECEDENCE` that one has, else
-    COMPLETED.
+    """Return the status of a group: the first of `PRECEDENCE` that a member has, else COMPLETED.
 
-    On purpose unlike the reference, where a group of INIT members, or of none, counts as COMPLETED
-    because nothing else fits: here it is INIT as long as one member still is (it waits or is being
-    made, and is never submitted), and a group without members is an error. Neither can ever be
-    trained.
+    Deliberately unlike the reference, where a group of INIT members, or of none, counts as
+    COMPLETED: here it is INIT as long as one member is (it waits or runs, and is never submitted),
+    and a group without members is an error. Neither can be trained.
     """
     held = {Status(status) for status in set(statuses)}
     if not held:
-        raise WireError("a group has no rollouts", hint="every group holds prompt_repeat_k of them")
+        raise WireError("a group has no rollouts", hint="a group has prompt_repeat_k of them")
     return next((status for status in PRECEDENCE if status in held), Status.COMPLETED)

@@ -1,8 +1,8 @@
-"""How a batch is shared among the training tasks, at each train step.
+"""How the batch of each train step is shared among the training tasks.
 
-Producer and trainer compute the same shares from the run's limits, so that neither has to ask the
-other. Weights that are changed while a run goes on hold from a later step on, one for which nothing
-was started yet.
+Producer and trainer compute the same shares from the run's limits, without asking each other.
+Weights that are changed while a run continues hold from the first step for which nothing was
+started yet.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_PARTS = 64
-"""Changes that are remembered one by one: more than steps can be taken again from a checkpoint that
-is kept.
-"""
+"""Changes of weights that are kept: more than the steps that a kept checkpoint can repeat."""
 
 
 class Reweighting(BaseModel):
-    """Weights by training task that hold from a train step on. `before`: groups of each task in all
-    batches before it, where what came earlier is forgotten.
+    """Weights by training task that hold from a train step on.
+
+    `before`: the groups of each task in all earlier batches, where earlier changes are not kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,8 +29,9 @@ class Reweighting(BaseModel):
 
 
 class TaskMix:
-    """Shares of a batch of `batch_size` groups; `history` in the order of its steps. What was
-    before the first of them is known in sum only.
+    """The shares of batches of `batch_size` groups; `history` is in the order of its steps.
+
+    Before the first of these changes only the sum of each task is known.
     """
 
     def __init__(self, batch_size: int, history: Sequence[Reweighting]) -> None:
@@ -39,14 +39,14 @@ class TaskMix:
         self._shares = [allocate(batch_size, part.weights) for part in history]
 
     def shares(self, step: int) -> dict[str, int]:
-        """Groups of each task in the batch of train step `step`."""
-        place = max(
+        """Return the groups of each task in the batch of train step `step`."""
+        newest = max(
             (n for n, part in enumerate(self._history) if part.from_step <= step), default=0
         )
-        return self._shares[place]
+        return self._shares[newest]
 
     def groups_until(self, task: str, step: int) -> int:
-        """Groups of a task in the batches of steps 1 to `step`, in all."""
+        """Return the groups of a task in the batches of steps 1 to `step` together."""
         total = self._history[0].before.get(task, 0)
         ends = [part.from_step - 1 for part in self._history[1:]] + [step]
         for part, shares, end in zip(self._history, self._shares, ends, strict=True):
@@ -57,10 +57,11 @@ class TaskMix:
 def newest_parts(
     history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS
 ) -> list[Reweighting]:
-    """The last `most` parts, the first of which knows the sum of what was before: a curriculum may
-    change weights at every step, and all processes read the list. `mix` is that of the whole
-    history.
+    """Return the last `most` changes, the first of them with the sums of everything before.
+
+    `mix`: that of the whole history.
     """
+    # a curriculum may change weights at every step, and all processes read the list
     first, *others = history[-most:]
     if len(history) > most:
         before = {task: mix.groups_until(task, first.from_step - 1) for task in first.weights}
@@ -69,8 +70,9 @@ def newest_parts(
 
 
 def allocate(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Groups of each task in a batch: by weight, largest remainder first, ties by order (2:1:0 of 7
-    is 5, 2, 0).
+    """Return the groups of each task in a batch: by weight, then largest remainder, then order.
+
+    For example, 2:1:0 of 7 is 5, 2, 0.
     """
     total = sum(weights.values())
     if batch_size < 0 or total <= 0 or min(weights.values()) < 0:

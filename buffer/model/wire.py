@@ -1,30 +1,32 @@
-"""From bytes to a plain document: nothing is believed yet but that it is msgpack of bounded size.
-
-What `wire.encode` writes is read without copying its columns, which are the last entry and nearly
-all of the bytes. Whatever looks otherwise is read as a whole by the library. The answer is the
-same, and so are the errors: only the second reader raises any.
-
-The wire format: one msgpack document per group, readable by any msgpack library in any language.
+"""The wire format: one msgpack document per group, readable by any msgpack library.
 
     {"schema": 1, "gid": str, "task": str,
      "shared": {"messages": [...], "data_source": str?, "ground_truth": any, "extra": {...},
                 "tools": [...]?, "tool_choice": str or {...}?,
-                "multimodal": [{"kind": str, "uri": str, "tokens": int?, "grid_thw": [int, int, int]?}, ...]?},
-     "members": [{"index": int, "status": str, "sample": {...}, "response": str?, "reward": {str: float}?,
-                  "finish_reason": str?, "error": str?, "spans": [[start, length, version, lineage], ...]?,
-                  "session_id": str?, "routed_experts": True (in the column) or str (where they are)?,
-                  "tool_calls": [{"id": str, "name": str, "arguments": {...}?, "raw_arguments": str?}, ...]?}, ...],
-     "columns": {"prompt_ids": {"dtype": "<i4", "data": bin}, "lengths": …, "response_ids": …, "logprobs": …,
-                 "mask": … (only where some token is not trained), "ref_logprobs": …?, "values": …? (NaN for all
-                 tokens of a member without), "routed_experts": {…, "shape": [rows, layers, top_k]}?}}
+                "multimodal": [{"kind": str, "uri": str, "tokens": int?,
+                                "grid_thw": [int, int, int]?}, ...]?},
+     "members": [{"index": int, "status": str, "sample": {...}, "response": str?,
+                  "reward": {str: float}?, "finish_reason": str?, "error": str?,
+                  "spans": [[start, length, version, lineage], ...]?, "session_id": str?,
+                  "routed_experts": True (in the column) or str (their address)?,
+                  "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
+                                  "raw_arguments": str?}, ...]?}, ...],
+     "columns": {"prompt_ids": {"dtype": "<i4", "data": bin}, "lengths": …, "response_ids": …,
+                 "logprobs": …, "mask": …? (where some token is not trained),
+                 "ref_logprobs": …?, "values": …? (NaN for all tokens of a member without),
+                 "routed_experts": {…, "shape": [rows, layers, top_k]}?}}
 
 The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
-dictionary): any writer may do so, every reader must look; checksum and size of a payload are those
-of the stored bytes.
+dictionary): any writer may do so, every reader must check for it. Checksum and size of a payload
+are those of the stored bytes.
 
 Columns are raw little-endian arrays, never lists of numbers. The prompt is stored once per group.
-`decode` trusts nothing: size, nesting, types, lengths against each other, NaN and schema are
-checked, and the error says what is wrong and where. Scripts never see these bytes (I14).
+`decode` checks size, nesting, types, lengths, NaN and schema, and its errors name what is wrong and
+where. Scripts never see these bytes (I14).
+
+A document that `encode` wrote is read without copying its columns, which are its last entry and
+nearly all of its bytes. Any other document is read as a whole by msgpack. The results are the same,
+and only the second reader raises errors.
 """
 
 from __future__ import annotations
@@ -51,22 +53,25 @@ MAX_CONTAINERS = 2**18
 """Maps and arrays in one document: an empty map is one byte on the wire and 64 in memory."""
 
 MAX_ITEMS = 2**18
-"""Declared length of one map or array: memory is set aside before the items are there."""
+"""Declared length of one map or array, for which memory is allocated before the items are read."""
 
 MAX_NESTING = 32
-"""Deeper documents would end other readers' (and our own encoder's) recursion."""
+"""Deeper documents would exceed the recursion limit of other readers, and of our encoder."""
 
 _OWN_ENTRIES = ("schema", "gid", "task", "shared", "members", "columns")
 _FIRST_BYTES = 32 * 2**10
-"""What is given to the library at first: all but the columns, where texts are short."""
+"""Bytes that msgpack reads at first: everything but the columns, where texts are short."""
 
 
 def read_document(data: bytes | memoryview) -> dict[str, Any]:
-    """The document as the library gives it, its columns perhaps as views of `data`. Raises
-    WireError.
+    """Return the unchecked document, with columns as views of `data` where possible.
+
+    Raises WireError for bytes that are no document of limited size.
     """
     if len(data) > MAX_BYTES:
-        raise WireError(f"document of {len(data)} bytes", hint=f"at most {MAX_BYTES}")
+        raise WireError(
+            f"the document has {len(data)} bytes", hint=f"at most {MAX_BYTES} are accepted"
+        )
     document = _read_own(memoryview(data)) or _read_any(data)
     if not isinstance(document, dict):
         raise WireError(f"the document is a {type(document).__name__}, not a map")
@@ -74,9 +79,7 @@ def read_document(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def check_nesting(value: Any) -> None:
-    """Raise WireError where maps and arrays lie too deep in each other. For what no schema
-    describes.
-    """
+    """Raise WireError where maps and arrays are nested too deeply, in what has no schema."""
     level: list[Any] = [[value]]
     for _ in range(MAX_NESTING):
         level = [
@@ -102,13 +105,13 @@ def _read_any(data: bytes | memoryview) -> Any:
 
 
 def _read_own(data: memoryview) -> dict[str, Any] | None:
-    """None where the document is not one of `wire.encode`."""
+    """Return the document; None where `encode` did not write it."""
     try:
         try:
-            document, place = _read_head(data[:_FIRST_BYTES])
+            document, start = _read_head(data[:_FIRST_BYTES])
         except msgpack.OutOfData:
-            document, place = _read_head(data[:MAX_CONTAINERS])
-        document["columns"] = read_own_columns(data, place)
+            document, start = _read_head(data[:MAX_CONTAINERS])
+        document["columns"] = read_own_columns(data, start)
     except (
         ValueError,
         TypeError,
@@ -122,11 +125,8 @@ def _read_own(data: memoryview) -> dict[str, Any] | None:
 
 
 def _read_head(data: memoryview) -> tuple[dict[str, Any], int]:
-    """All entries but the last one, the name of that, and where its value begins.
-
-    Containers need no count: there cannot be more of them than bytes, and it is given no more than
-    MAX_CONTAINERS.
-    """
+    """Return all entries, the last one without its value, and the offset of that value."""
+    # needs no count of containers: there are fewer than bytes, of which it gets MAX_CONTAINERS
     unpacker = msgpack.Unpacker(read_size=len(data), **_LIMITS)
     unpacker.feed(data)
     if unpacker.read_map_header() != len(_OWN_ENTRIES):
@@ -151,7 +151,7 @@ def _counting() -> dict[str, Any]:
 
 
 def _no_extensions(code: int, _: bytes) -> Any:
-    raise WireError(f"msgpack extension type {code}", hint="the format uses none")
+    raise WireError(f"msgpack extension type {code} is not part of the format")
 
 
 _LIMITS: dict[str, Any] = {
@@ -167,7 +167,7 @@ SCHEMA = 1
 
 
 def encode(group: RolloutGroup) -> bytes:
-    """The bytes of a group. O(bytes): columns are copied once, tokens are never looked at."""
+    """Return the bytes of a group, with one copy of its columns and no look at single tokens."""
     entries = {
         "schema": SCHEMA,
         "gid": group.gid,
@@ -176,67 +176,70 @@ def encode(group: RolloutGroup) -> bytes:
         "members": group.members,
     }
     try:
-        # its last byte is the None, in whose place the columns come
+        # the columns replace its last byte, which is the None
         head = memoryview(msgpack.packb(entries | {"columns": None}))[:-1]
         return b"".join([head, *pack_columns(columns_of(group))])
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(
-            f"group {group.gid} holds something that msgpack cannot: {error}",
-            hint="messages, ground_truth, extra and reward may hold text, numbers, lists and maps",
+            f"group {group.gid} has a value that msgpack cannot encode: {error}",
+            hint="use text, numbers, lists and maps in messages, ground_truth, extra and reward",
         ) from error
 
 
 def encode_checked(group: RolloutGroup) -> bytes:
-    """`encode`, for bytes that others must be able to read: raises what `decode` would raise for
-    them.
+    """Return the bytes of a group after a test that they can be read.
+
+    Raises what `decode` raises for them.
     """
     data = encode(group)
-    decode(data)  # only the bytes can tell: a tuple, say, has become a list
+    decode(data)  # the bytes are tested, because encoding changes values: a tuple becomes a list
     return data
 
 
 def decode(data: bytes | memoryview) -> RolloutGroup:
-    """The group of these bytes; its columns are views of them, or of what they expand to.
+    """Return the group in `data`, with columns as views of it, or of what it expands to.
 
     Raises:
         SchemaVersionError: written by another version.
-        WireError: anything else that is not a whole, consistent group.
+        WireError: the bytes are no complete, consistent group.
     """
     document = read_document(expand(data))
     _check_types(document)
     columns = unpack_columns(document["columns"])
     members = document["members"]
     _check_members(members, columns)
-    shared = {"messages": [], "data_source": None, "ground_truth": None, "extra": {}} | document[
-        "shared"
-    ]
+    absent: dict[str, Any] = {
+        "messages": [],
+        "data_source": None,
+        "ground_truth": None,
+        "extra": {},
+    }
+    shared = absent | document["shared"]
     return RolloutGroup.from_columns(document["gid"], document["task"], shared, members, columns)
 
 
 def _check_types(document: dict[str, Any]) -> None:
     if document.get("schema") != SCHEMA:
         raise SchemaVersionError(
-            f"schema {reprlib.repr(document.get('schema'))}; this version reads {SCHEMA}"
+            f"the document has schema {reprlib.repr(document.get('schema'))}, this version reads "
+            f"{SCHEMA}"
         )
     check_schema(document)
     check_nesting(document["shared"])
 
 
 def _check_members(members: list[Member], columns: Columns) -> None:
-    """What no schema says: columns and members against each other; adds a mask to columns without
-    one.
-    """
+    """Check columns and members against each other, and add a mask where there is none."""
     check_columns(columns, [member.get("routed_experts") is True for member in members])
-    for place, (member, tokens) in enumerate(
-        zip(members, columns["lengths"].tolist(), strict=True)
-    ):
+    lengths = columns["lengths"].tolist()
+    for index, (member, tokens) in enumerate(zip(members, lengths, strict=True)):
         for span in member.get("spans", ()):
             if span[0] + span[1] > tokens:
                 raise WireError(
-                    f"at members.{place}.spans: {reprlib.repr(span)} lies outside of {tokens} tokens"
+                    f"at members.{index}.spans: {reprlib.repr(span)} is outside of {tokens} tokens"
                 )
         check_nesting(member["sample"].get("structured"))
         if calls := member.get("tool_calls"):
             check_nesting([call.get("arguments") for call in calls])
         if member.get("routed_experts") is False:
-            raise WireError(f"at members.{place}.routed_experts: false", hint="leave it out")
+            raise WireError(f"at members.{index}.routed_experts: false", hint="leave it out")

@@ -1,7 +1,6 @@
-"""The token columns of the wire format: raw little-endian arrays, checked against each other before
-anybody uses them.
+"""The token columns of the wire format, raw little-endian arrays that are checked before use.
 
-Which there are, and what each holds, stands in `buffer.model.wire`; an error names the column.
+`buffer.model.wire` lists them; an error names the column.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def _head(name: str, entries: int) -> bytes:
 
 
 _HEADS = {name: _head(name, 2) for name in DTYPES}
-"""What is written before the bytes of a flat column."""
+"""The bytes before the length and the data of a flat column."""
 
 _LINE_BYTES = 48
-"""No less than the longest of them, and a length."""
+"""At least the longest of these heads, with a length."""
 
 
 class Column(TypedDict):
@@ -65,31 +64,30 @@ class Column(TypedDict):
     shape: NotRequired[list[int] | None]
 
 
-def read_own_columns(data: memoryview, place: int) -> dict[str, Column] | None:
-    """The columns that `wire.encode` wrote from `place` to the end, as views; None where anything
-    looks otherwise.
-    """
+def read_own_columns(data: memoryview, start: int) -> dict[str, Column] | None:
+    """Return the columns from `start` on as views; None where `wire.encode` did not write them."""
     columns: dict[str, Column] = {}
     data = data.toreadonly()
-    count = data[place] - _MAP
-    place = place + 1
+    count = data[start] - _MAP
+    at = start + 1
     if not 0 <= count < 16:
         return None
     for _ in range(count):
-        line = bytes(data[place : place + _LINE_BYTES])
+        line = bytes(data[at : at + _LINE_BYTES])
         name = line[1 : 1 + (line[0] & 0x1F)].decode(errors="replace")
         head = _HEADS.get(name, b"?")
         kind = len(head)
-        if not line.startswith(head) or (width := _BIN_WIDTHS.get(line[kind])) is None:
+        width = _BIN_WIDTHS.get(line[kind]) if line.startswith(head) else None
+        if width is None:
             return None
-        start = place + kind + 1 + width
-        place = start + int.from_bytes(line[kind + 1 : kind + 1 + width])
-        columns[name] = {"dtype": DTYPES[name], "data": data[start:place]}
-    return columns if place == len(data) else None
+        begin = at + kind + 1 + width
+        at = begin + int.from_bytes(line[kind + 1 : kind + 1 + width])
+        columns[name] = {"dtype": DTYPES[name], "data": data[begin:at]}
+    return columns if at == len(data) else None
 
 
 def columns_of(group: RolloutGroup) -> Columns:
-    """What is written of a group: a mask of all ones, and what no rollout has, is left out."""
+    """Return the columns to write, without a mask of ones and without columns of no rollout."""
     columns: Columns = {name: getattr(group, name) for name in NEEDED}
     if not group.mask.min(initial=1):
         columns["mask"] = group.mask
@@ -98,7 +96,7 @@ def columns_of(group: RolloutGroup) -> Columns:
 
 
 def pack_columns(columns: Columns) -> list[bytes | memoryview]:
-    """The columns as a msgpack map, in pieces to be joined, so that each is copied once."""
+    """Return the columns as a msgpack map, in pieces to be joined, so that each is copied once."""
     packed: list[bytes | memoryview] = [bytes([_MAP + len(columns)])]
     for name, column in columns.items():
         packed += _pack(name, column)
@@ -106,15 +104,14 @@ def pack_columns(columns: Columns) -> list[bytes | memoryview]:
 
 
 def unpack_columns(packed: Mapping[str, Column]) -> Columns:
-    """The columns as views of the received bytes. Raises WireError for one that is no such array."""
+    """Return the columns as views of the received bytes. Raises WireError for other data."""
     return {name: _unpack(name, column) for name, column in packed.items()}
 
 
 def check_columns(columns: Columns, has_experts: Sequence[bool]) -> None:
-    """Raise WireError where columns do not agree with each other or the members; adds a mask where
-    there is none.
+    """Check the columns against each other and the members, and add a mask where there is none.
 
-    `has_experts`: of each member, whether its experts are inline.
+    `has_experts`: whether the experts of each member are in the column. Raises WireError.
     """
     _check_lengths(columns, len(has_experts))
     _check_values(columns)
@@ -142,14 +139,16 @@ def _unpack(name: str, column: Column) -> NDArray[Any]:
     if column["dtype"] != dtype:
         raise WireError(f"at columns.{name}: dtype {column['dtype'][:16]!r}, expected {dtype!r}")
     if len(data) % _SIZES[name]:
-        raise WireError(f"at columns.{name}: {len(data)} bytes are no whole {dtype} array")
+        raise WireError(
+            f"at columns.{name}: {len(data)} bytes are not a multiple of {_SIZES[name]}"
+        )
     return _shaped(name, np.frombuffer(data, dtype), column.get("shape"))
 
 
 def _shaped(name: str, flat: NDArray[Any], shape: list[int] | None) -> NDArray[Any]:
     if name != "routed_experts":
         if shape is not None:
-            raise WireError(f"at columns.{name}.shape: only routed_experts has one")
+            raise WireError(f"at columns.{name}.shape: only routed_experts has a shape")
         return flat
     if shape is None or len(shape) != 3 or min(shape) < 1 or math.prod(shape) != len(flat):
         raise WireError(f"at columns.{name}.shape: {reprlib.repr(shape)} for {len(flat)} values")
@@ -161,7 +160,7 @@ def _check_lengths(columns: Columns, members: int) -> None:
     if len(lengths) != members:
         raise WireError(f"at columns.lengths: {len(lengths)} values for {members} members")
     if min(lengths) < 0:
-        raise WireError("at columns.lengths: negative")
+        raise WireError("at columns.lengths: a negative length")
     tokens = sum(lengths)
     for name in PER_TOKEN:
         if name in columns and len(columns[name]) != tokens:
@@ -173,20 +172,20 @@ def _check_lengths(columns: Columns, members: int) -> None:
 
 
 def _check_values(columns: Columns) -> None:
-    # as ufuncs: the methods of arrays are the same behind two calls of Python
+    # ufuncs, because the methods of arrays call them through two functions in Python
     if np.maximum.reduce(columns["mask"], initial=0) > 1:
         raise WireError("at columns.mask: a value that is neither 0 nor 1")
     for name in ("prompt_ids", "response_ids"):
         if np.minimum.reduce(columns[name], initial=0) < 0:
             raise WireError(f"at columns.{name}: a negative token id")
     if not np.isfinite(columns["logprobs"]).all():
-        raise WireError("at columns.logprobs: NaN or infinite")
+        raise WireError("at columns.logprobs: a value that is NaN or infinite")
 
 
 def _check_optional(name: str, column: NDArray[Any], lengths: NDArray[Any]) -> None:
-    """A member has all values or (NaN) none; a column that nobody has is not written."""
+    """Check that each member has all values or none (NaN), and that some member has values."""
     if np.isinf(column).any():
-        raise WireError(f"at columns.{name}: infinite")
+        raise WireError(f"at columns.{name}: an infinite value")
     absent = np.isnan(column)
     if absent.all():
         raise WireError(f"at columns.{name}: no member has a value")
@@ -200,11 +199,8 @@ def _check_experts(columns: Columns, has_experts: Sequence[bool]) -> None:
         return
     prompt = len(columns["prompt_ids"])
     lengths = columns["lengths"].tolist()
-    inline = [
-        expert_rows(prompt, n)
-        for n, is_inline in zip(lengths, has_experts, strict=True)
-        if is_inline
-    ]
+    members = zip(lengths, has_experts, strict=True)
+    inline = [expert_rows(prompt, length) for length, is_inline in members if is_inline]
     experts = columns.get("routed_experts")
     found = 0 if experts is None else len(experts)
     if found != sum(inline) or (experts is None) != (not inline):

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from buffer.batches.ledger import BatchLedger
 from buffer.groups.claim import Claim, Enqueued
 from buffer.groups.job_queue import JobQueue, Serves, serving_order
-from buffer.model.group import RolloutGroup
+from buffer.groups.submit import SubmitOutcome
 from buffer.model.ids import group_id
-from buffer.model.job import Job, ReleaseKind
+from buffer.model.job import Job, ReleaseKind, Result
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, NotReady
 from buffer.model.rollout import PolicyVersion
@@ -109,16 +109,20 @@ class TracedBuffer(ReplayBuffer):
         super().__init__(store, keys, limits, payloads)
         self._tracer = tracer
 
-    def submit(
-        self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False
-    ) -> None:
-        attributes: dict[str, str | int] = {
-            "worker": worker,
-            "tokens": new_tokens,
-            "status": str(group.status),
-        }
-        with self._tracer.during("submit", job.gid, **attributes):
-            super().submit(worker, job, group, new_tokens, filtered=filtered)
+    def submit_many(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
+        began = now_ns()
+        outcomes = super().submit_many(worker, results)
+        for result, outcome in zip(results, outcomes, strict=True):
+            self._tracer.past(
+                "submit",
+                result.job.gid,
+                began,
+                worker=worker,
+                tokens=result.new_tokens,
+                status=str(result.group.status),
+                error=str(outcome) if isinstance(outcome, Exception) else "",
+            )
+        return outcomes
 
 
 class TracedLedger(BatchLedger):

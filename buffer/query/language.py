@@ -1,14 +1,14 @@
-"""Questions about groups: a dict in, a small typed tree out, yes or no for a record (XTuner's query
-language).
+"""The query language (XTuner's): a dict becomes a small typed tree, which matches a record or not.
 
-    {"status": "completed", "staleness": {"$gte": 2}}              entries are ANDed; a plain value means $eq
-    {"$or": [{"task": "math"}, {"tokens": {"$between": [1, 99]}}]}  $and and $or hold lists, and nest
-    {}                                                             every group
+    {"status": "completed", "staleness": {"$gte": 2}}
+    {"$or": [{"task": "math"}, {"tokens": {"$between": [1, 99]}}]}
+    {}
 
-An empty $and is true, an empty $or false, and {"tries": {}} asks nothing. What a group has not (a
-version before its first token, say) is None: it equals only None, and is neither above nor below
-anything. Whatever is wrong with a question is found when it is parsed, never by what the data
-happens to hold.
+Entries are ANDed; a plain value means $eq; $and and $or hold lists, and nest; {} matches every
+group. An empty $and is true, an empty $or is false, and {"tries": {}} asks nothing. What a group
+does not have (a version before its first token, for example) is None: it equals only None, and is
+neither above nor below anything. Every error in a query is found when it is parsed, never because
+of the data.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from buffer.model.rollout import Status
 from buffer.query.record import STAGES, GroupRecord
 
 MAX_DEPTH = 32
-"""Levels of $and and $or."""
+"""Levels of $and and $or that a query may have."""
 
 Scalar = str | int | float | None
 
 
 class Field(NamedTuple):
-    """What may be asked of a field: `choices` are all values of one without an order."""
+    """Describes a field of queries; `choices` are all values of a field that has no order."""
 
     attribute: str
     kind: Literal["text", "number"]
@@ -65,7 +65,7 @@ ORDERINGS: Mapping[str, Callable[[Any, Any], bool]] = {
     "$lte": operator.le,
     "$between": lambda value, ends: bool(ends[0] <= value <= ends[1]),
 }
-"""False for what a group has not."""
+"""False where a group has no value."""
 
 EQUALITIES: Mapping[str, Callable[[Any, Any], bool]] = {
     "$eq": operator.eq,
@@ -79,8 +79,9 @@ OPERATORS = (*EQUALITIES, *ORDERINGS)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One field against a scalar, a frozenset ($in, $not_in) or both ends ($between). Made by
-    `parse`.
+    """Compares a field with a scalar, a frozenset ($in, $not_in) or both ends ($between).
+
+    Made by `parse`, which has checked the operand.
     """
 
     field: str
@@ -88,6 +89,7 @@ class Condition:
     operand: Any
 
     def holds(self, value: Scalar) -> bool:
+        """Return whether a value of the field matches."""
         if equality := EQUALITIES.get(self.operator):
             return equality(value, self.operand)
         return value is not None and ORDERINGS[self.operator](value, self.operand)
@@ -95,14 +97,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """True where every part is: true without parts."""
+    """Matches where every part does, and without parts."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """True where some part is: false without parts."""
+    """Matches where any part does, and never without parts."""
 
     parts: tuple[Node, ...]
 
@@ -113,14 +115,12 @@ FALSE = AnyOf(())
 
 
 def parse(query: object) -> Node:
-    """The tree of a query (a dict, or a tree that was parsed before). QueryError says what is
-    allowed instead.
-    """
+    """Return the tree of a query (a dict, or a tree that was parsed before). Raises QueryError."""
     return _expression(query, 0)
 
 
 def matches(node: Node, record: GroupRecord) -> bool:
-    """Whether a record is what was asked for. Never raises for a parsed tree."""
+    """Return whether a record matches a parsed query. Never raises."""
     match node:
         case Condition():
             return node.holds(getattr(record, FIELDS[node.field].attribute))
@@ -131,17 +131,14 @@ def matches(node: Node, record: GroupRecord) -> bool:
 
 
 def field_of(name: object) -> Field:
-    """What may be asked of the field of that name. QueryError names those there are."""
+    """Return the field of that name. Raises QueryError, which lists the fields."""
     field = FIELDS.get(name) if isinstance(name, str) else None
     if field is None:
-        raise QueryError(
-            f"there is no field {_show(name)} to ask for", hint=f"fields: {', '.join(FIELDS)}"
-        )
+        raise QueryError(f"there is no field {_show(name)}", hint=f"fields: {', '.join(FIELDS)}")
     return field
 
 
-# parsing
-# --------------------------------------------------------------------------------------------------------
+# -- parsing -----------------------------------------------------------------
 
 
 def _expression(query: object, depth: int) -> Node:
@@ -172,8 +169,8 @@ def _entry(name: object, value: object, depth: int) -> Node:
         return AllOf(parts) if name == "$and" else AnyOf(parts)
     if isinstance(name, str) and name.startswith("$"):
         raise QueryError(
-            f"{_show(name)} cannot stand here",
-            hint="a field, $and or $or: operators go below a field",
+            f"{_show(name)} is not allowed here",
+            hint="use a field, $and or $or; operators belong to a field",
         )
     field = field_of(name)
     conditions = value if isinstance(value, dict) else {"$eq": value}
@@ -189,7 +186,7 @@ def _condition(name: str, field: Field, op: object, operand: object) -> Conditio
         )
     if op in ORDERINGS and field.choices:
         raise QueryError(
-            f"{name}: {op} asks for an order, and {name} has none", hint=", ".join(EQUALITIES)
+            f"{name}: {op} needs an order, and {name} has none", hint=", ".join(EQUALITIES)
         )
     where = f"{name}: {op}"
     if op in ("$in", "$not_in"):
@@ -229,13 +226,13 @@ def _scalar(where: str, field: Field, value: object, *, is_ordered: bool = False
         return str(value)
     if field.kind == "number" and _is_number(value):
         return value
-    kinds = {"text": "a text", "number": "a finite number"}[field.kind]
+    kinds = {"text": "a string", "number": "a finite number"}[field.kind]
     missing = ", or null where there is none" if field.may_be_missing and not is_ordered else ""
     raise QueryError(f"{where} cannot be {_show(value)}", hint=f"{kinds}{missing}")
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    # True is an int to Python, and NaN lies between nothing
+    # True is an int to Python, and NaN has no order
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)

@@ -1,9 +1,9 @@
-"""What an index answers of a question before any record is read.
+"""Plans a query: what an index answers of it before any record is read.
 
-An index knows some fields of all its groups: a pool their task, stage and status. `narrow` puts
-these into the question; what is left is false (skip the index), a range of versions (which is how a
-pool is sorted), or more. Every answer here may be too wide, never too narrow: records are asked the
-whole question in the end.
+An index knows some fields of all its groups: a pool knows their task, stage and status. `narrow`
+replaces these in the query. The rest is false (skip the index), a range of versions (by which a
+pool is sorted), or more. Each answer here may be too wide, never too narrow: in the end every
+record is matched against the whole query.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ from typing import Any, NamedTuple
 from buffer.query.language import FALSE, TRUE, AllOf, AnyOf, Condition, Node, Scalar
 
 MAX_VERSION = 2**53
-"""No policy version is as high (`buffer.model.wire`), and a score of a sorted set is exact up to
-here.
-"""
+"""Above every policy version (`buffer.model.wire`); scores of sorted sets are exact up to here."""
 
 
 class VersionRange(NamedTuple):
-    """Versions from `low` to `high`, both included; `high` infinite: groups without a version as
-    well.
-    """
+    """Versions from `low` to `high`, both included; infinite `high` includes groups without one."""
 
     low: float
     high: float
@@ -38,12 +34,12 @@ NOTHING = VersionRange(1, 0)
 
 
 def narrow(node: Node, known: Mapping[str, Scalar]) -> Node:
-    """What is left to ask once some fields are known; TRUE or FALSE where nothing is."""
+    """Return the rest of a query when some fields are known: TRUE or FALSE if nothing is left."""
     if isinstance(node, Condition):
         if node.field not in known:
             return node
         return TRUE if node.holds(known[node.field]) else FALSE
-    # in an AllOf TRUE adds nothing and FALSE decides; in an AnyOf it is the other way round
+    # in AllOf, TRUE adds nothing and FALSE decides; in AnyOf, the reverse
     neutral, deciding = (TRUE, FALSE) if isinstance(node, AllOf) else (FALSE, TRUE)
     left = [part for part in (narrow(part, known) for part in node.parts) if part != neutral]
     if deciding in left:
@@ -51,27 +47,31 @@ def narrow(node: Node, known: Mapping[str, Scalar]) -> Node:
     return left[0] if len(left) == 1 else type(node)(tuple(left))
 
 
-def pinned(node: Node, field: str) -> frozenset[Any] | None:
-    """The only values of a field that can fit; None where the question names none."""
+def allowed_values(node: Node, field: str) -> frozenset[Any] | None:
+    """Return the only values of a field that can match; None if the query does not name them."""
     match node:
         case Condition(name, "$eq", value) if name == field:
             return frozenset([value])
         case Condition(name, "$in", values) if name == field:
             return frozenset(values)
         case AllOf(parts):
-            found = [values for part in parts if (values := pinned(part, field)) is not None]
-            return frozenset.intersection(*found) if found else None
+            named = [values for values in _values_of(parts, field) if values is not None]
+            return frozenset.intersection(*named) if named else None
         case AnyOf(parts):
-            each = [pinned(part, field) for part in parts]
-            named = [values for values in each if values is not None]
-            return frozenset().union(*named) if len(named) == len(each) else None
+            # a part that names no values lets any value match
+            named = [values for values in _values_of(parts, field) if values is not None]
+            return frozenset().union(*named) if len(named) == len(parts) else None
     return None
 
 
-def version_range(node: Node, taken: int) -> VersionRange:
-    """The versions of groups in a pool that can fit, when `taken` is the last step taken.
+def _values_of(parts: tuple[Node, ...], field: str) -> list[frozenset[Any] | None]:
+    return [allowed_values(part, field) for part in parts]
 
-    There, staleness is `taken - version`: it counts up to the next step.
+
+def version_range(node: Node, taken: int) -> VersionRange:
+    """Return the versions of pooled groups that can match, when `taken` is the last step taken.
+
+    In a pool, staleness is `taken - version`: that of the next step.
     """
     match node:
         case Condition("version"):
@@ -84,16 +84,14 @@ def version_range(node: Node, taken: int) -> VersionRange:
             return VersionRange(max(r.low for r in ranges), min(r.high for r in ranges))
         case AnyOf(parts):
             wanted = [r for r in (version_range(part, taken) for part in parts) if not r.is_empty]
-            return (
-                VersionRange(min(r.low for r in wanted), max(r.high for r in wanted))
-                if wanted
-                else NOTHING
-            )
+            if not wanted:
+                return NOTHING
+            return VersionRange(min(r.low for r in wanted), max(r.high for r in wanted))
     return EVERY
 
 
 def is_exact(node: Node) -> bool:
-    """Whether `version_range` says all that a question does, so that counting needs no record."""
+    """Return whether `version_range` is the whole query, so that counting needs no records."""
     match node:
         case Condition("version" | "staleness", op, operand):
             return op in _BOUNDS and operand is not None
@@ -110,7 +108,7 @@ _BOUNDS: Mapping[str, Callable[[Any], tuple[float, float]]] = {
     "$lte": lambda x: (-MAX_VERSION, math.floor(x)),
     "$between": lambda ends: (math.ceil(ends[0]), math.floor(ends[1])),
 }
-"""Lowest and highest integer that fit. All but $eq null leave out groups without a version."""
+"""Lowest and highest integer that match. All but $eq null exclude groups without a version."""
 
 
 def _integers(condition: Condition) -> tuple[float, float]:

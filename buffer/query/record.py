@@ -1,8 +1,6 @@
-"""The short facts of one group, as its record in Redis tells them; payloads are never read for
-them.
+"""The short facts about one group, from its record in Redis; never from its payload.
 
-Whoever lists groups reads these, and only these: `language.py` asks about them, `scan.py` finds
-them.
+All that lists groups reads these: `language.py` matches them, `scan.py` finds them.
 """
 
 from __future__ import annotations
@@ -14,15 +12,17 @@ from typing import NamedTuple
 from buffer.model.ids import split_group_id
 
 STAGES = ("waiting", "running", "pool", "taken", "dead")
-"""Where a group that has a record may be, in the order of its life."""
+"""Stages of groups that have a record, in the order of their life."""
 
-RECORD_FIELDS = ("stage", "status", "version", "tries", "aborts", "owner", "samples", "tokens", "size",
-                 "reward", "arrival", "batch", "entry", "claimed_ms", "submitted_ms")  # fmt: skip
-"""What is read of a record (`group:<gid>`)."""
+RECORD_FIELDS = (
+    *("stage", "status", "version", "tries", "aborts", "owner", "samples", "tokens", "size"),
+    *("reward", "arrival", "batch", "entry", "claimed_ms", "submitted_ms"),
+)
+"""Fields that are read of a record (`group:<gid>`)."""
 
 
 class Moment(NamedTuple):
-    """What ages are counted from: the last step taken, and the server's clock (ms)."""
+    """What ages are relative to: the last step taken, and the server's clock in ms."""
 
     taken: int
     now_ms: int
@@ -30,13 +30,12 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """None stands for what a group has not (yet).
+    """Describes one group; None stands for what it does not have (yet).
 
-    `staleness` counts up to the step that took the group, or else to the next step. `owner` holds
-    it, or held it last. `reward` is the mean score of a completed group. `arrival` is the number of
-    its last hand-in. `time_ms` has passed since it began to wait, was claimed, or was handed in,
-    whichever came last. `size` is in bytes: of the result, or of the prompt where there is none
-    (any more).
+    `staleness` is that of the step that took the group, or else of the next step. `owner` holds it,
+    or held it last. `reward` is the mean score of a completed group. `arrival` is the number of its
+    last submit. `time_ms` has passed since it was queued, claimed or submitted, whichever came
+    last. `size` is in bytes: of the result, or of the prompt where there is no result (any more).
     """
 
     gid: str
@@ -59,18 +58,14 @@ class GroupRecord:
 
     @classmethod
     def parse(cls, gid: str, values: Sequence[bytes | None], moment: Moment) -> GroupRecord | None:
-        """The record behind the values of `RECORD_FIELDS`; None where the group has ended
-        meanwhile.
-        """
-        return cls.of(
-            gid,
-            {n: value.decode() for n, value in zip(RECORD_FIELDS, values, strict=True) if value},
-            moment,
-        )
+        """Return the record of these values of `RECORD_FIELDS`; None if the group has ended."""
+        named = zip(RECORD_FIELDS, values, strict=True)
+        record = {name: value.decode() for name, value in named if value}
+        return cls.of(gid, record, moment)
 
     @classmethod
     def of(cls, gid: str, record: Mapping[str, str], moment: Moment) -> GroupRecord | None:
-        """The same, of a whole record."""
+        """Return the record of these fields; None if the group has ended."""
         fields = {name: value for name, value in record.items() if value}
         if "stage" not in fields:
             return None
@@ -98,24 +93,21 @@ class GroupRecord:
 
 
 def _used_by(fields: dict[str, str], moment: Moment) -> int:
-    """The train step that took the group, or may take it next."""
+    """Return the train step that took the group, or may take it next."""
     ledger, _, step = fields.get("batch", "").rpartition(":")
     return int(step) if fields["stage"] == "taken" and ledger == "train" else moment.taken + 1
 
 
 def _mean_score(fields: dict[str, str]) -> float | None:
-    # the scores of an interrupted group are not counted
+    # the scores of an interrupted group do not count
     samples = int(fields.get("samples", 0))
     is_scored = fields.get("status") == "completed" and "reward" in fields and samples
     return float(fields["reward"]) / samples if is_scored else None
 
 
 def _age_ms(fields: dict[str, str], moment: Moment) -> int | None:
-    # the entry of a stream begins with the ms in which it was added
-    noted = (
-        fields.get("entry", "").partition("-")[0],
-        fields.get("claimed_ms"),
-        fields.get("submitted_ms"),
-    )
+    # the id of a stream entry begins with the ms in which it was added
+    queued_ms = fields.get("entry", "").partition("-")[0]
+    noted = (queued_ms, fields.get("claimed_ms"), fields.get("submitted_ms"))
     times = [int(time) for time in noted if time]
     return max(0, moment.now_ms - max(times)) if times else None

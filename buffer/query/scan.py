@@ -1,11 +1,11 @@
-"""Finds and counts the groups of a run that fit a question (`buffer.query.language`). Reads only,
-and never a payload.
+"""Finds and counts the groups of a run that match a query (`buffer.query.language`).
 
-Each group that still lives is in one index: a stream, a pool, the leases, a manifest or the dead
-letters (I1). So the indexes are walked, page by page, and never the key space of the server:
-indexes that cannot hold an answer are left out, pools are read from the oldest version that fits,
-groups named by gid or draw are looked up. What is found is of different instants: on a live run a
-group that moves meanwhile may be missed, or be met in both of its stages. For proof use `fsck`.
+Reads only, and never a payload. Each living group is in one index: a stream, a pool, the leases, a
+manifest or the dead letters (I1). So the indexes are walked, page by page, and never the key space
+of the server: indexes that cannot hold a match are skipped, pools are read from the oldest version
+that can match, and groups that the query names by gid or draw are looked up. Pages are read at
+different times: on a live run, a group that moves meanwhile may be missed, or found in both of its
+stages. For proof use `fsck`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,33 @@ from buffer.errors import QueryError
 from buffer.model.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.model.limits import RunLimits
 from buffer.query.language import FALSE, TRUE, Node, Scalar, field_of, matches, parse
-from buffer.query.plan import EVERY, VersionRange, is_exact, narrow, pinned, version_range
+from buffer.query.plan import EVERY, VersionRange, allowed_values, is_exact, narrow, version_range
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.store.bulk_io import Command
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 PAGE = 500
-"""Groups in one round trip: the server answers others between two of them."""
+"""Groups in one round trip: between two of them the server answers other clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """One index, what is left to ask of its groups, and which of their versions can fit."""
+    """Names an index, the rest of the query for its groups, and the versions that can match."""
 
     stage: str
     key: str
-    question: Node
+    rest: Node
     versions: VersionRange = EVERY
 
 
 class GroupScan:
-    """The groups of one run, by what is known of them."""
+    """Finds and counts groups of one run by the fields of their records.
+
+    Usage:
+        for record in run.groups.find({"stage": "pool", "staleness": {"$gte": 2}}):
+            print(record.gid, record.tokens)
+    """
 
     def __init__(
         self, store: Store, keys: Keys, limits: RunLimits, ledgers: Sequence[BatchLedger]
@@ -51,34 +56,36 @@ class GroupScan:
         self._keys = keys
         self._limits = limits
         self._ledgers = ledgers
-        # where single tokens expire, the score of a pool may be lower than the version
+        # with token staleness, the score in a pool may be lower than the version
         self._is_by_version = limits.token_threshold is None
 
     def find(
         self, query: object = TRUE, *, limit: int | None = None, order: str = ""
     ) -> Iterator[GroupRecord]:
-        """The records that fit, one page in memory at a time.
+        """Yield the records that match, with one page in memory at a time.
 
-        They come stage by stage, a pool by weights and arrival (whatever the run's order policy),
-        or by a field: `order="tokens"`, or `"-tokens"` for the highest first, in both cases those
-        without a value last; that looks at all that fit, keeps `limit` of them, and so needs a
-        limit. Raises QueryError at once, whatever the data.
+        They come stage by stage, and those of a pool by version and arrival, whatever the run's
+        order policy. With `order="tokens"`, or `"-tokens"` for the highest first, they come by that
+        field, those without a value last; that reads all matches, keeps `limit` of them, and so
+        needs a limit. Raises QueryError at once, whatever the data.
         """
         node = parse(query)
         if limit is not None and limit < 0:
-            raise QueryError(f"limit {limit}", hint="0 or more")
+            raise QueryError(f"limit {limit} is negative", hint="use 0 or more")
         if not order:
             return islice(self._walk(node), limit)
         attribute = field_of(order.removeprefix("-")).attribute
         if limit is None:
             raise QueryError(
-                f"order {order!r} needs a limit", hint="only so many are kept in memory"
+                f"order {order!r} needs a limit", hint="it bounds how many are kept in memory"
             )
         return self._sorted(node, attribute, limit, descending=order.startswith("-"))
 
     def count(self, query: object = TRUE) -> int:
-        """How many groups fit. O(log N) for what task, stage waiting or pool, status, version and
-        staleness say.
+        """Return how many groups match.
+
+        O(log N) for queries about the task, the stages waiting and pool, status, version and
+        staleness; O(N) for others.
         """
         node = parse(query)
         moment = moment_of(self._store, self._ledgers[0])
@@ -86,7 +93,7 @@ class GroupScan:
             return sum(1 for _ in self._records(named, node, moment))
         return sum(self._count(index, node, moment) for index in self._indexes(node, moment.taken))
 
-    # -- walking -----------------------------------------------------------------------------------------------
+    # -- walking -------------------------------------------------------------
 
     def _walk(self, node: Node) -> Iterator[GroupRecord]:
         moment = moment_of(self._store, self._ledgers[0])
@@ -101,25 +108,21 @@ class GroupScan:
     ) -> Iterator[GroupRecord]:
         def rank(record: GroupRecord) -> tuple[Any, ...]:
             value = getattr(record, attribute)
-            return (
-                ((0,) if descending else (1,))
-                if value is None
-                else (1, value)
-                if descending
-                else (0, value)
-            )
+            is_missing = value is None
+            # the first element puts records without a value last, in both directions
+            return (is_missing != descending, *([] if is_missing else [value]))
 
         choose = heapq.nlargest if descending else heapq.nsmallest
         yield from choose(limit, self._walk(node), key=rank)
 
     def _of(self, index: Index, node: Node, moment: Moment) -> Iterator[GroupRecord]:
         for record in self._records(self._gids(index), node, moment):
-            # one that has left is found where it is now
+            # a group that has moved is found in its new stage
             if record.stage == index.stage:
                 yield record
 
     def _records(self, gids: Iterator[str], node: Node, moment: Moment) -> Iterator[GroupRecord]:
-        likely = (gid for gid in gids if narrow(node, _known(gid)) != FALSE)
+        likely = (gid for gid in gids if narrow(node, _facts_of(gid)) != FALSE)
         while page := list(islice(likely, PAGE)):
             values = self._pipelined(
                 "records", [("HMGET", self._keys.group(gid), *RECORD_FIELDS) for gid in page]
@@ -130,31 +133,29 @@ class GroupScan:
                     yield record
 
     def _named(self, node: Node) -> Iterator[str] | None:
-        """The gids that the question names; None where it does not."""
-        if (gids := pinned(node, "gid")) is not None:
+        """Return the gids that the query names; None if it names none."""
+        if (gids := allowed_values(node, "gid")) is not None:
             return (gid for gid in sorted(gids) if GID.fullmatch(gid))
-        if (draws := pinned(node, "draw")) is None:
+        if (draws := allowed_values(node, "draw")) is None:
             return None
         whole = sorted(int(draw) for draw in draws if draw == int(draw) and 0 <= draw < 10**10)
         return (group_id(task, draw) for task in self._limits.tasks for draw in whole)
 
-    # -- indexes -----------------------------------------------------------------------------------------------
+    # -- indexes -------------------------------------------------------------
 
     def _indexes(self, node: Node, taken: int) -> Iterator[Index]:
-        """Those that can hold an answer, in the order of `STAGES`."""
+        """Yield the indexes that can hold a match, in the order of `STAGES`."""
         for stage in STAGES:
             for key, known in self._keys_of(stage):
-                question = narrow(node, {"stage": stage} | known)
-                versions = (
-                    version_range(question, taken)
-                    if stage == "pool" and self._is_by_version
-                    else EVERY
-                )
-                if question != FALSE and not versions.is_empty:
-                    yield Index(stage, key, question, versions)
+                rest = narrow(node, {"stage": stage, **known})
+                versions = EVERY
+                if stage == "pool" and self._is_by_version:
+                    versions = version_range(rest, taken)
+                if rest != FALSE and not versions.is_empty:
+                    yield Index(stage, key, rest, versions)
 
     def _keys_of(self, stage: str) -> list[tuple[str, dict[str, Scalar]]]:
-        """The indexes of a stage, each with the fields that all its groups share."""
+        """Return the indexes of a stage, each with the fields that all its groups share."""
         tasks = self._limits.tasks
         keys = self._keys
         match stage:
@@ -173,10 +174,10 @@ class GroupScan:
         return [(ledger.name, {}) for ledger in self._ledgers]
 
     def _count(self, index: Index, node: Node, moment: Moment) -> int:
-        if index.stage == "pool" and self._is_by_version and is_exact(index.question):
-            return int(self._ask("ZCOUNT", index.key, *_bounds(index.versions)))
-        if index.question == TRUE and index.stage != "taken":
-            return int(self._ask("XLEN" if index.stage == "waiting" else "ZCARD", index.key))
+        if index.stage == "pool" and self._is_by_version and is_exact(index.rest):
+            return int(self._command("ZCOUNT", index.key, *_bounds(index.versions)))
+        if index.rest == TRUE and index.stage != "taken":
+            return int(self._command("XLEN" if index.stage == "waiting" else "ZCARD", index.key))
         return sum(1 for _ in self._of(index, node, moment))
 
     def _gids(self, index: Index) -> Iterator[str]:
@@ -184,17 +185,15 @@ class GroupScan:
             case "waiting":
                 return self._waiting(index.key)
             case "pool":
-                return (
-                    member.partition(":")[2]
-                    for member in self._sorted_set(index.key, index.versions)
-                )
+                members = self._sorted_set(index.key, index.versions)
+                return (member.partition(":")[2] for member in members)
             case "taken":
                 return self._taken(index.key)
         return self._sorted_set(index.key, EVERY)
 
     def _waiting(self, key: str) -> Iterator[str]:
         after = "-"
-        while entries := self._ask("XRANGE", key, after, "+", "COUNT", PAGE):
+        while entries := self._command("XRANGE", key, after, "+", "COUNT", PAGE):
             yield from (fields[b"gid"].decode() for _, fields in entries)
             after = "(" + entries[-1][0].decode()
 
@@ -206,14 +205,12 @@ class GroupScan:
                 yield from manifest.gids
 
     def _sorted_set(self, key: str, versions: VersionRange) -> Iterator[str]:
-        """Members in order, none skipped although others are taken away before it meanwhile."""
-        start = (
-            0
-            if versions == EVERY
-            else int(self._ask("ZCOUNT", key, "-inf", f"({_bounds(versions)[0]}"))
-        )
+        """Yield members in order, none of them skipped when others are removed meanwhile."""
+        start = 0
+        if versions != EVERY:
+            start = int(self._command("ZCOUNT", key, "-inf", f"({_bounds(versions)[0]}"))
         last: tuple[float, bytes] | None = None
-        while page := self._ask("ZRANGE", key, start, start + PAGE - 1, "WITHSCORES"):
+        while page := self._command("ZRANGE", key, start, start + PAGE - 1, "WITHSCORES"):
             pairs = [(float(score), member) for member, score in _pairs(page)]
             for score, member in pairs:
                 if score > versions.high:
@@ -221,19 +218,19 @@ class GroupScan:
                 if last is None or (score, member) > last:
                     yield member.decode()
             last = pairs[-1] if last is None else max(last, pairs[-1])
-            start = self._place_after(key, pairs[-1])
+            start = self._rank_after(key, pairs[-1])
 
-    def _place_after(self, key: str, last: tuple[float, bytes]) -> int:
-        """The rank behind a member; where it has gone, that of the first with its score."""
+    def _rank_after(self, key: str, last: tuple[float, bytes]) -> int:
+        """Return the rank after a member; if it was removed, that of the first with its score."""
         score, member = last
         rank, below = self._pipelined(
-            "place", [("ZRANK", key, member), ("ZCOUNT", key, "-inf", f"({score:.17g}")]
+            "rank", [("ZRANK", key, member), ("ZCOUNT", key, "-inf", f"({score:.17g}")]
         )
         return int(below) if rank is None else int(rank) + 1
 
-    # -- asking ------------------------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------
 
-    def _ask(self, *command: str | int | bytes) -> Any:
+    def _command(self, *command: str | int | bytes) -> Any:
         return self._pipelined("list", [command])[0]
 
     def _pipelined(self, what: str, commands: Sequence[Command]) -> list[Any]:
@@ -241,13 +238,13 @@ class GroupScan:
 
 
 def moment_of(store: Store, ledger: BatchLedger) -> Moment:
-    """Now, for ages of groups."""
+    """Return the present, for ages of groups."""
     seconds, micros = store.retrying("time", lambda: store.control.time())
     return Moment(ledger.steps()[0], int(seconds) * 1000 + int(micros) // 1000)
 
 
-def _known(gid: str) -> dict[str, Scalar]:
-    """What a gid says of its group."""
+def _facts_of(gid: str) -> dict[str, Scalar]:
+    """Return the fields that a gid contains."""
     task, draw = split_group_id(gid)
     return {"gid": gid, "task": task, "draw": draw}
 
@@ -257,9 +254,7 @@ def _bounds(versions: VersionRange) -> tuple[str, str]:
 
 
 def _pairs(reply: Any) -> Iterator[tuple[bytes, Any]]:
-    """Member and score: a list of pairs, or (RESP2, unparsed) one flat list."""
-    return (
-        iter(reply)
-        if reply and isinstance(reply[0], list | tuple)
-        else zip(reply[::2], reply[1::2], strict=True)
-    )
+    """Return (member, score) of a reply: a list of pairs, or (RESP2, unparsed) one flat list."""
+    if reply and isinstance(reply[0], list | tuple):
+        return iter(reply)
+    return zip(reply[::2], reply[1::2], strict=True)

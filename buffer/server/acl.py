@@ -1,18 +1,18 @@
-"""Who may do what on the server: one user per role of a run, as lines of a Redis or Valkey ACL
-file.
+"""Users of the server: one per role of a run, as lines of a Redis or Valkey ACL file.
 
-    role      writes                                                                     runs
-    producer  groups, waiting lines, accounts, cursors, control, limits                  enqueue, reissue, janitor
-    worker    groups, leases, waiting lines, pools, accounts; no ledger, batch, control  claim to submit, reap
-    judge     keys of rq                                                                 rq jobs
-    trainer   everything of the run                                                      take, commit, publish, pause
-    viewer    nothing                                                                    status, top, ls, show, fsck
-    operator  everything of the run; reads the server's settings                         all of the command
+    role      writes                                                 runs
+    producer  groups, queues, accounts, cursors, control, limits     enqueue, reissue, janitor
+    worker    groups, leases, queues, pools, accounts; no ledger,    claim to submit, reap
+              batch, control
+    judge     keys of rq                                             rq jobs
+    trainer   everything of the run                                  take, commit, publish, pause
+    viewer    nothing                                                status, top, ls, show, fsck
+    operator  everything of the run; reads the server's settings     every command
 
-A script may only do what its caller may do: the server checks each command inside of it. So a user
-has three parts: what may be read; a selector for what may be written; and one that lets scripts be
-called with any key of the run, which by itself permits nothing. Every role but judge sees all of
-its run; of other runs, none sees more than the names.
+A script may only do what its caller may do: the server checks each command inside it. So a user has
+three parts: keys to read, a selector for keys to write, and a selector that permits to call scripts
+with any key of the run, which alone permits nothing. Every role but judge reads all of its run; of
+other runs, it sees nothing but the names.
 """
 
 from __future__ import annotations
@@ -23,27 +23,32 @@ from dataclasses import dataclass
 from buffer.store.keys import Keys
 
 _READ = "+@read -@dangerous +info"
-_CONNECTION = "+@connection -@admin -@dangerous +info +time +wait +cluster|slots +cluster|shards +cluster|info"
+_CONNECTION = (
+    "+@connection -@admin -@dangerous +info +time +wait "
+    "+cluster|slots +cluster|shards +cluster|info"
+)
 _SETTINGS = "+config|get"
 _WRITE = "+@read +@write -@dangerous"
 
 _GROUPS = (
-    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "order:*", "payload:*", "unpinned", "garbage", "bytes",
-    "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*", "workers", "worker:*", "holds:*", "events",
-    "clock",
+    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "order:*",
+    "payload:*", "unpinned", "garbage", "bytes",
+    "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*",
+    "workers", "worker:*", "holds:*", "events", "clock",
 )  # fmt: skip
-"""What moves while groups are made. Written by workers, and by whoever sweeps."""
+"""Keys that change while groups are generated; workers and janitors write them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """`writes`: names of keys behind the run's prefix, as patterns. `more`: further rules. `sees`
-    the run or not.
-    """
+    """What the user of one role may do."""
 
     writes: tuple[str, ...] = ()
+    """patterns of keys to write, behind the run's prefix"""
     more: tuple[str, ...] = ()
+    """further rules of the ACL"""
     sees: bool = True
+    """whether the user may read the run"""
 
 
 _RQ = "(~rq:* +@read +@write +@transaction -@dangerous)"
@@ -54,7 +59,7 @@ ROLES = {
         (*_GROUPS, "control", "cursors", "meta", "ledger:*", "batch:*", "ended:*"), (_SETTINGS,)
     ),
     "worker": Role(_GROUPS, (_SETTINGS, _RQ)),
-    # what a model wrote runs there: it sees nothing of the run
+    # a judge may execute code that a model wrote, so it sees nothing of the run
     "judge": Role((), (_SETTINGS, _RQ, *_RQ_WORKER), sees=False),
     "trainer": Role(("*",), (_SETTINGS, "+publish")),
     "viewer": Role(),
@@ -63,22 +68,22 @@ ROLES = {
 
 
 def user_name(run: str, role: str) -> str:
-    """The name of the user that has a role of a run."""
+    """Return the name of the user for a role of a run."""
     return f"{run}-{role}"
 
 
 def acl_line(run: str, role: str, password: str) -> str:
-    """One line of an ACL file. It holds a hash of the password, never the password."""
+    """Return one line of an ACL file; it holds a hash of the password, never the password."""
     secret = hashlib.sha256(password.encode()).hexdigest()
     rules = [f"user {user_name(run, role)} on #{secret} resetchannels resetkeys -@all", _CONNECTION]
-    # what is taken away comes first
+    # the server applies rules in order: these remove everything, the others add to it
     return " ".join([*rules, *_rules_of_keys(Keys(run), ROLES[role]), *ROLES[role].more])
 
 
 def _rules_of_keys(keys: Keys, role: Role) -> list[str]:
     if not role.sees:
         return []
-    # in a cluster payloads have slots, and so prefixes, of their own
+    # in a cluster, payloads have slots of their own, and therefore another prefix
     prefixes = (keys.prefix, keys.spread_prefix)
     rules = [
         f"&{keys.control} +subscribe +unsubscribe +script|load",

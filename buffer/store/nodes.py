@@ -1,10 +1,10 @@
 """Which server holds a key: the only one there is, or a node of a cluster.
 
-A server says itself whether it is a cluster. There, every key is asked for at its own node with a
-plain client, so that scripts, WATCH, blocking calls, WAITAOF and pub/sub are what they are on one
-server. redis-py's cluster client is not used: its pipelines send commands again whose connection
-broke, whatever its retry policy says (I13). A slot that moved, or moves, is an error that passes:
-`Store` waits, and the map is read again.
+The server reports whether it is a cluster. There, each key is used at its own node with a plain
+client, so that scripts, WATCH, blocking calls, WAITAOF and pub/sub work as on one server.
+redis-py's cluster client is not used: its pipelines repeat commands whose connection broke,
+whatever its retry policy is (I13). A slot that has moved, or is moving, causes a transient error:
+`Store` waits, and the slot map is read again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
 
-from buffer.store.retry import CHANCE
+from buffer.store.retry import SYSTEM_RANDOM
 from buffer.store.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
 
 T = TypeVar("T")
 
 Role = Literal["control", "bulk", "bells"]
-"""Each has connections of its own, so that a large payload never delays a heartbeat."""
+"""The use of a connection: each has its own, so that a large payload never delays a heartbeat."""
 
 
 class Servers:
-    """The servers behind one URL. Thread-safe; connects lazily."""
+    """Finds the client of the server that holds a key. Thread-safe; connects lazily."""
 
     def __init__(self, url: str, name: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._name = name
@@ -37,19 +37,20 @@ class Servers:
         self._clients: dict[tuple[Role, str], redis.Redis] = {}
         self._lock = threading.RLock()
         self._slots: list[str] | None = None
-        for seed in self._seeds:  # a bad URL is told at once
+        for seed in self._seeds:  # raises ConfigError for a bad URL
             self._client("control", seed)
 
     def client(self, role: Role, key: str = "") -> Any:
-        """The client of the server that holds `key` (the first of the URL without one). Raises
-        redis.RedisError.
+        """Return the client of the server that holds `key`; without a key, of the first server.
+
+        Raises redis.RedisError.
         """
-        # redis-py types its replies as unions of all protocols: they are told apart where they are
-        # read
+        # Any: redis-py types its replies as unions over all protocols, which only their readers
+        # can narrow
         return self._client(role, self.url_of(key) if key else self._seeds[0])
 
     def url_of(self, key: str) -> str:
-        """The URL of the server that holds `key`. Raises redis.RedisError."""
+        """Return the URL of the server that holds `key`. Raises redis.RedisError."""
         slots = self._map()
         url = slots[key_slot(key.encode())] if slots else self._seeds[0]
         if not url:
@@ -58,35 +59,37 @@ class Servers:
 
     @property
     def is_cluster(self) -> bool:
-        """Asks the server, once. Raises redis.RedisError."""
+        """Return whether the server is a cluster; it is asked once. Raises redis.RedisError."""
         return bool(self._map())
 
     def at_each(
         self, role: Role, keys: Sequence[str], run: Callable[[Any, list[int]], list[T]]
     ) -> list[T]:
-        """What `run` answers for the places of the keys that one server holds, for each server; in
-        order.
+        """Call `run(client, positions)` once per server and return all answers in order of `keys`.
+
+        `positions` are those of the keys that the server holds; `run` returns an answer for each.
         """
-        places: dict[Any, list[int]] = {}
-        for place, key in enumerate(keys):
-            places.setdefault(self.client(role, key), []).append(place)
+        positions: dict[Any, list[int]] = {}
+        for position, key in enumerate(keys):
+            positions.setdefault(self.client(role, key), []).append(position)
         answers: dict[int, T] = {}
-        for client, here in places.items():
-            answers |= zip(here, run(client, here), strict=True)
-        return [answers[place] for place in range(len(keys))]
+        for client, of_server in positions.items():
+            answers |= zip(of_server, run(client, of_server), strict=True)
+        return [answers[position] for position in range(len(keys))]
 
     def masters(self) -> list[tuple[str, Any]]:
-        """(URL, client) of every server that holds keys. Raises redis.RedisError."""
+        """Return (URL, client) of every server that holds keys. Raises redis.RedisError."""
         urls = sorted(set(self._map()) - {""}) or self._seeds[:1]
         return [(url, self._client("control", url)) for url in urls]
 
-    def look_again(self) -> None:
-        """Something may have moved: ask where the slots are before the next use."""
+    def forget_slots(self) -> None:
+        """Read the slot map again before the next use: a slot may have moved."""
         with self._lock:
             if self._slots:
                 self._slots = None
 
     def close(self) -> None:
+        """Close all connections."""
         with self._lock:
             for client in self._clients.values():
                 client.close()
@@ -99,16 +102,16 @@ class Servers:
             return self._clients[role, url]
 
     def _map(self) -> list[str]:
-        """The URL of each slot's master, "" where a slot has none; empty where there is no cluster."""
+        """Return the URL of each slot's master ("": none); an empty list outside of a cluster."""
         with self._lock:
             if self._slots is None:
                 self._slots = self._ask()
             return self._slots
 
     def _ask(self) -> list[str]:
-        # all nodes that were ever seen, in any order: one that is cut off must not be believed for
-        # ever
-        urls = CHANCE.sample(self._nodes, len(self._nodes))
+        # all nodes that were ever seen, in random order: a node that is cut off from the others has
+        # an old map, and must not be asked every time
+        urls = SYSTEM_RANDOM.sample(self._nodes, len(self._nodes))
         for url in urls[:-1]:
             try:
                 return self._slots_seen_by(url)
@@ -130,7 +133,7 @@ class Servers:
 
 def _is_cluster(client: Any, url: str) -> bool:
     if not url.startswith(("redis:", "rediss:")):
-        return False  # a socket, or whom Sentinels watch
+        return False  # a Unix socket, or a primary that Sentinels name
     try:
         return bool(client.info("cluster").get("cluster_enabled"))
     except NoPermissionError:

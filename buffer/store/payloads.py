@@ -1,25 +1,16 @@
-"""Payload bytes: written and read outside of any script, under keys that contain the writer's
-token.
+"""Payload bytes: written and read outside of scripts, under keys with the writer's token.
 
-A zombie can never overwrite the winner's bytes (I2), and bytes that no script ever pinned expire by
-themselves. What nobody needs any more is listed in `garbage` by the scripts and freed by `collect`,
-which any process may run: it is harmless when repeated, interrupted, or done by two at once.
+A worker that was fenced can never overwrite the bytes of its successor (I2). Bytes are written with
+an expiry, which a script removes when it accepts them; bytes that no script accepted expire. The
+scripts list what is not needed any more in `garbage`, and `collect` frees it. Any process may run
+it: it is harmless when repeated, interrupted, or run twice at a time.
 
-In a cluster, bytes lie in other slots than the script that accepts them: it believes its caller,
-and lists them.
-
-They were written with an expiry. Whoever called the script keeps them from expiring right after it;
-where that process died first, any janitor does, long before they expire. Each step is harmless when
-it is repeated (I13). Where `wait_replicas` is set, those of every node are waited for before the
-script is called, and before the list forgets what was pinned. Else bytes may be lost with their
-node: who reads them misses them (PayloadMissing), never silently, and they are made again.
-
-How a payload is cut into values of Redis, so that the allocator wastes next to nothing.
-
-Redis 7 allocates with jemalloc, in classes of four sizes per doubling: 165,888 bytes in one value
-occupy 196,608. Cut once at the largest class that fits, the same bytes occupy 163,840 and 2,560.
-Two chunks are enough: what is left behind the cut is less than a fifth of the whole, and at most a
-fifth of that is wasted again.
+In a cluster, bytes lie in other slots than the script that accepts them. The script believes its
+caller and lists them in `unpinned`; right after it, the caller removes their expiry (`pin_listed`).
+If that process died first, a janitor does so long before they expire. Each step is harmless when
+repeated (I13). With `wait_replicas`, the replicas of every node are waited for before the script is
+called, and before an entry of the list is removed. Without it, bytes may be lost with their node:
+a reader then raises PayloadMissing, and the group is generated again.
 """
 
 from __future__ import annotations
@@ -36,61 +27,47 @@ from isal import isal_zlib
 from buffer.errors import PayloadMissing, WireError
 from buffer.model.compression import Compression, compress
 from buffer.model.job import PayloadRef
-from buffer.store.bulk_io import Asked, Command, Parts
+from buffer.store.bulk_io import Command, Parts
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
+T = TypeVar("T")
+
 CHUNK_BYTES = 1_048_000
-"""At most in one chunk; just below a size class: 1,048,576 would cost 25 % more memory (measured)."""
+"""The largest chunk. Just below a size class: 1,048,576 would cost 25 % more memory (measured)."""
+
+UNPINNED_S = 3600
+"""Seconds until bytes expire that no script has accepted."""
+
+ROUND_BYTES = 8 * 2**20
+"""Bytes of one round trip at most: larger ones delay all other clients (measured)."""
+
+READ_BYTES = 4 * 2**20
+"""Bytes of one round trip at most if they are used while the next ones are received.
+
+Below it, numpy does not ask for large pages.
+"""
+
+PIN = 200
+"""Payloads whose expiry one round removes."""
+
+PROMPT = "-prompt"
+"""The end of the token of a prompt that was imported with a group and becomes its `init`."""
 
 _HEADER_BYTES = 16
 """More than Redis puts around a string in the same allocation (10)."""
 
 _CUT_FROM_BYTES = 8192
-"""Below it a second key costs more than it saves."""
+"""Below it, a second key costs more than it saves."""
 
 _MOST_WASTE = 1 / 16
+"""The share of a payload that may be wasted before it is cut once more."""
 
-
-def chunk_sizes(size: int) -> list[int]:
-    """Bytes of each chunk of a payload of `size` bytes, in order; a reader takes any other cut as
-    well.
-    """
-    full, rest = divmod(size, CHUNK_BYTES)
-    sizes = [CHUNK_BYTES] * full
-    stored = rest + _HEADER_BYTES
-    step = 1 << max(0, stored.bit_length() - 3)  # between this size class and the next
-    over = stored % step
-    if over and rest >= _CUT_FROM_BYTES and step - over > rest * _MOST_WASTE:
-        return [*sizes, rest - over, over]
-    return [*sizes, rest] if rest or not sizes else sizes
-
-
-def cut(data: bytes) -> list[memoryview]:
-    """The chunks of a payload, not copied; at least one."""
-    view, start, parts = memoryview(data), 0, []
-    for size in chunk_sizes(len(data)):
-        parts.append(view[start : start + size])
-        start += size
-    return parts
-
-
-T = TypeVar("T")
-
-UNPINNED_S = 3600
-"""How long bytes live that no script has pinned."""
-
-ROUND_BYTES = 8 * 2**20
-"""At most so much in one round trip: larger ones stall the server for everybody (measured)."""
-
-READ_BYTES = 4 * 2**20
-"""The same for what is read and used while the next is received; below it numpy does not ask for
-large pages.
-"""
+SetCommand = tuple[str, str, memoryview | bytes, str, int, str]
 
 
 class Upload(NamedTuple):
-    """The bytes of one claim, on their way."""
+    """The bytes of one claim that are to be stored."""
 
     gid: str
     token: str
@@ -98,82 +75,67 @@ class Upload(NamedTuple):
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """CRC-32 as 8 hex digits: that of zlib, ten times as fast (measured)."""
-    # not xxh3: no faster than this (3.3 us for a group, 2.4 here), and readers in other languages
-    # have CRC-32
+    """Return the CRC-32 of zlib as 8 hex digits, ten times as fast (measured)."""
+    # not xxh3: it is no faster (3.3 us for a group, 2.4 here), and CRC-32 exists in all languages
     return f"{isal_zlib.crc32(data):08x}"
 
 
 class PayloadStore:
-    """Reads and writes payloads of one run."""
+    """Reads, writes and frees the payloads of one run."""
 
     def __init__(self, store: Store, keys: Keys, compression: Compression = "none") -> None:
         self._store = store
         self._keys = keys
         self._compression = compression
 
-    def commands(self, gid: str, token: str, data: bytes) -> tuple[PayloadRef, list[Command]]:
-        """What stores the bytes of one claim, for a round trip of the caller's."""
+    def commands(self, gid: str, token: str, data: bytes) -> tuple[PayloadRef, list[SetCommand]]:
+        """Return the reference of the bytes of one claim, and the commands that store them."""
         data = compress(data, self._compression)
         parts = cut(data)
         names = self._keys.payload_chunks(gid, token, len(parts))
-        return PayloadRef(gid, token, len(parts), len(data), checksum(data)), _sets(
-            zip(names, parts, strict=True)
-        )
+        ref = PayloadRef(gid, token, len(parts), len(data), checksum(data))
+        return ref, [_set(name, part) for name, part in zip(names, parts, strict=True)]
 
     def write(self, gid: str, token: str, data: bytes) -> PayloadRef:
-        """Store the bytes of one claim; they expire unless a submit pins them."""
+        """Store the bytes of one claim; they expire unless a submit accepts them."""
         return self.write_many([Upload(gid, token, data)])[0]
 
     def write_many(self, uploads: Sequence[Upload]) -> list[PayloadRef]:
         """Store the bytes of many claims, in round trips of bounded size."""
-        chunks: list[tuple[str, memoryview]] = []
-        refs = []
-        for gid, token, document in uploads:
-            data = compress(document, self._compression)
-            parts = cut(data)
-            chunks += zip(self._keys.payload_chunks(gid, token, len(parts)), parts, strict=True)
-            refs.append(PayloadRef(gid, token, len(parts), len(data), checksum(data)))
-        for batch in _rounds((len(part), (name, part)) for name, part in chunks):
-            self._send("payload write", batch)
+        refs: list[PayloadRef] = []
+        commands: list[SetCommand] = []
+        for upload in uploads:
+            ref, of_one = self.commands(*upload)
+            refs.append(ref)
+            commands += of_one
+        for batch in _rounds((len(command[2]), command) for command in commands):
+            self._store.write("payload write", batch)
         return refs
 
-    def _send(
-        self,
-        what: str,
-        chunks: Iterable[tuple[str, memoryview | bytes]],
-        *,
-        starts_work: bool = False,
-    ) -> None:
-        self._store.write(what, _sets(chunks), starts_work=starts_work)
-
     def write_prompts(self, payloads: dict[str, bytes], *, token: str = "init") -> None:
-        """Store INIT payloads by gid. What is already there stays: it never changes until the group
-        ends.
+        """Store INIT payloads by gid. Existing ones stay: they never change until the group ends.
 
-        StoreFull at once where the server is full.
+        Raises StoreFull at once where the server is full, WireError for a prompt that is too large.
         """
         stored = {gid: compress(data, self._compression) for gid, data in payloads.items()}
         if any(len(data) > CHUNK_BYTES for data in stored.values()):
             raise WireError(
                 "a prompt does not fit into one chunk", hint=f"at most {CHUNK_BYTES} bytes"
             )
-        named = [(self._keys.payload(gid, token), data) for gid, data in stored.items()]
-        self._send("prompt write", named, starts_work=True)
+        commands = [_set(self._keys.payload(gid, token), data) for gid, data in stored.items()]
+        self._store.write("prompt write", commands, starts_work=True)
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
-        """The bytes; PayloadMissing when they are gone, WireError when they are not the ones
-        submitted.
-        """
+        """Return the bytes; raise PayloadMissing or WireError as `join` does."""
         return self.read_each([ref], lambda _, data: data)[0]
 
     def read_each(
         self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, bytes | memoryview], T]
     ) -> list[T]:
-        """What `use` makes of the bytes of each payload, in order, in round trips of bounded size.
+        """Return what `use` makes of the bytes of each payload, in order.
 
-        Bytes of one round trip share memory, which is freed with the last of them. While `use`
-        works on those of one, the kernel receives those of the next.
+        Round trips have a bounded size. Bytes of one share memory, which is freed with the last of
+        them. While `use` works on them, the kernel receives those of the next round trip.
         """
         rounds = list(_rounds(((ref.size or CHUNK_BYTES, ref) for ref in refs), READ_BYTES))
         used: list[T] = []
@@ -197,22 +159,23 @@ class PayloadStore:
             yield coming.result()
 
     def _begin(self, thread: Executor, refs: Sequence[PayloadRef]) -> Future[list[Parts]]:
-        """Let the thread ask, and wait until it did: in the middle of a decode it would not get the
-        interpreter.
+        """Let the thread send its request, and return once it has.
+
+        Without that wait, the caller would decode first, and keep the interpreter from the thread.
         """
         asked = Event()
-        coming = thread.submit(self._read, refs, asked.set)
+        coming = thread.submit(self._read, refs, asked)
         coming.add_done_callback(lambda _: asked.set())
         asked.wait()
         return coming
 
-    def _read(self, refs: Sequence[PayloadRef], asked: Asked = bool) -> list[Parts]:
+    def _read(self, refs: Sequence[PayloadRef], asked: Event | None = None) -> list[Parts]:
         names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
         return self._store.read("payload read", names, [ref.size for ref in refs], asked)
 
     def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
-        """The chunks of many payloads as they are, unchecked; None for one that is gone."""
-        # of a payload whose size is not known, each chunk may be as large as it gets
+        """Return the chunks of many payloads, unchecked; None for one that is gone."""
+        # a chunk of a payload of unknown size may have the largest size
         expected = [(ref.size // ref.chunks or CHUNK_BYTES, ref) for ref in refs]
         names = [
             (size, name)
@@ -226,37 +189,35 @@ class PayloadStore:
         return [[next(parts) for _ in range(ref.chunks)] for ref in refs]
 
     def pin(self, refs: Sequence[PayloadRef]) -> bool:
-        """Keep the bytes of these from expiring; whether all of them are there, by their sizes."""
+        """Remove the expiry of payloads, and return whether all of their bytes are there."""
         names = [
             name
             for ref in refs
             for name in self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
         ]
-        # first the pin, then the look: what was seen stays
+        # in this order, so that bytes that were found cannot expire any more
         self._store.each("pin", [("PERSIST", name) for name in names])
         sizes = iter(self._store.each("pin", [("STRLEN", name) for name in names]))
         return all(sum(next(sizes) for _ in range(ref.chunks)) == ref.size for ref in refs)
 
     def discard(self, refs: Sequence[PayloadRef]) -> None:
-        """List bytes as garbage that no record names."""
+        """List payloads as garbage whose bytes no record names."""
         if refs:
             entries = [f"{ref.gid} {ref.token} {ref.chunks}" for ref in refs]
             self._store.each("discard", [("SADD", self._keys.garbage, *entries)])
 
     def collect(self, limit: int = 200) -> int:
-        """Free up to `limit` payloads that the scripts listed as garbage. Returns how many there
-        were.
-        """
+        """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
         hold = self._keys.hold
-        # the hold is looked at after the choice: what was garbage before a snapshot's hold is not
-        # in the snapshot
+        # the hold is read after the choice: what was garbage before a snapshot held it is not part
+        # of the snapshot
         entries, is_held = self._store.each(
             "garbage", [("SRANDMEMBER", listed, limit), ("EXISTS", hold)]
         )
         if not entries or is_held:
             return 0
-        # first the bytes, then the note: dying between the two only means doing it again
+        # bytes first, entries second: a process that dies in between leaves entries to repeat
         self._store.each(
             "garbage", [("UNLINK", name) for entry in entries for name in self._chunks(entry)]
         )
@@ -264,18 +225,18 @@ class PayloadStore:
         return len(entries)
 
     def _chunks(self, entry: bytes) -> list[str]:
-        """The keys of an entry that a script has listed."""
+        """Return the keys of an entry that a script has listed."""
         gid, token, chunks = entry.decode().split(" ")
         return self._keys.payload_chunks(gid, token, int(chunks))
 
 
-def _sets(chunks: Iterable[tuple[str, memoryview | bytes]]) -> list[Command]:
-    # NX: a repeated write must not put a time limit on bytes that a submit has pinned meanwhile
-    return [("SET", name, part, "EX", UNPINNED_S, "NX") for name, part in chunks]
+def _set(name: str, part: memoryview | bytes) -> SetCommand:
+    # NX: a repeated write must not set an expiry on bytes that a script has accepted meanwhile
+    return ("SET", name, part, "EX", UNPINNED_S, "NX")
 
 
 def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator[list[T]]:
-    """The items, in batches whose sizes add up to at most `most`; a larger one goes alone."""
+    """Yield the items in batches of at most `most` bytes; a larger item is a batch of its own."""
     batch: list[T] = []
     total = 0
     for size, item in sized:
@@ -288,12 +249,40 @@ def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator
         yield batch
 
 
+def chunk_sizes(size: int) -> list[int]:
+    """Return the bytes of each chunk of a payload of `size` bytes; readers accept any other cut.
+
+    Redis 7 allocates with jemalloc, in four size classes per doubling: 165,888 bytes in one value
+    occupy 196,608. Cut at the largest class that fits, the same bytes occupy 163,840 and 2,560. Two
+    chunks are enough: the second is less than a fifth of the whole, and wastes at most a fifth of
+    that.
+    """
+    full, rest = divmod(size, CHUNK_BYTES)
+    sizes = [CHUNK_BYTES] * full
+    stored = rest + _HEADER_BYTES
+    step = 1 << max(0, stored.bit_length() - 3)  # between this size class and the next
+    over = stored % step
+    if over and rest >= _CUT_FROM_BYTES and step - over > rest * _MOST_WASTE:
+        return [*sizes, rest - over, over]
+    return [*sizes, rest] if rest or not sizes else sizes
+
+
+def cut(data: bytes) -> list[memoryview]:
+    """Return the chunks of a payload, at least one, without copying them."""
+    view = memoryview(data)
+    start = 0
+    parts: list[memoryview] = []
+    for size in chunk_sizes(len(data)):
+        parts.append(view[start : start + size])
+        start += size
+    return parts
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The garbage collector rests: it would look through thousands of new maps again and again, and
-    none is garbage.
+    """Pause the garbage collector, which would scan thousands of new maps in vain.
 
-    That is an eighth of the time of a take (measured), and what msgpack's documentation advises.
+    It takes an eighth of the time of a take (measured); msgpack's documentation advises the same.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -305,8 +294,9 @@ def _no_collection() -> Iterator[None]:
 
 
 def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes | memoryview:
-    """The whole payload. PayloadMissing where a chunk is gone, WireError where they are not the
-    bytes submitted.
+    """Return the whole payload.
+
+    Raises PayloadMissing if a chunk is gone, WireError if these are not the bytes submitted.
     """
     present = [part for part in parts if part is not None]
     if len(present) != len(parts):
@@ -321,16 +311,10 @@ def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes |
     return data
 
 
-PIN = 200
-"""Payloads that one round pins."""
-
-PROMPT = "-prompt"
-"""Ends the token of a prompt that came with a group from outside: it becomes the group's `init`."""
-
-
 def pin_listed(store: Store, keys: Keys) -> int:
-    """Keep listed payloads from expiring; returns how many there were. More may be left if it is
-    PIN.
+    """Remove the expiry of listed payloads, and return how many there were.
+
+    More may be left if it is PIN.
     """
     if not keys.spread:
         return 0
@@ -348,15 +332,16 @@ def pin_listed(store: Store, keys: Keys) -> int:
 
 
 def _name_prompts(store: Store, keys: Keys, prompts: list[tuple[str, str]]) -> None:
-    """Give prompts the name under which their groups look for them, as the script does where it
-    may.
+    """Copy imported prompts to the key under which their groups read them.
+
+    Outside of a cluster, the script does that.
     """
     copies = [
         ("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts
     ]
     store.each("pin", copies, on_payloads=True)
     found = store.each("pin", [("EXISTS", keys.group(gid)) for gid, _ in prompts])
-    # of a group that has ended meanwhile, the copy expires as what it was made from does
+    # a group may have ended meanwhile: its copy has the expiry of the original, and keeps it
     living = [gid for (gid, _), is_there in zip(prompts, found, strict=True) if is_there]
     store.each("pin", [("PERSIST", keys.payload(gid, "init")) for gid in living], on_payloads=True)
     store.each("pin", [("UNLINK", keys.payload(gid, token)) for gid, token in prompts])

@@ -1,38 +1,68 @@
-"""Replies of scripts as results and typed errors."""
+"""Replies of scripts as results and typed errors.
+
+A reply is a list: a status word, which is OK or names a refusal, and then fields. The module that
+calls a script splits its reply with `split_reply` and makes a typed result of the fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
-from buffer.errors import Fenced, LostRun, RoleHeld
+from buffer.errors import Fenced, LostRun, RoleHeld, ScriptError
+
+Status = TypeVar("Status", bound=str)
+
+
+def split_reply(
+    script: str, reply: Sequence[Any], known: Collection[Status]
+) -> tuple[Status, list[Any]]:
+    """Return the status word and the fields of a reply; ScriptError for a word that is not known.
+
+    Usage:
+
+        KNOWN: tuple[Literal["OK", "GAP"], ...] = ("OK", "GAP")
+        status, fields = split_reply("commit", reply, KNOWN)
+    """
+    status, *fields = reply
+    for word in known:
+        if status == word:
+            return word, fields
+    raise ScriptError(
+        f"{script}: unexpected reply {status!r} with {fields}",
+        hint=f"expected one of {', '.join(known)}: do all processes have the same version?",
+    )
 
 
 def unfenced(reply: list[str], role: str) -> list[str]:
-    """The reply of a script that only the holder of a role may run."""
-    if reply[0] == "FENCED":
+    """Return the reply of a script that only the holder of a role may run, or raise Fenced."""
+    status, *_ = reply
+    if status == "FENCED":
         raise Fenced(f"this is no longer the {role} of the run: another one was opened")
     return reply
 
 
 def opened(reply: list[str], role: str, run: str) -> list[str]:
-    """The reply of trainer_open or producer_open, its refusals turned into errors."""
-    if reply[0] == "LOST":
-        found = f"run {reply[1][:8]}…" if reply[1] else "no run of that name"
-        raise LostRun(
-            f"this server holds {found}, not the run {run!r} that this process knows",
-            hint="connect to the server of this run, restore its data, or start a run with another name",
-        )
-    if reply[0] == "HELD":
-        raise RoleHeld(
-            f"run {run!r} has a {role} that was alive {int(reply[1]) / 1000:.1f} s ago",
-            hint=f"stop it, or open this one with --take-over, which fences the other {role}",
-        )
+    """Return the reply of trainer_open or producer_open; raise LostRun or RoleHeld."""
+    match reply:
+        case ["LOST", found, *_]:
+            holds = f"run {found[:8]}…" if found else "no run of that name"
+            raise LostRun(
+                f"this server holds {holds}, not the run {run!r} that this process knows",
+                hint="connect to the server of this run, restore its data, or start a run with "
+                "another name",
+            )
+        case ["HELD", silent_ms, *_]:
+            raise RoleHeld(
+                f"run {run!r} has a {role} that was alive {int(silent_ms) / 1000:.1f} s ago",
+                hint=f"stop it, or open this one with --take-over, which fences the other {role}",
+            )
     return reply
 
 
 Advance = Callable[[str, int], object]
-"""Told what is being done, and how many items of it are done by now."""
+"""Receives the name of the current stage, and the number of items that it has finished so far."""
 
 
 def no_advance(what: str, done: int) -> None:
-    """For callers that show nothing."""
+    """Ignore progress, for callers that show none."""

@@ -1,18 +1,6 @@
-"""Errors of a server that pass by themselves: what is tried again, and what is an answer.
+"""Retries: which errors are transient, how long to pause, and how an outage is reported.
 
-Says that a server went away, or is full, and that it is back: one line each, however many calls
-notice it.
-
-How long somebody is missed, by a waiter that looks again and again: an outage of the server does
-not count.
-
-While the server is away nobody can beat. Who then judged the others by the time that passed would
-give up, fence them, or take over their role, only because its own call came through first.
-
-Why something is not done, said when that changes and not at every try.
-
-Chance for pauses and turns. Not the generator of the process: a trainer or a judge may have seeded
-that one, and two workers with one seed would wait and ask in step.
+All modules that try something again share these parts, so that a change of policy is made once.
 """
 
 from __future__ import annotations
@@ -21,6 +9,7 @@ import logging
 import random
 import threading
 import time
+from dataclasses import dataclass
 
 from redis.exceptions import (
     AskError,
@@ -37,101 +26,132 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-_KINDS = (
+log = logging.getLogger("rolloutmq.store")
+
+SYSTEM_RANDOM = random.SystemRandom()
+"""The source of pauses and random choices.
+
+A judge or a trainer may seed the generator of the process. Two workers with one seed would then
+pause and retry in step.
+"""
+
+_TRANSIENT = (
     ConnectionError,
     TimeoutError,
     BusyLoadingError,
     ReadOnlyError,
     OutOfMemoryError,
-    AskError,  # and MOVED: not carried out, and the map of the slots is read again
+    AskError,  # includes MOVED: not executed, and the next attempt reads the slot map again
     TryAgainError,
     ClusterDownError,
 )
-_WORDS = ("NOREPLICAS", "MISCONF", "BUSY", "UNBLOCKED", "LOADING")
+_TRANSIENT_PREFIXES = ("NOREPLICAS", "MISCONF", "BUSY", "UNBLOCKED", "LOADING")
 
 
-def is_passing(error: Exception) -> bool:
-    """Whether waiting may help: the server is away, starting, full or busy - not: it says no."""
+def is_transient(error: Exception) -> bool:
+    """Return whether the same operation may succeed later.
+
+    True for a server that is unreachable, starting, full or busy; False for one that refuses.
+    """
+    # these three are ConnectionErrors in redis-py, but no amount of waiting changes a password
     if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
         return False
-    if isinstance(error, _KINDS):
+    if isinstance(error, _TRANSIENT):
         return True
-    return isinstance(error, ResponseError) and str(error).startswith(_WORDS)
+    return isinstance(error, ResponseError) and str(error).startswith(_TRANSIENT_PREFIXES)
 
 
-log = logging.getLogger("rolloutmq.store")
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses between attempts, which double from `first_s` up to `longest_s`.
 
-AWAY = ""
-"""Among what is wrong: nothing is answered. Anything else is the name of what a full server
-refuses.
-"""
-
-
-class OutageLog:
-    """Of one store. One that is away is back once it answers anything; a full one answers most of
-    what is asked, so only when it takes again what it had refused. Thread-safe.
+    `jitter` is the random share of each pause: 1.0 for clients of one server, which must not retry
+    in step; 0.0 for a process that waits for itself.
     """
 
-    def __init__(self) -> None:
-        self._wrong: set[str] = set()
-        self._lock = threading.Lock()
+    first_s: float
+    longest_s: float
+    jitter: float = 1.0
 
-    def failed(self, what: str, error: Exception) -> None:
-        """A call will be tried again."""
-        wrong = what if isinstance(error, OutOfMemoryError) else AWAY
-        with self._lock:
-            if wrong not in self._wrong:
-                log.warning("server away or full: %s during %s; waiting for it", error, what)
-                self._wrong.add(wrong)
-
-    def worked(self, what: str) -> None:
-        """A call was answered."""
-        if not self._wrong:
-            return
-        with self._lock:
-            if over := self._wrong & {AWAY, what}:
-                log.warning("server back")
-                self._wrong -= over
+    def pause_s(self, attempt: int) -> float:
+        """Return the seconds to wait after a failed attempt; the first attempt has number 0."""
+        # bounded exponent: 2.0 ** 1024 is an OverflowError after some hours of outage
+        longest_s = min(self.longest_s, self.first_s * 2.0 ** min(attempt, 30))
+        return longest_s * SYSTEM_RANDOM.uniform(1.0 - self.jitter, 1.0)
 
 
-AWAY_S = 3.0
-"""A longer time between two looks is an outage: there is a call between them, and calls wait for
-the server.
-"""
+class LogOnce:
+    """Logs a state when it changes, not at every attempt that finds it unchanged."""
 
-
-class OutageClock:
-    """Seconds since it was made, or since the last outage that `look` noticed (`was_away`)."""
-
-    def __init__(self) -> None:
-        self._since = self._looked = time.monotonic()
-        self.was_away = False
-
-    def look(self) -> float:
-        """Called after an answer of the server: the seconds for which it has answered without a
-        break.
-        """
-        now = time.monotonic()
-        if now - self._looked > AWAY_S:
-            self._since = now
-            self.was_away = True
-        self._looked = now
-        return now - self._since
-
-
-class SaidOnce:
-    """Says `what`, and why, to a log."""
-
-    def __init__(self, log: logging.Logger, what: str) -> None:
+    def __init__(self, log: logging.Logger, what: str, *, ended: str = "") -> None:
+        """Log reasons behind `what`, and `ended`, if given, when there is no reason any more."""
         self._log = log
         self._what = what
+        self._ended = ended
         self._reason = ""
 
-    def say(self, reason: str) -> None:
-        """Why it is so now; "" where it is not."""
-        if reason and reason != self._reason:
-            self._log.warning("%s: %s", self._what, reason)
+    def report(self, reason: str, detail: str = "") -> None:
+        """Log `detail`, or else the reason, if the reason is new; "" means that all is well."""
+        if reason == self._reason:
+            return
+        if reason:
+            self._log.warning("%s: %s", self._what, detail or reason)
+        elif self._ended:
+            self._log.warning("%s", self._ended)
         self._reason = reason
 
 
-CHANCE = random.SystemRandom()
+class OutageLog:
+    """Logs the outages of one server. Thread-safe.
+
+    A server that was unreachable is back with its first answer. A full one answers most calls, so
+    it is back once it accepts the operation that it refused.
+    """
+
+    def __init__(self) -> None:
+        self._outages: dict[str, LogOnce] = {}
+        self._lock = threading.Lock()
+
+    def failed(self, operation: str, error: Exception) -> None:
+        """Log that an operation will be repeated, if this is the first failure of its outage."""
+        cause = operation if isinstance(error, OutOfMemoryError) else ""
+        with self._lock:
+            outage = self._outages.setdefault(
+                cause, LogOnce(log, "server unreachable or full", ended="server back")
+            )
+            outage.report("failed", f"{error} during {operation}; waiting for it")
+
+    def worked(self, operation: str) -> None:
+        """Log that an outage is over, if this operation shows it."""
+        if not self._outages:
+            return  # no lock on the path of every call
+        with self._lock:
+            for cause in ("", operation):
+                if outage := self._outages.pop(cause, None):
+                    outage.report("")
+
+
+_OUTAGE_S = 3.0
+"""A longer time between two polls is an outage: calls between them waited for the server."""
+
+
+class OutageClock:
+    """Measures how long a server has answered without an outage.
+
+    While the server is unreachable, no process can send heartbeats. A process that counted that
+    time would fence the others, or take over their role, only because its own call came first.
+    """
+
+    def __init__(self) -> None:
+        self._since = self._polled = time.monotonic()
+        self.had_outage = False
+        """whether a poll has found an outage so far"""
+
+    def poll(self) -> float:
+        """Return the seconds of uninterrupted service so far. Call it after each answer."""
+        now = time.monotonic()
+        if now - self._polled > _OUTAGE_S:
+            self._since = now
+            self.had_outage = True
+        self._polled = now
+        return now - self._since

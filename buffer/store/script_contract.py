@@ -1,8 +1,8 @@
-"""The header of a Lua script is its contract, and this file makes the contract hold.
+"""The header of a Lua script is its contract, which this module parses and enforces.
 
     -- KEYS control    HASH*
     -- KEYS groups     prefix  of the group records (HASH)
-    -- KEYS jobs, progress  STREAM*, HASH x1..256  pairs in the order in which they are to be served
+    -- KEYS jobs, progress  STREAM*, HASH x1..256  pairs in the order in which to serve them
     -- ARGV nonce      token   of the producer
     -- ARGV limit      1..512  groups at most
     -- ARGV threshold  ''|0..  stale threshold in steps
@@ -10,10 +10,10 @@
     -- ARGV lane  eval|resume|fresh xKEYS  of each pair
 
 The order of the lines is the order in which a caller sends the values. A key has a Redis type, or
-is a prefix; its name says which key it is (`SLOTS` in `buffer/store/keys.py`). An argument has a
-type: alternatives with `|` between: a word, `''` (empty), a range of integers (`0..` ends at 2^53 -
-1), `text..N` (N bytes of UTF-8 at most), `bytes..N`, or one that is NAMED or JUDGED below. What
-follows is for people.
+is a prefix; its name identifies the key (`SLOTS` in `buffer/store/keys.py`). An argument has a
+type, or several with `|` between: a word, `''` (empty), a range of integers (`0..` ends at
+2^53 - 1), `text..N` (at most N bytes of UTF-8), `bytes..N`, or one that is NAMED or JUDGED below.
+The rest of the line is for people.
 
 Every name is a local of the script. An integer is a number there (nil where it is empty), `0|1` is
 false or true, and everything else is a string. Convert a number with `int` before it is stored:
@@ -25,11 +25,11 @@ arguments with `xKEYS` come with the keys of their unit:
 
     for n, jobs, progress, lane in each_unit do
 
-A wrong type of a key is found by asking for its length (0.5 microseconds), before anything is
-written. Scripts that run for every group leave that to Redis where they can: `HASH*` says that the
-body reads this key before it writes anything, or that it only carries a hint and is written last.
-What lies under a prefix a script reads, or asks for its length, before it writes. A test puts a
-wrong type at every key of every script.
+A wrong type of a key is found by reading its length (0.5 microseconds), before anything is
+written. Scripts that run for every group leave that to Redis where they can: `HASH*` means that the
+body reads this key before it writes anything, or that the key only carries a hint and is written
+last. A script reads keys with a prefix, or their length, before it writes. A test puts a wrong type
+at every key of every script.
 
 `Header.prologue` is Lua that refuses what does not fit, before the script reads or writes anything,
 and declares the locals.
@@ -52,7 +52,7 @@ LENGTH_OF = {
     "STREAM": "XLEN",
     "STRING": "STRLEN",
 }
-"""For each type of key the command that says its length, in O(1), and that fails on any other type."""
+"""The command for each type of key that returns its length in O(1), and fails on other types."""
 
 NAMED = {
     "bucket": (9, "bucket:%d%d?"),
@@ -63,13 +63,14 @@ NAMED = {
     "token": (64, "[%w_.:-]+"),
     "weights": (80, "[%w_.-]+:%d+"),
 }
-"""Types of arguments by name: bytes at most, and a pattern of Lua. A name is of a task, a worker, a
-lineage or a field. The draw of a gid is an offset in a bitmap: an absurd one would cost memory
-(70,000,000 are 8.75 MB).
+"""Types of arguments by name: the most bytes, and a pattern of Lua.
+
+`name` is that of a task, a worker, a lineage or a field. The draw of a gid is an offset in a
+bitmap, so its pattern bounds the memory (70,000,000 draws are 8.75 MB).
 """
 
 JUDGED = ("lanes", "number")
-"""Types of arguments that have a check of their own, `lua/include/is_<name>.lua`."""
+"""Types of arguments with a check of their own, `lua/include/is_<name>.lua`."""
 
 BIGGEST = 2**53 - 1
 """The largest integer that is exact in Lua."""
@@ -88,7 +89,10 @@ _BYTES = re.compile(r"bytes\.\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One line of a header. `least` and `most` units in a tail; None: as many as KEYS has."""
+    """One line of a header.
+
+    A tail has `least` to `most` units; None: as many as KEYS has.
+    """
 
     array: str
     first: int
@@ -130,9 +134,7 @@ class Slot:
         return [check, f"local {local} = {self.value(offset, at)}"] if local else [check]
 
     def value(self, offset: int, at: str) -> str:
-        """Return Lua for what a script gets of the value `at`, the offset-th of a unit, once it is
-        checked.
-        """
+        """Return Lua that converts the checked value `at`, the offset-th of a unit."""
         kind = self.types[offset]
         if self.array == "ARGV" and _number(kind, at):
             return f"tonumber({at})"
@@ -140,13 +142,13 @@ class Slot:
 
 
 def _number(kind: str, at: str) -> str:
-    """Return Lua for the number that the value `at` is, or nil; "" for a type that is no integer."""
+    """Return Lua for the value `at` as a number or nil; "" for a type that is no integer."""
     ranges = [word for word in kind.split("|") if _RANGE.fullmatch(word)]
     return _accepts(ranges[0], at) if ranges else ""
 
 
 def _accepts(kind: str, at: str) -> str:
-    """Lua that is true if the value `at` is of one kind of argument."""
+    """Return Lua that is true if the value `at` is of one kind of argument."""
     if match := _RANGE.fullmatch(kind):
         return f"as_int({at}, {int(match[1])}, {int(match[2] or BIGGEST)})"
     if match := _TEXT.fullmatch(kind):
@@ -161,9 +163,8 @@ def _accepts(kind: str, at: str) -> str:
     return f"{at} == {kind}" if kind == "''" else f"{at} == '{kind}'"
 
 
-@dataclass(
-    frozen=True, slots=True, eq=False
-)  # there is one of each script: compared by identity, so cheaply hashed
+# eq=False: there is one header of each script, so identity is equality, and its hash is cheap
+@dataclass(frozen=True, slots=True, eq=False)
 class Header:
     """The contract of one script."""
 
@@ -172,7 +173,7 @@ class Header:
 
     @classmethod
     def parse(cls, body: str) -> Header:
-        """Read the header of a script. Raises ScriptError for a line that is none."""
+        """Parse the header of a script. Raises ScriptError for a line that is not one."""
         matches = list(_SLOT.finditer(body))
         if len(matches) != len(re.findall(r"^-- (?:KEYS|ARGV)\b", body, re.MULTILINE)):
             raise ScriptError(f"a line of this header cannot be read: {body.splitlines()[1]}")
@@ -186,13 +187,14 @@ class Header:
 
     @cache  # noqa: B019 (there are as many headers as scripts, and they stay)
     def fixed(self, array: str) -> tuple[str, ...]:
-        """The names of KEYS or ARGV in order, without a tail."""
+        """Return the names of KEYS or ARGV in order, without a tail."""
         return tuple(
             slot.names[0] for slot in self.slots if slot.array == array and not slot.is_tail
         )
 
     @cache  # noqa: B019
     def tail(self, array: str) -> Slot | None:
+        """Return the tail of KEYS or ARGV, if there is one."""
         return next((slot for slot in self.slots if slot.array == array and slot.is_tail), None)
 
     @cache  # noqa: B019
@@ -201,19 +203,16 @@ class Header:
         tail = self.tail(array)
         return tail.names if tail else ()
 
-    def type_of(self, place: int) -> str:
-        """The Redis type that KEYS[place] has, counted from 1; "PREFIX" for a prefix."""
-        slot = max(
-            (s for s in self.slots if s.array == "KEYS" and s.first <= place), key=lambda s: s.first
-        )
-        return slot.types[(place - slot.first) % len(slot.types)].rstrip("*").upper()
+    def type_of(self, position: int) -> str:
+        """Return the Redis type of KEYS[position], counted from 1; "PREFIX" for a prefix."""
+        before = [s for s in self.slots if s.array == "KEYS" and s.first <= position]
+        slot = max(before, key=lambda s: s.first)
+        return slot.types[(position - slot.first) % len(slot.types)].rstrip("*").upper()
 
     def prologue(self) -> str:
-        """Return Lua that refuses the first key or argument that does not fit, and declares the
-        locals.
-        """
+        """Return Lua that refuses the first wrong key or argument, and declares the locals."""
         lines = [*self._counts("KEYS"), *self._counts("ARGV")]
-        # the arguments first: they cost no command
+        # arguments first: their checks need no command
         for slot in sorted(self.slots, key=lambda slot: slot.array):
             if slot.array == "KEYS" and not self.writes:
                 continue  # a read-only script may find a wrong type while it reads
@@ -223,9 +222,10 @@ class Header:
     def _locals(self) -> Iterator[str]:
         """Yield Lua that declares the keys, and the tails."""
         if names := self.fixed("KEYS"):
-            yield f"local {', '.join(names)} = {', '.join(f'KEYS[{n + 1}]' for n in range(len(names)))}"
+            values = ", ".join(f"KEYS[{number}]" for number in range(1, len(names) + 1))
+            yield f"local {', '.join(names)} = {values}"
         tails = [tail for array in ("KEYS", "ARGV") if (tail := self.tail(array))]
-        # xKEYS
+        # a tail of ARGV with xKEYS is walked together with that of KEYS
         are_joined = any(tail.most is None for tail in tails)
         units = [tail for tail in tails if are_joined or len(tail.names) > 1]
         assert are_joined or len(units) < 2, "two tails of units in one script"
@@ -236,9 +236,7 @@ class Header:
             yield from _each_unit(units)
 
     def checks(self) -> list[str]:
-        """Return the files under `lua/include` that the prologue needs: each check is a file of its
-        name.
-        """
+        """Return the files under `lua/include` that the prologue needs, one for each check."""
         return ["refuse", *sorted(set(_CHECK.findall(self.prologue())))]
 
     def _counts(self, array: str) -> Iterator[str]:
@@ -251,8 +249,10 @@ class Header:
             keys = self.tail("KEYS")
             assert keys, "xKEYS without a tail of KEYS"
             before = len(self.fixed("KEYS"))
-            good = f"(#{array} - {fixed}) * {len(keys.names)} == (#KEYS - {before}) * {len(tail.names)}"
-            want = f"{fixed} and {len(tail.names)} for each {len(keys.names)} KEYS from {before + 1} on"
+            width = len(tail.names)
+            unit = len(keys.names)
+            good = f"(#{array} - {fixed}) * {unit} == (#KEYS - {before}) * {width}"
+            want = f"{fixed} and {width} for each {unit} KEYS from {before + 1} on"
         else:
             width = len(tail.names)
             good = f"is_count(#{array} - {fixed}, {width}, {tail.least}, {tail.most})"
@@ -261,7 +261,7 @@ class Header:
 
 
 def _each_unit(tails: Sequence[Slot]) -> Iterator[str]:
-    """Yield Lua for the iterator of a `for` loop: the number of a unit from 1 on, then its values."""
+    """Yield Lua for the iterator of a `for` loop: the number of a unit, then its values."""
     values = []
     yield "local function each_unit(_, n)"
     yield "n = (n or 0) + 1"
@@ -274,7 +274,8 @@ def _each_unit(tails: Sequence[Slot]) -> Iterator[str]:
             for offset in range(width)
         ]
         values += [tail.value(offset, value) for offset, value in enumerate(at)]
-    yield f"if {tails[0].array}[{tails[0].array[0].lower()}] then return n, {', '.join(values)} end"
+    array = tails[0].array
+    yield f"if {array}[{array[0].lower()}] then return n, {', '.join(values)} end"
     yield "end"
 
 
@@ -299,5 +300,5 @@ def _is_key_type(kind: str) -> bool:
 
 
 def _is_argument_type(kind: str) -> bool:
-    # a lone word is the first of an explanation whose argument got no type
+    # a single word is the begin of an explanation, behind an argument without a type
     return "|" in kind or not _accepts(kind, "").startswith(" ==")

@@ -1,12 +1,12 @@
 """The Lua scripts: one file per state change under `lua/`, each opening with its contract.
 
-`script_header.py` reads the contract: names in the header give the order in which a caller's keys
-and arguments are sent, so a caller cannot mix them up, types and bounds are enforced on the server
-before a script reads or writes, and every name of the header is a local of the script.
+`script_contract.py` reads the contract. The names in the header give the order in which a caller's
+keys and arguments are sent, so that a caller cannot mix them up. Types and bounds are enforced on
+the server before a script reads or writes. Every name of the header is a local of the script.
 
-`-- include: clock, events` in a header puts `lua/include/clock.lua` and `events.lua` in front of
-the script, each file once and behind the files that it includes itself. In every call, Lua makes
-all functions of a script anew: an include file holds the functions of one topic that are used
+`-- include: clock, events` in a header puts `lua/include/clock.lua` and `events.lua` before the
+script, each file once and behind the files that it includes itself. Lua creates all functions of a
+script anew in every call, so an include file holds only functions of one topic that are used
 together.
 """
 
@@ -27,9 +27,7 @@ Arg = str | int | float | bytes
 
 
 class KeysByName(Protocol):
-    """The keys of a script by the names in its header: `buffer.store.keys.SlotKeys`, or a
-    dictionary.
-    """
+    """Keys of a script by the names in its header: `SlotKeys`, or a dictionary."""
 
     def __getitem__(self, slot: str, /) -> str: ...
 
@@ -48,17 +46,19 @@ class Script:
 
     @property
     def sha(self) -> str:
+        """Return the hash by which EVALSHA names the script."""
         return _sha(self.source)
 
     @property
     def starts_work(self) -> bool:
-        """Whether a server refuses it when its memory is full: it frees none, and no work waits for
-        it (I12).
+        """Return whether a server refuses this script while its memory is full (I12).
+
+        Such a script frees no memory, and no running work waits for it.
         """
         return self.source.startswith("#!lua\n")
 
     def text(self, verb: str) -> str:
-        """What EVALSHA or EVAL names the script by."""
+        """Return what EVALSHA or EVAL takes for this script."""
         return self.sha if verb == "EVALSHA" else self.source
 
     def arrange(
@@ -68,10 +68,10 @@ class Script:
         tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
     ) -> tuple[list[str], list[Arg]]:
-        """Return KEYS and ARGV in the order of the header; ScriptError when a name is missing or
-        unknown.
+        """Return KEYS and ARGV in the order of the header.
 
-        `tail_keys`: keys as they are, or the keys of a unit by name.
+        `tail_keys` are keys, or the keys of a unit by name. Raises ScriptError if a name is missing
+        or unknown.
         """
         header = self.header
         names = header.fixed("ARGV")
@@ -106,8 +106,9 @@ def includes(text: str) -> list[str]:
 
 
 def _assemble(name: str, texts: Mapping[str, str]) -> Script:
-    """Put the name first, so that SLOWLOG can be read; then includes, the checks of the header and
-    the body.
+    """Join name, includes, the checks of the header and the body to one script.
+
+    The name comes first, so that it is seen in SLOWLOG.
     """
     shebang, _, rest = texts[name].partition("\n")
     header = Header.parse(texts[name])

@@ -1,118 +1,55 @@
-"""The connection to the server: who retries what, and how a script is called.
+"""The connection to the server: one process's view of a server or cluster, with all retries.
 
 The client library's own retries are off (they would run a script again whose reply was lost).
 `Store` retries by itself, with full jitter and a deadline, and only operations that are harmless
 when repeated: every script has a natural key (I13), and payload keys are written once under a token
-of their own. Where a key lies is `buffer.store.nodes`' business.
-
-Payloads and the script calls that speak of them, in one round trip.
-
-A payload must be stored before the script that pins it runs: on one connection it is. While the
-server takes one in, the next is encoded, so a batch costs little more than its bytes. What is small
-comes behind all that is large: a server that writes to disk before it answers would do that for
-each of them.
+of their own. `buffer.store.nodes` knows which server holds a key.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import Event
+from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError
 
-from buffer.errors import ScriptError, StoreError, StoreFull, StoreUnavailable
-from buffer.store.bulk_io import Asked, Command, Parts, pipelined, receive, send
+from buffer.errors import StoreError, StoreFull, StoreUnavailable
+from buffer.store.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.store.durability import Durability
 from buffer.store.nodes import Role, Servers
-from buffer.store.retry import CHANCE, OutageLog, is_passing
+from buffer.store.retry import Backoff, OutageLog, is_transient
+from buffer.store.script_calls import (
+    FIRST_KEY,
+    ScriptCall,
+    ScriptRunner,
+    Upload,
+    command_of,
+)
 from buffer.store.scripts import Arg, KeysByName, Script, library
 from buffer.store.url import SOCKET_TIMEOUT_S, mask_url
 
-
-class ScriptCall(NamedTuple):
-    """What `Store.call` takes."""
-
-    keys: KeysByName
-    args: Mapping[str, Arg]
-    tail_keys: Sequence[str | KeysByName]
-    tail_args: Sequence[Arg]
-
-
-_LARGE_BYTES = 32 * 2**10
-"""A server takes such a value in by itself, and what is smaller together with what comes next."""
-
-Upload = tuple[Sequence[Command], ScriptCall]
-"""The commands that store a payload, and the call for it."""
-
-
-class UploadTrip:
-    """One round trip of `Store.upload_and_call`."""
-
-    def __init__(
-        self, store: Store, script: Script, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> None:
-        self._store = store
-        self._script = script
-        self._key = key
-        self._make = make
-        self._places = range(0)  # of the script's replies among all answers
-        self._keys: list[str] = []
-
-    def replies(self) -> list[list[Any]]:
-        """Of each call, once all of it is durable."""
-        client = self._store.servers.client("bulk", self._key)
-        try:
-            answers = self._answers(client)
-        except ResponseError as error:
-            raise self._store.explain(self._script, self._keys, error) from error
-        if self._store.durability.must_wait:
-            self._store.durability.check(answers[self._places[-1] + 1 :])
-        return [answers[place] for place in self._places]
-
-    def _answers(self, client: Any) -> list[Any]:
-        try:
-            return send(client, self._commands())
-        except NoScriptError:
-            for script in (self._script, self._store.scripts["sync"]):
-                client.script_load(script.source)
-            return send(client, self._commands())
-
-    def _commands(self) -> Iterator[Command]:
-        calls: list[ScriptCall] = []
-        small: list[Command] = []
-        sent = 0
-        for commands, call in self._make():
-            for command in commands:
-                if any(
-                    isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command
-                ):
-                    sent += 1
-                    yield command
-                else:
-                    small.append(command)
-            calls.append(call)
-        yield from small
-        self._places = range(sent + len(small), sent + len(small) + len(calls))
-        for call in calls:
-            self._keys, args = self._script.arrange(*call)
-            yield ("EVALSHA", self._script.sha, len(self._keys), *self._keys, *args)
-        if self._store.durability.must_wait:
-            sync = self._store.scripts["sync"].sha
-            yield from self._store.durability.behind_script("EVALSHA", sync, self._key)
-
-
 T = TypeVar("T")
+
+_BACKOFF = Backoff(0.05, 2.0)
 
 
 class Store:
-    """One server or cluster, seen by one process. Thread-safe.
+    """Connects one process to a server or a cluster, and retries what it asks. Thread-safe.
 
-    `deadline_s` bounds how long one operation is tried; `StoreUnavailable` says that it passed. In
-    a cluster, `control` and `bulk` are clients of the node that holds the run which `at` was asked
-    for: get them anew for every try.
+    An operation is repeated for `deadline_s`; then it raises StoreUnavailable.
+
+    Usage:
+
+        store = Store("redis://127.0.0.1:6379", deadline_s=10.0)
+        reply = store.call("peek", keys.slots(task="math"), {"limit": 10})
+        size = store.retrying("size", lambda: store.control.dbsize())
+
+    In a cluster, `control` and `bulk` are clients of the node that holds the run for which `at`
+    made this store. A slot may move: get them anew in every attempt.
     """
 
     def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
@@ -121,26 +58,24 @@ class Store:
         self.deadline_s = deadline_s
         self.servers = Servers(url, name)
         self.scripts: Mapping[str, Script] = library()
-        """by name; a test of the tests puts others here"""
+        """by name; a test may put changed scripts here"""
         self.waits_for_disk = False
         self.wait_replicas = 0
         self.retries = 0
         self.patience: Callable[[], bool] = lambda: False
-        """asked once the deadline has passed: whether to wait on, as who holds a role does until it
-        is stopped
+        """Return whether to continue after the deadline. The holder of a role does until it is
+        stopped.
         """
         self.watchers: list[Callable[[str, float, int], object]] = []
-        """hear of every call that was answered: its name, the seconds it took, how often it was
-        repeated
-        """
+        """called for every answered operation with its name, its seconds, and its repetitions"""
         self._outages = OutageLog()
         self._home = ""
 
     def at(self, key: str, wait_replicas: int = 0) -> Store:
-        """This store, with `control` and `bulk` where `key` lies, and durable calls that wait for
-        so many replicas.
+        """Return a view of this store for the run of `key`; the store itself if that is the same.
 
-        Itself where neither makes a difference.
+        Its `control` and `bulk` are clients of the node that holds `key`, and its durable calls
+        wait for `wait_replicas` replicas.
         """
         in_cluster = self.retrying("first contact", lambda: self.servers.is_cluster)
         if not in_cluster and wait_replicas == self.wait_replicas:
@@ -152,20 +87,21 @@ class Store:
 
     @property
     def in_cluster(self) -> bool:
-        """Whether this is a view that `at` gave of a cluster."""
+        """Return whether this is a view of a cluster, made by `at`."""
         return bool(self._home) and self.servers.is_cluster
 
     @property
     def control(self) -> Any:
-        """For small commands."""
+        """Return the client for small commands."""
         return self.servers.client("control", self._home)
 
     @property
     def bulk(self) -> Any:
-        """For payloads and long lists."""
+        """Return the client for payloads and long lists."""
         return self.servers.client("bulk", self._home)
 
     def close(self) -> None:
+        """Close all connections."""
         self.servers.close()
 
     def call(
@@ -178,123 +114,67 @@ class Store:
         *,
         durable: bool = False,
     ) -> list[Any]:
-        """Run a script by name; the reply's strings are decoded. Retried until the deadline (I13).
+        """Run a script by name and return its reply, with strings decoded.
 
-        `keys`: those that the script's header names, as `Keys.slots` finds them. `tail_keys`: see
-        `Script.arrange`.
+        Repeated until the deadline (I13). `keys` are those that the script's header names, as
+        `Keys.slots` finds them; `tail_keys`: see `Script.arrange`.
 
-        A script that starts work is not waited for on a full server: StoreFull at once, so that the
-        caller can do what frees memory.
+        A durable call is answered once the change is on the server's disk, and on as many replicas
+        as `wait_replicas` says (I6). Fewer replicas count as a server that is unreachable: the call
+        waits, and raises StoreUnavailable at the deadline.
 
-        With `durable`, the answer is given once the change is on the server's disk, and on as many
-        replicas as `wait_replicas` says (I6). Too few of them are a server that is away: waited
-        for, then StoreUnavailable.
+        Raises StoreFull at once for a script that starts work on a full server, so that the caller
+        can do what frees memory.
         """
         entry = self.scripts[script]
-        all_keys, all_args = entry.arrange(keys, args, tail_keys, tail_args)
-        wait = durable and self.durability.must_wait
+        call = ScriptCall(keys, args, tail_keys, tail_args)
+        command = command_of(entry, call)
 
         def run() -> list[Any]:
-            try:
-                return self._run(entry, all_keys, all_args, wait)
-            except ResponseError as error:
-                raise self.explain(entry, all_keys, error) from error
+            runner = self._runner("control", str(command[FIRST_KEY]))
+            return runner.call(entry, command, durable=durable)
 
-        reply = self.retrying(script, run, starts_work=entry.starts_work)
-        return [item.decode() if isinstance(item, bytes) else item for item in reply]
+        return self.retrying(script, run, starts_work=entry.starts_work)
 
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
     ) -> list[list[Any]]:
-        """Run a script that changes nothing once for each (keys, args), in one round trip.
+        """Run a read-only script once for each (keys, args), in one round trip.
 
-        Each call is of one instant; between two of them others may move.
+        Each call sees one instant; other clients may change the run between two of them.
         """
         entry = self.scripts[script]
-        sha = entry.sha
-        arranged = [entry.arrange(*call) for call in calls]
+        commands = [command_of(entry, ScriptCall(*call)) for call in calls]
+        if not commands:
+            return []
+        return self.retrying(script, lambda: self._runner("control").call_many(entry, commands))
+
+    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+        """Store payloads, call a script for each, and return the replies, as of a durable `call`.
+
+        All of it is one round trip, and every key lies in the slot of `key`. In a cluster, payloads
+        lie elsewhere: they are written to their nodes first. A repeated attempt is harmless (I13).
+        """
+        if not uploads:
+            return []
+        entry = self.scripts[script]
+        if self.in_cluster:
+            self.write("payload write", [command for payload, _ in uploads for command in payload])
+            uploads = [((), call) for _, call in uploads]
 
         def run() -> list[list[Any]]:
-            pipe = self.control.pipeline(transaction=False)
-            for place, (keys, args) in enumerate(arranged):
-                # the first brings the text, so that no hash behind it can be unknown
-                verb, text = ("EVALSHA", sha) if place else ("EVAL", entry.source)
-                pipe.execute_command(verb, text, len(keys), *keys, *args)
-            return list(pipe.execute())
+            return self._runner("bulk", key).upload(entry, key, uploads)
 
-        replies = self.retrying(script, run) if arranged else []
-        return [
-            [item.decode() if isinstance(item, bytes) else item for item in reply]
-            for reply in replies
-        ]
-
-    def _run(self, entry: Script, keys: list[str], args: list[Arg], wait: bool) -> list[Any]:
-        try:
-            return self._evaluate("EVALSHA", entry, keys, args, wait)
-        except NoScriptError:
-            return self._evaluate("EVAL", entry, keys, args, wait)
-
-    def explain(self, entry: Script, keys: Sequence[str], error: ResponseError) -> Exception:
-        """What is raised for a script that failed: ScriptError where it refused keys or arguments."""
-        said = str(error)
-        if said.startswith("RMQ_ARG "):
-            return ScriptError(f"{said.removeprefix('RMQ_ARG ')}; nothing was changed")
-        if not said.startswith("WRONGTYPE"):
-            return error
-        kinds = [kind.decode() for kind in self.each("types", [("TYPE", key) for key in keys])]
-        wants = [entry.header.type_of(place) for place in range(1, len(keys) + 1)]
-        found = zip(keys, kinds, wants, strict=True)
-        wrong = [
-            f"{key} is a {kind}" for key, kind, want in found if kind.upper() not in (want, "NONE")
-        ]
-        return ScriptError(
-            f"{entry.name}: {', '.join(wrong) or 'a record'}, and not what buffer/store/keys.py says",
-            hint="something else wrote to the keys of this run",
-        )
-
-    def _evaluate(
-        self, verb: str, script: Script, keys: list[str], args: list[Arg], wait: bool
-    ) -> list[Any]:
-        client = self.servers.client("control", keys[0])
-        call = (verb, script.text(verb), len(keys), *keys, *args)
-        if not wait:
-            return list(client.execute_command(*call))
-        waits = self.durability.behind_script(verb, self.scripts["sync"].text(verb), keys[0])
-        reply, *waited = pipelined(client, [call, *waits])
-        self.durability.check(waited)
-        return list(reply)
+        return self.retrying(script, run, starts_work=entry.starts_work)
 
     @property
     def durability(self) -> Durability:
-        """What a durable call waits for."""
+        """Return what a durable call waits for."""
         return Durability(self.wait_replicas, self.waits_for_disk)
 
-    def upload_and_call(
-        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> list[list[Any]]:
-        """Upload a payload and call a script for each of what `make` makes, in one round trip; the
-        scripts' replies, as of a durable `call`.
-
-        All keys lie where `key` does; in a cluster, payloads do not, and go to their nodes first.
-        `make` is asked again where the server was away: calls that were carried out already are
-        repeated (I13).
-        """
-        if self.in_cluster:
-            make = self._uploaded(list(make()))
-        entry = self.scripts[script]
-        replies = self.retrying(
-            script,
-            lambda: UploadTrip(self, entry, key, make).replies(),
-            starts_work=entry.starts_work,
-        )
-        return [
-            [item.decode() if isinstance(item, bytes) else item for item in reply]
-            for reply in replies
-        ]
-
-    def _uploaded(self, uploads: Sequence[Upload]) -> Callable[[], list[Upload]]:
-        self.write("payload write", [command for commands, _ in uploads for command in commands])
-        return lambda: [([], call) for _, call in uploads]
+    def _runner(self, role: Role, key: str = "") -> ScriptRunner:
+        client = self.servers.client(role, key or self._home)
+        return ScriptRunner(client, self.scripts, self.durability)
 
     def each(
         self,
@@ -304,35 +184,33 @@ class Store:
         *,
         on_payloads: bool = False,
     ) -> list[Any]:
-        """Run commands, every one where its key lies: one pipeline per server. The answers, in
-        order.
+        """Run each command where its key lies, one pipeline per server, and return all answers.
 
-        `on_payloads`: they are writes, and waited for as in `write`.
+        The answers are in the order of the commands. With `on_payloads`, the commands are writes,
+        and wait for replicas as in `write`.
         """
 
-        def run(client: Any, here: list[int]) -> list[Any]:
-            mine = [commands[place] for place in here]
-            return (
-                self._replicated(pipelined, client, mine)
-                if on_payloads
-                else pipelined(client, mine)
-            )
+        def run(client: Any, positions: list[int]) -> list[Any]:
+            own = [commands[position] for position in positions]
+            if on_payloads:
+                return self._replicated(pipelined, client, own)
+            return pipelined(client, own)
 
-        return self.retrying(
-            what, lambda: self.servers.at_each(role, [str(command[1]) for command in commands], run)
-        )
+        keys = [str(command[1]) for command in commands]
+        return self.retrying(what, lambda: self.servers.at_each(role, keys, run))
 
     def write(
         self, what: str, commands: Sequence[Command], *, starts_work: bool = False
     ) -> list[Any]:
-        """`each` for large values, which are sent from where they are. `starts_work`: see `call`.
+        """Run commands with large values as `each` does, without copies of the values.
 
-        In a cluster, payloads lie on other nodes than the script that accepts them, and
-        `wait_replicas` are waited for here: those that the script waits for say nothing of these.
+        In a cluster, payloads lie on other nodes than the script that accepts them. The replicas
+        that the script waits for are not theirs, so this waits for `wait_replicas` of their own.
+        `starts_work`: StoreFull at once on a full server, as in `call`.
         """
 
-        def run(client: Any, here: list[int]) -> list[Any]:
-            return self._replicated(send, client, [commands[place] for place in here])
+        def run(client: Any, positions: list[int]) -> list[Any]:
+            return self._replicated(send, client, [commands[position] for position in positions])
 
         keys = [str(command[1]) for command in commands]
         return self.retrying(
@@ -344,39 +222,46 @@ class Store:
     ) -> list[Any]:
         if not (self.wait_replicas and self.in_cluster):
             return run(client, commands)
-        answers = run(client, [*commands, *self.durability.behind_payloads(str(commands[0][1]))])
+        waits = self.durability.behind_payloads(str(commands[0][1]))
+        answers = run(client, [*commands, *waits])
         self.durability.check(answers[len(commands) :])
         return answers[: len(commands)]
 
     def read(
-        self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int], asked: Asked = bool
+        self,
+        what: str,
+        names: Sequence[Sequence[str]],
+        sizes: Sequence[int],
+        asked: Event | None = None,
     ) -> list[Parts]:
-        """The values of several keys of one slot each; see `buffer.store.bulk_io.receive`."""
+        """Return the values of several keys of one slot each; see `bulk_io.receive`."""
 
-        def run(client: Any, here: list[int]) -> list[Parts]:
-            return receive(client, [names[n] for n in here], [sizes[n] for n in here], asked)
+        def run(client: Any, positions: list[int]) -> list[Parts]:
+            own_names = [names[position] for position in positions]
+            own_sizes = [sizes[position] for position in positions]
+            return receive(client, own_names, own_sizes, asked)
 
-        return self.retrying(
-            what, lambda: self.servers.at_each("bulk", [keys[0] for keys in names], run)
-        )
+        keys = [chunks[0] for chunks in names]
+        return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run))
 
     def wait_bell(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
-        """Block until `bell` rings or the time is up. Whether it rang; a lost ring costs one
-        time-out.
+        """Block until a wake-up arrives in the list `bell`, and return whether one did.
 
-        The bell is cleared before the caller looks at what it was rung for, so a later ring is
-        never lost. Of a `shared` bell, every listener takes one ring.
+        The list is cleared before the caller polls what the wake-up was for, so that a later one is
+        never lost. A lost one costs one time-out. In a `shared` list, each wake-up is for one
+        waiting client, and the others are left there.
         """
 
-        def listen() -> bool:
-            # never 0 (for ever), never near the socket's own time-out
+        def block() -> bool:
             client = self.servers.client("bells", bell)
-            rang = client.blpop([bell], timeout=min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3))
-            if rang and not shared:
+            # 0 would block for ever; a time near the socket's own time-out would raise
+            bounded_s = min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3)
+            arrived = client.blpop([bell], timeout=bounded_s)
+            if arrived and not shared:
                 client.delete(bell)
-            return bool(rang)
+            return bool(arrived)
 
-        return self.retrying("bell", listen)
+        return self.retrying("bell", block)
 
     def retrying(
         self,
@@ -386,42 +271,51 @@ class Store:
         deadline_s: float | None = None,
         starts_work: bool = False,
     ) -> T:
-        """Run `operation`, again and again while the server is away, until it works or patience
-        ends.
+        """Return the result of `operation`, which is repeated after transient errors.
+
+        `what` names it in logs and errors. Raises StoreUnavailable once `deadline_s` (or the
+        store's own) is over and `patience` does not ask for more, StoreFull where memory is full,
+        StoreError for an error that is not transient.
         """
-        started = time.monotonic()
+        started_s = time.monotonic()
+        end_s = started_s + (self.deadline_s if deadline_s is None else deadline_s)
         attempt = 0
-        end = started + (self.deadline_s if deadline_s is None else deadline_s)
         while True:
             try:
                 result = operation()
                 break
             except redis.RedisError as error:
-                ends = 0.0 if starts_work and isinstance(error, OutOfMemoryError) else end
-                self._wait(what, error, attempt, ends)
+                # new work is not worth waiting for: the caller first frees what it can
+                is_refused = starts_work and isinstance(error, OutOfMemoryError)
+                self._pause(what, error, attempt, 0.0 if is_refused else end_s)
                 attempt += 1
         self._outages.worked(what)
         for watch in self.watchers:
-            watch(what, time.monotonic() - started, attempt)
+            watch(what, time.monotonic() - started_s, attempt)
         return result
 
-    def _wait(self, what: str, error: redis.RedisError, attempt: int, end: float) -> None:
-        if not is_passing(error):
+    def _pause(self, what: str, error: redis.RedisError, attempt: int, end_s: float) -> None:
+        """Wait before the next attempt, or raise why there is none."""
+        if not is_transient(error):
             raise StoreError(f"{what}: the server refused: {error}") from error
-        left = end - time.monotonic()
-        if left <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
             raise self._given_up(what, error) from error
         self._outages.failed(what, error)
         self.retries += 1
-        self.servers.look_again()
-        pause = CHANCE.uniform(0.0, min(2.0, 0.05 * 2.0 ** min(attempt, 10)))
-        time.sleep(min(left, pause) if left > 0 else pause)
+        self.servers.forget_slots()  # an error may mean that the key has moved to another node
+        pause_s = _BACKOFF.pause_s(attempt)
+        time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:
+        server = mask_url(self.url)
         if isinstance(error, OutOfMemoryError):
-            hint = "what is trained and committed frees some; raise maxmemory, or lower [memory] budget_bytes"
-            return StoreFull(f"{what}: the memory of {mask_url(self.url)} is full", hint=hint)
-        hint = "is the server running? everything continues by itself once it is back"
+            return StoreFull(
+                f"{what}: the memory of {server} is full",
+                hint="training and committing batches frees memory; "
+                "or raise maxmemory, or lower [memory] budget_bytes",
+            )
         return StoreUnavailable(
-            f"{what}: no usable answer from {mask_url(self.url)}: {error}", hint=hint
+            f"{what}: no usable answer from {server}: {error}",
+            hint="is the server running? everything continues by itself once it is back",
         )

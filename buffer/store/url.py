@@ -1,15 +1,17 @@
-"""The URL of a server, and the client that it means.
+"""The URL of a server, and clients for it.
 
-    redis://[user:password@]host:port/0   rediss://…                     one server, or any node of a cluster
-    unix://[user:password@]/path                                         one server on this machine
-    redis://[…@]host1:port,host2:port,host3:port/0                       a cluster, by whichever of them answers
-    redis+sentinel://[…@]host1:port,host2:port/service[/0]   rediss+…    the primary that these Sentinels name
-    memory://  memory://name                                             inside this process, for tests only
+    redis://[user:password@]host:port/0   rediss://…         one server, or any node of a cluster
+    unix://[user:password@]/path                             one server on this machine
+    redis://[…@]host1:port,host2:port,host3:port/0           a cluster, by any of these nodes
+    redis+sentinel://[…@]host1:port,host2:port/service[/0]   the primary of these Sentinels
+    rediss+sentinel://…                                      the same with TLS
+    memory://  memory://name                                 inside this process, for tests only
 
 User and password are the server's; those of Sentinels, if they have any, are `?sentinel_username=`
 and `&sentinel_password=`.
 
-Passwords must not reach a log, a screen or an error message: URLs are masked before they are shown.
+Passwords must not reach a log, a screen or an error message: URLs are masked before they are
+shown.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from redis.sentinel import Sentinel
 
 from buffer.errors import ConfigError
 
-# Greedy up to the last "@": a password may hold unescaped ":" and "@", and masking too much is the
-# safe side. A URL whose scheme was forgotten or mistyped holds one, too.
+# greedy up to the last "@": a password may hold unescaped ":" and "@", and it is safe to mask too
+# much; a URL with a missing or misspelled scheme may hold a password as well
 _USER_INFO = re.compile(r"([^:@/\s'\"]*):(?!//)[^\s'\"]*@")
-# An "@" behind the name of a password may end the user information, or stand in that password.
+# an "@" behind the name of a password may end the user information, or belong to that password
 _NAMED = r"[?&](?:password|ssl_password|sentinel_password)="
 _BOTH = re.compile(rf"([^:@/\s'\"]*):(?!//)[^\s'\"]*{_NAMED}[^\s'\"]*@[^\s'\"]*", re.IGNORECASE)
 _QUERY = re.compile(rf"({_NAMED})[^&\s'\"]+", re.IGNORECASE)
 
 
 def mask_url(text: str) -> str:
-    """The text with every password of a URL in it replaced by `***`."""
+    """Return the text with `***` for every password of a URL in it."""
     return _QUERY.sub(r"\1***", _USER_INFO.sub(r"\1:***@", _BOTH.sub(r"\1:***", text)))
 
 
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
 SOCKET_TIMEOUT_S = 15.0
-"""Longer than any script or slice runs; shorter than a lease's patience."""
+"""Longer than any script runs, shorter than a lease lasts."""
 
 _CONNECT_TIMEOUT_S = 5.0
 _SENTINEL_TIMEOUT_S = 2.0
@@ -53,8 +55,9 @@ _SENTINEL_PORT = 26379
 def open_client(
     url: str, *, name: str = "rolloutmq", timeout_s: float = SOCKET_TIMEOUT_S
 ) -> redis.Redis:
-    """A client that retries nothing by itself. Connects lazily; raises nothing here but ConfigError
-    for a bad URL.
+    """Return a client that retries nothing by itself and connects lazily.
+
+    Raises ConfigError for a bad URL.
     """
     if url.startswith("memory:"):
         from buffer.store.in_memory import open_memory
@@ -76,21 +79,23 @@ def open_client(
             if "+sentinel://" in url
             else redis.Redis.from_url(url, **settings)
         )
-        # an option that no connection knows is told now, not at the first command
+        # an unknown option raises TypeError here, not only at the first command
         client.connection_pool.connection_class(**client.connection_pool.connection_kwargs)
     except (ValueError, TypeError):
-        # its message may hold a part of the password
+        # `from None`: its message may hold a part of the password
         raise ConfigError(
             f"this is no URL of a Redis server: {mask_url(url)}",
-            hint="redis://[user:password@]host:port/0, unix:///path or redis+sentinel://host:port,host:port/service; "
+            hint="redis://[user:password@]host:port/0, unix:///path or "
+            "redis+sentinel://host:port,host:port/service; "
             "write special characters of a password as %XX; options behind ? are those of redis-py",
         ) from None
     return client
 
 
 def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
-    """A client that asks the Sentinels for the primary whenever it connects. ValueError for a bad
-    URL.
+    """Return a client that asks the Sentinels for the primary whenever it connects.
+
+    Raises ValueError for a bad URL.
     """
     parts = urlsplit(url)
     credentials, hosts = _netloc(parts)
@@ -118,11 +123,11 @@ def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
 
 
 def seeds(url: str) -> list[str]:
-    """One URL for each node that a URL names; Sentinels are not nodes."""
+    """Return one URL for each node that a URL names; Sentinels are not nodes."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        return [url]  # `open_client` says what is wrong
+        return [url]  # `open_client` raises ConfigError for it
     credentials, hosts = _netloc(parts)
     if len(hosts) == 1 or parts.scheme.endswith("+sentinel"):
         return [url]
@@ -130,7 +135,7 @@ def seeds(url: str) -> list[str]:
 
 
 def at_node(url: str, host: str, port: int) -> str:
-    """The URL with another host: that of a node of the same cluster ("": the node that was asked)."""
+    """Return the URL of another node of the same cluster; host "" is the host of `url`."""
     parts = urlsplit(url)
     credentials, _ = _netloc(parts)
     host = host or parts.hostname or ""
@@ -140,6 +145,6 @@ def at_node(url: str, host: str, port: int) -> str:
 
 
 def _netloc(parts: SplitResult) -> tuple[str, list[str]]:
-    """("user:password@", hosts)."""
+    """Return ("user:password@", hosts)."""
     credentials, at, hosts = parts.netloc.rpartition("@")
     return credentials + at, hosts.split(",")

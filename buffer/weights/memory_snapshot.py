@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory, gettempdir
 
 import orjson
 
-from buffer.weights import manifest
+from buffer.weights import folder_manifest as manifest
 from buffer.weights.announcement import FileFacts
 from buffer.weights.safetensors_files import parse_tensors
 from buffer.weights.transport import Save

@@ -18,7 +18,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises ModelError if `path` exists.
     """
     if path.exists():
-        raise ModelError(f"{path} exists already", hint="remove it, or choose another folder")
+        raise ModelError(f"{path} already exists", hint="remove it, or choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     unfinished.mkdir()

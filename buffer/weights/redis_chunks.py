@@ -22,7 +22,7 @@ from buffer.model.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.store.store import Store
-from buffer.weights import manifest
+from buffer.weights import folder_manifest as manifest
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 
 SCHEME = "redis:"

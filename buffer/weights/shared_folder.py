@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.model.rollout import PolicyVersion
-from buffer.weights import manifest
+from buffer.weights import folder_manifest as manifest
 from buffer.weights.new_folder import new_folder
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 

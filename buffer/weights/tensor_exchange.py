@@ -107,7 +107,7 @@ class TensorServer:
         self._snapshot = snapshot
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop accepting workers."""
         self._snapshot = None
         self._closed.set()
         # some systems refuse it for a listening socket; others continue to accept without it

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 from buffer.model.rollout import PolicyVersion
 from buffer.store.keys import Keys
 from buffer.store.store import Store
-from buffer.weights import manifest, memory_snapshot
+from buffer.weights import folder_manifest as manifest
+from buffer.weights import memory_snapshot
 from buffer.weights.announcement import Announcement
 from buffer.weights.memory_snapshot import MemorySnapshot
 from buffer.weights.redis_chunks import VersionStore

@@ -1,8 +1,4 @@
-"""Calls that nobody awaits any more: how one that waits in a thread learns that its coroutine was
-cancelled.
-
-What one train step consumes, and what interrupts the wait for it.
-"""
+"""What one train step consumes, and how the wait for it is interrupted."""
 
 from __future__ import annotations
 
@@ -18,16 +14,17 @@ from buffer.model.manifest import Manifest
 
 
 class Stopped(Exception):
-    """`stop` was called, the run is finished, or whoever awaited was cancelled. Not an error:
-    nothing was taken.
+    """`stop` was called, the run is finished, or the awaiting coroutine was cancelled.
+
+    Not an error: nothing was taken.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one train step consumes. `waited_s`: how long the trainer stood still for it.
+    """Contains what one train step consumes.
 
-    `status` EXPIRED_BATCH: the newest weights can serve no later step, so train this one, then
+    `status` EXPIRED_BATCH: the newest weights can serve no later step, so train this batch, then
     publish.
     """
 
@@ -35,6 +32,7 @@ class Batch:
     groups: list[RolloutGroup]
     manifest: Manifest
     waited_s: float
+    """seconds for which the trainer was blocked while it waited for this batch"""
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
 
 
@@ -43,7 +41,7 @@ _abandoned: ContextVar[threading.Event | None] = ContextVar("abandoned", default
 
 @contextmanager
 def abandoned_by(event: threading.Event) -> Iterator[None]:
-    """What runs in here ends with Stopped at its next `check_not_abandoned` once the event is set."""
+    """Interrupt the waits within this block once the event is set."""
     token = _abandoned.set(event)
     try:
         yield
@@ -52,7 +50,7 @@ def abandoned_by(event: threading.Event) -> Iterator[None]:
 
 
 def check_not_abandoned() -> None:
-    """Raise Stopped where whoever asked has gone."""
+    """Raise Stopped if the caller no longer awaits the result."""
     event = _abandoned.get()
     if event is not None and event.is_set():
         raise Stopped

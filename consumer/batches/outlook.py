@@ -1,22 +1,22 @@
-"""Whether a batch that is not ready ever will be: the trainer's half of the disaggregated state
-machine.
+"""Why a batch is not ready, and whether it ever will be: the trainer's side of the state machine.
 
-T is the step that is asked for, M the newest weights, H the staleness at which they are too old
-(`RunLimits.horizon`). A state is nowhere stored: it follows from what the server holds, so that
+T is the step that is asked for, M the newest weights, H the staleness from which they are too old
+(`RunLimits.horizon`). The state is not stored: it follows from what the server contains, so that
 producer and trainer cannot disagree.
 
                   ┌────────────── continue ◀──── UPDATE_WEIGHT_AND_ABORT: waits
                   ▼                                  ▲
     take(T) ▶ NORMAL ──pause, by trainer or operator─┘
        │        ├── ready, and M serves T + 1 ─────────▶ a batch: train
-       │        ├── not ready, and somebody works ─────▶ waits
-       │        ├── its task was stopped ──────────────▶ TaskStopped (consumer/batches/wait.py)
-       │        ├── no producer for so many seconds ───▶ ProducerGone (a standby that takes over ends the wait)
-       │        └── nobody works, and the producer has looked again:
+       │        ├── groups are waiting or running ─────▶ waits
+       │        ├── its task was stopped ──────────────▶ TaskStopped
+       │        ├── no producer for producer_timeout_s ▶ ProducerGone (unless a standby takes over)
+       │        └── none waits or runs, and the producer has had a whole round:
        │              newer weights exist (M < T - 1) ─▶ ExpiredBatch
        │              none do ─────────────────────────▶ NoBatch, with all counters
-       ├──▶ EXPIRED_BATCH, T - M - 1 >= H, not ready ──▶ ExpiredBatch: publish the weights of T - 1, take T again
-       ├──▶ EXPIRED_BATCH, T - M >= H, ready ──────────▶ a batch that says so: train, then publish
+       ├──▶ EXPIRED_BATCH, T - M - 1 >= H, not ready ──▶ ExpiredBatch: publish the weights of T - 1,
+       │                                                 take T again
+       ├──▶ EXPIRED_BATCH, T - M >= H, ready ──────────▶ a batch with this status: train, publish
        └──▶ FINISH ────────────────────────────────────▶ Stopped
 """
 
@@ -24,41 +24,114 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from buffer.batches.account import TaskAccount
 from buffer.control.control import ControlState, Mode
 from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
-from buffer.errors import ExpiredBatch, NoBatch, ProducerGone
+from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped
+from buffer.model.ids import LANES
 from buffer.model.manifest import NotReady
 from buffer.model.staleness import staleness
 from buffer.run import Run
 from buffer.store.retry import OutageClock
+from consumer.batches.batch import Stopped
 
 log = logging.getLogger("rolloutmq.consumer")
 
-LOOK_S = 0.5
-"""Before the first look, and between two: a trainer is woken for every group that comes in."""
+POLL_S = 0.5
+"""Seconds before the first check, and between two: every submitted group wakes the trainer."""
 
-BEATS = 3
-"""A producer beats once a round: between the first look and the last of so many beats there was a
-whole round.
-"""
+HEARTBEATS = 3
+"""A producer sends one heartbeat a round: three different ones enclose a whole round."""
+
+_STATUS_REASONS = {
+    ProduceBatchStatus.FINISH: "the run is finished: nothing more is produced",
+    ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT: "the run is paused",
+    ProduceBatchStatus.EXPIRED_BATCH: "the newest weights are too old for this step: "
+    "publish newer ones",
+}
 
 
 def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
-    """EXPIRED_BATCH if nothing that the newest weights make can serve the step after `step`: train,
-    then publish.
+    """Return EXPIRED_BATCH if groups of the newest weights are too old for the step after `step`.
+
+    Then train the batch of `step`, and publish.
     """
     expired = staleness(step + 1, run.control.state().weights.version) >= run.limits.horizon
     return ProduceBatchStatus.EXPIRED_BATCH if expired else ProduceBatchStatus.NORMAL
 
 
-class BatchOutlook:
-    """One wait for the batch of `step`. `trains` is False for an evaluation, whose groups never
-    become too old.
+@dataclass(frozen=True, slots=True)
+class WaitReason(NotReady):
+    """Adds to `NotReady` how far the missing groups are, and who could generate them."""
 
-    `producer_timeout_s`: how long a run without a producer is waited with; None: for ever.
+    started: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """(waiting, running) groups of each missing task"""
+    workers: int = 0
+    """live workers, each of which could claim such a group"""
+    status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
+
+    def __str__(self) -> str:
+        # super() does not work here: a dataclass with slots is a new class, unknown to its methods
+        parts = [NotReady.__str__(self)]
+        parts += [
+            f"of {task}, {waiting} wait and {running} run"
+            for task, (waiting, running) in self.started.items()
+        ]
+        parts.append(f"{self.workers} live workers" if self.workers else "there is no live worker")
+        if self.status in _STATUS_REASONS:
+            parts.append(_STATUS_REASONS[self.status])
+        return "; ".join(parts)
+
+
+def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
+    """Return why step `step` is not ready. Two round trips; changes nothing."""
+    short = _short_tasks(answer)
+    state = run.control.state()
+    workers, *numbers = run.store.retrying("wait reason", lambda: _read_progress(run, short))
+    width = len(LANES) + 1
+    rows = [numbers[i * width : (i + 1) * width] for i in range(len(short))]
+    started = {
+        task: (sum(waiting), int(running or 0))
+        for task, (*waiting, running) in zip(short, rows, strict=True)
+    }
+    return WaitReason(
+        answer.missing,
+        answer.recovering,
+        answer.checkpoint_now,
+        started=started,
+        workers=workers,
+        status=batch_status(state, step, run.limits),
+    )
+
+
+def _short_tasks(answer: NotReady) -> list[str]:
+    return [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
+
+
+def _read_progress(run: Run, tasks: list[str]) -> list[Any]:
+    """Read the live workers; then for each task the lengths of its lanes and its running groups."""
+    client: Any = run.store.control
+    seconds, micros = client.time()
+    alive_since_ms = seconds * 1000 + micros // 1000 - run.limits.lease_ms
+    with client.pipeline(transaction=False) as pipe:
+        pipe.zcount(run.keys.workers, alive_since_ms, "+inf")
+        for task in tasks:
+            for lane in LANES:
+                pipe.xlen(run.keys.jobs(task, lane))
+            pipe.hget(run.keys.progress(task), "running")
+        return list(pipe.execute())
+
+
+class BatchOutlook:
+    """Decides during one wait whether the batch of `step` can still become ready.
+
+    `trains` is False for an evaluation, whose groups never become too old. `producer_timeout_s`:
+    how long to wait while no producer is alive; None: forever.
     """
 
     def __init__(
@@ -70,48 +143,67 @@ class BatchOutlook:
         self._timeout_s = producer_timeout_s
         self._clock = OutageClock()
         self._waited_s = 0.0
-        self._look_at_s = time.monotonic() + LOOK_S
-        self._standing: list[TaskAccount] = []
-        self._beats: set[int] = set()
+        self._next_check_s = time.monotonic() + POLL_S
+        self._accounts: list[TaskAccount] = []
+        self._heartbeats: set[int] = set()
         self._has_warned = False
 
-    def check(self, answer: NotReady) -> bool:
-        """Raise what makes waiting on useless (see the module). Whether the run goes on: False once
-        it is finished.
+    def obtainable(self, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
+        """Return how many groups of each task to wait for.
+
+        These are `counts`, or what is ready of a task that `should_continue_fn` ended. Raises
+        TaskStopped for a task of which nothing more is started (I11).
         """
-        self._waited_s = self._clock.look()
-        if answer.recovering or time.monotonic() < self._look_at_s:
-            return True
-        self._look_at_s = time.monotonic() + LOOK_S
-        short = [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
+        wanted = dict(counts)
+        for task, (ready, _) in answer.missing.items():
+            if ready >= counts[task]:
+                continue
+            halt = self._run.halts.of(task)
+            has_failed = self._run.limits.is_too_many_failures(task, halt.failures)
+            if halt.is_enough_for(self._step):
+                wanted[task] = ready
+            if has_failed or halt.kind == "broken" or not any(wanted.values()):
+                failures = f"{halt.failures} tries failed or were filtered one after the other"
+                reason = failures if has_failed else halt.reason
+                raise TaskStopped(
+                    f"task {task} is stopped: {reason}, and the batch needs {counts[task]} groups "
+                    f"of it ({ready} are ready)",
+                    hint="`rolloutmq dead` shows the reasons; fix the cause, then run "
+                    f"`rolloutmq continue --task {task}`",
+                )
+        return wanted
+
+    def check(self, answer: NotReady) -> None:
+        """Raise if waiting is useless, as the module describes: Stopped if the run is finished."""
+        self._waited_s = self._clock.poll()
+        if answer.recovering or time.monotonic() < self._next_check_s:
+            return
+        self._next_check_s = time.monotonic() + POLL_S
         state = self._run.control.state()
         if state.mode is Mode.FINISH:
-            return False
+            raise Stopped
         if not state.lanes:
-            return True
+            return
         holder = self._run.control.holder("producer")
         self._raise_if_gone(holder)
         if self._trains:
             self._raise_if_expired(state, answer)
-            self._raise_if_dry(state, answer, short, holder)
-        return True
+            self._raise_if_exhausted(state, answer, holder)
 
     def _raise_if_gone(self, holder: RoleHolder) -> None:
-        """Who starts again within the time, or a standby, is not missed; but it is told at once."""
         if holder.is_alive:
             self._has_warned = False
             return
-        # a run that was stopped overnight had no producer for hours: what counts is how long it is
-        # missed
-        missed_s = (
-            self._waited_s
-            if holder.silent_ms is None
-            else min(self._waited_s, holder.silent_ms / 1000)
-        )
+        missed_s = self._waited_s
+        if holder.silent_ms is not None:
+            # the producer of a run that was stopped overnight has been silent for hours: what
+            # counts is how long this trainer has waited for it
+            missed_s = min(missed_s, holder.silent_ms / 1000)
         if self._timeout_s is not None and missed_s >= self._timeout_s:
-            hint = "see its log, then `rolloutmq producer CONFIG`; with --standby, another one takes over by itself"
             raise ProducerGone(
-                f"step {self._step} waits for groups, and {holder}; no standby took over", hint=hint
+                f"step {self._step} waits for groups, and {holder}; no standby took over",
+                hint="see its log, then run `rolloutmq producer CONFIG`; with --standby, another "
+                "one takes over by itself",
             )
         if not self._has_warned and missed_s >= 1.0:
             log.warning(
@@ -121,54 +213,52 @@ class BatchOutlook:
 
     def _raise_if_expired(self, state: ControlState, answer: NotReady) -> None:
         if batch_status(state, self._step, self._run.limits) is ProduceBatchStatus.EXPIRED_BATCH:
-            raise self._expired(
-                state, f"their groups are {self._run.limits.horizon} steps too old for it", answer
-            )
+            reason = f"their groups are {self._run.limits.horizon} steps too old for it"
+            raise self._expired(state, reason, answer)
 
-    def _raise_if_dry(
-        self, state: ControlState, answer: NotReady, short: list[str], holder: RoleHolder
+    def _raise_if_exhausted(
+        self, state: ControlState, answer: NotReady, holder: RoleHolder
     ) -> None:
-        standing = [task for task in self._run.account.totals().tasks if task.task in short]
-        at_work = sum(task.waiting + task.running for task in standing)
+        short = _short_tasks(answer)
+        accounts = [task for task in self._run.account.totals().tasks if task.task in short]
+        started = sum(task.waiting + task.running for task in accounts)
         if (
-            at_work
-            or standing != self._standing
+            started
+            or accounts != self._accounts
             or answer.checkpoint_now
             or self._run.memory.use().refuses_fresh
         ):
-            self._standing = standing
-            self._beats = {holder.seen_ms}
+            self._accounts = accounts
+            self._heartbeats = {holder.seen_ms}
             return
-        self._beats.add(holder.seen_ms)
-        if len(self._beats) < BEATS:
+        self._heartbeats.add(holder.seen_ms)
+        if len(self._heartbeats) < HEARTBEATS:
             return
         if state.weights.version < self._step - 1:
-            raise self._expired(state, "all groups that they may make are made", answer)
+            reason = "all groups that they may generate are generated"
+            raise self._expired(state, reason, answer)
         raise NoBatch(
-            f"step {self._step} cannot be served: {answer}, nobody works on any, the producer starts none, and there "
-            f"are no weights newer than {state.weights} to go on with; {_counters(standing)}",
-            hint="ask for no more than [plan] batch_size and steps say, shared by task weights; see `rolloutmq doctor`",
+            f"step {self._step} cannot be served: {answer}, none waits or runs, the producer "
+            f"starts none, and there are no weights newer than {state.weights} to continue with; "
+            f"{_counters(accounts)}",
+            hint="take at most the groups of [plan] batch_size and steps, shared by task weights; "
+            "see `rolloutmq doctor`",
         )
 
-    def _expired(self, state: ControlState, why: str, answer: NotReady) -> ExpiredBatch:
+    def _expired(self, state: ControlState, reason: str, answer: NotReady) -> ExpiredBatch:
         return ExpiredBatch(
-            f"step {self._step} cannot be served by the weights {state.weights}: {why} ({answer})",
+            f"step {self._step} cannot be served by the weights {state.weights}: {reason} "
+            f"({answer})",
             hint=f"publish the weights of step {self._step - 1}, then take step {self._step} again",
         )
 
 
 def _counters(tasks: list[TaskAccount]) -> str:
-    """All that is counted of each task; zeros are left out."""
+    """Format all counters of each task that are not 0."""
     rows = []
     for task in tasks:
-        numbers = {
-            "target": task.target,
-            "consumed": task.consumed,
-            "cursor": task.cursor,
-            **task.places,
-        }
-        rows.append(
-            f"{task.task}: "
-            + ", ".join(f"{name} {count}" for name, count in numbers.items() if count)
-        )
+        numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor}
+        numbers.update(task.places)
+        counts = ", ".join(f"{name} {count}" for name, count in numbers.items() if count)
+        rows.append(f"{task.task}: {counts}")
     return "; ".join(rows)

@@ -1,10 +1,10 @@
-"""Payloads of the next batch, read while the present one trains.
+"""Payloads of the next batch, read while the current one trains.
 
-Nothing is taken early: a batch that is taken before the weights are published that it could have
-had is one step older than it must be. So this only looks (`peek`) at the groups that would be taken
-now, and reads their bytes. What the take then names is used; another group, or another token of
-one, is read as ever. Bytes never change under a token, so that a batch is the same whether or not
-they were here (I5).
+Nothing is taken early: a batch that is taken before the newest weights are published is one step
+older than necessary. The prefetcher only peeks at the groups that a take would return now, and
+reads their bytes. The taken batch uses those that it contains; other groups, or other tokens of the
+same groups, are read as without it. Bytes never change under a token, so a batch is the same with
+and without prefetching (I5).
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.consumer")
 
-LOOK_S = 0.2
-"""Between two looks at what is ready."""
+POLL_S = 0.2
+"""Seconds between two peeks at the ready groups."""
 
-AT_ONCE = 16
-"""Groups in one read: the trainer, when it takes, waits at most for that many."""
+READ_SIZE = 16
+"""Groups in one read: a take waits for no more than these."""
 
 
 class Prefetcher:
-    """Holds at most `budget_bytes` of payloads; 0: does nothing at all. Ends with `closed`."""
+    """Reads ahead at most `budget_bytes` of payloads (0: none), until `closed` is set.
+
+    Usage:
+        prefetcher.begin({"math": 16})      # while the trainer trains
+        prefetcher.end()                    # before it takes
+        known = prefetcher.pop(refs)
+    """
 
     def __init__(self, run: Run, budget_bytes: int, closed: threading.Event) -> None:
         self._run = run
@@ -37,34 +43,37 @@ class Prefetcher:
         self._held: dict[PayloadRef, RolloutGroup] = {}
         self._lock = threading.Lock()
         self._counts: Mapping[str, int] = {}
-        self._go = threading.Event()
+        self._is_active = threading.Event()
         self._thread: threading.Thread | None = None
-        self.used = self.read = 0
-        """groups that a batch found here, and that were read ahead, in all"""
+        self.used = 0
+        """groups read ahead that a batch contained"""
+        self.read = 0
+        """groups read ahead"""
 
     @property
     def held_bytes(self) -> int:
+        """Return the payload bytes that were read ahead and are not used yet."""
         with self._lock:
             return sum(ref.size for ref in self._held)
 
     def begin(self, counts: Mapping[str, int]) -> None:
-        """Look ahead for a batch like this one, until `end`."""
+        """Read ahead for a batch with these counts, until `end`."""
         if not self._budget or self._closed.is_set():
             return
         self._counts = dict(counts)
-        self._go.set()
+        self._is_active.set()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._look_on, name="trainer-prefetch", daemon=True
+                target=self._read_ahead, name="trainer-prefetch", daemon=True
             )
             self._thread.start()
 
     def end(self) -> None:
-        """The trainer takes now. Does not wait for a read that is under way."""
-        self._go.clear()
+        """Stop reading before a take. Does not wait for a read in progress."""
+        self._is_active.clear()
 
-    def hand_out(self, refs: list[PayloadRef]) -> dict[PayloadRef, RolloutGroup]:
-        """What is here of a batch. All else is forgotten: its turn had come."""
+    def pop(self, refs: list[PayloadRef]) -> dict[PayloadRef, RolloutGroup]:
+        """Return the groups of a batch that were read ahead, and forget all others."""
         with self._lock:
             held = self._held
             self._held = {}
@@ -73,22 +82,22 @@ class Prefetcher:
         return found
 
     def close(self) -> None:
+        """End the thread."""
         self._closed.set()
-        self._go.set()
+        self._is_active.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _look_on(self) -> None:
-        while self._go.wait() and not self._closed.is_set():
+    def _read_ahead(self) -> None:
+        while self._is_active.wait() and not self._closed.is_set():
             try:
-                self._look()
-            except (
-                RolloutMQError
-            ) as error:  # also of a group that has left meanwhile: the trainer meets what is true
+                self._read_ready()
+            except RolloutMQError as error:
+                # a group may have left the pool meanwhile; errors that matter meet the take as well
                 log.debug("not prefetched: %s", error)
-            self._closed.wait(LOOK_S)
+            self._closed.wait(POLL_S)
 
-    def _look(self) -> None:
+    def _read_ready(self) -> None:
         asked = {task: count for task, count in self._counts.items() if count > 0}
         wanted = [
             entry.payload
@@ -98,21 +107,23 @@ class Prefetcher:
         for refs in self._missing(wanted):
             groups = self._run.buffer.read_many(refs)
             with self._lock:
-                if not self._go.is_set():
+                if not self._is_active.is_set():
                     return
                 self._held.update(zip(refs, groups, strict=True))
             self.read += len(refs)
 
     def _missing(self, wanted: list[PayloadRef]) -> list[list[PayloadRef]]:
-        """What to read of it, in slices; what nobody wants any more is forgotten first."""
+        """Return what to read, in slices, after forgetting groups that are not wanted any more."""
         with self._lock:
-            if not self._go.is_set():
-                return []  # the trainer takes: what it has taken is wanted by no one else, and must not be forgotten
+            if not self._is_active.is_set():
+                # the trainer takes: groups that it has taken are not ready, but it will pop them
+                return []
             self._held = {ref: self._held[ref] for ref in wanted if ref in self._held}
             held = set(self._held)
-        room, missing = self._budget - sum(ref.size for ref in held), []
+        room = self._budget - sum(ref.size for ref in held)
+        missing = []
         for ref in wanted:
             if ref not in held and ref.size <= room:
                 room -= ref.size
                 missing.append(ref)
-        return [missing[i : i + AT_ONCE] for i in range(0, len(missing), AT_ONCE)]
+        return [missing[i : i + READ_SIZE] for i in range(0, len(missing), READ_SIZE)]

@@ -1,15 +1,10 @@
-"""How long pauses took, as a histogram: seconds from `pause()` to the last receipt.
-
-pause/count p50_s p99_s        of all pauses of this trainer; percentiles are of the newest 1,000
-pause/le_<seconds>             how many took at most so long, as Prometheus counts
-
-How long a trainer has stood still for groups: what its heartbeats tell, and what the fleet is
-scaled by.
-
-How long a trainer stood still for its batches, and what they held.
+"""How long one trainer waited for batches and pauses, and what its batches contained.
 
 take/batches groups bytes      of all batches so far; bytes as stored
-take/waited_s last_waited_s    seconds that it waited for them: in all, and for the newest one
+take/waited_s last_waited_s    seconds that it waited for them: in total, and for the newest one
+pause/count p50_s p99_s        seconds from `pause()` to the last receipt, of all pauses so far;
+                               percentiles are of the newest 1,000
+pause/le_<seconds>             pauses that took at most this long, as Prometheus counts
 """
 
 from __future__ import annotations
@@ -24,36 +19,40 @@ from consumer.batches.batch import Batch
 
 
 class PauseTimes:
-    """Pauses of one trainer; what it holds does not grow with their number."""
+    """Counts the pauses of one trainer, in constant memory."""
 
     def __init__(self) -> None:
         self.histogram = Histogram(PAUSE_BOUNDS_S)
         self._newest: deque[float] = deque(maxlen=1000)
 
     def add(self, seconds: float) -> None:
+        """Count one pause."""
         self.histogram.add(seconds)
         self._newest.append(seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Nothing before the first pause. p50 and p99 as in `task/p50_s`: elements at n // 2 and
-        int(0.99 n).
+        """Return the histogram and its percentiles; nothing before the first pause.
+
+        p50 and p99 are the elements n // 2 and int(0.99 n) of the sorted times, as in `task/p50_s`.
         """
         if not self._newest:
             return {}
         times = sorted(self._newest)
-        named = {
-            f"pause/le_{bound_s:g}": float(count)
-            for bound_s, count in self.histogram.at_most().items()
-        }
-        percentiles = {
+        metrics = {
+            "pause/count": float(self.histogram.count),
             "pause/p50_s": times[len(times) // 2],
             "pause/p99_s": times[int(0.99 * len(times))],
         }
-        return {"pause/count": float(self.histogram.count), **percentiles, **named}
+        for bound_s, count in self.histogram.at_most().items():
+            metrics[f"pause/le_{bound_s:g}"] = float(count)
+        return metrics
 
 
 class WaitClock:
-    """One thread waits; any thread may look."""
+    """Adds up the time that one thread waits; any thread may read it.
+
+    Heartbeats report it, and an autoscaler sizes the fleet by it.
+    """
 
     def __init__(self) -> None:
         self._ended_s = 0.0
@@ -61,15 +60,17 @@ class WaitClock:
 
     @property
     def seconds(self) -> float:
-        """In all, the wait that goes on included."""
+        """Return the seconds waited so far, including a wait that is not over."""
         ended_s = self._ended_s
+        # read once: the waiting thread may reset it at any time
         since = self._since
         return ended_s + (0.0 if since is None else time.monotonic() - since)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time in here as waited."""
-        started = self._since = time.monotonic()
+        """Count the time in this block as waited."""
+        started = time.monotonic()
+        self._since = started
         try:
             yield
         finally:
@@ -78,13 +79,17 @@ class WaitClock:
 
 
 class TakeTimes:
-    """Of one trainer."""
+    """Counts the batches of one trainer."""
 
     def __init__(self) -> None:
-        self._batches = self._groups = self._bytes = 0
-        self._waited_s = self._last_s = 0.0
+        self._batches = 0
+        self._groups = 0
+        self._bytes = 0
+        self._waited_s = 0.0
+        self._last_s = 0.0
 
     def add(self, batch: Batch) -> None:
+        """Count one batch."""
         self._batches += 1
         self._groups += len(batch.groups)
         self._bytes += sum(entry.payload.size for entry in batch.manifest.entries)
@@ -92,6 +97,11 @@ class TakeTimes:
         self._last_s = batch.waited_s
 
     def metrics(self) -> dict[str, float]:
-        counts = {"batches": self._batches, "groups": self._groups, "bytes": self._bytes}
-        named = {f"take/{name}": float(count) for name, count in counts.items()}
-        return named | {"take/waited_s": self._waited_s, "take/last_waited_s": self._last_s}
+        """Return the metrics `take/*` of all batches so far."""
+        return {
+            "take/batches": float(self._batches),
+            "take/groups": float(self._groups),
+            "take/bytes": float(self._bytes),
+            "take/waited_s": self._waited_s,
+            "take/last_waited_s": self._last_s,
+        }

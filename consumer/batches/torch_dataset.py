@@ -5,8 +5,8 @@
         train(batch)
         consumer.commit(batch.step, keep=batch.step)
 
-An item is a whole `Batch`: its size is the run's business, and a commit is of a step.
-`map(padded_tensors, …)` gives tensors instead.
+An item is a whole `Batch`, since the run defines its size and steps are committed as a whole.
+`map(padded_tensors, dataset)` yields tensors instead.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from buffer.errors import ConfigError
 from consumer.batches.batch import Batch
 
 Counts = Mapping[str, int] | Callable[[int], Mapping[str, int]]
-"""Groups of each task; or a function of the step that says so (`lambda step:
-run.limits.mix().shares(step)`).
+"""Groups of each task, or a function that returns them for a step, such as
+`lambda step: run.limits.mix().shares(step)`.
 """
 
 
 class TakesBatches(Protocol):
-    """A `RolloutConsumer`, or the `ShardedConsumer` of a data-parallel trainer."""
+    """Represents a `RolloutConsumer`, or the `ShardedConsumer` of a data-parallel trainer."""
 
-    def take_batch(self, step: int, counts: Mapping[str, int]) -> Batch: ...
+    def take_batch(self, step: int, counts: Mapping[str, int]) -> Batch:
+        """Return the batch of a step."""
 
 
 class BatchDataset(IterableDataset[Batch]):
-    """Steps `first` to `last`, in order; each is taken when it is asked for, and blocks until it is
-    there.
-    """
+    """Iterates over the batches of steps `first` to `last`, and blocks until each is ready."""
 
     def __init__(
         self, consumer: TakesBatches, counts: Counts, *, first: int = 1, last: int
@@ -54,8 +53,9 @@ class BatchDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
             raise ConfigError(
-                "batches cannot be taken in a worker process of a DataLoader: one process is the trainer of a run",
-                hint="num_workers=0; the consumer reads the next batch ahead by itself",
+                "batches cannot be taken in a worker process of a DataLoader: only one process "
+                "is the trainer of a run",
+                hint="set num_workers=0; the consumer reads the next batch ahead by itself",
             )
         for step in range(self._first, self._last + 1):
             counts = self._counts(step) if callable(self._counts) else self._counts
@@ -63,12 +63,12 @@ class BatchDataset(IterableDataset[Batch]):
 
 
 def padded_tensors(batch: Batch) -> dict[str, Tensor]:
-    """The rollouts of a batch as right-padded rows, of S rollouts and at most L tokens.
+    """Return the rollouts of a batch as right-padded rows: S rollouts of at most L tokens.
 
-    input_ids int64[S, L]: prompt and response; attention_mask int64[S, L]; loss_mask float32[S, L],
-    1 where a token of the response is trained; logprobs float32[S, L]: of that token, as it was
-    sampled (0 elsewhere); scores float32[S]; group int64[S]: which prompt, as a number in the
-    batch.
+    input_ids int64[S, L]: prompt and response; attention_mask int64[S, L]; loss_mask float32[S, L]:
+    1 for each token of the response that is trained; logprobs float32[S, L]: of each token of the
+    response when it was sampled (0 elsewhere); scores float32[S]; group int64[S]: position of the
+    prompt in the batch.
     """
     groups = batch.groups
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64)
@@ -76,9 +76,9 @@ def padded_tensors(batch: Batch) -> dict[str, Tensor]:
         [np.full(len(group), len(group.prompt_ids)) for group in groups]
     ).astype(np.int64)
     totals = prompts + lengths
-    place = np.arange(totals.max(initial=0))
-    is_token = place < totals[:, None]
-    is_response = is_token & (place >= prompts[:, None])
+    position = np.arange(totals.max(initial=0))
+    is_token = position < totals[:, None]
+    is_response = is_token & (position >= prompts[:, None])
     ids = np.zeros(is_token.shape, np.int64)
     ids[is_response] = np.concatenate([group.response_ids for group in groups])
     ids[is_token & ~is_response] = np.concatenate(

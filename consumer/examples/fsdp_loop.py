@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from buffer.batches.position import Position
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.open_run import open_store, server_url
 from buffer.weights.shared_folder import FolderSender

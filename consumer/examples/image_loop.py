@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import pad
 
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
 from buffer.run import Run

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.batches.position import Position
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.batches.batch import Batch

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from buffer.batches.position import Position
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
 from buffer.run import Run

@@ -20,7 +20,7 @@ import orjson
 from pydantic import ValidationError
 
 from buffer.batches.position import Position
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.errors import LostRun, ModelError
 from buffer.open_run import create_run
 from buffer.run import Run
@@ -125,14 +125,17 @@ def _sync(path: Path) -> None:
 
 
 def make_run(store: Store, config: TrainingConfig, model: Path, *, regenerate: bool) -> Run:
-    """The run of this config, made if it is new. LostRun where its checkpoints say that it is not,
-    and the server has none: only who asks for it by name gets another one (I6).
+    """Return the run of this config, and create it if it is new.
+
+    Raises LostRun if it has checkpoints but the server does not hold it: only `regenerate` may
+    create it again (I6).
     """
     steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
     if steps and not regenerate and config.run.name not in Run.names(store):
         raise LostRun(
-            f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such run on this server",
-            hint="connect to the server that holds it, or restore its data (`rolloutmq resume`); or start with "
-            "--regenerate: what was not trained yet is then generated again",
+            f"run {config.run.name!r} has a checkpoint of step {steps[-1]}, but there is no such "
+            "run on this server",
+            hint="connect to the server that holds it, or restore its data (`rolloutmq resume`); "
+            "or start with --regenerate: what was not trained yet is then generated again",
         )
     return create_run(store, config, model)

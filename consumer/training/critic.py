@@ -82,7 +82,7 @@ class Critic:
         }
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return everything that a resume needs, as described in `consumer.training.learner_state`."""
+        """Return everything that a resume needs (see `consumer.training.learner_state`)."""
         return capture(self.parameters, self._optimizer, self.step, self.device)
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.config.config import TrainingConfig
 from buffer.config.learner import AdvantageEstimator
-from buffer.config.trainer import TrainingConfig
 from buffer.errors import ConfigError
 from buffer.model.group import RolloutGroup
 from consumer.training.advantages import session_advantages, shaped_scores
@@ -62,7 +62,7 @@ class TrainController:
         if (advantages == "gae") != (critic is not None):
             raise ConfigError(
                 "advantages = gae needs a critic, and no other estimator uses one",
-                hint="see [critic] in configs/README.md",
+                hint="see [critic] in docs/pages/config_reference.md",
             )
         if critic and learner.ranks.size > 1:
             raise ConfigError(
@@ -185,7 +185,7 @@ class TrainController:
         All ranks must call it: estimators that look at the whole batch see the scores of all ranks.
         """
         own = [[self._scores(g).tolist(), g.lengths.tolist(), g.sessions] for g in groups]
-        ranks = self.learner.ranks.say(own)
+        ranks = self.learner.ranks.gather(own)
         everywhere = [group for rank in ranks for group in rank]
         estimator = "grpo" if self._estimator == "gae" else self._estimator
         advantages = session_advantages(

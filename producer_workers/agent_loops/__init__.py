@@ -1,1 +1,1 @@
-"""Agent loops: how the rollouts of a prompt are made with an engine."""
+"""Make the rollouts of a prompt with an engine."""

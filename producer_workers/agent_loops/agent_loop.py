@@ -1,4 +1,4 @@
-"""An agent loop: what a worker does with one group between claim and submit."""
+"""Define what a worker does with one group between claim and submit."""
 
 from __future__ import annotations
 
@@ -16,25 +16,37 @@ from producer_workers.judges.judge import AnyJudge
 
 
 class AgentLoop(Protocol):
-    """Generates and judges groups. One instance of a task serves many groups at once."""
+    """Generates and judges groups. One instance of a task serves many groups at once.
+
+    Usage:
+        class MyLoop:
+            def __init__(self, *, judge, tokenizer, eos_ids, partial_rollout):
+                ...
+
+            async def generate_group(self, states, engine, gid):
+                ...
+                return states
+    """
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
     ) -> list[RolloutState]:
-        """The same rollouts, in order, each COMPLETED, ABORTED or FAILED; or several with the index
-        of one.
+        """Return the same rollouts, in order, each COMPLETED, ABORTED or FAILED.
 
-        A COMPLETED one is left as it is. One that is sampled, and will be judged, has its
-        `finish_reason` ("stop", "length") at once: from then on its place in the engine is for the
-        next group. What the engine raises is passed on: whether the group or the worker failed is
-        for the worker to say. Cancelling it cancels what runs in the engine.
+        One rollout may become several with its index. A COMPLETED one is left as it is. One that is
+        sampled and will be judged has its `finish_reason` ("stop", "length") at once: from then on
+        its slot in the engine is free for the next group. Errors of the engine are passed on: the
+        worker decides whether the group or the worker failed. Cancelling it cancels what runs in
+        the engine.
         """
         ...
 
 
 class AgentLoopFactory(Protocol):
-    """How an agent loop is made: what stands behind "module:Class" in a configuration. The task's
-    `agent_loop_options` come on top, as keyword arguments."""
+    """Makes an agent loop; this is what "module:Class" in a configuration names.
+
+    The task's `agent_loop_options` are added as keyword arguments.
+    """
 
     def __call__(
         self,
@@ -53,7 +65,6 @@ BUILT_IN = {
     "gateway": "producer_workers.agent_loops.gateway.loop:GatewayAgentLoop",
 }
 
-
 _METHOD = "async def generate_group(self, states, engine, gid), which returns the states"
 
 
@@ -66,15 +77,14 @@ def load_agent_loop(
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> AgentLoop:
-    """A loop of BUILT_IN by name, or what a class, or the one at "module:Class", makes of these.
+    """Make an agent loop from a name of BUILT_IN, a class, or "module:Class".
+
     Raises ConfigError.
     """
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
-    factory = (
-        load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN)
-        if spec is name
-        else spec
-    )
+    factory: Any = spec
+    if isinstance(spec, str):
+        factory = load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN)
     if not callable(factory):
         raise ConfigError(f"agent loop {name!r} is not a class", hint='give "module:Class"')
     try:
@@ -83,7 +93,10 @@ def load_agent_loop(
             judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout
         )
     except TypeError as error:
-        hint = "it is made with judge, tokenizer, eos_ids, partial_rollout and the task's agent_loop_options, by name"
+        hint = (
+            "its keyword arguments are judge, tokenizer, eos_ids, partial_rollout "
+            "and the task's agent_loop_options"
+        )
         raise ConfigError(f"agent loop {name!r}: {error}", hint=hint) from error
     if not inspect.iscoroutinefunction(getattr(loop, "generate_group", None)):
         raise ConfigError(f"agent loop {name!r} has no generate_group", hint=_METHOD)

@@ -1,13 +1,12 @@
-"""The tokens that a chat template puts between two turns of the model: tool results, or what an
-environment says.
+"""Compute the tokens that a chat template puts between two turns of the model.
 
-What the model sampled is never tokenized again (training would then be on tokens that nobody
-sampled). So only what comes after its turn is asked of the template: the messages behind a turn of
-a fixed text, from the token on that ends that turn. It is a special token, across which no
-tokenizer merges.
+They are tool results, or messages of an environment. What the model sampled is never tokenized
+again: training would then be on tokens that nobody sampled. So only what follows its turn is taken
+from the template, behind a turn of a fixed text, from the token on that ends that turn. It is a
+special token, across which no tokenizer merges.
 
-What others say cannot end a turn or begin one: special tokens that are written out in a message are
-broken up.
+Messages of others cannot end a turn or begin one: special tokens that are written out in a message
+are broken up.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer
 
 _USER = {"role": "user", "content": "a"}
 _THOUGHT = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"}
-"""A turn as models that think write it; templates drop the thought, or keep it."""
+"""A turn as reasoning models write it; templates drop the thought, or keep it."""
 
 ZERO_WIDTH_SPACE = "\u200b"
 
@@ -32,8 +31,10 @@ Messages = Sequence[dict[str, Any]]
 
 
 class ChatDelta:
-    """For one tokenizer. `eos_ids`: what ends a turn. `keep_turns`: the model goes on reading its
-    earlier turns as it said them, although its template would write them anew.
+    """The template of one tokenizer.
+
+    `eos_ids` end a turn. With `keep_turns`, the model continues to read its earlier turns as it
+    wrote them, although its template would write them anew.
     """
 
     def __init__(
@@ -49,20 +50,20 @@ class ChatDelta:
     def tokens(
         self, messages: Messages, *, end_turn: bool = False, has_thought: bool = True
     ) -> NDArray[np.int32]:
-        """int32[n]: from behind the token that ended the model's turn up to where its next turn
-        begins.
+        """Return int32[n], from behind the token that ended the model's turn up to its next turn.
 
-        `end_turn`: that token is missing, since a stop string ended the turn; it comes first then.
+        `end_turn`: that token is missing, since a stop string ended the turn, and comes first.
         `has_thought`: the model may have written down what it thought. Raises ConfigError for a
-        template that cannot say this.
+        template that cannot express these messages.
         """
-        said = self.harmless(messages)
-        self._check(said, has_thought and not self._keep_turns)
-        return self._tail(said, end_turn)
+        safe = self.harmless(messages)
+        self._check(safe, has_thought and not self._keep_turns)
+        return self._tail(safe, end_turn)
 
     def harmless(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages, with special tokens in their texts broken up: a zero-width space behind the
-        first letter.
+        """Return the messages with the special tokens in their texts broken up.
+
+        A zero-width space goes behind the first letter.
         """
         return [
             message | {"content": self._broken_up(message.get("content"))} for message in messages
@@ -76,34 +77,29 @@ class ChatDelta:
         )
 
     def _behind_a_turn(self, messages: Messages) -> tuple[list[int], int]:
-        """(a conversation with `messages` behind a turn of the model, the place behind that turn)"""
+        """Return a conversation with `messages` behind a turn of the model, and that turn's end."""
         calls = [message for message in messages if message["role"] == "tool"]
-        if calls:  # some templates leave a result out unless somebody has asked for it
+        if calls:  # some templates drop a result without a call
             try:
                 return self._between([_asking(calls, word) for word in "bc"], messages)
-            except ConfigError:  # and some take one call only
+            except ConfigError:  # and some accept one call only
                 pass
         return self._between([{"role": "assistant", "content": word} for word in "bc"], messages)
 
     def _between(self, turns: Messages, messages: Messages) -> tuple[list[int], int]:
-        """The same for two turns: where what the template makes of them differs, the turn is."""
+        """Return the same for two turns: where the template's output differs, the turn is."""
         whole, other = (self._encode([_USER, turn, *messages], generation=True) for turn in turns)
-        place = next(
-            (n for n, pair in enumerate(zip(whole, other, strict=False)) if pair[0] != pair[1]),
-            None,
-        )
-        if place is None:
-            raise ConfigError("the chat template leaves out the model's turn")
-        return whole, self._first_end(whole, place)
+        differs = _first_difference(whole, other)
+        if differs is None:
+            raise ConfigError("the chat template drops the model's turn")
+        return whole, self._first_end(whole, differs)
 
     def _tail(self, messages: Messages, end_turn: bool = False) -> NDArray[np.int32]:
         whole, end = self._behind_a_turn(messages)
         return np.array(whole[end - end_turn :], "<i4")
 
     def _check(self, messages: Messages, has_thought: bool) -> None:
-        """Raises ConfigError where the template loses what such messages say, or rewrites the turn
-        before them.
-        """
+        """Raise ConfigError where the template drops such messages, or rewrites earlier turns."""
         roles = tuple(str(message["role"]) for message in messages)
         if (has_thought, roles) in self._checked:
             return
@@ -112,8 +108,8 @@ class ChatDelta:
         )
         if np.array_equal(one, other):
             raise ConfigError(
-                f"the chat template leaves out what {', '.join(roles)} say behind the model's turn",
-                hint="choose another role for it, or another template",
+                f"the chat template drops messages of {', '.join(roles)} behind the model's turn",
+                hint="use another role for them, or another template",
             )
         if has_thought:
             self._refuse_what_rewrites(messages)
@@ -123,30 +119,28 @@ class ChatDelta:
         turn, end = self._end_of_turn([_USER, _THOUGHT], generation=False)
         try:
             whole = self._encode([_USER, _THOUGHT, *messages], generation=True)
-        except ConfigError:  # a result that nobody asked for here
+        except ConfigError:  # this template wants a call before a result
             return
         if whole[: end - 1] != turn[: end - 1]:
             raise ConfigError(
-                "the chat template writes an earlier turn differently once more messages follow (drops what was "
-                "thought, say)",
-                hint="agent_loop_options keep_turns = true: the model goes on reading its turns as it said them",
+                "the chat template rewrites an earlier turn once more messages follow "
+                "(it may drop the thought)",
+                hint="set agent_loop_options keep_turns = true: "
+                "the model then reads its turns as it wrote them",
             )
 
     def _end_of_turn(self, messages: Messages, *, generation: bool) -> tuple[list[int], int]:
-        """(the tokens of a conversation that the model's turn ends, the place behind that turn)"""
+        """Return the tokens of a conversation that the model's turn ends, and that turn's end."""
         whole = self._encode(messages, generation=generation)
         other = self._encode(messages[:-1], generation=generation)
-        place = next(
-            (n for n, pair in enumerate(zip(whole, other, strict=False)) if pair[0] != pair[1]),
-            len(other),
-        )
-        return whole, self._first_end(whole, place)
+        differs = _first_difference(whole, other)
+        return whole, self._first_end(whole, len(other) if differs is None else differs)
 
     def _first_end(self, ids: Sequence[int], start: int) -> int:
-        """The place behind the first token from `start` on that ends a turn."""
-        for place in range(start, len(ids)):
-            if ids[place] in self._eos_ids:
-                return place + 1
+        """Return the position behind the first token from `start` on that ends a turn."""
+        for position in range(start, len(ids)):
+            if ids[position] in self._eos_ids:
+                return position + 1
         raise ConfigError(
             "the chat template ends the model's turn with none of its end-of-text tokens",
             hint="see eos_token_id in the model's generation_config.json",
@@ -157,39 +151,36 @@ class ChatDelta:
             ids = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=True, add_generation_prompt=generation, return_dict=False
             )
-        except (
-            Exception
-        ) as error:  # templates are programs of the model's authors: they raise what they like
+        except Exception as error:  # a template may raise anything
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise ConfigError(
-                f"the chat template does not take the roles {roles}: {error}"
+                f"the chat template does not accept the roles {roles}: {error}"
             ) from error
         return [int(token) for token in ids]
 
 
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    pairs = zip(one, other, strict=False)
+    return next((position for position, (a, b) in enumerate(pairs) if a != b), None)
+
+
 def _asking(results: Messages, word: str) -> dict[str, Any]:
-    """A turn of the model that asked for these results of tools."""
+    """Return a turn of the model that called tools with these results."""
     calls = [
         {
-            "id": str(result.get("tool_call_id", place)),
+            "id": str(result.get("tool_call_id", number)),
             "type": "function",
             "function": {"name": str(result.get("name", "f")), "arguments": {"a": word}},
         }
-        for place, result in enumerate(results)
+        for number, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """What stands for a special token of a Hugging Face tokenizer in a text; None where it has
-    none.
-    """
+    """Return a pattern of a tokenizer's special tokens as text; None where it has none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    words = {str(token) for token in added if token.special} | set(
-        getattr(tokenizer, "all_special_tokens", ())
-    )
-    return (
-        re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
-        if words
-        else None
-    )
+    words = {str(token) for token in added if token.special}
+    words |= set(getattr(tokenizer, "all_special_tokens", ()))
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if words else None

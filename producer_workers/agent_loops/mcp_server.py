@@ -1,8 +1,10 @@
-"""The tools of an MCP server: mcp = [["python", "server.py"], "http://host/mcp"] beside `tools`.
+"""Call the tools of MCP servers.
 
-A command is started once for each worker and spoken to over its stdin and stdout; a server that
-died is started again with the next call. Its schemas go into the prompt, so the producer starts it
-too, for as long as it takes to ask.
+    mcp = [["python", "server.py"], "http://host/mcp"]    # beside `tools`
+
+A worker starts a command once and speaks to it over its stdin and stdout; a server that died is
+started again with the next call. Its schemas go into the prompt, so the producer starts it too, for
+as long as it takes to ask for them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 from buffer.errors import ConfigError, RolloutMQError
 
 START_S = 60.0
-"""How long a server may take until it answers."""
+"""Seconds that a server may take until it answers."""
 
 
 class McpError(RolloutMQError):
@@ -24,7 +26,7 @@ class McpError(RolloutMQError):
 
 
 class McpServer:
-    """One server. `command`: a program with its arguments, or the URL of one that runs."""
+    """One server. `command` is a program with its arguments, or the URL of a running server."""
 
     def __init__(self, command: Sequence[str] | str) -> None:
         self._command = command
@@ -36,23 +38,23 @@ class McpServer:
         return self._command if isinstance(self._command, str) else " ".join(self._command)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template is given, in OpenAI's form; blocks until the server says so.
-        Raises ConfigError.
+        """Return what the chat template is given, in OpenAI's form.
+
+        Blocks until the server answers. Raises ConfigError.
         """
-        with ThreadPoolExecutor(1) as thread:  # a worker is made within its event loop
+        with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop already
             return thread.submit(asyncio.run, self._ask_schemas()).result()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of one result. Raises McpError; other calls go on, unless the server died of
-        this one.
+        """Return the text of one result.
+
+        Raises McpError. Other calls continue, unless the server died of this one.
         """
         connection = None
         try:
             connection = await self._connect()
             result = await connection.client.call_tool(name, arguments)
-        except (
-            Exception
-        ) as error:  # whatever the transport raises: the server is asked anew with the next call
+        except Exception as error:  # a transport may raise anything; the next call reconnects
             if not _is_answer(error):
                 await self._forget(connection)
             raise McpError(f"MCP server {self.name}: {type(error).__name__}: {error}") from error
@@ -65,45 +67,36 @@ class McpServer:
         try:
             async with asyncio.timeout(START_S), _client(self._command) as client:
                 tools = (await client.list_tools()).tools
-        except Exception as error:  # a program that is not there, or is no MCP server
+        except Exception as error:  # the program is missing, or is not an MCP server
             raise ConfigError(
                 f"MCP server {self.name} does not answer: {type(error).__name__}: {error}"
             ) from error
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": t.name,
-                    "description": t.description or "",
-                    "parameters": t.input_schema,
-                },
-            }
-            for t in tools
-        ]
+        return [_schema(tool) for tool in tools]
 
     async def _connect(self) -> _Connection:
-        async with self._lock:
+        async with self._lock:  # calls run at the same time; only one may start the server
             if self._connection is None:
                 self._connection = await _Connection.open(self._command)
             return self._connection
 
     async def close(self) -> None:
-        """End the connection, and a program that was started for it; the next call opens another
-        one.
+        """End the connection, and a program that was started for it.
+
+        The next call opens another one.
         """
         await self._forget(self._connection)
 
     async def _forget(self, connection: _Connection | None) -> None:
-        """The same for one connection: of those that fail with it, only the first finds it here."""
+        """Close one connection; of the calls that fail with it, only the first does so."""
         if connection is not None and connection is self._connection:
             self._connection = None
             await connection.close()
 
 
 class _Connection:
-    """A client in a task of its own, which opens it and closes it: its scopes may not leave their
-    task.
-    """
+    """A client in a task of its own, since its scopes may not leave the task that opened them."""
+
+    _task: asyncio.Task[None]
 
     def __init__(self) -> None:
         self.client: Any = None
@@ -124,10 +117,8 @@ class _Connection:
         if connection.client is None:
             connection._task.cancel()
             await asyncio.gather(connection._task, return_exceptions=True)
-            raise McpError("it could not be started")
+            raise McpError("the server could not be started")
         return connection
-
-    _task: asyncio.Task[None]
 
     async def close(self) -> None:
         self._closing.set()
@@ -140,8 +131,17 @@ class _Connection:
             await self._closing.wait()
 
 
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
 def _is_answer(error: Exception) -> bool:
-    """Whether the server refused a call, and lives; its end is an error of the same kind."""
+    """Return whether the error is a live server's answer; its end is an error of the same kind."""
     types = import_module("mcp_types")
     return (
         isinstance(error, import_module("mcp").MCPError) and error.code != types.CONNECTION_CLOSED

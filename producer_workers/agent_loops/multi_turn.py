@@ -1,23 +1,21 @@
-"""Several turns of one rollout, with an environment or tools answering between them.
+"""Make rollouts of several turns, with an environment or tools answering between them.
 
     ┌▶ model's turn (mask 1) ──stop──▶ environment ──messages──▶ their tokens (mask 0, logprob 0) ─┐
     └─────────────────────────────────────────────────────────────────────────────────────────────┘
-                 │ budget used up, last turn, or nothing to answer ──▶ judge ──▶ COMPLETED
+                 │ tokens used up, last turn, or nothing to answer ──▶ judge ──▶ COMPLETED
                  └ abort ──▶ ABORTED, resumed from its tokens by any worker
 
 Everything follows from the tokens and their mask: a turn is a run of trained tokens. So a rollout
-that was cut off inside a turn, or while a tool ran, goes on where it was; a tool whose result was
-not there yet is called again. Token-exact: what is trained is what was sampled (`chat_delta.py`).
-All tokens, the tools' too, share `max_tokens`.
-
-What answers a model between its turns: a set of tools, a game, a user that is played by a program.
+that was interrupted inside a turn, or while a tool ran, continues where it was; a tool without a
+result is called again. Training is on exactly the sampled tokens (`chat_delta.py`). All tokens, the
+tools' too, share `max_tokens`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -26,8 +24,8 @@ from buffer.model.dotted_path import load_object
 from buffer.model.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.agent_loops.tokenizer import Tokenizer, aside
-from producer_workers.agent_loops.tool_parsers import PARSERS, ToolParser
+from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
+from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge
@@ -35,7 +33,7 @@ from producer_workers.judges.judge import AnyJudge
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the model: its number (0 is the first), its text, and all earlier ones'."""
+    """One turn of the model: its number from 0, its text, and the texts of all earlier ones."""
 
     number: int
     text: str
@@ -44,10 +42,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes after a turn: messages for the model, or nothing (the conversation is over).
+    """What follows a turn: messages for the model, or none where the conversation is over.
 
-    `calls` are noted in the rollout. `reward` ends up in its reward under that name, beside what
-    the judge says.
+    `calls` are stored in the rollout. `reward` is merged into its reward, beside the judge's.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -56,26 +53,28 @@ class Answer:
 
 
 class Environment(Protocol):
-    """Keeps no state of a rollout: after a pause another worker may ask, so everything follows from
-    the arguments.
+    """Answers the model between its turns: a set of tools, a game, a simulated user.
+
+    It keeps no state of a rollout, since another worker may ask after a pause: everything follows
+    from the arguments.
     """
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        """To one turn. What it raises fails the rollout."""
+        """Answer one turn. What it raises fails the rollout."""
         ...
 
 
 class ToolEnvironment:
-    """Runs the calls of a turn at the same time; a turn without one is the last."""
+    """Runs the calls of a turn at the same time; a turn without calls is the last."""
 
     def __init__(self, toolbox: Toolbox, parse: ToolParser) -> None:
         self._toolbox = toolbox
         self._parse = parse
 
     async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        found = enumerate(self._parse(turn.text))
         calls = [
-            call.model_copy(update={"id": f"call_{turn.number}_{place}"}) for place, call in found
+            call.model_copy(update={"id": f"call_{turn.number}_{number}"})
+            for number, call in enumerate(self._parse(turn.text))
         ]
         results = await self._toolbox.call_all(calls)
         messages = [
@@ -86,8 +85,10 @@ class ToolEnvironment:
 
 
 class MultiTurnAgentLoop(SingleTurnAgentLoop):
-    """`environment`: an object, or "module:factory" of one. `max_turns`: turns of the model at
-    most. `keep_turns`: see `ChatDelta`.
+    """Alternates between the model and an environment.
+
+    `environment` is an object, or "module:factory" of one; `max_turns` limits the model's turns;
+    for `keep_turns` see `ChatDelta`.
     """
 
     def __init__(
@@ -105,12 +106,10 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout
         )
         if max_turns < 1:
-            raise ConfigError(f"max_turns is {max_turns}", hint="at least 1")
-        self._environment: Environment = (
-            load_object(environment, kind="environment")()
-            if isinstance(environment, str)
-            else environment
-        )
+            raise ConfigError(f"max_turns is {max_turns}", hint="it is at least 1")
+        if isinstance(environment, str):
+            environment = cast(Environment, load_object(environment, kind="environment")())
+        self._environment = environment
         self._max_turns = max_turns
         self._delta = ChatDelta(tokenizer, eos_ids, keep_turns=keep_turns)
 
@@ -126,41 +125,39 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             answer = await self._answer(state, turns) if reason == "stop" else Answer()
             if answer.reward:
                 state.reward = {**(state.reward or {}), **answer.reward}
-            if len(turns) >= self._max_turns or not await self._go_on(state, answer):
+            if len(turns) >= self._max_turns or not await self._append(state, answer):
                 break
         earned = state.reward or {}
         await self._complete(state, "length" if self._is_full(state) else reason)
         if state.status is Status.COMPLETED and earned:
-            state.reward = earned | (state.reward or {})
+            state.reward = {**earned, **(state.reward or {})}
 
     def _finished(self, state: RolloutState) -> str | None:
-        """Why the turn that is there needs no more tokens; None where it does. Between two turns
-        there is none yet.
-        """
-        if (
-            len(state.response_ids)
-            and state.response_mask is not None
-            and not state.response_mask[-1]
-        ):
+        """Return why the present turn is complete; None where it is not, or between turns."""
+        mask = state.response_mask
+        if mask is not None and len(mask) and not mask[-1]:
             return "length" if self._is_full(state) else None
         return super()._finished(state)
 
     async def _answer(self, state: RolloutState, turns: Sequence[slice]) -> Answer:
-        # some templates mark a call with a special token
-        texts = await aside(
+        # Special tokens stay: some templates mark a call with one.
+        texts = await in_tokenizer_thread(
             lambda: [self._decode(state, turn, skip_special_tokens=False) for turn in turns]
         )
         return await self._environment.answer(state, Turn(len(turns) - 1, texts[-1], texts[:-1]))
 
-    async def _go_on(self, state: RolloutState, answer: Answer) -> bool:
-        """Put an answer's tokens behind the turn; False where there is none, or no room for it and
-        one token more.
+    async def _append(self, state: RolloutState, answer: Answer) -> bool:
+        """Append the tokens of an answer, and return whether the model has another turn.
+
+        It has none where there are no messages, or no room for them and one token more.
         """
         state.tool_calls = [*state.tool_calls, *answer.calls]
         if not answer.messages:
             return False
         was_ended = int(state.response_ids[-1]) in self._eos_ids
-        tokens = await aside(self._delta.tokens, answer.messages, end_turn=not was_ended)
+        tokens = await in_tokenizer_thread(
+            self._delta.tokens, answer.messages, end_turn=not was_ended
+        )
         if len(state.response_ids) + len(tokens) >= state.sample_params.max_tokens:
             return False
         state.read(tokens)
@@ -168,7 +165,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         return True
 
     def _text(self, state: RolloutState) -> str:
-        """The text of the last turn is what is judged as the response; the rest is in the state."""
+        """Return the text of the last turn, which is judged; the rest is in the state."""
         return self._decode(state, turns_of(state)[-1], skip_special_tokens=True)
 
     def _decode(self, state: RolloutState, turn: slice, *, skip_special_tokens: bool) -> str:
@@ -183,8 +180,10 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
 
 class ToolAgentLoop(MultiTurnAgentLoop):
-    """Several turns with tools: `tools` are functions, or "module:function" each; `mcp` are servers
-    of more (see mcp_server.py); `parser`: see tool_parsers.py.
+    """Runs several turns with tools.
+
+    `tools` are functions, or "module:function" each; `mcp` names MCP servers (mcp_server.py); for
+    `parser` see tool_parsers.py.
     """
 
     def __init__(
@@ -197,18 +196,13 @@ class ToolAgentLoop(MultiTurnAgentLoop):
         max_turns: int = 8,
         **common: Any,
     ) -> None:
-        if parser not in PARSERS:
-            raise ConfigError(
-                f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}"
-            )
-        environment = ToolEnvironment(
-            Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s), PARSERS[parser]
-        )
+        toolbox = Toolbox(tools, mcp=mcp, call_timeout_s=call_timeout_s)
+        environment = ToolEnvironment(toolbox, tool_parser(parser))
         super().__init__(environment=environment, max_turns=max_turns, **common)
 
 
 def turns_of(state: RolloutState) -> list[slice]:
-    """The turns of the model in the response: its runs of trained tokens."""
+    """Return the turns of the model in the response: its runs of trained tokens."""
     if state.response_mask is None:
         return [slice(0, len(state.response_ids))]
     edges = np.flatnonzero(np.diff(state.response_mask, prepend=0, append=0)).tolist()

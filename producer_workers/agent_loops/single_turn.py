@@ -1,12 +1,11 @@
-"""One answer for each rollout: generate, decode, judge.
+"""Make one answer for each rollout: generate, decode, judge.
 
     INIT or ABORTED ──generate──▶ stop, length ──judge──▶ COMPLETED
           ▲                           │   └── judge error ──▶ FAILED
           └──── ABORTED ◀── abort ────┘       (no token at all: FAILED too)
 
-A rollout becomes COMPLETED only when its reward is there. So one that is COMPLETED is never
-generated or judged again, and one that was cut off while it was judged is judged when its group is
-resumed.
+A rollout becomes COMPLETED only when its reward is there. So a COMPLETED one is never generated or
+judged again, and one that was interrupted while it was judged is judged when its group is resumed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from buffer.errors import JudgeError, WireError
 from buffer.model.rollout import RolloutState, SampleParams, Status
-from producer_workers.agent_loops.tokenizer import Tokenizer, aside
+from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 
@@ -28,9 +27,9 @@ from producer_workers.judges.judge import AnyJudge, GroupJudge
 class SingleTurnAgentLoop:
     """Runs the rollouts of a group at the same time, one request each.
 
-    With `partial_rollout`, an aborted rollout keeps its tokens and is continued behind them;
-    without, it starts again from its prompt. `judge` None leaves the reward empty. Changes the
-    states it is given.
+    With `partial_rollout`, an aborted rollout keeps its tokens and continues behind them; without,
+    it starts again from its prompt. Without a `judge` the reward stays empty. Changes the given
+    states.
     """
 
     def __init__(
@@ -50,9 +49,12 @@ class SingleTurnAgentLoop:
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
     ) -> list[RolloutState]:
-        """See `AgentLoop`. An error of one rollout cancels the others of the group, then is raised."""
+        """See `AgentLoop`.
+
+        An error of one rollout cancels the others of the group, then is raised.
+        """
         open_ones = [state for state in states if state.status is not Status.COMPLETED]
-        await run_all(self._run(s, engine, gid) for s in open_ones)
+        await run_all(self._run(state, engine, gid) for state in open_ones)
         if isinstance(self._judge, GroupJudge):
             await self._judge_together(self._judge, states, open_ones)
         return states
@@ -60,21 +62,23 @@ class SingleTurnAgentLoop:
     async def _judge_together(
         self, judge: GroupJudge, states: list[RolloutState], open_ones: list[RolloutState]
     ) -> None:
-        """Once all have ended: where one was interrupted, the others wait for it."""
+        """Judge the group once all have ended; if one was interrupted, the others wait for it."""
         ended = [state for state in open_ones if state.status is Status.INIT]
         if any(state.status in (Status.ABORTED, Status.FAILED) for state in states):
             for state in ended:
                 self._abort(state)
             return
         try:
-            rewards = dict(zip(map(id, states), await judge.judge_group(states), strict=True))
+            judged = await judge.judge_group(states)
         except JudgeError as error:
             for state in ended:
                 state.status = Status.FAILED
                 state.error = str(error)
             return
+        rewards = dict(zip(map(id, states), judged, strict=True))
         for state in ended:
-            state.status, state.reward = Status.COMPLETED, (state.reward or {}) | rewards[id(state)]
+            state.status = Status.COMPLETED
+            state.reward = {**(state.reward or {}), **rewards[id(state)]}
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
         keeps_tokens = self._partial_rollout and state.status in (Status.ABORTED, Status.INIT)
@@ -87,7 +91,7 @@ class SingleTurnAgentLoop:
             await self._complete(state, reason)
 
     def _finished(self, state: RolloutState) -> str | None:
-        """Why a resumed rollout needs no request any more; None where it does."""
+        """Return why a resumed rollout needs no request any more; None where it does."""
         if state.finish_reason in ("stop", "length"):
             return state.finish_reason
         done = len(state.response_ids)
@@ -99,9 +103,10 @@ class SingleTurnAgentLoop:
     async def _generate(self, state: RolloutState, engine: Engine, gid: str) -> str:
         if state.prompt_ids is None:
             raise WireError(f"rollout {state.index} of {gid} has no prompt_ids")
+        # The count keeps ids unique: the engine may still know the request that was aborted.
         request_id = f"{gid}/{state.index}/{next(self._attempts)}"
         tokens = np.concatenate([state.prompt_ids, state.response_ids])
-        generation = await engine.generate(request_id, tokens, _what_is_left(state))
+        generation = await engine.generate(request_id, tokens, _remaining_params(state))
         experts = generation.routed_experts
         state.append(
             generation.token_ids, generation.logprobs, generation.spans, routed_experts=experts
@@ -109,8 +114,9 @@ class SingleTurnAgentLoop:
         return generation.finish_reason
 
     def _abort(self, state: RolloutState) -> None:
-        """Keeps why an ended one has ended: it only waits for the others."""
+        """Abort a rollout; one that has ended keeps its reason, and waits for the others."""
         ended = state.finish_reason in ("stop", "length")
+        # A structured response cannot be continued in its middle.
         if not self._partial_rollout or (state.sample_params.structured and not ended):
             state.reset_response()
         state.status = Status.ABORTED
@@ -122,9 +128,9 @@ class SingleTurnAgentLoop:
             state.status = Status.FAILED
             state.error = f"the engine finished ({reason}) without a token"
             return
-        state.response = await aside(self._text, state)
+        state.response = await in_tokenizer_thread(self._text, state)
         if isinstance(self._judge, GroupJudge):
-            state.status = Status.INIT  # until all have ended
+            state.status = Status.INIT  # until all of the group have ended
             return
         try:
             state.reward = await self._judge.judge(state) if self._judge else state.reward
@@ -138,8 +144,8 @@ class SingleTurnAgentLoop:
         return str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))
 
 
-def _what_is_left(state: RolloutState) -> SampleParams:
-    """The sampling parameters of the tokens that are still to come."""
+def _remaining_params(state: RolloutState) -> SampleParams:
+    """Return the sampling parameters of the tokens that are still to come."""
     done = len(state.response_ids)
     params = state.sample_params
     left = {"max_tokens": params.max_tokens - done, "min_tokens": max(0, params.min_tokens - done)}

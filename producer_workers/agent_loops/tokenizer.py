@@ -1,4 +1,4 @@
-"""What of a Hugging Face tokenizer this side uses, and how one is loaded."""
+"""Load a Hugging Face tokenizer and use it in one thread."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-"""One for the process: Hugging Face's fast tokenizers refuse to be used by two threads at the same
-moment.
-"""
+"""One for the process: fast tokenizers refuse to be used by two threads at the same moment."""
 
 
-async def aside(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """What `work`, which uses a tokenizer, returns; the event loop goes on meanwhile."""
+async def in_tokenizer_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Return the result of `work`, which uses a tokenizer, without blocking the event loop."""
     return await asyncio.get_running_loop().run_in_executor(
         _THREAD, partial(work, *args, **options)
     )
 
 
 class Tokenizer(Protocol):
-    """The two calls a sampler and an agent loop make. Any Hugging Face tokenizer has them."""
+    """What a sampler and an agent loop call; any Hugging Face tokenizer has these methods."""
 
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
 
@@ -35,7 +33,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model folder or hub name. Raises ModelError."""
+    """Load the tokenizer of a model folder or hub name. Raises ModelError."""
     from transformers import AutoTokenizer
 
     try:
@@ -50,8 +48,8 @@ def encode_chat(
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """The token ids of a chat, with the tools it may use, up to where the model's turn begins."""
-    # return_dict is said because its default differs between transformers 4 and 5
+    """Return the token ids of a chat, with its tools, up to where the model's turn begins."""
+    # return_dict is given because its default differs between transformers 4 and 5.
     ids = tokenizer.apply_chat_template(
         list(messages),
         tools=list(tools) if tools else None,

@@ -1,12 +1,15 @@
-"""How models write a call of a function, by the chat templates that are in use.
+"""Parse function calls in a model's text, in the forms that chat templates use.
 
-    hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them (Hermes 2, Qwen 2.5 and 3)
-    llama     {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>, several with ; between (Llama 3)
-    mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3), or [TOOL_CALLS]name[ARGS]{...} (from v11)
+    hermes    any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+              (Hermes 2, Qwen 2.5 and 3)
+    llama     {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>,
+              several with ; between (Llama 3)
+    mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3),
+              or [TOOL_CALLS]name[ARGS]{...} (from v11)
 
-What a model thinks before it speaks (up to </think> or [/THINK]) calls nothing. Marks within the
+What a model thinks before its answer (up to </think> or [/THINK]) calls nothing. Marks within the
 texts of a call's arguments are text. A parser never raises: what looks like a call and cannot be
-read becomes one whose `arguments` are None, so that the model is told, and may try again.
+parsed becomes one whose `arguments` are None, so that the model gets an error and may try again.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import WireError
+from buffer.errors import ConfigError, WireError
 from buffer.model.rollout import ToolCall
 from buffer.model.wire import check_nesting
 
@@ -33,7 +36,7 @@ _BEGINS = {
         r"\[TOOL_CALLS\]\s*(?:([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{))?"
     ),
 }
-"""What stands before the JSON of a call; a name, where it is not in there."""
+"""What precedes the JSON of a call; it captures the name, where that is not in the JSON."""
 
 _HERMES_ENDS = re.compile(r"\s*(?:</tool_call>|\Z)")
 _MISTRAL_ENDS = re.compile(r"\s*(?=\[TOOL_CALLS\]|\Z)")
@@ -42,18 +45,20 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """The calls in the text of one turn, in order."""
+    """Return the calls in the text of one turn, in order."""
     marked = _marked(text, "hermes", _HERMES_ENDS, "</tool_call>")
     return _number(_call(text[start:end].strip()) for _, start, end in marked)
 
 
 def parse_llama(text: str) -> list[ToolCall]:
+    """Return the calls in the text of one turn, in order."""
     if begin := _BEGINS["llama"].match(text):
         return _number(_call(part) for part in _objects(text[begin.end() :]))
     return []
 
 
 def parse_mistral(text: str) -> list[ToolCall]:
+    """Return the calls in the text of one turn, in order."""
     found: list[tuple[str, str]] = []
     for name, start, end in _marked(text, "mistral", _MISTRAL_ENDS, "[TOOL_CALLS]"):
         raw = text[start:end].strip()
@@ -66,30 +71,31 @@ def parse_mistral(text: str) -> list[ToolCall]:
 
 
 def split_thought(text: str, parser: str) -> tuple[str, str]:
-    """(what a turn thinks, with the mark that ends it; what it says). A mark within a call's JSON
-    ends no thought.
+    """Split a turn into its thought, with the mark that ends it, and its answer.
+
+    A mark within a call's JSON ends no thought.
     """
-    place = 0
-    while mark := _THOUGHT_ENDS.search(text, place):
-        call = _end_of_call_around(text, place, mark.start(), parser)
-        if call is None:
+    position = 0
+    while mark := _THOUGHT_ENDS.search(text, position):
+        call_end = _end_of_call_around(text, position, mark.start(), parser)
+        if call_end is None:
             return text[: mark.end()], text[mark.end() :]
-        place = call
+        position = call_end
     return "", text
 
 
 def before_calls(text: str, parser: str) -> str:
-    """What a turn with calls says before the first one, its thought included."""
-    thought, said = split_thought(text, parser)
-    begin = _BEGINS[parser].search(said)
-    return thought + (said[: begin.start()] if begin else said)
+    """Return the text of a turn before its first call, its thought included."""
+    thought, answer = split_thought(text, parser)
+    begin = _BEGINS[parser].search(answer)
+    return thought + (answer[: begin.start()] if begin else answer)
 
 
-def _end_of_call_around(text: str, start: int, place: int, parser: str) -> int | None:
-    """Where the JSON of a call ends that began behind `start` and goes on at `place`."""
-    while begin := _BEGINS[parser].search(text, start, place):
+def _end_of_call_around(text: str, start: int, position: int, parser: str) -> int | None:
+    """Return where a call's JSON ends that began behind `start` and extends over `position`."""
+    while begin := _BEGINS[parser].search(text, start, position):
         end = _end_of_json(text, begin.end())
-        if end is not None and end > place:
+        if end is not None and end > position:
             return end
         start = end or begin.end() + 1
     return None
@@ -98,22 +104,23 @@ def _end_of_call_around(text: str, start: int, place: int, parser: str) -> int |
 def _marked(
     text: str, parser: str, ends: re.Pattern[str], closes: str
 ) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of what stands behind each mark: JSON and `ends`, or else all up to
-    `closes`.
+    """Yield (name, start, end) of what follows each mark.
+
+    It is JSON followed by `ends`, or else everything up to `closes`.
     """
-    place = 0
-    while begin := _BEGINS[parser].search(text, place):
+    position = 0
+    while begin := _BEGINS[parser].search(text, position):
         start = begin.end()
         end = _end_of_json(text, start)
         if end is None or not ends.match(text, end):
             closed = text.find(closes, start)
             end = closed if closed >= 0 else len(text)
         yield (begin[1] or "" if begin.re.groups else ""), start, end
-        place = end
+        position = end
 
 
 def _end_of_json(text: str, start: int) -> int | None:
-    """The place behind the JSON object or array that begins at `start`; None where there is none."""
+    """Return the end of the JSON object or array that begins at `start`; None without one."""
     if not text.startswith(("{", "["), start):
         return None
     try:
@@ -122,28 +129,32 @@ def _end_of_json(text: str, start: int) -> int | None:
         return None
 
 
-def _of_what_is_said(name: str, parse: ToolParser) -> ToolParser:
+def _without_thought(name: str, parse: ToolParser) -> ToolParser:
     return lambda text: parse(split_thought(text, name)[1])
 
 
 PARSERS: dict[str, ToolParser] = {
-    name: _of_what_is_said(name, parse)
-    for name, parse in {
-        "hermes": parse_hermes,
-        "llama": parse_llama,
-        "mistral": parse_mistral,
-    }.items()
+    "hermes": _without_thought("hermes", parse_hermes),
+    "llama": _without_thought("llama", parse_llama),
+    "mistral": _without_thought("mistral", parse_mistral),
 }
 
 
+def tool_parser(name: str) -> ToolParser:
+    """Return a parser by name. Raises ConfigError."""
+    if name not in PARSERS:
+        raise ConfigError(f"there is no tool parser {name!r}", hint=f"known: {', '.join(PARSERS)}")
+    return PARSERS[name]
+
+
 def _number(calls: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> list[ToolCall]:
-    return [_tool_call(place, name, arguments) for place, (name, arguments) in enumerate(calls)]
+    return [_tool_call(number, name, arguments) for number, (name, arguments) in enumerate(calls)]
 
 
-def _tool_call(place: int, name: str, raw: str) -> ToolCall:
+def _tool_call(number: int, name: str, raw: str) -> ToolCall:
     arguments = _loads(raw) if name else None
     return ToolCall(
-        id=f"call_{place}",
+        id=f"call_{number}",
         name=name,
         arguments=arguments if isinstance(arguments, dict) else None,
         raw_arguments="" if isinstance(arguments, dict) else raw,
@@ -151,19 +162,20 @@ def _tool_call(place: int, name: str, raw: str) -> ToolCall:
 
 
 def _call(text: str) -> tuple[str, str]:
-    """(name, arguments as JSON) of one call object; the text itself as arguments where it is none."""
+    """Return (name, arguments as JSON) of a call object; the text as arguments where it is none."""
     call = _loads(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return "", text
     arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):  # some templates write the arguments as a text of JSON
+    if isinstance(arguments, str):  # some templates write the arguments as JSON in a string
         return call["name"], arguments
     return call["name"], orjson.dumps(arguments).decode()
 
 
 def _objects(text: str) -> Iterator[str]:
-    """JSON objects that follow each other with ; between; the rest where one cannot be read. Prose
-    calls nothing.
+    """Yield the JSON objects that are separated by `;`; the rest where one cannot be parsed.
+
+    Prose calls nothing.
     """
     while "{" in text:
         end = _end_of_json(text, 0) if text.startswith("{") else None
@@ -172,7 +184,7 @@ def _objects(text: str) -> Iterator[str]:
 
 
 def _loads(text: str) -> Any:
-    """The value of a text of JSON; None where it is none, or nested deeper than a group may be."""
+    """Return the value of a JSON text; None where it is invalid, or nested deeper than allowed."""
     try:
         value = orjson.loads(text)
         check_nesting([value])

@@ -1,10 +1,7 @@
-"""The tools of a task: functions of the user's that a model may call, each call with a time limit.
+"""Run the tools of a task: functions and MCP tools that a model may call, with a time limit.
 
-What a tool returns is text for the model. What goes wrong is text for the model too: an unknown
-name, arguments that do not fit, an exception, the time limit. A tool cannot end a rollout.
-
-A Python interpreter as a tool: tools = ["python"]. Each call is a program of its own in the
-sandbox.
+What a tool returns is text for the model. An error is text for the model, too: an unknown name,
+arguments that do not fit, an exception, the time limit. A tool cannot end a rollout.
 """
 
 from __future__ import annotations
@@ -26,13 +23,17 @@ from producer_workers.agent_loops.mcp_server import McpServer
 from producer_workers.judges.sandbox import Limits, run_python
 
 _THREADS = 16
+_PYTHON_THREADS = ThreadPoolExecutor(_THREADS, thread_name_prefix="python")
+PYTHON_LIMITS = Limits(time_s=10.0, memory_mb=1024)
+
 LONGEST_RESULT = 8192
 """Characters of a result that the model gets to see."""
 
 
 Tool = str | Callable[..., Any]
-"""A plain or coroutine function with annotated arguments, whose docstring says what it does; or
-"module:function", or the name of one of BUILT_IN.
+"""A plain or coroutine function with annotated arguments and a docstring for the model.
+
+Or "module:function", or a name of BUILT_IN.
 """
 
 BUILT_IN = {"python": "producer_workers.agent_loops.toolbox:python"}
@@ -42,8 +43,9 @@ McpCommand = str | Sequence[str]
 
 
 class Toolbox:
-    """The functions by name, and what is left to the MCP servers. Raises ConfigError where one
-    cannot be loaded.
+    """Functions by name, and the tools of MCP servers.
+
+    Raises ConfigError where one fails to load.
     """
 
     def __init__(
@@ -54,40 +56,41 @@ class Toolbox:
             name: validate_call(function) for name, function in self._functions.items()
         }
         self._servers = {
-            s["function"]["name"]: server
+            schema["function"]["name"]: server
             for server in map(McpServer, mcp)
-            for s in server.schemas()
+            for schema in server.schemas()
         }
-        _refuse_twice([*self._functions, *self._servers])
+        _refuse_duplicates([*self._functions, *self._servers])
         self._timeout_s = call_timeout_s
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tool")
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[str]:
-        """The results in the order of the calls, which run at the same time."""
+        """Run the calls at the same time and return their results in order."""
         return await asyncio.gather(*(self._call(call) for call in calls))
 
     async def close(self) -> None:
-        """End the connections to MCP servers, and those that were started here."""
+        """End the connections to MCP servers, and the servers that were started here."""
         for server in set(self._servers.values()):
             await server.close()
 
     async def _call(self, call: ToolCall) -> str:
         if call.arguments is None:
             return f"error: this call cannot be read: {call.raw_arguments[:200]}"
-        if call.name not in self._functions and call.name not in self._servers:
-            return f"error: there is no tool {call.name!r}; known: {', '.join([*self._functions, *self._servers])}"
+        known = [*self._functions, *self._servers]
+        if call.name not in known:
+            return f"error: there is no tool {call.name!r}; known: {', '.join(known)}"
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await self._run(call.name, call.arguments)
         except TimeoutError:
             return f"error: {call.name} took longer than {self._timeout_s:g} s"
         except ValidationError as error:
-            wrong = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
-                for e in error.errors(include_url=False)
-            )
-            return f"error: the arguments of {call.name} do not fit: {wrong}"
-        except Exception as error:  # the tool's failure is an answer to the model
+            faults = [
+                f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+                for fault in error.errors(include_url=False)
+            ]
+            return f"error: the arguments of {call.name} do not fit: {'; '.join(faults)}"
+        except Exception as error:  # the model gets the tool's failure as its result
             return f"error: {type(error).__name__}: {error}"[:LONGEST_RESULT]
         text = result if isinstance(result, str) else orjson.dumps(result, default=str).decode()
         return text[:LONGEST_RESULT]
@@ -104,7 +107,7 @@ class Toolbox:
 
 
 def tool_schemas(tools: Sequence[Tool], mcp: Sequence[McpCommand] = ()) -> list[dict[str, Any]]:
-    """What the chat template is given: one JSON schema per function, in OpenAI's form."""
+    """Return what the chat template is given: one JSON schema per tool, in OpenAI's form."""
     own = [
         {"type": "function", "function": _schema(function)} for function in _load(tools).values()
     ]
@@ -121,26 +124,20 @@ def _load(tools: Sequence[Tool]) -> dict[str, Callable[..., Any]]:
     for tool, function in zip(tools, functions, strict=True):
         if not inspect.isroutine(function):
             raise ConfigError(f"tool {tool!r} is not a function", hint='give "module:function"')
-    _refuse_twice([function.__name__ for function in functions])
+    _refuse_duplicates([function.__name__ for function in functions])
     return {function.__name__: function for function in functions}
 
 
-def _refuse_twice(names: Sequence[str]) -> None:
+def _refuse_duplicates(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         raise ConfigError(f"two tools have the same name: {list(names)}")
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = (
-        TypeAdapter[Any](cast(Any, function)).json_schema()
-        if inspect.signature(function).parameters
-        else {"properties": {}}
-    )
-    kept = {
-        key: value
-        for key, value in parameters.items()
-        if key in ("properties", "required", "$defs")
-    }
+    schema: dict[str, Any] = {"properties": {}}
+    if inspect.signature(function).parameters:
+        schema = TypeAdapter[Any](cast(Any, function)).json_schema()
+    kept = {key: schema[key] for key in schema if key in ("properties", "required", "$defs")}
     return {
         "name": function.__name__,
         "description": inspect.getdoc(function) or "",
@@ -148,14 +145,10 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-_PYTHON_THREADS = ThreadPoolExecutor(16, thread_name_prefix="python")
-
-LIMITS = Limits(time_s=10.0, memory_mb=1024)
-
-
 async def python(code: str) -> str:
     """Run a Python program. Returns what it prints. Nothing is kept between two calls."""
+    # The docstring above is what the model reads about this tool.
     outcome = await asyncio.get_running_loop().run_in_executor(
-        _PYTHON_THREADS, run_python, code, "", LIMITS
+        _PYTHON_THREADS, run_python, code, "", PYTHON_LIMITS
     )
     return outcome.describe()

@@ -1,9 +1,11 @@
-"""Environments with the interface of early `verifiers` 0.1 (MultiTurnEnv), for the loop
-"multi_turn". Those of 0.1.14 to 0.4 play by themselves: gateway/verifiers_agent.py.
+"""Use environments of early `verifiers` 0.1 (MultiTurnEnv) in the loop "multi_turn".
 
-    environment = "my_env:make"             # make() -> VerifiersEnvironment(vf.load_environment("wordle"))
+Those of 0.1.14 to 0.4 play by themselves: gateway/verifiers_agent.py.
 
-Asked are `env_response(messages, state)`, which returns messages, or messages and state;
+    # make() -> VerifiersEnvironment(vf.load_environment("wordle"))
+    environment = "my_env:make"
+
+It uses `env_response(messages, state)`, which returns messages, or messages and state;
 `is_completed(messages, state)`; and the rubric's `get_reward_funcs()` and `get_reward_weights()`.
 Each may be a coroutine. Nothing is kept between two turns: earlier ones are played again, so the
 environment must answer the same text the same way. It is scored after every turn, and its last
@@ -22,8 +24,9 @@ from producer_workers.judges.judge import check_reward
 
 
 class VerifiersEnvironment:
-    """`environment`: the object of verifiers. Use it with judge = "environment": its rubric gives
-    the reward.
+    """Wraps `environment`, an object of verifiers.
+
+    Use it with judge = "environment": its rubric gives the reward.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -33,49 +36,49 @@ class VerifiersEnvironment:
         """See `Environment`."""
         play = _Play(self._environment, state)
         for text in turn.earlier:
-            await play.say(text)
+            play.add_turn(text)
             await play.respond()
-        await play.say(turn.text)
+        play.add_turn(turn.text)
         is_over = await play.is_over()
         messages = [] if is_over else await play.respond()
         return Answer(messages, reward=await play.score())
 
 
 class _Play:
-    """One conversation, from its beginning."""
+    """One conversation, played from its beginning."""
 
     def __init__(self, environment: Any, state: RolloutState) -> None:
         self._environment = environment
         self._prompt = [dict(message) for message in state.messages]
         self._completion: list[dict[str, Any]] = []
         self._state: dict[str, Any] = {
-            "prompt": self._prompt, "completion": self._completion, "answer": state.ground_truth,
-            "info": state.extra, "task": state.data_source or "default", "turn": 0, "responses": [],
-        }  # fmt: skip
+            "prompt": self._prompt,
+            "completion": self._completion,
+            "answer": state.ground_truth,
+            "info": state.extra,
+            "task": state.data_source or "default",
+            "turn": 0,
+            "responses": [],
+        }
 
-    async def say(self, text: str) -> None:
+    def add_turn(self, text: str) -> None:
         self._completion.append({"role": "assistant", "content": text})
         self._state["turn"] += 1
 
     async def is_over(self) -> bool:
-        return bool(
-            await _settle(
-                self._environment.is_completed([*self._prompt, *self._completion], self._state)
-            )
-        )
+        messages = [*self._prompt, *self._completion]
+        return bool(await _settle(self._environment.is_completed(messages, self._state)))
 
     async def respond(self) -> list[dict[str, Any]]:
-        result = await _settle(
-            self._environment.env_response([*self._prompt, *self._completion], self._state)
-        )
-        messages, self._state = result if isinstance(result, tuple) else (result, self._state)
-        said = (
-            [{"role": "user", "content": messages}]
-            if isinstance(messages, str)
-            else [dict(m) for m in messages]
-        )
-        self._completion += said
-        return said
+        messages = [*self._prompt, *self._completion]
+        result = await _settle(self._environment.env_response(messages, self._state))
+        if isinstance(result, tuple):
+            result, self._state = result
+        if isinstance(result, str):
+            result = [{"role": "user", "content": result}]
+        answer = [dict(message) for message in result]
+        self._completion += answer
+        return answer
 
     async def score(self) -> dict[str, float]:
         rubric = self._environment.rubric
@@ -86,16 +89,15 @@ class _Play:
         return check_reward("rubric", {**values, "score": total})
 
     async def _ask(self, function: Callable[..., Any]) -> Any:
-        """Of what is known, a reward function is given what it names."""
-        known = {
-            name: self._state[name] for name in ("prompt", "completion", "answer", "info", "task")
-        }
-        known |= {"state": self._state, "parser": getattr(self._environment, "parser", None)}
+        """Call a reward function with those known values that its parameters name."""
+        names = ("prompt", "completion", "answer", "info", "task")
+        known = {name: self._state[name] for name in names}
+        known["state"] = self._state
+        known["parser"] = getattr(self._environment, "parser", None)
         parameters = inspect.signature(function).parameters
-        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        return await _settle(
-            function(**{n: v for n, v in known.items() if takes_all or n in parameters})
-        )
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            known = {name: value for name, value in known.items() if name in parameters}
+        return await _settle(function(**known))
 
 
 async def _settle(result: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Data sets: from files, packages and user code to prompts."""
+"""Read prompts from files, packages and user code."""

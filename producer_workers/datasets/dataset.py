@@ -1,16 +1,14 @@
-"""Which row the n-th draw of a task is: a pure function, so that the cursor is one integer (I3).
+"""Define a data set, and the row that each draw takes from it.
+
+A data set is numbered problems, each readable on its own. The row of a draw is a pure function, so
+that a cursor is one integer and no reader has to be saved or restored (I3). What can only be
+iterated over is adapted to it (`stream.py`).
 
 A reader that shuffles with a generator has to save the generator, and gets the end of an epoch
-wrong when it is saved exactly there. Here epoch and place follow from the draw number by division,
-and the place is sent through a keyed permutation of the epoch: a Feistel network (Luby and Rackoff
-1988) with cycle walking (Black and Rogaway 2002). No memory, no state, any draw in microseconds.
-Changing anything in this file changes the order of runs that exist; a test pins it.
-
-A data set: numbered problems, each readable on its own.
-
-Random access is the whole interface: a cursor into a data set is one integer (`draw_order.py`), so
-nothing of a reader has to be saved or restored. What can only be iterated over is made to look like
-it (`stream.py`).
+wrong when it is saved exactly there. Here epoch and position follow from the draw number by
+division, and the position is sent through a keyed permutation of the epoch: a Feistel network (Luby
+and Rackoff 1988) with cycle walking (Black and Rogaway 2002). Changing `place_of`, `permute` or
+`_feistel` changes the order of existing runs; a test pins it.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ _ROUNDS = 8  # 4 are enough in theory for large halves; small data sets have hal
 
 
 class Place(NamedTuple):
-    """Where a draw falls: the epoch (0 is the first), and the row of the data set."""
+    """The position of a draw: the epoch (0 is the first), and the row of the data set."""
 
     epoch: int
     row: int
 
 
 def place_of(draw: int, rows: int, seed: int, *, shuffle: bool = True) -> Place:
-    """The place of draw `draw` (0, 1, 2 ...) in a data set of `rows` rows.
+    """Return the place of draw `draw` (0, 1, 2 ...) in a data set of `rows` rows.
 
     Every epoch visits every row exactly once, each in an order of its own. Raises ValueError for a
     negative draw or an empty data set.
@@ -46,11 +44,11 @@ def place_of(draw: int, rows: int, seed: int, *, shuffle: bool = True) -> Place:
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Where the permutation of 0 .. size - 1 that `key` names sends `position`."""
+    """Return where the permutation of 0 .. size - 1 with this key sends `position`."""
     digest = blake2b(key.encode(), digest_size=32).digest()
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     position = _feistel(position, half_bits, digest)
-    while position >= size:  # the network permutes up to 4 x size places: walk on until back inside
+    while position >= size:  # the network permutes up to 4 x size positions: repeat until inside
         position = _feistel(position, half_bits, digest)
     return position
 
@@ -67,7 +65,7 @@ def _feistel(value: int, half_bits: int, key: bytes) -> int:
 
 
 class Problem(BaseModel):
-    """One row: the chat that asks, the tools it may use, and what a judge needs to score an answer."""
+    """One row: a chat, the tools it may use, and what a judge needs to score an answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -76,7 +74,7 @@ class Problem(BaseModel):
     data_source: str | None = None
     tools: list[dict[str, Any]] | None = None
     structured: StructuredOutput | None = Field(
-        None, description="of a response; None: as the task says"
+        None, description="structure of a response; None: as the task says"
     )
     images: list[Path | bytes] = Field(
         [], description="files or bytes, in the order in which the messages show them"
@@ -85,13 +83,20 @@ class Problem(BaseModel):
 
 
 class Dataset(Protocol):
-    """Rows 0 .. len - 1. The same row number gives the same problem for as long as the run lives."""
+    """Rows 0 .. len - 1. A row number gives the same problem for as long as the run lives.
+
+    Usage:
+        dataset = open_dataset(section, problems_dir)
+        place = place_of(draw, len(dataset), seed)
+        problem = dataset.row(place.row, place.epoch)
+    """
 
     def __len__(self) -> int: ...
 
     def row(self, row: int, epoch: int = 0) -> Problem:
-        """Raises DatasetError where the row cannot be used, IndexError where there is none.
+        """Return one problem.
 
-        `epoch` only matters to data sets that bring an order of their own for each.
+        `epoch` only matters to data sets with an order of their own for each. Raises DatasetError
+        where the row cannot be used, IndexError where there is none.
         """
         ...

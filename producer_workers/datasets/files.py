@@ -1,10 +1,8 @@
-"""A data set in a JSONL file: one problem a line.
+"""Read problems from JSONL and Parquet files.
 
-Every line is checked once, when the file is opened, so that line 40,000 fails before the run and
-not during it. Of each line only the offset is kept; rows are read when they are drawn.
-
-A data set in Parquet: one file, or a folder of them. Memory holds one row group, whatever the files
-hold.
+Every line of a JSONL file is checked once, when it is opened, so that line 40,000 fails before the
+run and not during it. Only the offset of each line is kept; rows are read when they are drawn. Of
+Parquet, one row group is in memory, whatever the size of the files.
 """
 
 from __future__ import annotations
@@ -27,7 +25,10 @@ HINT = f"expected one JSON object a line, in UTF-8: {EXPECTED}"
 
 
 class JsonlDataset:
-    """Rows are the lines of a file that are not blank. Raises DatasetError (file, line, reason)."""
+    """Rows are the lines of a file that are not blank.
+
+    Raises DatasetError (file, line, reason).
+    """
 
     def __init__(self, path: Path, to_problem: ToProblem = problem_of) -> None:
         self.path = path
@@ -44,14 +45,14 @@ class JsonlDataset:
         return len(self._offsets)
 
     def row(self, row: int, epoch: int = 0) -> Problem:
-        """The problem of row `row`. Raises IndexError, and DatasetError if the file was changed."""
+        """Return a problem. Raises IndexError, and DatasetError if the file was changed."""
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
         with self._open() as lines:
             if _identity(lines) != self._identity:
                 raise DatasetError(
                     f"{self.path}: the file was changed while it was in use",
-                    hint="put it back, or start a new run: draws count rows of the file as it was",
+                    hint="restore it, or start a new run: draws count rows of the original file",
                 )
             lines.seek(self._offsets[row])
             return self._parse(lines.readline(), self._line_numbers[row])
@@ -61,7 +62,7 @@ class JsonlDataset:
             return self.path.open("rb")
         except OSError as error:
             reason = error.strerror or str(error)
-            hint = "give the path of a JSONL file that this user can read"
+            hint = "set path to a JSONL file that this user can read"
             raise DatasetError(f"{self.path}: cannot be opened: {reason}", hint=hint) from error
 
     def _index(self, lines: BinaryIO) -> None:
@@ -81,7 +82,7 @@ class JsonlDataset:
 
 
 def _record(line: bytes) -> Any:
-    """One line as a value. Raises ValueError with the reason."""
+    """Parse one line. Raises ValueError with the reason."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -91,19 +92,20 @@ def _record(line: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, character {error.colno}") from error
+        raise ValueError(f"not valid JSON: {error.msg}, character {error.colno}") from error
 
 
 def _identity(lines: BinaryIO) -> tuple[int, int]:
+    # A checksum would read the whole file at every row.
     stat = os.fstat(lines.fileno())
     return stat.st_size, stat.st_mtime_ns
 
 
 class ParquetRows:
-    """The rows of the files, as dicts, by number. Safe to share between threads.
+    """The rows of one file, or of a folder of files, as dicts by number. Thread-safe.
 
-    Rows are drawn shuffled, so a row group may be read for each of them: files for training have
-    small ones (`row_group_size=1024` when they are written).
+    Rows are drawn shuffled, so a row group may be read for each of them: write files for training
+    with small ones (`row_group_size=1024`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,7 +139,7 @@ class ParquetRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         group = bisect_right(self._ends, row)
         start = self._ends[group - 1] if group else 0
-        with self._lock:
+        with self._lock:  # threads share the held row group
             if self._held[0] != group:
                 file, number = self._groups[group]
                 self._held = group, self._open(file).read_row_group(number)

@@ -1,8 +1,8 @@
-"""Prompts with images, by the processor of the model: the very token ids that the model will see.
+"""Make prompts with images as the very token ids that the model will see.
 
-An image takes as many tokens as the processor says, which depends on its size. So it is asked once,
-where the prompt is made, and the ids are stored expanded; whoever samples or trains checks that its
-own count agrees.
+An image takes as many tokens as the model's processor decides, which depends on its size. So the
+processor runs once, where the prompt is made, and the ids are stored expanded; samplers and
+trainers check that their own count agrees.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from producer_workers.images.image_reader import find_runs
 
 @dataclass(frozen=True, slots=True)
 class ShownImage:
-    """An image in a prompt: its file, its tokens, its patches in time, height and width where the
-    model counts them.
+    """An image in a prompt: its file, its tokens, and its patches in time, height and width.
+
+    `grid_thw` is None where the model does not count patches.
     """
 
     file: ImageFile
@@ -43,7 +44,7 @@ class ImagePrompt:
 
     @property
     def seed(self) -> bytes:
-        """What tells this prompt from every other one."""
+        """Return bytes that differ between any two prompts."""
         digests = [blake2b(image.file.data, digest_size=8).digest() for image in self.images]
         return b"".join([self.ids.tobytes(), *digests])
 
@@ -57,15 +58,16 @@ class ImagePrompts:
         self._media = media
 
     def encode(self, problem: Problem, tools: list[dict[str, Any]] | None) -> ImagePrompt:
-        """Raises MediaError for an image that is broken, ValueError where the model's processor
-        takes none like it.
+        """Return the prompt of a problem.
+
+        Raises MediaError for a broken image, ValueError for one that the model's processor refuses.
         """
         files = [load_image(source, self._limits) for source in problem.images]
         text = self._processor.apply_chat_template(
             problem.messages, tools=tools or None, tokenize=False, add_generation_prompt=True
         )
         pixels = [file.pixels for file in files]
-        # the template has written the special tokens
+        # The template has already written the special tokens.
         made = self._processor(text=[text], images=pixels or None, add_special_tokens=False)
         ids = np.array(made["input_ids"][0], "<i4")
         counted: list[list[int] | None] = [
@@ -78,36 +80,39 @@ class ImagePrompts:
         )
 
     def _tokens(self, ids: NDArray[np.int32], grids: list[list[int] | None]) -> list[int]:
-        """Tokens of each image: as its patches, or the same for all where the model does not count
-        these.
+        """Return the tokens of each image, in proportion to its patches.
+
+        They are equal where the model does not count patches.
         """
         image_token = int(self._processor.image_token_id)
         total = int(np.count_nonzero(ids == image_token))
         sizes = [int(np.prod(grid)) if grid else 1 for grid in grids]
         tokens = [total * size // max(sum(sizes), 1) for size in sizes]
         if sum(tokens) != total:
-            raise ValueError(f"{len(sizes)} images do not share {total} tokens as their sizes say")
+            raise ValueError(f"{total} tokens do not divide by the sizes of {len(sizes)} images")
         find_runs(ids, image_token, tokens)
         return tokens
 
     def keep(self, gid: str, prompt: ImagePrompt) -> list[MediaRef]:
-        """Write the images into the run's folder, as files of the group; drawn again, they are the
-        same.
+        """Write the images into the run's folder, as files of the group.
+
+        Drawn again, they are the same files.
         """
         return [
             MediaRef(
                 kind="image",
-                uri=self._media.put(gid, f"image-{place}.{image.file.suffix}", image.file.data),
+                uri=self._media.put(gid, f"image-{number}.{image.file.suffix}", image.file.data),
                 tokens=image.tokens,
                 grid_thw=image.grid_thw,
             )
-            for place, image in enumerate(prompt.images)
+            for number, image in enumerate(prompt.images)
         ]
 
 
 def load_processor(model: str) -> Any:
-    """The processor (tokenizer and image processor) of a model folder. Raises ModelError for one
-    that sees nothing.
+    """Load the processor (tokenizer and image processor) of a model folder.
+
+    Raises ModelError for a model without images.
     """
     from transformers import AutoProcessor
 

@@ -1,15 +1,12 @@
-"""Records that name images, as problems whose messages show them.
+"""Turn records that name images into problems whose messages show them.
 
-What a record names is `images` (one, or a list), in order, or stands in the messages themselves, as
-chat APIs write it. The messages show them as parts {"type": "image"}, which chat templates turn
-into the model's placeholder; where they have none, as "<image>" in a text; else in front of what
-the user says first.
+A record names its images in `images` (one, or a list), in order, or within its messages, as chat
+APIs do. The messages show them as parts {"type": "image"}, which chat templates turn into the
+model's placeholder; where they have none, at "<image>" in a text; else in front of the user's first
+message.
 
-What a row may say of an image: a path, a data: URI, bytes, or a picture that some library has
-unpacked.
-
-Rows are somebody else's. So nothing is fetched for them, and no path leads out of the folder of the
-images.
+Rows may come from anyone. So nothing is fetched for them, and no path leads out of the folder of
+the images.
 """
 
 from __future__ import annotations
@@ -31,15 +28,20 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+Messages = list[dict[str, Any]]
+
+MARK = "<image>"
+NAMES = ("images", "image")
+SHOWN = {"type": "image"}
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 INLINE = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
 def find_image(value: Any, root: Path, limits: ImagesSection) -> Path | bytes:
-    """The file or the bytes that `value` means. Raises ValueError with the reason.
+    """Return the file or the bytes that `value` names. Raises ValueError with the reason.
 
-    Understood: a path (from `root` on, or absolute), file://…, data:image/…;base64,…, bytes, a
-    picture of Pillow, and {"bytes": …, "path": …} as `datasets` writes images.
+    It may be a path (from `root` on, or absolute), file://…, data:image/…;base64,…, bytes, a
+    picture of Pillow, or {"bytes": …, "path": …} as `datasets` writes images.
     """
     match value:
         case bytes() if value:
@@ -60,7 +62,7 @@ def _of_text(value: str, root: Path, limits: ImagesSection) -> Path | bytes:
         return _inside(value.removeprefix("file://"), root)
     if found := SCHEME.match(value):
         raise ValueError(
-            f"nothing is fetched from {found[1]}: URIs; store the image as a file, and name that"
+            f"{found[1]}: URIs are not fetched; store the image as a file, and name its path"
         )
     return _inside(value, root)
 
@@ -71,7 +73,7 @@ def _of_base64(text: str, limits: ImagesSection) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise ValueError(f"the data: URI is no base64: {error}") from error
+        raise ValueError(f"the data: URI is not valid base64: {error}") from error
 
 
 def _inside(path: str, root: Path) -> Path:
@@ -85,17 +87,11 @@ def _inside(path: str, root: Path) -> Path:
     return found
 
 
-Messages = list[dict[str, Any]]
-MARK = "<image>"
-NAMES = ("images", "image")
-SHOWN = {"type": "image"}
-
-
 class ImageRecords:
-    """`to_problem`, and then the images: each is found and looked at, so that a bad one fails when
-    the file is opened.
+    """Applies `to_problem`, then finds and checks the images.
 
-    `folder`: where paths begin, unless the section names a root. What is wrong is a ValueError.
+    So a bad image fails when the file is opened, with a ValueError. Paths begin at `folder`, unless
+    the section names a root.
     """
 
     def __init__(self, to_problem: ToProblem, limits: ImagesSection, folder: Path) -> None:
@@ -111,32 +107,31 @@ class ImageRecords:
             raise ValueError(
                 f"it shows {len(values)} images, over max_images = {self._limits.max_images}"
             )
-        images = [self._find(place, value) for place, value in enumerate(values)]
+        images = [self._find(number, value) for number, value in enumerate(values)]
         extra = {name: value for name, value in problem.extra.items() if name not in NAMES}
         return problem.model_copy(update={"messages": messages, "images": images, "extra": extra})
 
-    def _find(self, place: int, value: Any) -> Path | bytes:
-        what = f"image {place} ({value[:100]!r})" if isinstance(value, str) else f"image {place}"
+    def _find(self, number: int, value: Any) -> Path | bytes:
+        what = f"image {number} ({value[:100]!r})" if isinstance(value, str) else f"image {number}"
         try:
             found = find_image(value, self._root, self._limits)
             check_image(found, self._limits)
-        except MediaError as error:
-            raise ValueError(f"{what}: {error}") from error
-        except ValueError as error:
+        except (MediaError, ValueError) as error:
             raise ValueError(f"{what}: {error}") from error
         return found
 
 
 def without_images(to_problem: ToProblem) -> ToProblem:
-    """`to_problem` for a data set that was given no images: a message that shows one would be half
-    a prompt.
+    """Return `to_problem` for a data set without images.
+
+    A message that shows an image is refused, since it would be half a prompt.
     """
 
     def to_text_problem(record: Any) -> Problem:
         problem = to_problem(record)
         if any(_is_image(part) for part in _parts(problem.messages)):
             raise ValueError(
-                "a message shows an image; say [tasks.<name>.dataset.images] where that is wanted"
+                "a message shows an image; add [tasks.<name>.dataset.images] to allow images"
             )
         return problem
 
@@ -144,8 +139,9 @@ def without_images(to_problem: ToProblem) -> ToProblem:
 
 
 def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[Any]]:
-    """(messages with a part SHOWN for each image, what each of these is). Raises ValueError where
-    they do not fit.
+    """Return the messages with a part SHOWN for each image, and what each of these is.
+
+    Raises ValueError where they do not fit.
     """
     if any(_is_image(part) for part in _parts(messages)):
         return _show_parts(messages, named)
@@ -153,7 +149,8 @@ def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[An
     if marks not in (0, len(named)):
         raise ValueError(f'the text has {marks} "{MARK}", but {len(named)} images are named')
     if marks:
-        return [message | {"content": _at_marks(message["content"])} for message in messages], named
+        shown = [{**message, "content": _at_marks(message["content"])} for message in messages]
+        return shown, named
     return _show_first(messages, named), named
 
 
@@ -161,35 +158,34 @@ def _show_parts(messages: Messages, named: list[Any]) -> tuple[Messages, list[An
     own = [_source(part) for part in _parts(messages) if _is_image(part)]
     if own.count(None) != len(named):
         raise ValueError(
-            f"the messages show {own.count(None)} images by place, but {len(named)} are named"
+            f"the messages show {own.count(None)} images by position, but {len(named)} are named"
         )
     rest = iter(named)
     values = [next(rest) if source is None else source for source in own]
-    shown = [
-        message | {"content": [SHOWN if _is_image(part) else part for part in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    ]
-    return shown, values
+    return [_with_parts_shown(message) for message in messages], values
+
+
+def _with_parts_shown(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [SHOWN if _is_image(part) else part for part in content]}
 
 
 def _show_first(messages: Messages, named: list[Any]) -> Messages:
-    place = next((n for n, message in enumerate(messages) if message["role"] == "user"), None)
     if not named:
         return messages
-    if place is None:
-        raise ValueError("no message of the user could show the images")
-    content = messages[place]["content"]
-    said = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return [
-        message | {"content": [SHOWN] * len(named) + said} if n == place else message
-        for n, message in enumerate(messages)
-    ]
+    first = next((n for n, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise ValueError("there is no message of the user to show the images in")
+    content = messages[first]["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    shown = {**messages[first], "content": [SHOWN] * len(named) + parts}
+    return [*messages[:first], shown, *messages[first + 1 :]]
 
 
 def _at_marks(content: Any) -> Any:
-    """The content with an image wherever its texts have a mark."""
+    """Return the content with an image wherever its texts have a mark."""
     parts = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         for n, text in enumerate(str(part.get("text", "")).split(MARK)):
@@ -198,7 +194,7 @@ def _at_marks(content: Any) -> Any:
 
 
 def _parts(messages: Messages) -> Iterator[dict[str, Any]]:
-    """All that messages say, a text as a part like those of lists."""
+    """Yield all parts of the messages; a text is a part like those of lists."""
     for message in messages:
         content = message["content"]
         if isinstance(content, str):
@@ -212,10 +208,12 @@ def _is_image(part: Any) -> bool:
 
 
 def _source(part: dict[str, Any]) -> Any:
-    """What a part itself says of its image; None where only its place counts."""
+    """Return what a part names as its image; None where only its position counts."""
     value = part.get("image_url", part.get("image"))
     return value.get("url") if isinstance(value, dict) and "url" in value else value
 
 
 def _listed(value: Any) -> list[Any]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""From the `dataset` of a task's configuration to a data set."""
+"""Open the data set that a task's configuration names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from buffer.config.dataset import (
 from buffer.config.dataset import (
     JsonlDataset as JsonlSection,
 )
-from buffer.config.run import HELD_OUT
+from buffer.config.task import HELD_OUT
 from buffer.errors import ConfigError, DatasetError
 from buffer.model.dotted_path import load_object
 from producer_workers.datasets.dataset import Dataset
@@ -30,12 +30,11 @@ from producer_workers.datasets.stream import StreamDataset
 def open_dataset(
     section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0
 ) -> Dataset:
-    """The rows of `split`: None for training, `HELD_OUT` for evaluation. Raises ConfigError,
-    DatasetError.
+    """Open the rows of `split`: None for training, `HELD_OUT` for evaluation.
 
-    `problems_dir` holds generated problems and is filled where it is not. Any other data set is one
-    split whole: an evaluation task names one of its own. `seed` is for loaders that shuffle by
-    themselves.
+    `problems_dir` holds generated problems and is filled where it is empty. Any other data set is
+    one split: an evaluation task names one of its own. `seed` is for loaders that shuffle by
+    themselves. Raises ConfigError, DatasetError.
     """
     if isinstance(section, ReasoningGymDataset):
         return _generated(section, problems_dir, split)
@@ -85,19 +84,20 @@ def _saved_by_datasets(section: HuggingFaceDataset) -> Any:
         found: Any = datasets.load_from_disk(str(section.path))
     except (OSError, ValueError) as error:
         raise DatasetError(
-            f"{section.path}: {error}", hint="the folder that `save_to_disk` wrote"
+            f"{section.path}: {error}", hint="set path to a folder that `save_to_disk` wrote"
         ) from error
     if not isinstance(found, datasets.DatasetDict):
         return found
     if section.split not in found:
         raise ConfigError(
-            f"{section.path} has no split {section.split!r}", hint=f"split = one of {sorted(found)}"
+            f"{section.path} has no split {section.split!r}",
+            hint=f"set split to one of {sorted(found)}",
         )
     return found[section.split]
 
 
 def _is_numbered(made: Any) -> bool:
-    # torch's IterableDataset inherits a __getitem__ that only raises
+    # torch's IterableDataset inherits a __getitem__ that only raises.
     only_iterates = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)
     return hasattr(made, "__getitem__") and hasattr(made, "__len__") and not only_iterates
 
@@ -105,6 +105,6 @@ def _is_numbered(made: Any) -> bool:
 def _make(section: PythonDataset) -> Any:
     made = load_object(section.factory, kind="data set")(**section.options)
     if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
-        hint = "it returns something with a length and [row], or something to iterate over"
+        hint = "return an object with a length and [row], or an iterable"
         raise ConfigError(f"{section.factory} made a {type(made).__name__}", hint=hint)
     return made

@@ -1,11 +1,11 @@
-"""Problems of one reasoning-gym task, written once into three JSONL files that share no question.
+"""Write problems of one reasoning-gym task into three JSONL files that share no question.
 
-The package makes problems by number, without end and with repetitions; a run wants a data set that
-stays as it is, and held-out problems that no training ever saw. So the problems are made once,
-distinct by their text, dealt into held-out, training and warm start by one seeded shuffle (dealt in
-the order they were made, the rare easy ones would all be used up by the first file), and found
-again by a fingerprint of what was asked for. A problem whose own answer does not score 1.0 after a
-round trip through JSON is left out.
+The package makes problems by number, without end and with repetitions; a run needs a data set that
+stays the same, and held-out problems that no training ever saw. So the problems are made once,
+distinct by their text, and dealt into held-out, training and warm start by one seeded shuffle.
+(Dealt in the order they were made, the rare easy ones would all end up in the first file.) A
+fingerprint of what was asked for finds them again. A problem whose own answer does not score 1.0
+after a round trip through JSON is left out.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from producer_workers.judges.built_in import (
     task_datasets,
 )
 
-_FORMAT = 1  # of the files: another number makes them anew
-_MISSES = 1000  # that many in a row without a new problem: there are no more
+_FORMAT = 1  # of the files; a change makes them anew
+_MISSES = 1000  # entries in a row without a new problem, after which there are no more
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class ProblemSection(Protocol):
-    """What of the configuration this file reads. `size` counts all problems, the other two are part
-    of it.
+    """The part of the configuration that is read here.
+
+    `size` counts all problems, the other two sizes are part of it.
     """
 
     @property
@@ -53,7 +54,7 @@ class ProblemSection(Protocol):
 
 
 class ProblemFiles(NamedTuple):
-    """Where the problems are. A file of no problems is not written."""
+    """The paths of the problems. A file without problems is not written."""
 
     warm_start: Path
     train: Path
@@ -61,13 +62,14 @@ class ProblemFiles(NamedTuple):
 
     @classmethod
     def within(cls, folder: Path) -> ProblemFiles:
+        """Return the paths in `folder`."""
         return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
 
 
 def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
-    """Make the files of `section`, or return at once where they are there. Raises ConfigError.
+    """Make the files of `section`, or return at once where they exist. Raises ConfigError.
 
-    May be killed at any moment: files appear whole, and the fingerprint last.
+    It may be killed at any moment: files appear complete, and the fingerprint last.
     """
     sizes = _sizes(section)
     files = ProblemFiles.within(out_dir)
@@ -87,7 +89,7 @@ def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
 
 
 def _sizes(section: ProblemSection) -> tuple[int, int, int]:
-    """How many problems each of `ProblemFiles` holds."""
+    """Return how many problems each of `ProblemFiles` holds."""
     train = section.size - section.warm_start_size - section.held_out_size
     return section.warm_start_size, train, section.held_out_size
 
@@ -114,6 +116,7 @@ def _replace(path: Path, lines: Sequence[bytes]) -> None:
     if not lines:
         path.unlink(missing_ok=True)
         return
+    # Renamed at the end, so that a killed process leaves no half file under the final name.
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_bytes(b"\n".join(lines) + b"\n")
     part.replace(path)
@@ -121,7 +124,7 @@ def _replace(path: Path, lines: Sequence[bytes]) -> None:
 
 def _deal(problems: list[bytes], seed: int) -> list[bytes]:
     count = len(problems)
-    return [problems[permute(place, count, f"{seed}:deal")] for place in range(count)]
+    return [problems[permute(position, count, f"{seed}:deal")] for position in range(count)]
 
 
 def _collect(section: ProblemSection) -> list[bytes]:
@@ -133,24 +136,26 @@ def _collect(section: ProblemSection) -> list[bytes]:
         misses += 1
         question = entry["question"]
         if question not in lines:
-            lines[question] = line = _line(section, entry)
-            good, misses = (good + 1, 0) if line else (good, misses)
+            lines[question] = _line(section, entry)
+            if lines[question]:
+                good += 1
+                misses = 0
     if good < section.size:
         raise ConfigError(
             f"reasoning-gym task {section.name!r} has too few different problems with this config: "
             f"{section.size} wanted, {good} found "
             f"({len(lines) - good} more are not solved by their own answer)",
-            hint="ask for fewer (size and the two splits in it), or widen the task's config",
+            hint="reduce size and the two splits in it, or widen the task's config",
         )
     return [line for line in lines.values() if line]
 
 
 def _line(section: ProblemSection, entry: Mapping[str, Any]) -> bytes | None:
-    """The entry as a line of JSON; None where its own answer does not score 1.0 when read back."""
+    """Return the entry as a line of JSON; None where its own answer does not score 1.0."""
     if entry["answer"] is None and section.warm_start_size:
         raise ConfigError(
             f"reasoning-gym task {section.name!r} gives no answers to learn from",
-            hint="set warm_start_size = 0, or take another task",
+            hint="set warm_start_size = 0, or use another task",
         )
     extra = {"metadata": entry["metadata"], "config": dict(section.config)}
     record = {
@@ -192,7 +197,7 @@ def _entries(section: ProblemSection) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"config of {section.name!r} sets {sorted(reserved)}", hint=where)
     check_safe(section.name)
     dataset_class, config_class = known[section.name]
-    most = (section.size + 1) * (_MISSES + 1)  # by then `_collect` has enough or has given up
+    most = (section.size + 1) * (_MISSES + 1)  # `_collect` ends before
     try:
         config = config_class(**section.config, seed=section.seed, size=most)
         dataset = dataset_class(config=config)

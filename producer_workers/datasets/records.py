@@ -1,7 +1,7 @@
-"""From a record of somebody else's making to a problem: the field names that are understood, and
-why one is refused.
+"""Turn records of any origin into problems, or explain why one is refused.
 
-A data set of anything with a length and numbered records: a torch Dataset, a table, a list.
+Records may come from a file, or from anything with a length and numbered records: a torch Dataset,
+a table, a list.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from buffer.model.wire import check_nesting
 from producer_workers.datasets.dataset import Problem
 
 EXPECTED = (
-    '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} or {"question": "...", "answer": ...}; '
-    '"prompt" may stand for "question"'
+    '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} '
+    'or {"question": "...", "answer": ...}; "prompt" may replace "question"'
 )
 
 ToProblem = Callable[[Any], Problem]
 
 
 def load_to_problem(spec: str | None) -> ToProblem:
-    """What makes a problem of a record: `problem_of`, after the user's function at `spec` where
-    there is one.
+    """Return what makes a problem of a record: `problem_of`, after the function at `spec` if any.
 
     That function gets the record and returns a Problem, or a dict with the fields of EXPECTED.
     """
@@ -45,7 +44,10 @@ def load_to_problem(spec: str | None) -> ToProblem:
 
 
 def problem_of(record: Any) -> Problem:
-    """A record as a problem. Raises ValueError with the reason. Unknown fields are kept in `extra`."""
+    """Return a record as a problem. Unknown fields are kept in `extra`.
+
+    Raises ValueError with the reason.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"it is {kind_of(record)}, not an object")
     record = dict(record)
@@ -74,8 +76,8 @@ def _take_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         messages = record.pop("messages")
         if not isinstance(messages, list) or not messages:
             raise ValueError('"messages" is not a list of at least one message')
-        for place, message in enumerate(messages):
-            _check_message(place, message)
+        for position, message in enumerate(messages):
+            _check_message(position, message)
         return messages
     key = next((name for name in ("prompt", "question") if name in record), None)
     if key is None:
@@ -88,11 +90,11 @@ def _take_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}]
 
 
-def _check_message(place: int, message: Any) -> None:
+def _check_message(position: int, message: Any) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f'message {place} is not an object with a "role"')
+        raise ValueError(f'message {position} is not an object with a "role"')
     if "content" not in message:
-        raise ValueError(f'message {place} has no "content"')
+        raise ValueError(f'message {position} has no "content"')
 
 
 def _take_tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -105,16 +107,16 @@ def _take_tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
-    """As an object, or as JSON text: a table fills every row's object up with the fields of all
-    others.
+    """Return the structure, given as an object or as JSON text.
+
+    JSON text is for tables, which fill every row's object up with the fields of all others.
     """
     given = record.pop("structured", None) or None
     if given is None:
         return None
     try:
-        structured = StructuredOutput.model_validate(
-            orjson.loads(given) if isinstance(given, str) else given
-        )
+        value = orjson.loads(given) if isinstance(given, str) else given
+        structured = StructuredOutput.model_validate(value)
         check_nesting(structured.json_schema)
         if structured.regex is not None:
             re.compile(structured.regex)
@@ -128,7 +130,7 @@ def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Return what a JSON value is, in words."""
     names = {
         str: "a string",
         list: "a list",
@@ -141,8 +143,9 @@ def kind_of(value: Any) -> str:
 
 
 class Records(Protocol):
-    """What torch calls a map-style data set. The same number gives the same record for as long as
-    the run lives.
+    """What torch calls a map-style data set.
+
+    A number gives the same record for as long as the run lives.
     """
 
     def __len__(self) -> int: ...
@@ -151,10 +154,10 @@ class Records(Protocol):
 
 
 class RecordsDataset:
-    """Rows are the records, each made a problem. The first one is tried at once: a wrong function
-    fails before the run.
+    """Rows are the records, each made a problem.
 
-    `source` says in errors where the records come from.
+    The first one is tried at once, so that a wrong function fails before the run. Errors name the
+    records by `source`.
     """
 
     def __init__(self, records: Records, source: str, to_problem: ToProblem) -> None:
@@ -175,14 +178,14 @@ class RecordsDataset:
 
 
 def make_problem(to_problem: ToProblem, record: Any, where: str) -> Problem:
-    """The problem of a record. Raises DatasetError: whatever a user's function may raise, it says
-    of which record.
+    """Make a problem of a record.
+
+    Raises DatasetError that names the record, whatever a user's function raises.
     """
     try:
         return to_problem(record)
     except Exception as error:
-        reason = (
-            f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-        )
-        hint = f"expected {EXPECTED}; a `record` function may make that of it"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{error}"
+        hint = f"expected {EXPECTED}; a `record` function may convert the record"
         raise DatasetError(f"{where}: {reason}", hint=hint) from error

@@ -1,11 +1,10 @@
-"""A data set that can only be iterated over: a torch DataLoader or IterableDataset, or any
-iterable.
+"""Adapt what can only be iterated over to a data set: a torch DataLoader, any iterable.
 
-Its place is still one number, the draw (I3): a restarted producer iterates again and passes over
-what was drawn. Nothing is iterated before the first draw is asked for, so that a loader whose
-workers start with the iterator knows where it begins. The order must be the same each time:
-`set_epoch` is called, and a loader's generator is seeded, before every pass; a loader that shuffles
-without a generator of its own is refused.
+Its position is still one number, the draw (I3): a restarted producer iterates again and skips what
+was drawn. Nothing is iterated before the first draw, so that a loader whose workers start with the
+iterator knows where it begins. The order must be the same each time: `set_epoch` is called, and a
+loader's generator is seeded, before every pass; a loader that shuffles without a generator of its
+own is refused.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem, make_problem
 
 KEPT = 1024
-"""Records that can be asked for again: of what a producer draws, only what there is room for is
-started.
-"""
+"""Records that can be read again: a producer may draw more than it has room to start."""
 
 
 class StreamDataset:
-    """The n-th record of each pass is row n. Needs a length: `len()` of the iterable, or `rows`.
-    Thread-safe.
+    """The n-th record of each pass is row n. Thread-safe.
+
+    It needs a length: `len()` of the iterable, or `rows`.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class StreamDataset:
         return self._rows
 
     def row(self, row: int, epoch: int = 0) -> Problem:
-        """Record `row` of pass `epoch`; one that is long past costs a pass from the start."""
+        """Return record `row` of pass `epoch`; one long past costs a pass from the start."""
         if not 0 <= row < self._rows:
             raise IndexError(f"{self._source}: row {row} of {self._rows}")
         with self._lock:
@@ -71,7 +69,7 @@ class StreamDataset:
             try:
                 self._kept.append(next(self._records))
             except StopIteration:
-                hint = "its length must be what iterating over it gives, each time"
+                hint = "its length must be the number of records in every pass"
                 raise DatasetError(
                     f"{self._source}: ended after {self._next} of {self._rows} records", hint=hint
                 ) from None
@@ -84,16 +82,20 @@ class StreamDataset:
             getattr(self._iterable, "sampler", None),
             getattr(self._iterable, "dataset", None),
         ):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch = getattr(part, "set_epoch", None)
+            if callable(set_epoch):
                 set_epoch(epoch)
-        if (generator := getattr(self._iterable, "generator", None)) is not None:
-            generator.manual_seed(self._seed * 1_000_003 + epoch)
+        generator = getattr(self._iterable, "generator", None)
+        if generator is not None:
+            generator.manual_seed(self._seed * 1_000_003 + epoch)  # differs for each run and epoch
         self._kept.clear()
-        self._epoch, self._next, self._records = epoch, 0, _flat(self._iterable)
+        self._epoch = epoch
+        self._next = 0
+        self._records = _flat(self._iterable)
 
 
 def _flat(iterable: Iterable[Any]) -> Iterator[Any]:
-    """Single records, also of a loader that gives lists of them."""
+    """Yield single records, also of a loader that gives lists of them."""
     for item in iterable:
         if isinstance(item, list):
             yield from item
@@ -102,14 +104,15 @@ def _flat(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 def _length(iterable: Iterable[Any], source: str) -> int:
-    """Records in a pass: of a DataLoader those of its data set, since its own length counts
-    batches.
+    """Return the records in a pass.
+
+    For a DataLoader they are those of its data set, since its own length counts batches.
     """
     counted: Any = getattr(iterable, "dataset", iterable)
     try:
         return len(counted)
     except TypeError as error:
-        hint = "give it a __len__, or set `rows` to the records of one pass"
+        hint = "give it a __len__, or set `rows` to the number of records of one pass"
         raise DatasetError(
             f"{source}: {type(counted).__name__} has no length", hint=hint
         ) from error
@@ -119,6 +122,8 @@ def _check_order(iterable: Any, source: str) -> None:
     shuffles = type(getattr(iterable, "sampler", None)).__name__ == "RandomSampler"
     if shuffles and getattr(iterable, "generator", None) is None:
         raise DatasetError(
-            f"{source}: the loader shuffles anew each time, so a restart would skip and repeat prompts",
-            hint="DataLoader(..., generator=torch.Generator()); it is seeded by the run's seed and the epoch",
+            f"{source}: the loader shuffles anew each time, "
+            "so a restart would skip and repeat prompts",
+            hint="use DataLoader(..., generator=torch.Generator()), "
+            "which is seeded by the run's seed and the epoch",
         )

@@ -1,4 +1,4 @@
-"""The inference engines of a rollout worker. Importing this package imports no engine."""
+"""Run inference engines for a rollout worker. Importing this package imports no engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) -> Engine:
-    """The engine of `config`, not started. `version` names the weights that `model_dir` holds."""
+    """Build the engine of `config` without starting it.
+
+    `version` names the weights that `model_dir` holds.
+    """
     if config.kind == "simulated":
         from producer_workers.engines.simulated.engine import SimulatedEngine
 

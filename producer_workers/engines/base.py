@@ -1,14 +1,12 @@
-"""What a rollout worker asks of an inference engine: token ids in; token ids, logprobs and versions
-out.
+"""Define the interface between a rollout worker and an inference engine.
+
+Token ids go in; token ids, logprobs and policy versions come out. `Engine` is what every engine
+offers. What only some can do is a protocol of its own, and the worker does without it where it is
+missing.
 
 Invariant: every token of a `Generation` lies in exactly one span, and that span names the weights
-which made the token (design I9). One suite, `tests/producer_workers/engines/conformance.py`, holds
-every engine to it.
-
-What an engine may do beyond `Engine`. One that cannot is worked around, so yours need not.
-
-The images of a group while it is worked on: its requests are known by its gid, so any agent loop is
-served.
+which made the token (design I9). One suite, `tests/producer_workers/engines/conformance.py`, checks
+every engine.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ PauseMode = Literal["abort", "keep"]
 
 
 class EngineError(ModelError):
-    """The engine could not load its model, or was asked something in a state where it cannot
-    answer.
-    """
+    """The engine could not load its model, or cannot do what was asked in its present state."""
 
 
 class EngineDeadError(EngineError):
@@ -46,17 +42,19 @@ class WeightsError(ModelError):
 
 
 class GenerationError(RolloutMQError):
-    """One request failed or was refused; the engine goes on with the others."""
+    """One request failed or was refused; the engine continues with the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request made.
+    """The result of one request.
 
-    token_ids: int32[n], a stop token included. logprobs: float32[n], natural log, of each token as
-    it was sampled (temperature and top-p applied). spans: cover [0, n) in order, none of length 0.
-    routed_experts: int16[P + n - 1, layers, top_k], the choices for every token of prompt and
-    response but the last, where the engine records them and made a token.
+    - token_ids: int32[n], a stop token included.
+    - logprobs: float32[n], natural log of each token's probability as it was sampled (temperature
+      and top-p applied).
+    - spans: cover [0, n) in order, none of length 0.
+    - routed_experts: int16[P + n - 1, layers, top_k], the experts chosen for every token of prompt
+      and response but the last; None where the engine does not record them, or made no token.
     """
 
     token_ids: NDArray[np.int32]
@@ -67,7 +65,14 @@ class Generation:
 
 
 class Engine(Protocol):
-    """One model in one place. All methods run on the event loop that called `start`."""
+    """One model on one device or several. All methods run on the event loop that called `start`.
+
+    Usage:
+        await engine.start()
+        generation = await engine.generate("math-0000000001/0", prompt_ids, SampleParams())
+        await engine.load_weights(Path("weights/1"), PolicyVersion(lineage, 1))
+        await engine.shutdown()
+    """
 
     name: str
 
@@ -79,109 +84,119 @@ class Engine(Protocol):
     ) -> Generation:
         """Sample one response to int32[P] prompt ids.
 
-        Aborted by `pause("abort")`: returns the tokens made so far with finish_reason "abort".
-        Cancelling the calling task aborts the request. While paused, new requests wait for
-        `resume`. Raises GenerationError (this request only) or EngineDeadError.
+        After `pause("abort")` it returns the tokens made so far with finish_reason "abort".
+        Cancelling the calling task aborts the request. While the engine is paused, new requests
+        wait for `resume`. Raises GenerationError (this request only) or EngineDeadError.
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. "abort": running calls return what they have; "keep": they freeze until
-        `resume`.
+        """Stop sampling.
+
+        With "abort", running calls return what they have; with "keep", they wait for `resume`.
         """
 
     async def resume(self) -> None:
-        """Sample again. Does nothing where the engine is not paused."""
+        """Continue sampling. Does nothing where the engine is not paused."""
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Switch to the safetensors in the folder `path`, in place.
 
         Returns once every part of the engine has switched and no cache of the old weights is left.
-        Running requests go on under the new weights, except where the engine cannot tell the
+        Running requests continue under the new weights, except where the engine cannot tell the
         versions apart: there they are aborted. Raises WeightsError and keeps the old weights, or
         EngineDeadError.
         """
 
     async def sleep(self) -> None:
-        """Give the device's memory back, while no request runs. Raises EngineError where it cannot."""
+        """Free the device's memory, while no request runs. Raises EngineError where it cannot."""
 
     async def wake(self) -> None:
-        """Take it again. The weights are those from before, until newer ones are loaded."""
+        """Take the memory back. The weights are those from before, until newer ones are loaded."""
 
     def version(self) -> PolicyVersion:
-        """The weights that the engine acknowledged."""
+        """Return the version of the weights that the engine runs."""
 
     def check_health(self) -> None:
-        """Raises EngineDeadError where the engine is gone."""
+        """Raise EngineDeadError where the engine is gone."""
 
     async def shutdown(self) -> None:
-        """Abort what runs and end every process of the engine. May be called twice."""
+        """Abort running requests and end every process of the engine. May be called twice."""
 
 
 @runtime_checkable
 class StructuresOutput(Protocol):
-    """Whether it keeps a response to `SampleParams.structured`. Without it, who asks for that is
-    refused: a task at the start, a group when it asks.
+    """An engine that may constrain a response to `SampleParams.structured`.
+
+    Without it a task that asks for structure is refused at the start, and a group when it asks.
     """
 
     structures_output: bool
 
 
 def structures(engine: object) -> bool:
-    """Whether `engine` keeps responses to a structure."""
+    """Return whether `engine` constrains responses to a structure."""
     return isinstance(engine, StructuresOutput) and engine.structures_output
 
 
 @runtime_checkable
 class AbortsSome(Protocol):
-    """It can end some requests and go on with the others. Without it, nothing is aborted while a
-    group is protected.
+    """An engine that can abort some requests and continue with the others.
+
+    Without it, nothing is aborted while a group is protected.
     """
 
     async def abort_others(self, spared: Collection[str]) -> None:
-        """Requests of all groups but `spared` return what they have, with finish_reason "abort".
-        The group of a request is what stands before the first "/" of its id. May be called again
-        and again; the engine is not paused by it.
+        """Abort the requests of all groups but `spared`; they return what they have.
+
+        The group of a request is the part of its id before the first "/". May be called repeatedly;
+        it does not pause the engine.
         """
 
 
 @runtime_checkable
 class ReceivesWeights(Protocol):
-    """The engine can receive weights from the trainer's memory. Without it, it reads their folder."""
+    """An engine that can receive weights from the trainer's memory.
+
+    Without it, the worker loads them from their folder.
+    """
 
     def receives_weights(self) -> bool:
-        """Return whether it can, as it was started."""
+        """Return whether it can, with the configuration it was started with."""
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
-        """Do as `Engine.load_weights`. A transfer that fails never touches the model."""
+        """Load announced weights, as `Engine.load_weights` does.
+
+        A transfer that fails never touches the model.
+        """
 
 
 class GroupImages(Protocol):
-    """What requests see beside their tokens, by the group that stands before the first "/" of their
-    ids.
+    """The images of each group, shown to its requests beside their tokens.
+
+    A request belongs to the group whose gid is the part of its id before the first "/", so any
+    agent loop works with images.
     """
 
     def read_with(self, reader: ImageReader) -> None:
-        """What reads them, before the first is shown."""
+        """Set the reader, before the first images are shown."""
 
     def show(self, gid: str, media: Sequence[MediaRef]) -> None:
-        """From now on requests of that group see these, in the order in which its prompt has them."""
+        """Show these images to requests of the group from now on, in the order of its prompt."""
 
     def forget(self, gid: str) -> None:
-        """No request of that group will come any more."""
+        """Drop a group's images: no request of it will follow."""
 
 
 @runtime_checkable
 class SeesImages(Protocol):
-    """It can show images to its model. Without it, groups that have some are refused."""
+    """An engine that can show images to its model. Without it, groups with images are refused."""
 
     images: GroupImages
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Requests that are sampled, requests that wait for a place, and the share of the KV cache that
-    is in use.
-    """
+    """Running requests, requests that wait for a slot, and the used share of the KV cache."""
 
     running: int
     waiting: int
@@ -190,16 +205,17 @@ class EngineLoad:
 
 @runtime_checkable
 class TellsLoad(Protocol):
-    """It knows how full it is, which `concurrency = "auto"` needs."""
+    """An engine that reports how full it is, which `concurrency = "auto"` needs."""
 
     def load(self) -> EngineLoad | None:
-        """As of its last step; None where nobody told it to look, or before the first."""
+        """Return the load after its last step; None before the first, or where reporting is off."""
 
 
 @contextmanager
 def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]:
-    """Meanwhile the requests of group `gid` see `media`. Raises GenerationError where the engine
-    shows none.
+    """Show `media` to the requests of group `gid` within the block.
+
+    Raises GenerationError where the engine cannot show images.
     """
     if not media:
         yield
@@ -207,7 +223,7 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
     if not isinstance(engine, SeesImages):
         hint = "use [engine] kind vllm, or leave such tasks out of [worker] tasks"
         raise GenerationError(
-            f"{gid} has images, and the engine {engine.name} can show none", hint=hint
+            f"{gid} has images, which the engine {engine.name} cannot show", hint=hint
         )
     engine.images.show(gid, media)
     try:
@@ -216,8 +232,8 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
         engine.images.forget(gid)
 
 
-class Unseen:
-    """The images of an engine without a model, which looks at no prompt either."""
+class NoImages:
+    """The images of an engine without a model, which reads no prompt either."""
 
     def read_with(self, reader: ImageReader) -> None:
         pass

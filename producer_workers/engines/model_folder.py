@@ -1,15 +1,9 @@
-"""What a Hugging Face model folder holds, read from headers only: no tensor, no torch.
+"""Check model folders and LoRA adapters by their headers alone: no tensor, no torch.
 
-Invariant: a folder that passes here has complete safetensors files. A half-copied file is the usual
-way for weights to be bad, and a loader that meets it in the middle of a running engine has already
-overwritten half a model.
-
-A LoRA adapter as PEFT writes it (adapter_config.json, adapter_model.safetensors): does it fit the
-model?
-
-Engines would take much of what does not: a loader that meets a layer it does not know passes it by,
-or gives each forward pass a wrong product. So a folder is checked as a whole before an engine sees
-it.
+Invariant: a folder that passes has complete safetensors files that fit the model. Half-copied files
+are the usual fault, and a loader that meets one in a running engine has already overwritten half a
+model. Loaders also skip layers that they do not know, or compute wrong products with them. So a
+folder is checked as a whole before an engine reads it.
 """
 
 from __future__ import annotations
@@ -45,15 +39,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises EngineError where `folder` cannot be a model: what is missing, before an engine
-    starts.
-    """
+    """Raise EngineError, naming what is missing, where `folder` cannot be a model."""
     if not folder.is_dir():
         raise EngineError(
             f"no model folder at {folder}", hint="give a local folder; nothing is downloaded"
         )
     if not (folder / "config.json").is_file():
-        raise EngineError(f"{folder} has no config.json", hint="is it a Hugging Face model folder?")
+        raise EngineError(f"{folder} has no config.json", hint="give a Hugging Face model folder")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise EngineError(f"{folder} has no tokenizer", hint="copy tokenizer.json to it")
     try:
@@ -63,7 +55,10 @@ def check_model_folder(folder: Path) -> None:
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Name and shape of every tensor in the safetensors files of `folder`. Raises WeightsError."""
+    """Return name and shape of every tensor in the safetensors files of `folder`.
+
+    Raises WeightsError.
+    """
     files = weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
@@ -72,7 +67,7 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up one checkpoint. Raises WeightsError."""
+    """Return the files that make up one checkpoint. Raises WeightsError."""
     try:
         return safetensors_files.weight_files(folder)
     except ModelError as error:
@@ -80,20 +75,23 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def has_tied_head(folder: Path) -> bool:
-    """Whether the model of `folder` shares its output head with its embeddings."""
+    """Return whether the model of `folder` shares its output head with its embeddings."""
     config = orjson.loads((folder / "config.json").read_bytes())
     return bool(config.get("tie_word_embeddings", False))
 
 
 def check_same_tensors(old: Shapes, new: Shapes, folder: Path, *, tied_head: bool) -> None:
-    """Raises WeightsError unless `new` can take the place of `old`, tensor by tensor.
+    """Raise WeightsError unless `new` can replace `old`, tensor by tensor.
 
     A loader would only warn of a missing tensor and keep the old one: half a policy. A tied output
-    head may be stored or left out: writers differ.
+    head may be stored or left out, since writers differ.
     """
     optional = {"lm_head.weight"} if tied_head else set()
     if is_adapter(folder):
-        hint = "set [engine] max_lora_rank (kind http: weights = 'adapters'), or leave out [learner.lora]"
+        hint = (
+            "set [engine] max_lora_rank (kind http: weights = 'adapters'), "
+            "or leave out [learner.lora]"
+        )
         raise WeightsError(
             f"{folder} holds a LoRA adapter, and the engine samples with whole weights", hint=hint
         )
@@ -120,23 +118,25 @@ def _file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             header = read_header(stream)
     except (OSError, ValueError) as error:
         raise WeightsError(
-            f"{file} is not a valid safetensors file: {error}", hint="is the copy complete?"
+            f"{file} is not a valid safetensors file: {error}",
+            hint="check that it was copied completely",
         ) from error
     if size != header.file_bytes:
         raise WeightsError(
-            f"{file} has {size} bytes, its header says {header.file_bytes}",
-            hint="was it copied completely?",
+            f"{file} has {size} bytes, but {header.file_bytes} by its header",
+            hint="check that it was copied completely",
         )
     return {name: span.shape for name, span in header.tensors.items()}
 
 
 OTHER_KINDS = ("alpha_pattern", "modules_to_save", "use_dora")
-"""What a config may ask for beside plain low-rank pairs, and vLLM passes by or refuses half-way."""
+"""Settings beyond plain low-rank pairs, which vLLM ignores or refuses half-way."""
 
 
 class AdapterCheck:
-    """Whether adapters fit the model of `model_dir`. `most`: the largest rank, where the engine has
-    one.
+    """Checks LoRA adapters, as PEFT writes them, against the model in `model_dir`.
+
+    `most` is the largest rank, where the engine has one.
     """
 
     def __init__(self, model_dir: Path, shapes: Shapes, most: int | None = None) -> None:
@@ -145,11 +145,17 @@ class AdapterCheck:
         self._most = most
 
     def check(self, folder: Path) -> None:
-        """Raises WeightsError unless `folder` holds a whole adapter that fits. Reads headers alone."""
+        """Raise WeightsError unless `folder` holds a whole adapter that fits.
+
+        Reads headers only.
+        """
         rank = self._rank(folder)
         for name, shape in read_shapes(folder).items():
             if shape != self._expected(name, rank):
-                hint = "publish lora_A and lora_B of the model that the worker was started with, and nothing else"
+                hint = (
+                    "publish lora_A and lora_B of the model that the worker was started with, "
+                    "and nothing else"
+                )
                 raise WeightsError(
                     f"{folder} does not fit the model: {name} is {list(shape)}", hint=hint
                 )
@@ -159,12 +165,14 @@ class AdapterCheck:
         try:
             with (folder / ADAPTER_TENSORS).open("rb") as stream:
                 base = read_header(stream).metadata.get(BASE_CHECKSUM)
-            mine = self._checksum if base else base  # an adapter that others made does not say
+            # Adapters made by other programs do not name their base model.
+            mine = self._checksum if base else base
         except (OSError, ValueError, ModelError) as error:
-            raise WeightsError(f"{folder} does not say for which model it is: {error}") from error
+            raise WeightsError(f"{folder} does not name its base model: {error}") from error
         if base != mine:
             raise WeightsError(
-                f"{folder} is an adapter for another model: for weights {base}, {self._model_dir} has {mine}",
+                f"{folder} is an adapter for another model: its base has checksum {base}, "
+                f"{self._model_dir} has {mine}",
                 hint="start worker and trainer with the same model folder ([policy] model)",
             )
 
@@ -181,11 +189,11 @@ class AdapterCheck:
                 hint=f"[engine] max_lora_rank is {self._most}",
             )
         if others := [name for name in OTHER_KINDS if config.get(name)]:
-            raise WeightsError(f"{folder} is no plain LoRA adapter: it has {', '.join(others)}")
+            raise WeightsError(f"{folder} is not a plain LoRA adapter: it has {', '.join(others)}")
         return rank
 
     def _expected(self, name: str, rank: int) -> tuple[int, ...] | None:
-        """The shape of a tensor of an adapter; None for one that has no place here."""
+        """Return the shape that an adapter's tensor must have; None where it must not exist."""
         layer, _, side = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         weight = self._shapes.get(f"{layer}.weight", ())
         if len(weight) != 2 or side not in ("A", "B"):

@@ -1,4 +1,4 @@
-"""A response while it grows: its columns, and which weights made which of its tokens."""
+"""Collect a response while it grows: its tokens, and which weights made which of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from producer_workers.engines.base import FinishReason, Generation
 
 
 class GrowingResponse:
-    """What one request has so far. `finish_reason` is None while there is more to come."""
+    """The response of one request so far. `finish_reason` is None until it has ended."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -21,12 +21,14 @@ class GrowingResponse:
         self.finish_reason: FinishReason | None = None
 
     def add(self, token_ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        """Append tokens with their logprobs."""
         self.token_ids.extend(token_ids)
         self._logprobs.extend(logprobs)
 
     def stamp(self, version: PolicyVersion) -> None:
-        """Say that the tokens since the last stamp were made by `version`; neighbours of one
-        version are one span.
+        """Record that `version` made the tokens since the last stamp.
+
+        Adjacent spans of the same version become one.
         """
         start = self._spans[-1].start + self._spans[-1].length if self._spans else 0
         length = len(self.token_ids) - start
@@ -39,15 +41,17 @@ class GrowingResponse:
         self._spans.append(VersionSpan(start, length, version.version, version.lineage))
 
     def forget(self) -> None:
-        """Begin anew."""
-        self.token_ids, self._logprobs, self._spans = [], [], []
+        """Drop all tokens and start again."""
+        self.token_ids = []
+        self._logprobs = []
+        self._spans = []
 
     def finish(self, reason: FinishReason) -> None:
-        """End it here, unless it has ended."""
+        """End the response for `reason`, unless it has ended."""
         self.finish_reason = self.finish_reason or reason
 
     def generation(self) -> Generation:
-        """The whole. It must have ended."""
+        """Return the whole response, which must have ended."""
         assert self.finish_reason is not None
         token_ids = np.asarray(self.token_ids, dtype="<i4")
         logprobs = np.asarray(self._logprobs, dtype="<f4")
@@ -56,5 +60,5 @@ class GrowingResponse:
         )
 
     def routed_experts(self) -> NDArray[np.int16] | None:
-        """Of prompt and response, as of `Generation`; None where nobody recorded them."""
+        """Return the experts, as in `Generation`; None where they are not recorded."""
         return None

@@ -1,1 +1,1 @@
-"""Images of prompts, by reference."""
+"""Read images of prompts by reference."""

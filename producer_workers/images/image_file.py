@@ -1,6 +1,6 @@
-"""Bytes of strangers as an image: which formats, how large, and what is made of them.
+"""Check and decode image bytes from untrusted sources.
 
-Invariant: no pixel is unpacked before format, bytes and size were checked, and what is stored is
+Invariant: no pixel is decoded before format, bytes and size were checked, and what is stored is
 what every reader sees: `Image.open(file).convert("RGB")`, on both sides, in any library.
 """
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Others are rare, and some of their decoders start programs."""
 TURNED = 0x0112
-"""The Exif tag of how a camera was held."""
+"""The Exif tag of a camera's orientation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A whole image: the bytes to keep, the ending that says their format, and its pixels as RGB."""
+    """A whole image: the bytes to keep, the suffix of their format, and its pixels as RGB."""
 
     data: bytes
     suffix: str
@@ -37,19 +37,19 @@ class ImageFile:
 
 
 def check_image(source: bytes | Path, limits: ImagesSection) -> None:
-    """Raises MediaError for what its first bytes show to be no image, or too large a one."""
+    """Raise MediaError where the first bytes show no image, or one that is too large."""
     with _opened(source, limits):
         pass
 
 
 def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
-    """Unpack a file or its bytes; the first frame, where there are several. Raises MediaError."""
+    """Decode a file or its bytes; of several frames, the first. Raises MediaError."""
     data = source if isinstance(source, bytes) else _read(source, limits)
     with _opened(data, limits) as image:
         image.load()
         suffix = str(image.format).lower()
         if image.getexif().get(TURNED, 1) != 1:
-            # stored upright: else it would depend on the reader how it is seen
+            # Stored upright: otherwise its orientation would depend on the reader.
             image = _upright(image)
             suffix = "png"
             data = png_of(image)
@@ -57,7 +57,7 @@ def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
 
 
 def png_of(image: Image) -> bytes:
-    """The same pixels as a file."""
+    """Return the same pixels as a PNG file."""
     file = BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -84,12 +84,10 @@ def _opened(source: bytes | Path, limits: ImagesSection) -> Iterator[Any]:
     except MediaError:
         raise
     except pil.DecompressionBombError as error:
-        raise MediaError(f"it would unpack to far too many pixels: {error}") from error
+        raise MediaError(f"it would decode to far too many pixels: {error}") from error
     except pil.UnidentifiedImageError as error:
-        raise MediaError(f"it is none of {', '.join(FORMATS)}") from error
-    except (
-        Exception
-    ) as error:  # decoders raise what they like: OSError, SyntaxError, struct.error …
+        raise MediaError(f"its format is none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error …
         raise MediaError(f"it is a broken image: {error}") from error
 
 
@@ -98,7 +96,7 @@ def _file(source: bytes | Path, limits: ImagesSection) -> IO[bytes]:
         _check_bytes(len(source), limits)
         return BytesIO(source)
     try:
-        if not source.is_file():  # a pipe would be waited for
+        if not source.is_file():  # opening a pipe would block
             raise MediaError("there is no such file")
         _check_bytes(source.stat().st_size, limits)
         return source.open("rb")

@@ -1,8 +1,7 @@
-"""What a payload refers to, as pixels: files of the run's own folder, and nothing else.
+"""Read the images of a payload from the run's own folder, and find their tokens in its prompt.
 
-The tokens of a prompt that stand for its images: each is a run of the model's image token.
-
-Models that write more than such a run into the prompt (rows, tiles) are refused where that is met.
+Each image is a run of the model's image token in the prompt. Models that write more than such a run
+(rows, tiles) are refused where they are met.
 """
 
 from __future__ import annotations
@@ -27,27 +26,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadImage:
-    """An image as RGB; `digest` tells its file from every other one."""
+    """An image as RGB. `digest` differs between any two files."""
 
     pixels: Image
     digest: str
 
 
 class ImageReader:
-    """Reads from `media`, the folder of a run (None: it has none), what is within the limits."""
+    """Reads images within the limits from `media`, the folder of a run (None: it has none)."""
 
     def __init__(self, media: MediaFolder | None, limits: ImagesSection) -> None:
         self._media = media
         self._limits = limits
 
     def read(self, ref: MediaRef) -> ReadImage:
-        """Raises MediaError: for a URI elsewhere, too, since whoever wrote the payload chose it."""
+        """Return one image.
+
+        Raises MediaError, also for a URI elsewhere, since the author of the payload chose it.
+        """
         if ref.kind != "image":
-            raise MediaError(f"{ref.uri[:200]} is {ref.kind}; only images are shown")
+            raise MediaError(f"{ref.uri[:200]} is {ref.kind}; only images are supported")
         if self._media is None or not ref.uri.startswith(SCHEME):
             hint = "the producer puts images into [run] media"
             raise MediaError(
-                f"{ref.uri[:200]!r} is no file of the run, and nothing else is read", hint=hint
+                f"{ref.uri[:200]!r} is not a file of the run, and nothing else is read", hint=hint
             )
         data = self._media.read(ref.uri, self._limits.max_bytes)
         try:
@@ -60,24 +62,26 @@ class ImageReader:
 def find_runs(
     prompt_ids: NDArray[np.int32], image_token: int, tokens: Sequence[int]
 ) -> list[slice]:
-    """Where the images lie whose numbers of tokens are `tokens`, in order. ValueError where they do
-    not fit.
+    """Return the runs of tokens of the images with these numbers of tokens, in order.
+
+    Raises ValueError where they do not fit.
     """
-    places = np.flatnonzero(prompt_ids == image_token)
-    runs, done = [], 0
+    positions = np.flatnonzero(prompt_ids == image_token)
+    runs = []
+    done = 0
     for number, count in enumerate(tokens):
-        place = places[done : done + count]
-        if not 0 < len(place) == count or place[-1] - place[0] != count - 1:
+        run = positions[done : done + count]
+        if not 0 < len(run) == count or run[-1] - run[0] != count - 1:
             raise ValueError(
                 f"the prompt has no {count} tokens {image_token} in a row for image {number}"
             )
-        runs.append(slice(int(place[0]), int(place[-1]) + 1))
+        runs.append(slice(int(run[0]), int(run[-1]) + 1))
         done += count
     return runs
 
 
 def collapse(prompt_ids: NDArray[np.int32], runs: Sequence[slice]) -> list[int]:
-    """The prompt with one image token for each run: as processors of models want it."""
+    """Return the prompt with one image token for each run, as a model's processor expects it."""
     kept = np.ones(len(prompt_ids), bool)
     for run in runs:
         kept[run.start + 1 : run.stop] = False

@@ -1,1 +1,1 @@
-"""Judges: functions, HTTP services and rq jobs that score rollouts."""
+"""Score rollouts with functions, HTTP services and rq jobs."""

@@ -1,34 +1,8 @@
-"""Scores with reasoning-gym's own verifiers.
+"""Score responses with the built-in judges, from exact text to running programs.
 
-The verifier gets the whole answer, without what only ends a turn: it is not searched for an answer
-first. Many verifiers give part of the score to an answer that contains the right one; "solved" is a
-score of 1.0. A few run `eval` on the answer, on what a model wrote: those are refused.
-
-Scores a program by running it: the share of its tests that it passes.
-
-`ground_truth` is Python that asserts (one test), a list of such texts, or a list of {"input": …,
-"output": …}: what the program is given on stdin, and what it must print (white space at the ends of
-lines aside). The program is the last
-```python block of the response, or all of it. It runs in `producer_workers.judges.sandbox`, out of a process of its own
-(judging of kind rq).
-
-Mathematics, compared as mathematics by the package math-verify: 1/2 is 0.5 is \\frac{1}{2}.
-
-Only its LaTeX grammar is used. Its parser of plain expressions evals what a model wrote, so a plain
-answer is wrapped as LaTeX first. Simplifying can take for ever, and its time limit does not work in
-threads: so this judge wants a process of its own (judging of kind rq).
-
-Grade-school maths, scored as GSM8K does (Cobbe et al. 2021): the number behind "####".
-
-A response without "####" is scored by its last number, so that a model which has not been taught
-the format is scored for its arithmetic. Numbers are compared as numbers: 1,200 is 1200.0.
-
-1.0 where the response is the ground truth, character by character; else 0.0.
-
-The answer in a response: its text without what only ends a turn.
-
-A reward for checks of the machinery: models with random weights solve nothing, and equal rewards
-teach nothing.
+Each compares the text of a response with the `ground_truth` of its problem. `math_verify`,
+`python_tests` and some verifiers of `reasoning_gym` belong into a process of their own (judging of
+kind rq): simplifying may never end, and programs are a model's own.
 """
 
 from __future__ import annotations
@@ -46,24 +20,12 @@ from buffer.errors import ConfigError
 from buffer.model.rollout import RolloutState
 from producer_workers.judges.sandbox import Limits, run_python
 
-# Of tokenizers that do not call their end of turn special, so that decoding leaves it in the text.
+# Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
 
-
-def answer_text(response: str) -> str:
-    """`response` without surrounding white space and without end markers behind it; nothing else
-    goes.
-    """
-    text = response.strip()
-    while marker := next((m for m in END_MARKERS if text.endswith(m)), None):
-        text = text.removesuffix(marker).rstrip()
-    return text
-
-
 SOURCE_PREFIX = "reasoning_gym/"
-
-# Their verifiers hand the answer to eval, or to sympy's parse_expr, which evals. A test keeps the
-# list whole.
+# Their verifiers pass the answer to eval, or to sympy's parse_expr, which evals. A test checks that
+# the list is complete.
 UNSAFE_TASKS = frozenset(
     {
         "binary_matrix",
@@ -78,71 +40,94 @@ UNSAFE_TASKS = frozenset(
     }
 )
 
-
-def task_datasets() -> dict[str, tuple[Any, Any]]:
-    """All tasks of reasoning-gym: name to (data set class, configuration class)."""
-    # The whole package, not its factory: tasks register while it is imported, and judges run in
-    # several threads. Only this form waits for an import that another thread has begun.
-    import reasoning_gym
-
-    return dict(reasoning_gym.factory.DATASETS)
-
-
-def check_safe(name: str) -> None:
-    """Raises ConfigError for a task whose verifier runs what a model wrote."""
-    if name in UNSAFE_TASKS:
-        raise ConfigError(
-            f"reasoning-gym task {name!r} is refused: its verifier runs eval() on what the model wrote",
-            hint="take another task, or judge it in a sandbox of your own",
-        )
-
-
-def reasoning_gym_score(*, response: str, ground_truth: Any, state: RolloutState) -> float:
-    """The verifier's score, 0.0 to 1.0, for a rollout that `write_problems` made the problem of."""
-    source = state.data_source or ""
-    if not source.startswith(SOURCE_PREFIX):
-        raise ValueError(f"data_source is {source!r}, not {SOURCE_PREFIX}<task>")
-    question = next((m["content"] for m in reversed(state.messages) if m.get("role") == "user"), "")
-    name = source.removeprefix(SOURCE_PREFIX)
-    return score_entry(name, answer_text(response), question, ground_truth, state.extra)
-
-
-def score_entry(
-    name: str, answer: str, question: str, truth: Any, extra: Mapping[str, Any]
-) -> float:
-    """Score `answer` to the problem made of `question`, `truth` and `extra` (its metadata and
-    config).
-    """
-    config = orjson.dumps(extra.get("config", {}), option=orjson.OPT_SORT_KEYS)
-    entry = {"question": question, "answer": truth, "metadata": extra.get("metadata", {})}
-    verifier = _verifier(name, config)
-    try:
-        return float(verifier.score_answer(answer, entry))
-    except Exception:
-        # Some verifiers raise on text they cannot parse, and models write any text. Where the right
-        # answer can be scored, the text was at fault and is wrong; where not, this raises: the
-        # problem is broken.
-        verifier.score_answer(truth if truth is not None else "", entry)
-        return 0.0
-
-
-@lru_cache(maxsize=256)
-def _verifier(name: str, config: bytes) -> Any:
-    """The task's data set: some verifiers read its config. Built once for each source."""
-    check_safe(name)
-    dataset_class, config_class = task_datasets()[name]
-    return dataset_class(config=config_class(**orjson.loads(config)))
-
-
 TEST_S = 10.0
 """Seconds for one test."""
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\d.,])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+_LONGEST_NUMBER = 50
+_MATHS = re.compile(r"\\boxed|\$|\\\(|\\\[")
+_ANSWER = re.compile(
+    r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
+)
+_TAIL_CHARS = 2000
+"""Characters at the end of a response that are searched for its answer."""
+
+
+def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
+    """Return 1.0 where response and ground truth are the same text, white space around them aside.
+
+    Raises ValueError without a ground truth.
+    """
+    if ground_truth is None:
+        raise ValueError("the problem has no ground_truth")
+    return float(answer_text(response) == str(ground_truth).strip())
+
+
+def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> float:
+    """Return 1.0 for the right final number, else 0.0, as GSM8K scores (Cobbe et al. 2021).
+
+    The answer is the number behind "####". Without "####" it is the last number, so that a model
+    that has not learned the format is scored for its arithmetic. Numbers are compared as numbers:
+    1,200 is 1200.0. Raises ValueError where the ground truth holds no number.
+    """
+    right = final_number(str(ground_truth))
+    if right is None:
+        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
+    return float(final_number(response) == right)
+
+
+def final_number(text: str) -> Decimal | None:
+    """Return the first number behind the last "####", or the last number of a text without one."""
+    _, marker, answer = text.rpartition("####")
+    numbers = _NUMBER.findall(answer[:_TAIL_CHARS] if marker else text[-_TAIL_CHARS:])
+    if not numbers:
+        return None
+    number = numbers[0] if marker else numbers[-1]
+    return Decimal(number.replace(",", "")) if len(number) <= _LONGEST_NUMBER else None
+
+
+def math_verify(*, response: str, ground_truth: Any, state: object = None) -> float:
+    r"""Return 1.0 for an answer that equals the ground truth as mathematics, else 0.0.
+
+    The package math-verify compares them: 1/2 is 0.5 is \frac{1}{2}. Only its LaTeX grammar is
+    used: its parser of plain expressions runs eval on what a model wrote, so a plain answer is
+    wrapped as LaTeX first. Simplifying may never end, and its time limit does not work in threads.
+    Raises ValueError where the ground truth holds no mathematics.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    def read(text: str) -> list[Any]:
+        # Without its time limit, which only works in a main thread: the rq job has one.
+        config = [LatexExtractionConfig()]
+        return list(parse(as_latex(text), extraction_config=config, parsing_timeout=None))
+
+    truth = read(str(ground_truth))
+    if not truth:
+        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no mathematics")
+    return float(verify(truth, read(answer_text(response)), timeout_seconds=None))
+
+
+def as_latex(text: str) -> str:
+    """Return the end of `text`, with its answer in dollars where it has no LaTeX."""
+    text = text[-_TAIL_CHARS:]
+    if _MATHS.search(text):
+        return text
+    if answers := _ANSWER.findall(text):
+        return f"${answers[-1]}$"
+    if "\n" not in text and len(text) <= 100:
+        return f"${text}$"
+    number = final_number(text)
+    return f"${number}$" if number is not None else text
 
 
 def python_tests(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
-    """{"score": share of passed tests, "passed_all": 0 or 1}. Raises ValueError where the ground
-    truth is no test.
+    """Run the response as a program: {"score": share of passed tests, "passed_all": 0 or 1}.
+
+    `ground_truth` is Python that asserts (one test), a list of such texts, or a list of {"input":
+    …, "output": …}: what the program gets on stdin, and what it must print (white space at the ends
+    of lines aside). The program is the last ```python block of the response, or all of it. It runs
+    in `producer_workers.judges.sandbox`. Raises ValueError where the ground truth is not a test.
     """
     tests = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not tests or not all(map(_is_test, tests)):
@@ -153,6 +138,7 @@ def python_tests(*, response: str, ground_truth: Any, state: object = None) -> d
 
 
 def program_of(response: str) -> str:
+    """Return the last Python block of a response, or all of it."""
     blocks = _BLOCK.findall(response)
     return str(blocks[-1]) if blocks else response
 
@@ -166,7 +152,7 @@ def _passes(program: str, test: Any) -> bool:
     if isinstance(test, dict):
         outcome = run_python(program, str(test["input"]), limits)
         return outcome.exit_code == 0 and _lines(outcome.stdout) == _lines(str(test["output"]))
-    # a program that ends before its test did not pass it
+    # A program that exits before its test has not passed it, so the test must print a mark.
     mark = secrets.token_hex(8)
     outcome = run_python(f"{program}\n\n{test}\n\nprint('\\n{mark}')\n", "", limits)
     return outcome.exit_code == 0 and outcome.stdout.endswith(f"\n{mark}\n")
@@ -176,78 +162,76 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-_NUMBER = re.compile(r"(?<![\d.,])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-_TAIL_CHARS = 2000  # a response that never says its answer is not searched from end to end
-_LONGEST_NUMBER = 50
+def reasoning_gym_score(*, response: str, ground_truth: Any, state: RolloutState) -> float:
+    """Return the score of reasoning-gym's verifier, 0.0 to 1.0, for a problem of `write_problems`.
 
-
-def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """1.0 for the right final number, else 0.0. Raises ValueError where the ground truth holds
-    none.
+    The verifier gets the whole answer, without end markers. Many give part of the score to an
+    answer that contains the right one; "solved" is a score of 1.0.
     """
-    right = final_number(str(ground_truth))
-    if right is None:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
-    return float(final_number(response) == right)
+    source = state.data_source or ""
+    if not source.startswith(SOURCE_PREFIX):
+        raise ValueError(f"data_source is {source!r}, not {SOURCE_PREFIX}<task>")
+    question = next((m["content"] for m in reversed(state.messages) if m.get("role") == "user"), "")
+    name = source.removeprefix(SOURCE_PREFIX)
+    return score_entry(name, answer_text(response), question, ground_truth, state.extra)
 
 
-def final_number(text: str) -> Decimal | None:
-    """The first number behind the last "####", or the last number of a text without "####"."""
-    _, marker, answer = text.rpartition("####")
-    numbers = _NUMBER.findall(answer[:_TAIL_CHARS] if marker else text[-_TAIL_CHARS:])
-    if not numbers:
-        return None
-    number = numbers[0] if marker else numbers[-1]
-    return Decimal(number.replace(",", "")) if len(number) <= _LONGEST_NUMBER else None
+def score_entry(
+    name: str, answer: str, question: str, truth: Any, extra: Mapping[str, Any]
+) -> float:
+    """Score `answer` to the problem of `question`, `truth` and `extra` (metadata and config)."""
+    config = orjson.dumps(extra.get("config", {}), option=orjson.OPT_SORT_KEYS)
+    entry = {"question": question, "answer": truth, "metadata": extra.get("metadata", {})}
+    verifier = _verifier(name, config)
+    try:
+        return float(verifier.score_answer(answer, entry))
+    except Exception:
+        # Some verifiers raise on text they cannot parse, and models write any text. If the right
+        # answer can be scored, the model's is wrong. If not, this raises: the problem is broken.
+        verifier.score_answer(truth if truth is not None else "", entry)
+        return 0.0
 
 
-_MATHS = re.compile(r"\\boxed|\$|\\\(|\\\[")
-_ANSWER = re.compile(
-    r"(?:####|answer(?: is)?\s*:?)\s*(.+?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
-)
-_LONGEST = 2000
-"""Characters of the end of a response in which its answer is looked for."""
+def task_datasets() -> dict[str, tuple[Any, Any]]:
+    """Return all tasks of reasoning-gym: name to (data set class, configuration class)."""
+    # The whole package, not its factory: tasks register while it is imported, and judges run in
+    # several threads. Only this form waits for an import that another thread has started.
+    import reasoning_gym
+
+    return dict(reasoning_gym.factory.DATASETS)
 
 
-def math_verify(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """1.0 for an answer equal to the ground truth, else 0.0. Raises ValueError where that holds no
-    mathematics.
-    """
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def read(text: str) -> list[Any]:
-        # without its time limit, which only works in a main thread: the work-horse has one
-        config = [LatexExtractionConfig()]
-        return list(parse(as_latex(text), extraction_config=config, parsing_timeout=None))
-
-    truth = read(str(ground_truth))
-    if not truth:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no mathematics")
-    return float(verify(truth, read(answer_text(response)), timeout_seconds=None))
+def check_safe(name: str) -> None:
+    """Raise ConfigError for a task whose verifier runs what a model wrote."""
+    if name in UNSAFE_TASKS:
+        raise ConfigError(
+            f"reasoning-gym task {name!r} is refused: "
+            "its verifier runs eval() on what the model wrote",
+            hint="use another task, or judge it in a sandbox of your own",
+        )
 
 
-def as_latex(text: str) -> str:
-    """The end of `text`; what it says as its answer in dollars, where it has no LaTeX."""
-    text = text[-_LONGEST:]
-    if _MATHS.search(text):
-        return text
-    if said := _ANSWER.findall(text):
-        return f"${said[-1]}$"
-    if "\n" not in text and len(text) <= 100:
-        return f"${text}$"
-    number = final_number(text)
-    return f"${number}$" if number is not None else text
-
-
-def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
-    """Compares text with text, without white space around it. Raises ValueError without a ground
-    truth.
-    """
-    if ground_truth is None:
-        raise ValueError("the problem has no ground_truth")
-    return float(answer_text(response) == str(ground_truth).strip())
+@lru_cache(maxsize=256)
+def _verifier(name: str, config: bytes) -> Any:
+    """Build the task's data set, whose config some verifiers read, once for each source."""
+    check_safe(name)
+    dataset_class, config_class = task_datasets()[name]
+    return dataset_class(config=config_class(**orjson.loads(config)))
 
 
 def parity(*, response: str, ground_truth: Any, state: RolloutState) -> float:
-    """1.0 where the token ids of the response add up to an odd number, else 0.0."""
+    """Return 1.0 where the token ids of the response add up to an odd number, else 0.0.
+
+    It tests the machinery: models with random weights solve nothing, and equal rewards teach
+    nothing.
+    """
     return float(int(state.response_ids.sum()) % 2)
+
+
+def answer_text(response: str) -> str:
+    """Return `response` without surrounding white space and trailing end markers."""
+    text = response.strip()
+    while text.endswith(END_MARKERS):
+        marker = next(marker for marker in END_MARKERS if text.endswith(marker))
+        text = text.removesuffix(marker).rstrip()
+    return text

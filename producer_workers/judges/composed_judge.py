@@ -1,9 +1,13 @@
-"""Judges put together: by the data source of a problem, and by weight.
+"""Combine judges by the data source of a problem, and by weight.
 
-    judge = { gsm8k = "gsm8k", "code/*" = { python_tests = 0.9, "my_module:style" = 0.1 }, "*" = "exact_match" }
+    judge = {
+        gsm8k = "gsm8k",
+        "code/*" = { python_tests = 0.9, "my_module:style" = 0.1 },
+        "*" = "exact_match",
+    }
 
-The first pattern that fits `data_source` counts (as file names do: `*`, `?`). Scores add up by
-their weights; the score of each judge stands in the reward under its name.
+The first pattern that matches `data_source` counts (`*` and `?` as in file names). Scores add up by
+their weights; the reward also contains the score of each judge under its name.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ Weighted = Sequence[tuple[AnyJudge, float]]
 
 
 class ComposedJudge:
-    """`branches`: pattern to judges with weights. It sees whole groups, since one of its judges may
-    want to.
+    """Judges by `branches`, from pattern to judges with weights.
+
+    It sees whole groups, since one of its judges may need them.
     """
 
     name = "composed"
@@ -30,7 +35,7 @@ class ComposedJudge:
         self._branches = branches
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """The reward of one rollout."""
+        """Return the reward of one rollout."""
         return (await self.judge_group([state]))[0]
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -52,7 +57,7 @@ class ComposedJudge:
 
 
 class ComposedSingleJudge:
-    """The same where no judge wants to see the group: a rollout is judged as soon as it ended."""
+    """The same where no judge needs the group: a rollout is judged as soon as it ended."""
 
     name = "composed"
 
@@ -61,7 +66,7 @@ class ComposedSingleJudge:
 
 
 def compose(branches: Mapping[str, Weighted]) -> AnyJudge:
-    """One judge of many."""
+    """Combine many judges into one."""
     composed = ComposedJudge(branches)
     sees_group = any(
         isinstance(judge, GroupJudge) for judges in branches.values() for judge, _ in judges
@@ -72,6 +77,7 @@ def compose(branches: Mapping[str, Weighted]) -> AnyJudge:
 def _sum(
     names: Sequence[str], weights: Sequence[float], rewards: Sequence[dict[str, float]]
 ) -> dict[str, float]:
+    """Return the weighted sum; a single judge of weight 1 keeps its reward."""
     if len(rewards) == 1 and weights[0] == 1.0:
         return rewards[0]
     parts = {name: reward["score"] for name, reward in zip(names, rewards, strict=True)}

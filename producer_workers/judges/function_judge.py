@@ -1,13 +1,11 @@
-"""A judge of one function that sees all rollouts of a group at once: to rank them, say, or to ask
-for diversity.
+"""Judge with one Python function, the user's or a built-in one.
 
-The function is called as `function(states=[...])` and returns one reward for each, in their order.
+It is called as `function(response=..., ground_truth=..., state=...)` and returns a number or a dict
+of numbers with "score". One that sees whole groups, to rank them for example, is called as
+`function(states=[...])` and returns one reward for each rollout, in order.
 
-A judge made of one function, the user's or one of ours.
-
-The function is called as `function(response=..., ground_truth=..., state=...)` and returns a number
-or a dict of numbers with "score". A coroutine function runs in the event loop; any other in a
-thread, because a slow verifier in the loop would hold up every generation of the worker.
+A coroutine function runs in the event loop, any other in a thread of its judge's own: a slow
+verifier in the loop would hold up every generation of the worker.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ _THREADS = 4
 
 
 class GroupFunctionJudge:
-    """Judges with `function`: a coroutine function in the event loop, any other in a thread of this
-    judge's own.
-    """
+    """Judges whole groups with `function`."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
@@ -47,18 +43,15 @@ class GroupFunctionJudge:
         except Exception as error:
             message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
             raise JudgeError(
-                message, hint="the group it was given is in the dead letter"
+                message, hint="see the group that it got in the dead letter"
             ) from error
         return check_rewards(self.name, results, len(states))
 
 
 def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]:
-    """`results` of judge `name` as rewards of `count` rollouts. Raises JudgeError."""
-    if (
-        isinstance(results, str | bytes)
-        or not isinstance(results, Sequence)
-        or len(results) != count
-    ):
+    """Return `results` of judge `name` as rewards of `count` rollouts. Raises JudgeError."""
+    is_list = isinstance(results, Sequence) and not isinstance(results, str | bytes)
+    if not is_list or len(results) != count:
         raise JudgeError(
             f"judge {name!r} returned {results!r:.80}", hint=f"return a list of {count} rewards"
         )
@@ -66,7 +59,7 @@ def check_rewards(name: str, results: Any, count: int) -> list[dict[str, float]]
 
 
 class FunctionJudge:
-    """Judges with `function`; its threads are its own, so that it can only starve itself."""
+    """Judges single rollouts with `function`."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
@@ -74,13 +67,13 @@ class FunctionJudge:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """The checked reward. Raises JudgeError with the judge's name and what it raised."""
+        """Return the checked reward. Raises JudgeError with the judge's name and what it raised."""
         try:
             result = await self._call(state)
         except Exception as error:
             message = f"judge {self.name!r} raised {type(error).__name__}: {error}"
             raise JudgeError(
-                message, hint="the rollout it was given is in the dead letter"
+                message, hint="see the rollout that it got in the dead letter"
             ) from error
         return check_reward(self.name, result)
 
@@ -91,4 +84,5 @@ class FunctionJudge:
         if inspect.iscoroutinefunction(self._function):
             return await call()
         result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        # A plain function may return a coroutine, as a lambda around one does.
         return await result if inspect.isawaitable(result) else result

@@ -1,7 +1,7 @@
-"""A judge: it turns one completed rollout into a reward.
+"""Define a judge, which turns one completed rollout into a reward.
 
-A judge that raises or returns something that is not a reward is told by its name, never passed on:
-a NaN in one reward would reach every weight of the model.
+Where a judge raises, or returns something that is not a reward, the error names it and nothing is
+passed on: a NaN in one reward would reach every weight of the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from buffer.model.rollout import RolloutState
 
 
 class Judge(Protocol):
-    """Scores rollouts. `name` is what messages call it."""
+    """Scores rollouts. Messages call it by its `name`.
+
+    Usage:
+        class Longest:
+            name = "longest"
+
+            async def judge(self, state):
+                return {"score": float(len(state.response_ids))}
+    """
 
     name: str
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """The reward of `state`, with "score" in it. Raises JudgeError and nothing else."""
+        """Return the reward of `state`, with "score" in it. Raises JudgeError and nothing else."""
         ...
 
 
@@ -33,7 +41,7 @@ class GroupJudge(Protocol):
     name: str
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """The reward of each, in their order. Raises JudgeError and nothing else."""
+        """Return the reward of each, in their order. Raises JudgeError and nothing else."""
         ...
 
 
@@ -41,21 +49,38 @@ AnyJudge = Judge | GroupJudge
 
 
 async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-    """What a judge of either kind says of some rollouts of a group. Raises JudgeError."""
+    """Return the rewards of some rollouts of a group, from a judge of either kind.
+
+    Raises JudgeError.
+    """
     if isinstance(judge, GroupJudge):
         return await judge.judge_group(states)
     return list(await asyncio.gather(*(judge.judge(state) for state in states)))
 
 
+def rollout_fields(state: RolloutState) -> dict[str, Any]:
+    """Return what a judge in another process gets of a rollout: its texts, not its token columns.
+
+    It is plain JSON where the data set is.
+    """
+    return {
+        "response": state.response,
+        "ground_truth": state.ground_truth,
+        "data_source": state.data_source,
+        "messages": state.messages,
+        "extra": state.extra,
+    }
+
+
 def _is_finite(value: Real) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that is no float
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 
 def check_reward(name: str, result: Any) -> dict[str, float]:
-    """`result` of judge `name` as a reward: a number is its score. Raises JudgeError."""
+    """Return `result` of judge `name` as a reward; a number is its score. Raises JudgeError."""
     reward = {"score": result} if isinstance(result, Real) else result
     if not isinstance(reward, Mapping) or "score" not in reward:
         raise JudgeError(

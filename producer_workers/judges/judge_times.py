@@ -1,6 +1,7 @@
 """How long a worker waits for its judges, as its heartbeats report it and the metrics show it.
 
-An rq judge's time includes the queue: it is what a rollout waits, not what a judge computes.
+The heartbeat carries it, and Prometheus shows it as a latency. An rq judge's time includes the
+queue: it is what a rollout waits, not what a judge computes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
 class JudgeTimes:
     """Counts the answers of one worker's judges by the time they took, failures too.
 
-    Measured on the event loop, read by the heartbeat's thread.
+    `asked` counts answers, failures included; `failed` the failures; `seconds` is the sum of their
+    times. Measured on the event loop, read by the heartbeat's thread.
     """
 
     def __init__(self) -> None:
@@ -41,11 +43,9 @@ class JudgeTimes:
         """Return a judge that counts the time of each answer of `judge`."""
         if judge is None:
             return None
-        return (
-            _TimedGroupJudge(judge, self)
-            if isinstance(judge, GroupJudge)
-            else _TimedJudge(judge, self)
-        )
+        if isinstance(judge, GroupJudge):
+            return _TimedGroupJudge(judge, self)
+        return _TimedJudge(judge, self)
 
 
 class _TimedJudge:

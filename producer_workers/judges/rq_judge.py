@@ -1,13 +1,11 @@
-"""A judge that runs elsewhere: one rq job for each rollout, waited for without holding up the
-engine.
+"""Judge in other processes: one rq job for each rollout, without blocking the engine.
 
     waiting ──▶ started ──▶ a result in the job's stream ──▶ reward
        │           └── time limit passed ─┐     └── failed ──┐
        └── in no list ────────────────────┴──▶ another try ◀─┘   (a job of its own; then JudgeError)
 
-The result is awaited, not trusted to come: a worker or work-horse that was killed, and a server
-that lost the job, are seen by the job's state. So a judge may run twice for one rollout; its first
-answer that is awaited counts.
+A result may never come: the state of a job shows that its worker or work-horse was killed, or that
+the server lost it. So a judge may run twice for one rollout; its first awaited answer counts.
 """
 
 from __future__ import annotations
@@ -24,39 +22,38 @@ from typing import Any, TypeVar
 from rq.job import Job
 from rq.results import Result
 
-from buffer.config.run import JudgingSection
+from buffer.config.task import JudgingSection
 from buffer.errors import JudgeError, StoreError
 from buffer.model.rollout import RolloutState
 from buffer.store.store import Store
 from producer_workers.judges.function_judge import check_rewards
-from producer_workers.judges.http_judge import rollout_fields
+from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 
 T = TypeVar("T")
 
 log = logging.getLogger("rolloutmq.judge")
 
-LOOK_S = 1
-"""Longest time between two looks at a job; a result wakes its waiter at once."""
+POLL_S = 1
+"""Longest time between two checks of a job; a result wakes its waiter at once."""
 
 GRACE_S = 5.0
-"""How long a job may be on its way between two states before it counts as lost."""
+"""How long a job may be between two states before it counts as lost."""
 
 RESULT_S = 120
-"""How long a result waits to be read."""
+"""How long a result is kept to be read."""
 
 FAILURE_S = 86_400
-"""How long a failed job stays to be looked at."""
+"""How long a failed job is kept to be inspected."""
 
 _THREADS = 256
-"""Most rollouts that one task of one worker waits for; more wait for a thread before they are
-queued.
-"""
+"""Most rollouts that one task of one worker waits for; more wait before they are queued."""
 
 
-class RqAsking:
-    """Asks the function at `name` through the judge queue of `run`. `store` is a server of its own,
-    not a cluster.
+class _RqAsking:
+    """Sends rollouts to the function at `name` through the judge queue of `run`.
+
+    `store` is a server of its own, not a cluster.
     """
 
     def __init__(self, name: str, store: Store, run: str, judging: JudgingSection) -> None:
@@ -67,8 +64,9 @@ class RqAsking:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
     async def _rewards(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """The checked rewards. Raises JudgeError after the last try. Cancelling it takes a job that
-        waits back.
+        """Return the checked rewards. Raises JudgeError after the last try.
+
+        Cancelling it withdraws a job that still waits.
         """
         stop = threading.Event()
         fields = [rollout_fields(state) for state in states]
@@ -85,16 +83,15 @@ class RqAsking:
             except JudgeError as error:
                 if not tries_left or stop.is_set():
                     raise
-                log.warning("%s; asking again, %d tries left", error.message, tries_left)
+                log.warning("%s; %d retries left", error.message, tries_left)
         raise AssertionError("unreachable")
 
     def _try(self, fields: list[dict[str, Any]], stop: threading.Event) -> Any:
-        """One job from its start to its end. Raises JudgeError."""
+        """Run one job from its start to its end. Raises JudgeError."""
         try:
             return self._await(self._enqueue(fields), stop)
         except (StoreError, TypeError, ValueError, RecursionError) as error:
-            # TypeError, ValueError: the rollout holds what JSON cannot; or, with RecursionError,
-            # the answer is none
+            # The rollout cannot be written as JSON, or (RecursionError, too) the answer is invalid.
             raise JudgeError(f"judge {self.name!r} could not be asked: {error}") from error
 
     def _enqueue(self, fields: list[dict[str, Any]]) -> Job:
@@ -113,25 +110,23 @@ class RqAsking:
         state = ""
         since = time.monotonic()
         while not stop.is_set():
-            if result := self._retrying(lambda: job.latest_result(timeout=LOOK_S)):
+            if result := self._retrying(lambda: job.latest_result(timeout=POLL_S)):
                 return self._outcome(result)
             now = time.monotonic()
             seen = self._retrying(lambda: self._state(job))
             if seen != state or seen == "waiting":
                 state = seen
                 since = now
-            elif now - since > (
-                self._judging.timeout_s + GRACE_S if seen == "started" else GRACE_S
-            ):
+            elif now - since > GRACE_S + (self._judging.timeout_s if seen == "started" else 0):
                 raise JudgeError(
                     f"judge {self.name!r}: job {job.id} is lost, it was last {state or 'gone'}"
                 )
         if self._retrying(lambda: self._state(job)) == "waiting":
             self._retrying(job.delete)
-        raise JudgeError(f"judge {self.name!r}: nobody waits any more")
+        raise JudgeError(f"judge {self.name!r}: cancelled")
 
     def _state(self, job: Job) -> str:
-        """`waiting` in the queue, or what rq calls it; "" where Redis does not know it."""
+        """Return "waiting" in the queue, or rq's status; "" where Redis does not know the job."""
         if self._queue.get_job_position(job.id) is not None:
             return "waiting"
         status = self._store.bulk.hget(job.key, "status")
@@ -143,23 +138,23 @@ class RqAsking:
         reason = (result.exc_string or "no reason").strip().splitlines()[-1]
         raise JudgeError(
             f"judge {self.name!r} failed: {reason}",
-            hint=f"job {result.job_id} in `rq info`'s failed registry has more",
+            hint=f"see job {result.job_id} in the failed registry of `rq info`",
         )
 
     def _retrying(self, operation: Callable[[], T]) -> T:
         return self._store.retrying("judge", operation)
 
 
-class RqJudge(RqAsking):
-    """A judge of single rollouts: one job for each."""
+class RqJudge(_RqAsking):
+    """Judges single rollouts: one job for each."""
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """See `Judge`."""
         return (await self._rewards([state]))[0]
 
 
-class RqGroupJudge(RqAsking):
-    """A judge of groups: one job for each group, which holds the limits of one rollout."""
+class RqGroupJudge(_RqAsking):
+    """Judges groups: one job for each group, which has the limits of one rollout."""
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """See `GroupJudge`."""

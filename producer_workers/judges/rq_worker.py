@@ -1,17 +1,9 @@
-"""rq workers for judging: each forks a work-horse per rollout, so that a judge can only spoil its
-own process.
+"""Run rq workers that judge, with a forked work-horse for each job.
 
-A worker runs the judges of its own config and nothing else, whatever a job in Redis names. A job
-that is not JSON, pickle above all, is never decoded: it fails, and stays in the failed registry.
-
-What an rq job of a judge holds, and what its work-horse does with it.
-
-The dotted path of `score` is stored in Redis: it is part of the wire format. Everything in a job is
-plain JSON.
-
-The rq queue of a run's judges: its name, its server, and its serializer, which is never pickle.
-
-`rq info` and rq's dashboards show it; its FailedJobRegistry holds what failed, with the traceback.
+So a judge can harm only its own process. The queue of a run carries plain JSON, never pickle: a job
+that is not JSON is never decoded, fails, and stays in the failed registry. A worker runs the judges
+of its own config and nothing else, whatever a job in Redis names. `rq info` and rq's dashboards
+show the queue; its FailedJobRegistry holds what failed, with the traceback.
 """
 
 from __future__ import annotations
@@ -44,25 +36,64 @@ from buffer.store.url import open_client
 from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
 
-FUNCTION = "producer_workers.judges.rq_worker.score"
+log = logging.getLogger("rolloutmq.judge")
 
+FUNCTION = "producer_workers.judges.rq_worker.score"
+"""The path of `score`, stored in every job: it is part of the wire format."""
+
+WORKER_TTL_S = 60
+"""How long a worker that died is still listed; a live one reports more often."""
+
+CLEAN_S = 60
+"""Seconds between two searches of rq for jobs whose worker died."""
+
+POLL_S = 0.2
+RESTART_S = 1.0
 _CPU_GRACE_S = 1
+
+LOST_SERVER = 3
+"""Exit code of a worker whose server went away; its successor waits for the server."""
+
+
+def judge_url(configured: str | None, servers: Servers) -> str:
+    """Return [judges] redis_url, else the URL of the run's server.
+
+    Raises ConfigError where that is a cluster: rq's keys have many slots.
+    """
+    if configured:
+        return configured
+    if servers.is_cluster:
+        raise ConfigError(
+            "judging of kind rq cannot use a cluster",
+            hint="set [judges] redis_url to a single Redis or Valkey server",
+        )
+    return str(servers.masters()[0][0])
+
+
+def open_queue(connection: Any, run: str, **options: Any) -> Queue:
+    """Open the judge queue of a run.
+
+    Nothing may open this queue otherwise, since rq's default serializer is pickle.
+    """
+    return Queue(f"rmq-judge:{run}", connection=connection, serializer=JSONSerializer, **options)
 
 
 def score(
     judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int
 ) -> list[dict[str, float]]:
-    """The rewards that `judge` gives one rollout, or a group, in a process that may be spoilt.
+    """Return the rewards that `judge` gives one rollout, or a group, in a process with limits.
+
     Raises JudgeError.
     """
     chosen = load_judge(judge)
-    _limit(timeout_s, memory_mb)
+    _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
     return asyncio.run(judge_all(chosen, [RolloutState(**fields) for fields in rollouts]))
 
 
 def _limit(timeout_s: float, memory_mb: int) -> None:
-    """rq's own time limit is a signal that Python must get to handle. The kernel's ends a loop in
-    C, too.
+    """Set limits of the kernel, which also end a loop in C.
+
+    rq's own time limit is a signal that Python must get to handle.
     """
     _lower(resource.RLIMIT_AS, memory_mb * 2**20)
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -76,53 +107,20 @@ def _lower(limit: int, value: int) -> None:
     resource.setrlimit(limit, (most, most))
 
 
-def judge_url(configured: str | None, servers: Servers) -> str:
-    """[judges] redis_url, else the run's server. ConfigError where that is a cluster: rq's keys
-    have many slots.
-    """
-    if configured:
-        return configured
-    if servers.is_cluster:
-        raise ConfigError(
-            "judging of kind rq cannot use a cluster",
-            hint="set [judges] redis_url to a single Redis or Valkey server",
-        )
-    return str(servers.masters()[0][0])
-
-
-def open_queue(connection: Any, run: str, **options: Any) -> Queue:
-    """The judge queue of a run. rq's default serializer is pickle: nothing may open this queue by
-    another way.
-    """
-    return Queue(f"rmq-judge:{run}", connection=connection, serializer=JSONSerializer, **options)
-
-
-log = logging.getLogger("rolloutmq.judge")
-
-WORKER_TTL_S = 60
-"""How long a worker that is gone is still shown; it says that it is alive more often."""
-
-CLEAN_S = 60
-"""Time between two sweeps of rq for jobs whose worker died."""
-
-LOOK_S = 0.2
-RESTART_S = 1.0
-
-LOST_SERVER = 3
-"""Exit code of a worker whose server went away: the next one waits for it."""
-
-
 class JudgeJob(Job):
     """A job that may only call `score`, with a judge that this worker knows."""
 
     judges: ClassVar[frozenset[str]] = frozenset()
 
     def perform(self) -> Any:
-        """Raises JudgeError for any other function, DeserializationError for anything but JSON."""
+        """Judge, and return the rewards.
+
+        Raises JudgeError for any other function, DeserializationError for anything but JSON.
+        """
         if self.func_name != FUNCTION or not self.args or self.args[0] not in self.judges:
             raise JudgeError(
                 f"this worker does not run {self.func_name!r} {self.args[:1]!r:.80}",
-                hint="start it with the config of the run",
+                hint="start the judge workers with the config of the run",
             )
         return super().perform()
 
@@ -131,12 +129,15 @@ class JudgeWorker(Worker):
     """Forks a work-horse per job."""
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
-        """rq's own writes the whole rollout to the log; the traceback is in the failed registry."""
+        """Log the error in one line: rq's own method logs the whole rollout."""
         log.warning("job %s failed: %r", job.id, exc_info[1])
 
 
 class JudgePool:
-    """So many rq workers as processes, started again when they die. `judges`: what they may run."""
+    """Runs rq workers as processes and restarts them when they die.
+
+    `judges` are those they may run.
+    """
 
     def __init__(self, url: str, run: str, judges: Collection[str], workers: int) -> None:
         self._url = url
@@ -146,22 +147,20 @@ class JudgePool:
         self._stopping = False
 
     def run(self) -> None:
-        """Until SIGTERM or Ctrl-C; then waits until its workers have finished what they judge."""
+        """Serve until SIGTERM or Ctrl-C, then wait until the workers have finished their jobs."""
         for judge in self._judges:
-            load_judge(judge)  # once, before the first fork: a work-horse need not import it again
+            load_judge(judge)  # before the first fork, so that no work-horse imports it again
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         workers = [self._start() for _ in range(self._count)]
         log.info("%d judge workers for %s", self._count, ", ".join(sorted(self._judges)))
         while not self._stopping:
-            time.sleep(LOOK_S)
-            for place, worker in enumerate(workers):
+            time.sleep(POLL_S)
+            for slot, worker in enumerate(workers):
                 if not worker.is_alive() and not self._stopping:
-                    log.warning(
-                        "a judge worker ended with exit code %s; starting another", worker.exitcode
-                    )
+                    log.warning("restarting a judge worker that exited with %s", worker.exitcode)
                     time.sleep(RESTART_S)
-                    workers[place] = self._start()
+                    workers[slot] = self._start()
         for worker in workers:
             worker.terminate()
         for worker in workers:
@@ -177,10 +176,10 @@ class JudgePool:
         return worker
 
     def _work(self) -> None:
-        os.setpgrp()  # Ctrl-C reaches the pool alone, which stops all in order
+        os.setpgrp()  # so that Ctrl-C reaches the pool alone, which stops its workers in order
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        if self._stopping:  # told before it could be a worker
+        if self._stopping:  # stopped between the fork and the lines above
             return
         follow_owner()
         JudgeJob.judges = frozenset(self._judges)
@@ -191,7 +190,7 @@ class JudgePool:
             sys.exit(LOST_SERVER)
 
     def _serve(self) -> None:
-        """One rq worker, which ends when its server does; so the server is waited for here."""
+        """Run one rq worker, after its server answers; the worker ends when its server does."""
         store = Store(self._url, name="rolloutmq-judge-start")
         store.patience = lambda: True
         store.retrying("first contact", lambda: store.control.ping())

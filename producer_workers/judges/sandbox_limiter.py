@@ -1,7 +1,8 @@
-"""Lowers the limits of its own process, then becomes the program: `limiter.py TIME_S MEMORY_MB
-FILE_MB FILES PROGRAM`.
+"""Lower the limits of this process, then become the program.
 
-A program of its own, since code between fork and exec may not run in a process with threads.
+    sandbox_limiter.py TIME_S MEMORY_MB FILE_MB FILES PROGRAM
+
+It is a program of its own, since code between fork and exec may not run in a process with threads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 
 
 def main() -> None:
+    """Lower the limits and execute the program."""
     time_s, memory_mb, file_mb, files = (float(word) for word in sys.argv[1:5])
     for limit, value in (
         (resource.RLIMIT_CPU, math.ceil(time_s)),
@@ -24,6 +26,7 @@ def main() -> None:
         hard = resource.getrlimit(limit)[1]
         most = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
         resource.setrlimit(limit, (most, most))
+    # -I: neither the user's packages nor the environment may change the program.
     os.execv(sys.executable, [sys.executable, "-I", *sys.argv[5:]])
 
 

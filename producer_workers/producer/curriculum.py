@@ -1,15 +1,14 @@
-"""Task weights that follow what the model can do, by a function of the user's (`[plan]
-curriculum`).
+"""Task weights from a user's function of what the model has learned (`[plan] curriculum`).
 
     def weights(progress):
         math = progress.tasks["math"]
         solved = math.raw_rewards_sum / max(1, math.raw_rewards_count)
         return {"math": 1.0, "olympiad": 0.0 if solved < 0.7 else 2.0}
 
-Called by the active producer after each train step, with everything that was counted so far
-(buffer/control/progress.py). What it returns is checked, versioned and told like `rolloutmq set`,
-and holds from the first step on for which nothing was started. A function that fails changes
-nothing: the weights stay, and log, events, `status` and `doctor` say why.
+The active producer calls it after each train step, with all counts so far
+(buffer/control/progress.py). Its weights are checked, versioned and reported like those of
+`rolloutmq set`, and hold from the first step on for which nothing was started. A function that
+fails changes nothing: the weights stay, and log, events, `status` and `doctor` show the reason.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from buffer.run import Run
 log = logging.getLogger("rolloutmq.producer")
 
 WeightFunction = Callable[[ProduceProgress], Mapping[str, float] | None]
-"""Weights of training tasks, of some or all; None or an empty mapping leaves all as they are."""
+"""Weights of some or all training tasks; None or an empty mapping leaves all as they are."""
 
 
 def load_weight_function(spec: str | None) -> WeightFunction | None:
-    """The function at "module:function". Raises ConfigError."""
+    """Return the function at "module:function". Raises ConfigError."""
     if spec is None:
         return None
     function = load_object(spec, kind="curriculum")
@@ -43,7 +42,7 @@ def load_weight_function(spec: str | None) -> WeightFunction | None:
 
 
 class Curriculum:
-    """Asks `function` once for every train step of a run."""
+    """Calls `function` once for every train step of a run."""
 
     def __init__(self, run: Run, function: WeightFunction) -> None:
         self._run = run
@@ -51,8 +50,9 @@ class Curriculum:
         self._step = 0
 
     def follow(self, progress: ProduceProgress, producer: str) -> None:
-        """Ask, if a train step was taken since the last time, and set the weights if they are
-        others. Raises Fenced where `producer`, who asks, is not the producer any more.
+        """Set the weights for a new train step, if one was taken since the last call.
+
+        Raises Fenced if the nonce `producer` is not the active producer's any more.
         """
         step = progress.next_consumer_step - 1
         if step <= self._step:
@@ -60,29 +60,26 @@ class Curriculum:
         self._step = step
         reason = ""
         try:
-            if settings := self._ask(progress):
+            if settings := self._settings(progress):
                 self._run.set(settings, producer=producer)
         except ConfigError as error:
             reason = str(error)
-            log.error(
-                "the task weights stay: %s", reason, extra={"step": step}, exc_info=error.__cause__
-            )
+            about = {"step": step}
+            log.error("the task weights stay: %s", reason, extra=about, exc_info=error.__cause__)
         self._run.control.report_curriculum(producer, step, reason)
 
-    def _ask(self, progress: ProduceProgress) -> LiveSettings | None:
+    def _settings(self, progress: ProduceProgress) -> LiveSettings | None:
+        """Return the weights that the function wants, None if they are the present ones."""
         try:
-            weights = {
-                task: float(weight) for task, weight in (self._function(progress) or {}).items()
-            }
-            settings = LiveSettings.model_validate(
-                {"tasks": {task: {"weight": w} for task, w in weights.items()}}
-            )
+            wanted = self._function(progress) or {}
+            weights = {task: float(weight) for task, weight in wanted.items()}
+            tasks = {task: {"weight": weight} for task, weight in weights.items()}
+            settings = LiveSettings.model_validate({"tasks": tasks})
         except ValidationError as error:
             reasons = "; ".join(f"{part['loc'][1]}: {part['msg']}" for part in error.errors())
             raise ConfigError(f"the curriculum's weights are refused: {reasons}") from None
-        except Exception as error:  # the user's function: whatever it raises, production goes on with the old weights
+        except Exception as error:  # a user's function may raise anything, and must not end the run
             raise ConfigError(f"the curriculum failed: {type(error).__name__}: {error}") from error
         now = self._run.limits.newest_weights()
-        return (
-            settings if any(now.get(task) != weight for task, weight in weights.items()) else None
-        )
+        is_change = any(now.get(task) != weight for task, weight in weights.items())
+        return settings if is_change else None

@@ -1,8 +1,7 @@
-"""Draws of a task: the n-th draw is a pure function of n, so that the only state is the cursor
-(I3).
+"""Draws of a task: draw n is a pure function of n, so that the only state is the cursor (I3).
 
-A sampler keeps nothing between draws. Whoever draws number n, in whatever process and after
-whatever crash, gets the same prompt, the same gid and the same seeds.
+A sampler keeps nothing between draws. In every process and after every crash, draw n has the same
+prompt, the same gid and the same seeds.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat
 from producer_workers.datasets.dataset import Dataset, Place, Problem, place_of
 from producer_workers.datasets.image_prompt import ImagePrompt, ImagePrompts
 
-# What a sampler adds to `extra`: where the prompt comes from.
-PLACE_KEYS = ("epoch", "row", "prompt_hash")
-RESERVED = {*PLACE_KEYS, GROUP_TIME}
+ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
+"""What a sampler adds to `extra`: where the prompt comes from."""
+RESERVED = {*ORIGIN_KEYS, GROUP_TIME}
 
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """A draw whose prompt has more tokens than `max_prompt_tokens`: to be counted and passed over."""
+    """A draw whose prompt has more tokens than `max_prompt_tokens`: it is counted and skipped."""
 
     draw: int
     place: Place
@@ -37,11 +36,11 @@ class TooLong:
 
 
 class Sampler:
-    """Makes the groups of one task. Safe to share between threads: nothing in it changes.
+    """Makes the groups of one task. Threads may share it: nothing in it changes.
 
-    `tools`: JSON schemas that the chat template is given with every prompt that brings none of its
-    own. `images`: for a data set whose rows may show some; a draw writes them into the run's
-    folder, again and again the same.
+    `tools`: JSON schemas for the chat template of every prompt that has none of its own. `images`:
+    for a data set whose rows may have images; each draw writes them into the run's folder, and
+    drawn again, writes the same.
     """
 
     def __init__(
@@ -70,17 +69,17 @@ class Sampler:
         self._images = images
 
     def gid(self, draw: int) -> str:
-        """The group id of draw `draw`."""
+        """Return the group id of a draw."""
         return group_id(self.task, draw)
 
     def place(self, draw: int) -> Place:
-        """The epoch and row of draw `draw`."""
+        """Return the epoch and row of a draw."""
         return place_of(draw, len(self._dataset), self._seed, shuffle=self._shuffle)
 
     def draw(self, draw: int) -> list[RolloutState] | TooLong:
-        """The `prompt_repeat_k` INIT rollouts of draw `draw` (0, 1, 2 ...), or that it is too long.
+        """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ..., or that it is too long.
 
-        Raises DatasetError where the row cannot be read or made into a prompt.
+        Raises DatasetError if the row cannot be read or made into a prompt.
         """
         place = self.place(draw)
         problem = self._read(place)
@@ -89,7 +88,7 @@ class Sampler:
             return TooLong(draw, place, len(prompt.ids), self._max_prompt_tokens)
         media = self._images.keep(self.gid(draw), prompt) if self._images else []
         prompt_hash = blake2b(prompt.seed, digest_size=8).hexdigest()
-        origin = dict(zip(PLACE_KEYS, (*place, prompt_hash), strict=True))
+        origin = dict(zip(ORIGIN_KEYS, (*place, prompt_hash), strict=True))
         return [
             RolloutState(
                 index=index,
@@ -111,27 +110,22 @@ class Sampler:
         except DatasetError:
             raise
         except Exception as error:  # a data set may be the user's code
-            words = f"{type(error).__name__}: {error}"
-            raise DatasetError(f"{self.task}: row {place.row} cannot be read: {words}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
 
     def _encode(self, problem: Problem, place: Place) -> ImagePrompt:
         if taken := RESERVED & set(problem.extra):
-            hint = "rename these columns of the data set"
-            raise DatasetError(
-                f"{self.task}: row {place.row} uses the names {sorted(taken)}", hint=hint
-            )
+            message = f"{self.task}: row {place.row} uses the names {sorted(taken)}"
+            raise DatasetError(message, hint="rename these columns of the data set")
         tools = problem.tools or self._tools
         try:
             if self._images:
                 return self._images.encode(problem, tools)
-            return ImagePrompt(
-                np.array(encode_chat(self._tokenizer, problem.messages, tools), dtype="<i4"), []
-            )
+            ids = encode_chat(self._tokenizer, problem.messages, tools)
+            return ImagePrompt(np.array(ids, dtype="<i4"), [])
         except MediaError as error:
             raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
-        except (
-            Exception
-        ) as error:  # templates are programs of the model's authors: they raise what they like
+        except Exception as error:  # a chat template is a program, and may raise anything
             raise DatasetError(
                 f"{self.task}: row {place.row} does not fit the chat template: {error}",
                 hint="see chat_template of the model's tokenizer, and the roles of the messages",
@@ -141,7 +135,7 @@ class Sampler:
         changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
         if self._sample.seed is not None:
             name = f"{self._seed}:{self._sample.seed}:{self.task}:{draw}:{index}"
-            changes["seed"] = (
-                int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
-            )
+            digest = blake2b(name.encode(), digest_size=4).digest()
+            # 31 bits fit the signed integers of every engine
+            changes["seed"] = int.from_bytes(digest, "little") >> 1
         return self._sample.model_copy(update=changes) if changes else self._sample

@@ -1,11 +1,10 @@
-"""A producer that stands by: it takes the role once the active one has left, or has fallen silent
-(I7).
+"""A standby producer: it takes the role once the active one has left or stopped answering (I7).
 
-    standing by ──nobody holds the role──▶ opens it ──▶ produces until it is stopped, fenced, or the run is finished
-         ▲                                    │
-         └──── another standby was quicker ◀──┘
+    waits ──no process holds the role──▶ opens it ──▶ produces until stopped, fenced or finished
+      ▲                                     │
+      └──── another standby was faster ◀────┘
 
-Dataset and tokenizer are loaded before, so that nothing but the silence is waited for.
+Data sets and tokenizer are loaded before, so that only the timeout of the role is waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ log = logging.getLogger("rolloutmq.producer")
 
 
 def stand_by(run: Run, member: AgentLoopManager, stop: threading.Event) -> None:
-    """Produce as soon as nobody else does. Raises what `produce_loop` raises, but for RoleHeld."""
+    """Produce as soon as no other producer does.
+
+    Raises what `produce_loop` raises, but for RoleHeld.
+    """
     run.store.patience = lambda: not stop.is_set()
     while member.role.wait_until_vacant(stop):
         try:

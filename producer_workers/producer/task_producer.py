@@ -1,8 +1,8 @@
-"""Starts groups of one task: what was interrupted or expired first, then new prompts (XTuner's
-name).
+"""Starts the groups of one task: interrupted and expired ones first, then new prompts.
 
-The reference takes one group at a time out of a pool, and loses it with its process. Here groups
-only change places, in scripts that count the room for themselves (I3, I12).
+`SamplerWithReplayBuffer` is the reference's name. There, one group at a time is taken out of a pool
+and lost if its process dies. Here groups only change stage, in scripts that count the room for
+themselves (I3, I12).
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from producer_workers.producer.strategy import ProduceContext, ProducePlan
 log = logging.getLogger("rolloutmq.producer")
 
 Prompt = tuple[str, int, bytes]
-"""gid, rollouts, INIT payload"""
+"""Gid, rollouts, INIT payload."""
 
 PREPARED = 16
-"""Prompts that are drawn ahead at a time, between two looks at the control state."""
+"""Prompts that are drawn ahead between two polls of the control state."""
 
 
 class SamplerWithReplayBuffer:
-    """The sampler of a task together with the task's pools. `slice_size` new prompts at a time, at
-    most.
+    """The sampler of a task together with the task's pools.
+
+    `slice_size`: new prompts in one enqueue, at most.
     """
 
     def __init__(self, run: Run, sampler: Sampler, *, slice_size: int = 64) -> None:
@@ -45,10 +46,10 @@ class SamplerWithReplayBuffer:
     def start(
         self, nonce: str, plan: ProducePlan, context: ProduceContext, memory: MemoryUse
     ) -> int:
-        """Start what there is room for under the plan's target; how many groups. `nonce` is the
-        producer's.
+        """Start as many groups as the plan's target has room for, and return how many.
 
-        Raises Fenced, StoreFull, and DatasetError for a row that cannot be used.
+        `nonce`: of the producer. Raises Fenced, StoreFull, and DatasetError for a row that cannot
+        be used.
         """
         started = 0
         for status, at_least in plan.pools:
@@ -57,16 +58,16 @@ class SamplerWithReplayBuffer:
                     nonce, self.task, status, plan.target, at_least=at_least
                 )
         room = context.room(plan.target) - started
-        return started + self._draw(nonce, plan.target, room, context.progress, memory)
+        return started + self._start_new(nonce, plan.target, room, context.progress, memory)
 
-    def _draw(
+    def _start_new(
         self, nonce: str, target: int | None, room: int, progress: TaskProgress, memory: MemoryUse
     ) -> int:
         room = min(room, self._slice_size)
         if room <= 0:
             return 0
         if memory.refuses(self._run.limits.tasks[self.task].lane):
-            # the script decides; but prompts that it will refuse need not be drawn and stored
+            # the script decides; but it would refuse most of what is drawn and stored for it
             room = 1
         cursor = self._run.jobs.next_draw(nonce, self.task) if progress.ahead else progress.cursor
         prompts = [self._prompt(cursor + i) for i in range(room)]
@@ -80,44 +81,37 @@ class SamplerWithReplayBuffer:
             return 0
         self._cursor = done.cursor
         self._ahead = {draw: prompt for draw, prompt in self._ahead.items() if draw >= done.cursor}
-        if skipped := sum(1 for count in samples[: done.cursor - cursor] if not count):
-            log.warning(
-                "%d prompts are too long and were passed over", skipped, extra={"task": self.task}
-            )
+        if skipped := samples[: done.cursor - cursor].count(0):
+            log.warning("skipped %d prompts that are too long", skipped, extra={"task": self.task})
         return done.count
 
     def _prompt(self, draw: int) -> Prompt:
-        """A prompt that is ready to be stored; one that is too long has no rollouts, and nothing to
-        store.
-        """
+        """Return a prompt that is ready to be stored; one that is too long has no rollouts."""
         if draw not in self._ahead:
             gid = self._sampler.gid(draw)
             states = self._sampler.draw(draw)
             if isinstance(states, TooLong):
                 self._ahead[draw] = (gid, 0, b"")
             else:
-                self._ahead[draw] = (
-                    gid,
-                    len(states),
-                    wire.encode(RolloutGroup(gid, self.task, states)),
-                )
+                payload = wire.encode(RolloutGroup(gid, self.task, states))
+                self._ahead[draw] = (gid, len(states), payload)
         return self._ahead[draw]
 
     def prepare(self) -> bool:
-        """Draw some of what comes next, as long as nothing may be started: with new weights that
-        must go fast, and a draw is a function of its number alone. Whether there is more to
-        prepare.
+        """Draw some of the next prompts while none may be started; return whether more are missing.
+
+        With new weights, starting them must be fast. A draw depends on its number alone, so drawing
+        it early changes nothing.
         """
         if self._cursor is None or len(self._ahead) >= self._slice_size:
             return False
-        missing = (
-            n for n in range(self._cursor, self._cursor + self._slice_size) if n not in self._ahead
-        )
+        wanted = range(self._cursor, self._cursor + self._slice_size)
+        missing = (draw for draw in wanted if draw not in self._ahead)
         try:
             for draw in islice(missing, PREPARED):
                 self._prompt(draw)
         except ConfigError as error:
-            # told when its turn comes, if it does
+            # raised again when this prompt is due, if it ever is
             log.debug("not drawn ahead: %s", error)
             return False
         return len(self._ahead) < self._slice_size

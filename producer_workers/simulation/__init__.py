@@ -1,1 +1,1 @@
-"""A discrete-event model of a fleet, for capacity planning."""
+"""Model a fleet with discrete events, for capacity planning."""

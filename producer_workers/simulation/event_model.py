@@ -1,14 +1,12 @@
-"""A run as a discrete-event model: what workers and trainer would do if the queue between them cost
-nothing.
+"""Model a run with discrete events, as if the queue between workers and trainer cost nothing.
 
-    target(M) - consumed - in work - ready ──▶ waiting ──▶ running ──▶ ready ──B──▶ trainer ──interval──▶ weights M
-                                                  ▲            └── interrupted ──┐     └── too old: wasted
-                                                  └──────────────────────────────┘
+    target(M) - consumed - open - ready ──▶ waiting ──▶ running ──▶ ready ──B──▶ trainer ──▶ M
+                                               ▲            └── interrupted ──┐    └── too old:
+                                               └──────────────────────────────┘        wasted
 
 Every rule is the pipeline's own (targets, lanes, order of the pool, expiry, interruptions), with
-two differences: what happens takes no time but for tokens, train steps and loading weights; and a
-waiting group goes to the worker with most room. Pure: the same setting and lengths give the same
-outcome.
+two differences: only tokens, train steps and loading weights take time; and a waiting group goes to
+the worker with the most free slots. Pure: the same setting and lengths give the same outcome.
 """
 
 from __future__ import annotations
@@ -28,8 +26,9 @@ from producer_workers.simulation.setting import Outcome, Setting
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """`left`: tokens that each rollout has yet to make; `made`: all that it was given, the repeated
-    ones, too.
+    """A group: `left` are the tokens that each rollout has yet to make.
+
+    `made` counts all tokens that were sampled for it, repeated ones included.
     """
 
     lengths: list[int]
@@ -40,14 +39,14 @@ class _Group:
 
 
 class _Sequence(NamedTuple):
-    """A rollout in an engine, in order of its end on the engines' clock."""
+    """A rollout in an engine, ordered by its end on the engines' clock."""
 
     due_s: float
     number: int
     started_s: float
     worker: int
     group: _Group
-    place: int
+    member: int
 
 
 def simulate(setting: Setting, lengths: Lengths, steps: int) -> Outcome:
@@ -85,18 +84,21 @@ class _Engines:
         self.queues = [deque() for _ in range(workers)]
 
     def has_room(self) -> bool:
+        """Return whether any worker may hold another group."""
         return self._free > 0
 
     def is_empty(self) -> bool:
+        """Return whether no worker holds a group."""
         return self._free == self.setting.workers * self.setting.concurrency
 
     def pass_time(self, seconds: float) -> None:
+        """Advance the clock, with the present sequences running."""
         self.busy_s += len(self.running) * seconds
         self.held_s += (self.setting.workers * self.setting.concurrency - self._free) * seconds
         self.clock_s += seconds
 
     def start(self, group: _Group, version: int) -> None:
-        """Give a group to the worker with most room."""
+        """Give a group to the worker with the most free slots."""
         worker = int(self.room.argmax())
         self.room[worker] -= 1
         self._free -= 1
@@ -119,7 +121,7 @@ class _Engines:
             )
 
     def finish_next(self, version: int) -> _Group | None:
-        """End the next sequence; its group if that was its last one."""
+        """End the next sequence; return its group if that was its last one."""
         _, _, _, worker, group, index = heappop(self.running)
         group.made = group.made + group.left[index]
         group.left[index] = 0
@@ -132,9 +134,7 @@ class _Engines:
         return None if group.unfinished else group
 
     def abort_all(self, *, keep_tokens: bool) -> list[_Group]:
-        """Take back every group, with its tokens or as it was drawn, in the order in which they
-        began.
-        """
+        """Take back every group in the order of its start, with its tokens or as it was drawn."""
         for _, _, started_s, _, group, index in self.running:
             tokens = min(self.setting.tokens(self.clock_s - started_s), group.left[index] - 1)
             group.made = group.made + tokens
@@ -153,27 +153,30 @@ class _Engines:
 
 
 class _Model:
-    """The run. `taken`, `trained`: the newest train step of which that is so."""
+    """The state of the run. `taken` and `trained` are the newest such train steps."""
 
     def __init__(self, setting: Setting, lengths: Lengths) -> None:
         self._setting = setting
         self._lengths = lengths
         self._engines = _Engines(setting)
         self._now_s = 0.0
-        self._wake_s: float | None = (
-            None  # when the trainer's step, or the loading of weights, is over
-        )
+        self._wake_s: float | None = None  # the end of the train step, or of the loading
         self._mode = "waiting"  # the trainer is waiting, training, draining or loading
-        self._version = self._drawn = self._in_work = self._arrivals = 0
-        self.taken = self.trained = 0
+        self._version = 0
+        self._drawn = 0
+        self._open = 0  # groups that wait or run
+        self._arrivals = 0
+        self.taken = 0
+        self.trained = 0
         self._fresh: deque[_Group] = deque()
         self._resumed: deque[_Group] = deque()
         self._ready: list[tuple[int, int, _Group]] = []
         self._ages: Counter[int] = Counter()
-        self._trained_tokens = self._wasted_tokens = 0
+        self._trained_tokens = 0
+        self._wasted_tokens = 0
 
     def advance(self) -> None:
-        """To the next end of a sequence, of a train step or of a loading."""
+        """Advance to the next end of a sequence, of a train step or of a loading."""
         self._start_groups()
         self._take()
         engines = self._engines
@@ -181,8 +184,7 @@ class _Model:
         due_s = [] if self._wake_s is None else [self._wake_s]
         if engines.running and not loading:
             due_s.append(self._now_s + engines.running[0].due_s - engines.clock_s)
-        # the rules leave no other way to wait than for one of the two
-        now_s = min(due_s)
+        now_s = min(due_s)  # never empty: the rules always leave one of the two to wait for
         if not loading:
             engines.pass_time(now_s - self._now_s)
         self._now_s = now_s
@@ -191,25 +193,26 @@ class _Model:
         else:
             self._finish_sequence()
 
-    # -- workers -------------------------------------------------------------
+    # -- workers
 
     def _start_groups(self) -> None:
         consumed = self.taken * self._setting.batch_size
-        room = self._setting.target(self._version) - consumed - self._in_work - len(self._ready)
+        room = self._setting.target(self._version) - consumed - self._open - len(self._ready)
         for _ in range(room):
             lengths = self._lengths(self._drawn)
             self._fresh.append(_Group(lengths, list(lengths)))
             self._drawn += 1
-        self._in_work += max(0, room)
-        while (line := self._resumed or self._fresh) and self._mode not in ("draining", "loading"):
-            if not self._engines.has_room():
-                break
-            self._engines.start(line.popleft(), self._version)
+        self._open += max(0, room)
+        if self._mode in ("draining", "loading"):
+            return
+        while (self._resumed or self._fresh) and self._engines.has_room():
+            queue = self._resumed or self._fresh
+            self._engines.start(queue.popleft(), self._version)
 
     def _finish_sequence(self) -> None:
         if group := self._engines.finish_next(self._version):
             assert group.version is not None
-            self._in_work -= 1
+            self._open -= 1
             self._arrivals += 1
             heappush(self._ready, (group.version, self._arrivals, group))
             self._expire()
@@ -223,7 +226,7 @@ class _Model:
         ):
             self._wasted_tokens += heappop(self._ready)[2].made
 
-    # -- trainer -------------------------------------------------------------
+    # -- trainer
 
     def _take(self) -> None:
         if self._mode != "waiting" or len(self._ready) < self._setting.batch_size:
@@ -260,6 +263,7 @@ class _Model:
         self._wake_s = self._now_s + self._setting.sync_s
 
     def outcome(self) -> Outcome:
+        """Return the figures of the run so far."""
         setting = self._setting
         return Outcome(
             seconds=self._now_s,

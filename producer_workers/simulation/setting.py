@@ -1,10 +1,7 @@
-"""One question to the simulation: a fleet, a trainer, and how far the one may run ahead of the
-other.
+"""Define what is simulated (a fleet, a trainer, and their coupling), and the figures that result.
 
-Invariant: a setting that validates can be simulated; names and meanings are those of a run's
-config.
-
-What a simulated run came to; the benchmark of the real pipeline fills in the same form.
+Invariant: a setting that validates can be simulated. Names and meanings are those of a run's
+config. The benchmark of the real pipeline fills in the same `Outcome`.
 """
 
 from __future__ import annotations
@@ -20,19 +17,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from buffer.model.staleness import last_step_for, stale_threshold
 
 Interruption = Literal["keep", "drain", "abort", "partial"]
-"""What a weight update does to running groups: [policy] pause_mode, and "partial" for abort with
-[strategy] enable_partial_rollout.
+"""What a weight update does to running groups.
+
+It is [policy] pause_mode, and "partial" for abort with [strategy] enable_partial_rollout.
 """
 
 
 class Setting(BaseModel):
-    """Times in seconds, lengths in tokens, ages in train steps."""
+    """A fleet and a trainer. Times in seconds, lengths in tokens, ages in train steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     workers: int = Field(ge=1)
     sequences: int = Field(ge=1)
-    """in one engine at once; more wait in line there"""
+    """in one engine at once; more wait in its queue"""
     concurrency: int = Field(ge=1)
     """groups that a worker holds at once"""
     group_size: int = Field(ge=1)
@@ -46,7 +44,7 @@ class Setting(BaseModel):
     step_s: float = Field(ge=0)
     """of a train step"""
     sync_s: float = Field(0.0, ge=0)
-    """in which nothing is generated or trained while new weights are loaded"""
+    """of loading new weights, in which nothing is generated or trained"""
     sync_weights_interval: int = Field(1, ge=1)
     max_staleness: int = Field(0, ge=0)
     over_sample_threshold: float = Field(0.0, ge=0)
@@ -54,34 +52,35 @@ class Setting(BaseModel):
 
     @property
     def stale_threshold(self) -> int:
-        """Staleness from which a group is not trained any more."""
+        """Return the staleness from which a group is not trained any more."""
         return stale_threshold(self.max_staleness, self.sync_weights_interval)
 
     def target(self, version: int) -> int:
-        """Groups that may have been started, in all, while `version` is the newest
-        (`AsyncProduceStrategy.target`).
+        """Return how many groups may have been started, in all, while `version` is the newest.
+
+        See `AsyncProduceStrategy.target`.
         """
         ahead = ceil(self.over_sample_threshold * self.batch_size)
         return self.batch_size * last_step_for(version, self.stale_threshold) + ahead
 
     def seconds(self, tokens: int) -> float:
-        """That a sequence takes for so many tokens."""
+        """Return the seconds that a sequence takes for that many tokens."""
         return self.first_token_s + self.token_s * (tokens - 1)
 
     def tokens(self, seconds: float) -> int:
-        """That a sequence has made after so many seconds."""
-        return (
-            0
-            if seconds < self.first_token_s
-            else int((seconds - self.first_token_s) / self.token_s) + 1
-        )
+        """Return the tokens that a sequence has made after that many seconds."""
+        if seconds < self.first_token_s:
+            return 0
+        return int((seconds - self.first_token_s) / self.token_s) + 1
 
 
 def candidates(
     fleet: Setting, staleness: Sequence[int], interruptions: Sequence[str]
 ) -> list[Setting]:
-    """`fleet` with every staleness and interruption. Nothing runs when fully on-policy weights are
-    updated, so that one is there once, unless more is started than the batch. Raises ValueError.
+    """Return `fleet` with every staleness and interruption.
+
+    Nothing runs when fully on-policy weights are updated, so that setting occurs once, unless more
+    is started than the batch. Raises ValueError.
     """
     settings = []
     for age, interruption in product(sorted(set(staleness)), dict.fromkeys(interruptions)):
@@ -94,13 +93,14 @@ def candidates(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of `steps` train steps, from the first draw to the end of the last step.
+    """The figures of `steps` train steps, from the first draw to the end of the last step.
 
-    `busy_s`: seconds of all sequences in which they generated, of `capacity_s` there were. `held`:
-    share of the groups that workers may hold at once that they did hold. `trained_tokens`,
-    `wasted_tokens`: generated and trained; generated for groups that expired, or again after an
-    interruption. What is still under way at the end is neither. `staleness`: groups by their age in
-    train steps when they were taken.
+    - busy_s: seconds in which sequences generated, over all sequences; capacity_s: seconds there
+      were.
+    - held: share of the groups that workers may hold at once that they did hold.
+    - trained_tokens: generated and trained; wasted_tokens: generated for groups that expired, or
+      again after an interruption. What is unfinished at the end is neither.
+    - staleness: groups by their age in train steps when they were taken.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens per second: what the run is for."""
+        """Return trained tokens per second, the purpose of the run."""
         return self.trained_tokens / self.seconds
 
     @property
@@ -125,30 +125,27 @@ class Outcome:
 
     @property
     def worker_idle(self) -> float:
-        """Share of the fleet's sequences that generated nothing."""
+        """Return the share of the fleet's sequences that generated nothing."""
         return 1.0 - self.busy_s / self.capacity_s
 
     @property
     def trainer_idle(self) -> float:
-        """Share of the time in which the trainer did not train: waiting for a batch, or for new
-        weights to arrive.
-        """
+        """Return the share of the time in which the trainer waited for a batch or for weights."""
         return 1.0 - self.trainer_busy_s / self.seconds
 
     @property
     def waste(self) -> float:
-        """Share of the tokens that were paid for and not trained."""
+        """Return the share of the sampled tokens that were not trained."""
         made = self.trained_tokens + self.wasted_tokens
         return self.wasted_tokens / made if made else 0.0
 
     @property
     def mean_staleness(self) -> float:
-        return sum(age * count for age, count in self.staleness.items()) / max(
-            1, sum(self.staleness.values())
-        )
+        groups = sum(self.staleness.values())
+        return sum(age * count for age, count in self.staleness.items()) / max(1, groups)
 
     def summary(self) -> dict[str, float]:
-        """The figures that settings are compared by."""
+        """Return the figures that settings are compared by."""
         return {
             "step_s": self.seconds / self.steps,
             "tokens_per_s": self.tokens_per_s,

@@ -1,17 +1,14 @@
-"""How many groups a worker claims: the next one as soon as a member of another is sampled.
+"""How many groups a worker may hold.
 
-What is judged or handed in needs no place in the engine, so groups that are only that do not hold
-up the next ones. They are bounded by task: one whose judge cannot follow is claimed no more, the
-others go on.
+It claims the next group as soon as a member of another is sampled: what is judged or submitted
+needs no room in the engine, so it does not delay the next groups. Such groups are bounded by task:
+a task whose judge is too slow is not claimed any more, the others are.
 
-How many groups a worker has in work when nobody says (`concurrency = "auto"`): as many as keep its
-engine full.
-
-Additive increase, multiplicative decrease, as TCP finds the width of a path nobody tells it: double
-while nothing queues in the engine, then one group more at a time; when requests queue, or its KV
-cache runs short, so many groups fewer as queue. A group that waits in the engine could have run
-elsewhere, and grows old. Less than a group may queue: a worker claims the next one when the first
-member of another is sampled.
+With `concurrency = "auto"`, the limit is what keeps the engine full. It is found by additive
+increase and multiplicative decrease, as TCP finds the width of a path: double it while nothing
+queues in the engine, then add one group at a time; when requests queue, or the KV cache runs short,
+subtract the groups that queue. A group that waits in one engine could have run in another, and
+grows old.
 """
 
 from __future__ import annotations
@@ -23,24 +20,21 @@ from math import ceil
 
 from buffer.groups.job_queue import Serves
 from buffer.model.job import Job
-from buffer.model.limits import Concurrency
-from buffer.run import Run
-from producer_workers.engines.base import Engine, EngineLoad, TellsLoad
+from buffer.model.limits import Concurrency, RunLimits
+from producer_workers.engines.base import EngineLoad
 
 KV_SHORT = 0.95
-"""Share of the KV cache from which an engine begins to throw requests out again."""
+"""Share of the KV cache from which an engine begins to evict requests."""
 
 START = 8
 """Groups that a worker begins with."""
 
-LOOKS = 2
-"""Looks in a row that must see a queue: requests that have just come wait for a moment in every
-engine.
-"""
+QUEUED_POLLS = 2
+"""Polls in a row that must find a queue: new requests wait for a moment in every engine."""
 
 
 class AdaptiveConcurrency:
-    """`limit` groups in work at once, from `least` to `most`."""
+    """Finds the `limit` of groups at which an engine is full, from `least` to `most`."""
 
     def __init__(self, start: int = START, least: int = 1, most: int = 1024) -> None:
         self.limit = start
@@ -49,28 +43,26 @@ class AdaptiveConcurrency:
         self._is_searching = True
         self._queued = 0
 
-    def look(self, load: EngineLoad, held: int) -> int:
-        """The new limit, after a look at the engine of a worker that has `held` groups to sample."""
+    def observe(self, load: EngineLoad, held: int) -> int:
+        """Return the new limit, given the engine's load while `held` groups are sampled."""
         too_many = held * load.waiting // max(1, load.running + load.waiting)
         self._queued = self._queued + 1 if too_many or load.kv_usage > KV_SHORT else 0
-        if self._queued >= LOOKS and held <= self.limit:
+        # above the limit, the last decrease has not had its effect yet
+        if self._queued >= QUEUED_POLLS and held <= self.limit:
             self._shrink(too_many or ceil(held / 8), held)
+        # a limit that is not used up is not too low
         elif not self._queued and held >= self.limit:
-            # only what is used up is too little
             self.limit = min(self._most, 2 * self.limit if self._is_searching else self.limit + 1)
         return self.limit
 
     def _shrink(self, too_many: int, held: int) -> None:
-        """While more than the limit is held, the last change has not had its effect yet: `look`
-        waits for it.
-        """
         self.limit = max(self._least, held // 2, held - max(1, too_many))
         self._is_searching = False
         self._queued = 0
 
 
 Shares = Mapping[Job, float]
-"""Groups in work, each with the share of its members that may still need the engine, 0 to 1."""
+"""The groups that are held, each with the share of its members that may need the engine, 0..1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,41 +74,37 @@ class Vacancy:
     sampled: list[Job]
 
 
-class Places:
-    """Places for groups of one worker."""
+class Capacity:
+    """The room of one worker, under the limits of its run and its own `concurrency`."""
 
-    def __init__(self, run: Run, engine: Engine, concurrency: Concurrency, serves: Serves) -> None:
-        self._run = run
-        self._engine = engine
+    def __init__(self, limits: RunLimits, concurrency: Concurrency, serves: Serves) -> None:
+        self._limits = limits
         self._concurrency = concurrency
         self._serves = serves
         self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
 
     def limit(self) -> int:
-        """Groups that are sampled at once."""
-        wanted = self._run.limits.concurrency or self._concurrency
+        """Return how many groups may be sampled at once."""
+        wanted = self._limits.concurrency or self._concurrency
         return self._adaptive.limit if wanted == "auto" else wanted
 
     def vacancy(self, shares: Shares) -> Vacancy | None:
-        """What to claim now, None for nothing. The last group comes early: most of it waits in the
-        engine at first.
-        """
+        """Return what to claim now, None for nothing."""
         limit = self.limit()
+        # rounded up: most of the last group waits in the engine at first
         free = ceil(limit - sum(shares.values()))
         behind = Counter(job.task for job, share in shares.items() if not share)
         tasks = frozenset(task for task in self._serves.tasks if behind[task] <= limit)
         if free <= 0 or not tasks:
             return None
-        # some are left for others
+        # leaves some jobs for other workers
         most = min(free, max(1, limit // 4))
-        return Vacancy(
-            most,
-            replace(self._serves, tasks=tasks),
-            [job for job, share in shares.items() if share],
-        )
+        sampled = [job for job, share in shares.items() if share]
+        return Vacancy(most, replace(self._serves, tasks=tasks), sampled)
 
-    def adapt(self, shares: Shares) -> bool:
-        """Look at how full the engine is; whether there is more room now."""
-        load = self._engine.load() if isinstance(self._engine, TellsLoad) else None
+    def adapt(self, load: EngineLoad | None, shares: Shares) -> bool:
+        """Adapt the limit to the engine's load. Return whether there is more room now."""
+        if load is None:
+            return False
         before = self._adaptive.limit
-        return load is not None and self._adaptive.look(load, int(sum(shares.values()))) > before
+        return self._adaptive.observe(load, int(sum(shares.values()))) > before

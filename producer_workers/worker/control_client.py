@@ -1,20 +1,14 @@
-"""Keeps a worker's control line open, on its event loop: what it hears is adopted, what was carried
-out is said (I10).
+"""The worker's side of the control state: its view of it, and the connection that keeps it current.
 
-While there is no line the worker is deaf, and the heartbeat hears and says the same, only later.
-
-What a worker has heard of the control state, and what it has said of it (I10).
-
-Answers of the server are always right, also where a server that rolled back counts from an older
-epoch; hints are not, and are only taken when they are newer. An answer to what was asked before a
-hint came is older than the hint.
+While the connection is down, heartbeats bring the state and carry the receipts: the same, later
+(I10).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import redis
@@ -23,139 +17,158 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.control_line import ControlLine
 from buffer.errors import ScriptError
 from buffer.run import Run
+from producer_workers.worker.inbox import (
+    ControlLineBroken,
+    HintReceived,
+    Inbox,
+    PartFailed,
+    ReceiptAnswered,
+)
+
+log = logging.getLogger("rolloutmq.worker")
+
+RECONNECT_S = 1.0
+"""Time between two attempts to open a control line."""
 
 
-class HeardControl:
-    """`state` is the newest one heard; `ack` the epoch carried out; `receipt` the one that the
-    server knows as carried out. `changed` is called after every change of `state`, and of `receipt`
-    where something may be claimed then.
+class ControlView:
+    """What a worker knows of the control state, and what it has acknowledged.
+
+    Answers of the server are always right, even if a server that rolled back counts from an older
+    epoch. Hints are not: they are taken only if they are newer. Each `receive_` method returns
+    whether the worker has something to do because of it.
     """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
+    def __init__(self) -> None:
         self.state: ControlState | None = None
-        self.ack = self.receipt = 0
+        """the newest one received"""
+        self.ack = 0
+        """the epoch that was carried out"""
+        self.receipt = 0
+        """the epoch that the server knows as carried out"""
 
     @property
     def epoch(self) -> int:
+        """Return the epoch of the newest state; 0 before the first."""
         return self.state.epoch if self.state else 0
 
     @property
     def mode(self) -> Mode | None:
+        """Return the mode of the newest state."""
         return self.state.mode if self.state else None
 
     @property
-    def obeyed(self) -> bool:
+    def is_carried_out(self) -> bool:
+        """Return whether the worker is where the newest state wants it."""
         return self.state is not None and self.ack == self.state.epoch
 
-    def hear_hint(self, state: ControlState) -> None:
-        if self.state is not None and state.epoch > self.epoch:
-            self._adopt(state)
+    def receive_hint(self, state: ControlState) -> bool:
+        """Adopt a hint that is newer than what is known."""
+        return self.state is not None and state.epoch > self.epoch and self._adopt(state)
 
-    def hear_answer(self, state: ControlState, asked: int) -> None:
-        """`asked`: `epoch` when the question was sent."""
-        if asked == self.epoch or state.epoch > self.epoch:
-            self._adopt(state)
+    def receive_answer(self, state: ControlState, known_epoch: int) -> bool:
+        """Adopt an answer of the server. `known_epoch`: `epoch` when the question was sent."""
+        # an answer to a question from before a hint is older than the hint
+        return (known_epoch == self.epoch or state.epoch > self.epoch) and self._adopt(state)
 
-    def hear_receipt(self, ack: int) -> None:
-        """The server was told that `ack` is carried out. Of two answers, the older one does not
-        undo the newer.
-        """
+    def receive_receipt(self, ack: int) -> bool:
+        """Note that the server knows epoch `ack` as carried out."""
+        # of two answers, the older one does not undo the newer
         if self.state is None or self.receipt == self.epoch:
-            return
+            return False
         self.receipt = ack
-        if ack == self.epoch and self.mode is not Mode.RUN and self.state.lanes:
-            self._changed()  # only now may lanes that are open be claimed from
+        # in a pause, only now may jobs be claimed from the lanes that are open
+        return ack == self.epoch and self.mode is not Mode.RUN and bool(self.state.lanes)
 
-    def _adopt(self, state: ControlState) -> None:
-        if self.state is None or state.epoch != self.epoch:
-            self.state = state
-            self._changed()
-
-
-log = logging.getLogger("rolloutmq.worker")
-
-AGAIN_S = 1.0
-"""Between two tries to open a line."""
+    def _adopt(self, state: ControlState) -> bool:
+        if self.state is not None and state.epoch == self.epoch:
+            return False
+        self.state = state
+        return True
 
 
-class Listener:
-    """Of one registration. `poke` makes the heart beat at once."""
+class ControlClient:
+    """Keeps the control line of one registration open: hints come in, receipts go out.
+
+    It lives on the worker's event loop and never blocks it: from a hint to the receipt, no thread
+    is involved.
+    """
 
     def __init__(
-        self, run: Run, worker: str, nonce: str, control: HeardControl, poke: Callable[[], None]
+        self, run: Run, worker: str, nonce: str, control: ControlView, inbox: Inbox
     ) -> None:
         self._run = run
         self._worker = worker
         self._nonce = nonce
         self._control = control
-        self._poke = poke
+        self._inbox = inbox
         self._line: ControlLine | None = None
         self._broken = asyncio.Event()
 
     @asynccontextmanager
-    async def listening(
-        self, fail: Callable[[BaseException | None], object]
-    ) -> AsyncIterator[None]:
-        """Listen during the block; `fail` hears of what should not have happened."""
-        task = asyncio.create_task(self.listen(), name="listener")
-        task.add_done_callback(lambda done: done.cancelled() or fail(done.exception()))
+    async def connected(self) -> AsyncIterator[None]:
+        """Keep a line open during the block. PartFailed reports an unexpected end."""
+        task = asyncio.create_task(self.listen(), name="control-client")
+        task.add_done_callback(self._report_end)
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    def _report_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._inbox.post(PartFailed(error))
+
     async def listen(self) -> None:
-        """Until it is cancelled."""
+        """Open a line, and another one whenever it breaks, until cancelled."""
         while True:
             try:
                 line = await asyncio.to_thread(self._run.fleet.open_line, self._worker, self._nonce)
             except redis.RedisError as error:
-                log.debug("deaf for a while: %s", error)
+                log.debug("no control line for now, heartbeats carry the control state: %s", error)
             else:
                 await self._hold(line)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RECONNECT_S)
 
     async def _hold(self, line: ControlLine) -> None:
         loop = asyncio.get_running_loop()
         self._line = line
         self._broken.clear()
-        loop.add_reader(line.fileno(), self._hear)
+        loop.add_reader(line.fileno(), self._receive)
         try:
-            # subscribe first, then ask, leaves no gap
-            self.hand_in()
+            # its answer brings the state; the line has subscribed by now, so no change is missed
+            self.send_receipt()
             await self._broken.wait()
         finally:
             loop.remove_reader(line.fileno())
             self._line = None
             line.close()
 
-    def hand_in(self) -> None:
-        """Say what was carried out."""
+    def send_receipt(self) -> bool:
+        """Report what was carried out. Return False if a heartbeat must do that."""
         if self._line is None:
-            self._poke()
-            return
+            return False
         try:
             self._line.say(self._control.ack, self._control.epoch)
         except redis.RedisError as error:
             self._break(error)
+        return True
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             if self._line:
-                self._line.hear(self._control.hear_hint, self._answered)
+                self._line.hear(self._hint, self._answer)
         except (redis.RedisError, ScriptError) as error:
             self._break(error)
 
-    def _answered(self, state: ControlState | None, ack: int, heard: int) -> None:
-        if state is None:
-            self._poke()  # the heart knows what to do about it
-            return
-        self._control.hear_receipt(ack)
-        self._control.hear_answer(state, heard)
+    def _hint(self, state: ControlState) -> None:
+        self._inbox.post(HintReceived(state))
+
+    def _answer(self, state: ControlState | None, ack: int, known_epoch: int) -> None:
+        self._inbox.post(ReceiptAnswered(state, ack, known_epoch))
 
     def _break(self, error: Exception) -> None:
         log.debug("the control line broke: %s", error)
         self._broken.set()
-        self._poke()
+        self._inbox.post(ControlLineBroken())

@@ -1,10 +1,8 @@
-"""An engine as the worker steers it: frozen or sampling, and with the newest weights it could load.
+"""The engine as its worker controls it: frozen, sampling or asleep, with the newest weights.
 
-Invariant: weights that are torn, foreign or refused by the engine leave it exactly as it was, with
-the old ones and neither more nor less paused; they are tried again, less and less often, until they
-load or newer ones come.
-
-The worker's access to published weights: torn or foreign ones never reach the engine (I9).
+Invariant: weights that are torn, foreign or refused leave the engine exactly as it was, with the
+old weights and neither more nor less paused (I9). They are tried again, less and less often, until
+they load or newer ones are published.
 """
 
 from __future__ import annotations
@@ -17,15 +15,29 @@ from pathlib import Path
 
 from buffer.control.control import ControlState
 from buffer.errors import StoreUnavailable, WireError
+from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
+from buffer.store.retry import Backoff
 from buffer.weights.announcement import Announcement
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
-from producer_workers.engines.base import AbortsSome, Engine, ReceivesWeights, WeightsError
+from producer_workers.engines.base import (
+    AbortsSome,
+    Engine,
+    EngineLoad,
+    ReceivesWeights,
+    TellsLoad,
+    WeightsError,
+)
+
+log = logging.getLogger("rolloutmq.worker")
+
+BACKOFF = Backoff(0.5, 30.0, jitter=0.0)
+"""Pauses before refused weights are tried again: each attempt reads the whole folder."""
 
 
-class WeightPull:
-    """Finds the weights that a control state names. Both lookups raise WeightsError."""
+class WeightSource:
+    """Finds the published weights that a control state names. Lookups raise WeightsError."""
 
     def __init__(self, run: Run) -> None:
         self._receiver = AnyReceiver(run.store, run.keys)
@@ -35,11 +47,11 @@ class WeightPull:
         try:
             return self._receiver.announcement(_published(state))
         except (OSError, WireError, StoreUnavailable) as error:
-            message = f"no announcement of the weights {state.weights}: {error}"
+            message = f"cannot read the announcement of the weights {state.weights}: {error}"
             raise WeightsError(message) from error
 
     def fetch(self, state: ControlState) -> Path:
-        """Return a folder with these weights, verified. A missing checksum verifies nothing."""
+        """Return a folder with these weights, verified. Without a checksum, nothing is verified."""
         try:
             return self._receiver.fetch(_published(state))
         except (OSError, WireError, StoreUnavailable) as error:
@@ -59,107 +71,119 @@ def _published(state: ControlState) -> PublishedWeights:
     return PublishedWeights(state.weights_path, state.weights_checksum)
 
 
-log = logging.getLogger("rolloutmq.worker")
+class ControlledEngine:
+    """An engine, and what must be remembered of it between two control states.
 
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 30.0
-"""Waits before refused weights are tried again; doubled each time. Each try reads the whole folder."""
+    One caller at a time; `version`, `load` and the flags may be read on any thread.
+    """
 
-
-class SteeredEngine:
-    """`engine` with the little that must be remembered between two control states."""
-
-    def __init__(self, engine: Engine, pull: WeightPull) -> None:
+    def __init__(self, engine: Engine, source: WeightSource) -> None:
         self._engine = engine
-        self._pull = pull
-        self.paused = self.asleep = False
-        self._refused = ""
+        self._source = source
+        self.is_paused = self.is_asleep = False
+        self._refused: PolicyVersion | None = None
         self._retry_at = 0.0
-        self._retry_s = FIRST_RETRY_S
+        self._refusals = 0
+
+    def version(self) -> PolicyVersion:
+        """Return the weights that the engine runs."""
+        return self._engine.version()
+
+    def load(self) -> EngineLoad | None:
+        """Return how full the engine is; None if it does not report that."""
+        return self._engine.load() if isinstance(self._engine, TellsLoad) else None
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine is gone."""
+        self._engine.check_health()
 
     def has_weights_of(self, state: ControlState) -> bool:
+        """Return whether the engine runs the newest weights."""
         return state.weights == self._engine.version()
 
     async def freeze(self) -> None:
         """Sample nothing until `thaw`."""
-        if not self.paused:
+        if not self.is_paused:
             await self._engine.pause("keep")
-            self.paused = True
+            self.is_paused = True
 
     async def thaw(self) -> None:
-        if self.paused:
+        """Sample again what was frozen."""
+        if self.is_paused:
             await self._engine.resume()
-            self.paused = False
+            self.is_paused = False
 
     async def sleep(self) -> None:
-        """Let somebody else have the device, until `wake`. Nothing may run."""
-        if not self.asleep:
+        """Leave the device's memory to another process until `wake`. Nothing may be running."""
+        if not self.is_asleep:
             await self._engine.sleep()
-            self.asleep = True
+            self.is_asleep = True
 
     async def wake(self) -> None:
-        if self.asleep:
+        """Take the device's memory back."""
+        if self.is_asleep:
             await self._engine.wake()
-            self.asleep = False
+            self.is_asleep = False
 
     async def abort(self, spared: Collection[str] = ()) -> None:
-        """Take back what the engine has, but for the groups `spared`; it samples again for whatever
-        comes next.
-        """
+        """End all requests but those of the groups `spared`, and sample whatever comes next."""
         if spared:
             await self.thaw()
             if isinstance(self._engine, AbortsSome):
                 await self._engine.abort_others(spared)
             return
+        await self.halt()
+        await self.thaw()
+
+    async def halt(self) -> None:
+        """End all requests, and sample nothing until `thaw`."""
         await self._engine.pause("abort")
-        await self._engine.resume()
-        self.paused = False
+        self.is_paused = True
 
     async def update(self, state: ControlState) -> bool:
-        """Load the newest weights where the engine has others; whether it has them now."""
+        """Load the newest weights unless the engine has them. Return whether it has them now."""
         if self.has_weights_of(state):
             return True
-        if self._refused == str(state.weights) and time.monotonic() < self._retry_at:
+        if self._refused == state.weights and time.monotonic() < self._retry_at:
             return False
         started = time.monotonic()
         try:
             path = await self._load(state)
         except WeightsError as error:
-            self._refuse(state, error)
+            self._refuse(state.weights, error)
             return False
-        self._refused = ""
-        await asyncio.to_thread(self._pull.keep_only, path)
-        log.info(
-            "weights loaded",
-            extra={"weights": str(state.weights), "seconds": time.monotonic() - started},
-        )
+        self._refused = None
+        await asyncio.to_thread(self._source.keep_only, path)
+        seconds = time.monotonic() - started
+        log.info("weights loaded", extra={"weights": str(state.weights), "seconds": seconds})
         return True
 
     async def _load(self, state: ControlState) -> Path:
-        """From the trainer's memory where both sides can, else from the folder, where they lie
-        then.
+        """Load from the trainer's memory if both sides can, otherwise from the folder.
+
+        Returns the folder where these weights are in either case.
         """
         engine = self._engine
-        announced = await asyncio.to_thread(self._pull.announcement, state)
+        announced = await asyncio.to_thread(self._source.announcement, state)
         if announced and isinstance(engine, ReceivesWeights) and engine.receives_weights():
             try:
                 await engine.receive_weights(announced, state.weights)
                 return Path(announced.folder)
             except WeightsError as error:
-                log.warning("not from the trainer, so from the folder: %s", error)
-        path = await asyncio.to_thread(self._pull.fetch, state)
+                log.warning("cannot receive from the trainer, reading the folder: %s", error)
+        path = await asyncio.to_thread(self._source.fetch, state)
         await engine.load_weights(path, state.weights)
         return path
 
     def close(self) -> None:
-        """No more weights will be loaded."""
-        self._pull.close()
+        """Delete downloaded weights. No more will be loaded."""
+        self._source.close()
 
-    def _refuse(self, state: ControlState, error: WeightsError) -> None:
-        """Say so, once for every version, and plan the next try."""
-        if self._refused != str(state.weights):
-            self._refused = str(state.weights)
-            self._retry_s = FIRST_RETRY_S
+    def _refuse(self, weights: PolicyVersion, error: WeightsError) -> None:
+        """Log a refusal, once for every version, and plan the next try."""
+        if self._refused != weights:
+            self._refused = weights
+            self._refusals = 0
             log.error("weights refused, staying on %s: %s", self._engine.version(), error)
-        self._retry_at = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._refusals)
+        self._refusals += 1

@@ -1,7 +1,7 @@
-"""A worker outlives its engine: another one is started, later and later, and so many times at most.
+"""A worker outlives its engine: another one is started, later each time, and a limited number.
 
-Between two engines there is no worker: what the dead one left unfinished was handed back when the
-worker left, so others have it, nobody waits for a receipt, and there is nothing to end in order.
+Between two engines there is no worker: the groups of the dead one were handed back when its worker
+left, so other workers have them, and no pause waits for a receipt.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import time
 from collections.abc import Awaitable, Callable
 
 from buffer.errors import ModelError
+from buffer.store.retry import Backoff
 from producer_workers.engines.base import Engine, EngineDeadError
 
 log = logging.getLogger("rolloutmq.worker")
 
-FIRST_WAIT_S = 1.0
-LAST_WAIT_S = 60.0
-"""Waits before an engine is started again; doubled each time."""
+BACKOFF = Backoff(1.0, 60.0, jitter=0.0)
+"""Pauses before an engine is started again."""
 
 STEADY_S = 600.0
-"""An engine that lived so long starts the count afresh: its death has nothing to do with the ones
-before.
-"""
+"""After an engine that lived this long, restarts are counted anew: its death has another cause."""
 
 
 async def serve(
@@ -31,11 +29,11 @@ async def serve(
     work: Callable[[Engine, int], Awaitable[None]],
     most: int,
 ) -> None:
-    """`work(engine, restarts)` until it returns; after an EngineDeadError with another engine.
+    """Call `work(engine, restarts)`, again with a new engine after each EngineDeadError.
 
-    Raises what `work` raises otherwise, what the first `start` raises, and EngineDeadError after
-    `most` restarts. A restart that fails counts as one: a server that an engine talks to may need
-    longer than the first wait.
+    Returns when `work` does. Raises what `work` raises otherwise, what the first `start` raises,
+    and EngineDeadError after `most` restarts. A restart that fails counts as one: a server that an
+    engine talks to may need longer than the first wait.
     """
     engine = await start()
     restarts = 0
@@ -54,9 +52,9 @@ async def serve(
 async def _restart(
     start: Callable[[], Awaitable[Engine]], reason: ModelError, done: int, most: int
 ) -> tuple[Engine, int]:
-    """A new engine, and how many restarts there were now."""
+    """Return a new engine, and how many restarts there were now."""
     for number in range(done + 1, most + 1):
-        wait_s = min(LAST_WAIT_S, FIRST_WAIT_S * 2 ** (number - 1))
+        wait_s = BACKOFF.pause_s(number - 1)
         log.error("the engine died, restart %d of %d in %g s: %s", number, most, wait_s, reason)
         await asyncio.sleep(wait_s)
         try:
@@ -65,5 +63,5 @@ async def _restart(
             reason = error
     raise EngineDeadError(
         f"giving up after {most} restarts of the engine: {reason}",
-        hint="its log above says why; [engine] restarts sets how many are tried",
+        hint="its log above shows why; [engine] restarts sets how many are tried",
     ) from reason

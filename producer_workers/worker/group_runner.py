@@ -1,17 +1,11 @@
-"""What a worker does with one group, from its claim to its submit.
+"""What a worker does with one group, from its claim to its submit or release.
 
-Invariant: a group ends in exactly one call to the server, a submit or a release, and while the
-server is away that call is repeated, not given up: a result that was paid for is not lost to an
-outage.
+Invariant: a group ends in exactly one call to the server, a submit or a release. While the server
+is unreachable that call is repeated: a result that was paid for is not lost to an outage.
 
-An engine that dies costs a try whatever it was sampling, since one of these may have killed it.
-Which one is found by the last try, which is made alone: so a prompt that kills engines becomes a
-dead letter, and nothing beside it does.
-
-How a worker treats the groups of one task: the agent loop, and what becomes of what it makes.
-
-Routed experts of finished rollouts as files of their group: for a large model they are megabytes to
-a rollout.
+An engine that dies uses up a try of everything that it was sampling, since one of these groups may
+have killed it. Which one is found by the last try, which is made alone: a prompt that kills engines
+becomes a dead letter, and no group beside it does.
 """
 
 from __future__ import annotations
@@ -35,21 +29,33 @@ from buffer.errors import (
     WireError,
 )
 from buffer.model.group import GROUP_TIME, RolloutGroup
-from buffer.model.job import Job, ReleaseKind
+from buffer.model.job import Job, ReleaseKind, Result
 from buffer.model.rollout import RolloutState, Status
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.worker.loop_result import SampleFilter, check_result
 from producer_workers.worker.shared_engine import SharedEngine
+from producer_workers.worker.submitter import Submitter
+
+log = logging.getLogger("rolloutmq.worker")
+T = TypeVar("T")
+
+ENDED = frozenset({"stop", "length"})
+"""Finish reasons after which a rollout needs the engine no more, unless its group starts again."""
+UNJUDGED = frozenset({Status.INIT, Status.ABORTED})
+"""Statuses of a sampled rollout whose judge has not answered yet."""
+INLINE_BYTES = 64 << 10
+"""Routed experts of at most this size stay in their column: a file costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRunner:
-    """`is_valid_sample` None accepts every completed group; `group_time_limit_s` None waits for
-    ever.
+    """How a worker treats the groups of one task.
+
+    `is_valid_sample`: None accepts every completed group. `group_time_limit_s`: None for no limit.
     """
 
     agent_loop: AgentLoop
@@ -60,8 +66,9 @@ class TaskRunner:
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str
     ) -> list[RolloutState]:
-        """See `AgentLoop.generate_group`. Raises GroupTimeout when the time is up; its requests are
-        aborted then.
+        """Run the agent loop on one group, see `AgentLoop.generate_group`.
+
+        Raises GroupTimeout when the time is up; its requests are aborted then.
         """
         given = [state.index for state in states]
         try:
@@ -69,151 +76,95 @@ class TaskRunner:
                 made = await self.agent_loop.generate_group(states, engine, gid)
             return check_result(given, made)
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
-            raise _one_of(errors) from errors
+            raise _most_important(errors) from errors
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            hint = "see [strategy] group_time_limit_s"
-            raise GroupTimeout(
-                f"{gid} took longer than {self.group_time_limit_s:g} s", hint=hint
-            ) from error
+            message = f"{gid} took longer than {self.group_time_limit_s:g} s"
+            raise GroupTimeout(message, hint="see [strategy] group_time_limit_s") from error
 
     async def is_valid(self, states: list[RolloutState]) -> bool:
-        """Whether a completed group is worth training on. What the user's function raises fails the
-        group.
+        """Return whether a completed group is worth training on.
+
+        Raises whatever the user's function raises; that fails the group.
         """
-        return self.is_valid_sample is None or bool(
-            await asyncio.to_thread(self.is_valid_sample, states)
-        )
+        if self.is_valid_sample is None:
+            return True
+        return bool(await asyncio.to_thread(self.is_valid_sample, states))
 
 
-def _one_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What to raise for several: that the engine died is the worker's matter, whatever else went
-    wrong.
-    """
+def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error to raise for several: the engine's death, whatever else went wrong."""
     found: BaseException = errors.subgroup(EngineDeadError) or errors
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
     return found
 
 
-INLINE_BYTES = 64 << 10
-"""What is smaller stays a column: a file costs more than it saves."""
+class GroupRunner:
+    """Runs the groups of one worker: generate, judge, submit.
 
-
-def put_experts_into_files(
-    states: Sequence[RolloutState], media: MediaFolder | None, gid: str, token: str
-) -> None:
-    """Those of completed rollouts, where the run has a folder. `token`: of the claim, so that no
-    later one is hit by a worker that was only slow. A rollout that goes on keeps its column: its
-    old rows must be there then.
-    """
-    if media is None:
-        return
-    for place, state in enumerate(states):
-        experts = state.routed_experts
-        if not isinstance(experts, np.ndarray) or experts.nbytes <= INLINE_BYTES:
-            continue
-        if state.status is Status.COMPLETED:
-            file = io.BytesIO()
-            np.save(file, experts, allow_pickle=False)
-            state.routed_experts = media.put(gid, f"experts-{token}-{place}.npy", file.getbuffer())
-
-
-log = logging.getLogger("rolloutmq.worker")
-T = TypeVar("T")
-ENDED = frozenset({"stop", "length"})
-"""Reasons after which a rollout asks the engine for nothing more, unless its group starts again."""
-UNJUDGED = frozenset({Status.INIT, Status.ABORTED})
-"""Of a rollout that has ended: its judge has not answered yet."""
-
-
-class GroupWork:
-    """The work of one worker. `tokens`, `done` and `failed` count what it made: tokens, completed
-    and failed groups.
-
-    `handing_in`: jobs whose last call is on its way. The server may have ended their leases because
-    it arrived.
+    `tokens`, `done` and `failed` count generated tokens, completed groups and failed groups.
+    `submitting`: jobs whose last call is under way. The server may have ended their leases because
+    that call arrived.
     """
 
     def __init__(
-        self, run: Run, engine: SharedEngine, runners: Mapping[str, TaskRunner], worker_id: str
+        self, run: Run, engine: SharedEngine, runners: Mapping[str, TaskRunner], worker: str
     ) -> None:
         self._run = run
         self._engine = engine
         self._runners = runners
-        self._worker = worker_id
+        self._worker = worker
+        self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
-        self.handing_in: set[Job] = set()
-        self._held = SaidOnce(log, "holding on to groups")
+        self.submitting: set[Job] = set()
+        self._outage = LogOnce(log, "waiting for the server with groups that are held")
         self._members: dict[Job, list[RolloutState]] = {}
 
     def shares(self, jobs: Iterable[Job]) -> dict[Job, float]:
-        """The share of each group's members that may still need the engine: all, before its payload
-        is read.
+        """Return the share of each group's members that may still need the engine.
+
+        It is 1 until the group's payload is read.
         """
         return {job: _open_share(self._members.get(job, ())) for job in jobs}
 
     def judging(self) -> int:
-        """Return how many groups only wait for their judge. Called on the heartbeat's thread, too."""
-        return sum(map(_is_judged, list(self._members.values())))
+        """Return how many groups only wait for their judge. Any thread may call it."""
+        return sum(map(_waits_for_judge, list(self._members.values())))
 
-    async def do(self, job: Job) -> None:
-        """Generate, judge and hand in one group. Its failure is its own; EngineDeadError is the
-        worker's.
+    async def run(self, job: Job) -> None:
+        """Generate, judge and submit one group.
+
+        Raises EngineDeadError only: any other failure is the group's own, and is released.
         """
         try:
             group = await self._read(job)
-            known = len(group.response_ids)
-            began = time.monotonic()
-            spent = group.shared["extra"].get(GROUP_TIME, 0.0)
-            self._members[job] = group.states
-            states = self._members[job] = await self._generate(job, group)
-            await asyncio.to_thread(
-                put_experts_into_files, states, self._run.media, job.gid, job.token
-            )
-            made = RolloutGroup(job.gid, job.task, states)
-            made.shared["extra"] = {
-                **made.shared["extra"],
-                GROUP_TIME: round(spent + time.monotonic() - began, 6),
-            }
-            await self._hand_in(job, made, known)
+            known_tokens = len(group.response_ids)
+            made = await self._generate(job, group)
+            await self._finish(job, made, known_tokens)
         except Fenced as error:
             log.warning("result not wanted: %s", error, extra={"gid": job.gid})
         except EngineDeadError as error:
             kind: ReleaseKind = "lost" if self._is_guilty(job) else "handback"
-            # once: the worker may claim it again before it knows that its engine is dead
+            # counted once: the worker may claim it again before it knows that its engine is dead
             self._engine.suspects.discard(job.gid)
             await self._release(job, kind, str(error))
             raise
-        except (
-            Exception
-        ) as error:  # one group's failure is not the worker's: it is counted, kept with its reason
-            unknown = not isinstance(error, RolloutMQError)
-            log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=unknown)
+        # the code of a loop or a judge may raise anything: counted, and kept with its reason
+        except Exception as error:
+            is_unknown = not isinstance(error, RolloutMQError)
+            log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
             await self._release(job, "failed", f"{type(error).__name__}: {error}")
         finally:
-            self.handing_in.discard(job)
+            self.submitting.discard(job)
             self._members.pop(job, None)
             self._engine.alone.discard(job.gid)
 
-    async def _generate(self, job: Job, group: RolloutGroup) -> list[RolloutState]:
-        """Sampled and judged. Where every try is the last one, to be alone would be for ever."""
-        if job.tries >= self._run.limits.max_tries > 1:
-            self._engine.alone.add(job.gid)
-        states = group.states
-        engine = cast(Engine, self._engine)
-        with shown(engine, job.gid, states[0].multimodal):
-            return await self._runners[job.task].generate(states, engine, job.gid)
-
-    def _is_guilty(self, job: Job) -> bool:
-        """Whether the engine's death costs a try: it costs nobody the last one who was not alone."""
-        is_last = job.tries >= self._run.limits.max_tries
-        return job.gid in self._engine.suspects and (not is_last or job.gid in self._engine.alone)
-
     async def hand_back(self, job: Job) -> None:
-        """Give a group back whose work was cancelled, because the worker leaves; its lease runs out
-        otherwise.
+        """Release a group whose work was cancelled because the worker leaves.
+
+        If that fails, its lease runs out.
         """
         try:
             await asyncio.to_thread(
@@ -223,8 +174,9 @@ class GroupWork:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
     async def _read(self, job: Job) -> RolloutGroup:
-        """What the group has; only its prompt, where its tokens were lost with a node of a cluster,
-        or are garbage.
+        """Return the group as it was claimed, or only its prompt if its tokens are not readable.
+
+        They may be garbage, or lost with a node of a cluster.
         """
         try:
             return await self._insist(self._run.buffer.read, job.payload)
@@ -234,51 +186,94 @@ class GroupWork:
             log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})
             return await self._insist(self._run.buffer.read, job.prompt)
 
-    async def _hand_in(self, job: Job, group: RolloutGroup, known: int) -> None:
+    async def _generate(self, job: Job, group: RolloutGroup) -> RolloutGroup:
+        """Return the group sampled and judged, with the time that this took in all."""
+        # if every try were the last one, every group would be alone
+        if job.tries >= self._run.limits.max_tries > 1:
+            self._engine.alone.add(job.gid)
+        began = time.monotonic()
+        spent_s = group.shared["extra"].get(GROUP_TIME, 0.0)
+        states = self._members[job] = group.states
+        engine = cast(Engine, self._engine)
+        with shown(engine, job.gid, states[0].multimodal):
+            made = await self._runners[job.task].generate(states, engine, job.gid)
+        self._members[job] = made
+        await asyncio.to_thread(put_experts_into_files, made, self._run.media, job.gid, job.token)
+        result = RolloutGroup(job.gid, job.task, made)
+        total_s = round(spent_s + time.monotonic() - began, 6)
+        result.shared["extra"] = {**result.shared["extra"], GROUP_TIME: total_s}
+        return result
+
+    def _is_guilty(self, job: Job) -> bool:
+        """Return whether the engine's death uses up a try of this group."""
+        # of a last try only if it was alone: no group ends for what another one did
+        is_last = job.tries >= self._run.limits.max_tries
+        return job.gid in self._engine.suspects and (not is_last or job.gid in self._engine.alone)
+
+    async def _finish(self, job: Job, group: RolloutGroup, known_tokens: int) -> None:
+        """Submit or release a group that the agent loop has returned."""
         runner = self._runners[job.task]
         status = group.status
         filtered = status is Status.COMPLETED and not await runner.is_valid(group.states)
-        self.handing_in.add(job)
+        self.submitting.add(job)
         if status is Status.FAILED:
             errors = {m["error"] for m in group.members if m.get("error")}
             await self._release(job, "failed", "; ".join(sorted(errors)))
         elif status is Status.ABORTED and not runner.partial_rollout:
             await self._release(job, "aborted", "paused")
         else:
-            new_tokens = max(0, len(group.response_ids) - known)
-            await self._insist(self._submit, job, group, new_tokens, filtered)
+            new_tokens = max(0, len(group.response_ids) - known_tokens)
+            await self._submitter.submit(Result(job, group, new_tokens, filtered))
             self.tokens += new_tokens
             self.done += status is Status.COMPLETED
-
-    def _submit(self, job: Job, group: RolloutGroup, new_tokens: int, filtered: bool) -> None:
-        self._run.buffer.submit(self._worker, job, group, new_tokens, filtered=filtered)
 
     async def _release(self, job: Job, kind: ReleaseKind, reason: str) -> None:
         try:
             await self._insist(self._run.jobs.release, self._worker, job, kind, reason)
             self.failed += kind == "failed"
         except Fenced as error:
-            log.warning("nothing to give back: %s", error, extra={"gid": job.gid})
+            log.warning("not released, its lease was lost: %s", error, extra={"gid": job.gid})
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
+        """Return the answer of `call`, repeated while the server is unreachable."""
         while True:
             try:
                 answer = await asyncio.to_thread(call, *args)
             except StoreUnavailable as error:
-                self._held.say(error.hint)
+                self._outage.report(error.hint)
             else:
-                self._held.say("")
+                self._outage.report("")
                 return answer
 
 
+def put_experts_into_files(
+    states: Sequence[RolloutState], media: MediaFolder | None, gid: str, token: str
+) -> None:
+    """Move the routed experts of completed rollouts into the run's media folder, if it has one.
+
+    For a large model they are megabytes per rollout. `token`: of the claim, so that a slow worker
+    cannot overwrite the files of a later one.
+    """
+    if media is None:
+        return
+    for position, state in enumerate(states):
+        experts = state.routed_experts
+        if not isinstance(experts, np.ndarray) or experts.nbytes <= INLINE_BYTES:
+            continue
+        # an interrupted rollout keeps its column: the next worker needs its rows
+        if state.status is Status.COMPLETED:
+            file = io.BytesIO()
+            np.save(file, experts, allow_pickle=False)
+            name = f"experts-{token}-{position}.npy"
+            state.routed_experts = media.put(gid, name, file.getbuffer())
+
+
 def _open_share(members: Sequence[RolloutState]) -> float:
-    return (
-        sum(member.finish_reason not in ENDED for member in members) / len(members)
-        if members
-        else 1.0
-    )
+    if not members:
+        return 1.0
+    return sum(member.finish_reason not in ENDED for member in members) / len(members)
 
 
-def _is_judged(members: Sequence[RolloutState]) -> bool:
+def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
     """Return whether all members are sampled, and some are without their judge's answer."""
     return not _open_share(members) and any(member.status in UNJUDGED for member in members)

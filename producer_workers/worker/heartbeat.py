@@ -1,39 +1,95 @@
-"""The worker's heartbeat: a thread of its own, which a busy event loop cannot starve (I2, I10).
+"""The worker's heartbeat: what it reports, and the thread that sends it.
 
-Each beat renews the leases, hands in the receipt for the last control change that was carried out,
-and brings the control state back. The control line (`listener.py`) does the last two sooner; who
-has none learns of it here.
-
-What a worker's heartbeat says of its work: how fast, how much, how full, how often in vain.
+Each heartbeat renews the leases, carries the receipt for the last control change that was carried
+out, and brings the control state back (I2, I10). It has a thread of its own, so that a busy event
+loop cannot delay it. The control line does the last two sooner; heartbeats do them without it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from buffer.control.control import ControlState
 from buffer.control.fleet import Beat, Pulse, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
-from producer_workers.engines.base import Engine, TellsLoad
+from buffer.store.retry import LogOnce
 from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.worker.control_client import HeardControl
-from producer_workers.worker.group_runner import GroupWork
+from producer_workers.worker.control_client import ControlView
+from producer_workers.worker.engine_control import ControlledEngine
+from producer_workers.worker.group_runner import GroupRunner
+from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
 
+RATE_S = 1.0
+"""Shortest time over which tokens per second are measured."""
 
-class Heart:
-    """Beats for one worker until `stop`.
 
-    `look` is called before every beat, on its thread, for what to say and what is held. The others
-    on `loop`: `tell` after a beat with the answer and what had been said; `give_up` once, instead,
-    when this worker is replaced or its run is gone.
+class Reporter:
+    """Makes the report of one worker. Called on the heartbeat's thread."""
+
+    def __init__(
+        self,
+        engine: ControlledEngine,
+        runner: GroupRunner,
+        control: ControlView,
+        judge_times: JudgeTimes,
+    ) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._control = control
+        self._judge_times = judge_times
+        self._measured_at = time.monotonic()
+        self._measured_tokens = 0
+        self._tokens_per_s = 0.0
+
+    def report(self, state: WorkerState, concurrency: int) -> Pulse:
+        """Return what a heartbeat carries now."""
+        # before the rest: a receipt must not name an epoch that is newer than what was read for it
+        weights = self._engine.version()
+        known_epoch = self._control.epoch
+        load = self._engine.load()
+        times = self._judge_times
+        return Pulse(
+            ack=self._control.ack,
+            weights=weights,
+            state=state,
+            tokens_per_s=self._rate(),
+            done=self._runner.done,
+            heard=known_epoch,
+            concurrency=concurrency,
+            requests=load.running + load.waiting if load else None,
+            failed=self._runner.failed,
+            judging=self._runner.judging(),
+            judged=times.histogram.count,
+            judging_ms=round(1000 * times.histogram.total_s),
+            judge_failures=times.failed,
+            judge_buckets=times.histogram.counts,
+        )
+
+    def _rate(self) -> float:
+        """Return the tokens per second between the last two reports that were far enough apart."""
+        now = time.monotonic()
+        seconds = now - self._measured_at
+        if seconds > RATE_S:
+            tokens = self._runner.tokens
+            self._tokens_per_s = (tokens - self._measured_tokens) / seconds
+            self._measured_at = now
+            self._measured_tokens = tokens
+        return self._tokens_per_s
+
+
+class Heartbeat:
+    """Sends heartbeats for one registration until `stop`.
+
+    `report` is called before each one, on its thread, for what it carries and what is held. Each
+    answer is posted as a HeartbeatAnswered; a PartFailed ends the thread: another process
+    registered under this id, or the run is gone.
     """
 
     def __init__(
@@ -42,38 +98,35 @@ class Heart:
         worker: str,
         nonce: str,
         facts: Mapping[str, str],
-        look: Callable[[], tuple[Pulse, Sequence[Job]]],
-        loop: asyncio.AbstractEventLoop,
-        tell: Callable[[Beat, Pulse], None],
-        give_up: Callable[[RolloutMQError], None],
+        report: Callable[[], tuple[Pulse, Sequence[Job]]],
+        inbox: Inbox,
     ) -> None:
         self._run = run
         self._worker = worker
         self._nonce = nonce
         self._facts = facts
-        self._look = look
-        self._tell = tell
-        self._give_up = give_up
-        self._later = loop.call_soon_threadsafe
+        self._report = report
+        self._inbox = inbox
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._silence = SaidOnce(log, "no heartbeat")
-        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
+        self._outage = LogOnce(log, "no heartbeat")
+        self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
 
     def start(self) -> None:
+        """Send the first heartbeat, and the others when they are due."""
         self._thread.start()
 
-    def poke(self) -> None:
-        """Beat now."""
+    def send_now(self) -> None:
+        """Send one before it is due."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Beat no more. Returns once the last beat is over."""
+        """Send no more. Return once the last one is over."""
         self._stopping.set()
         self._wake.set()
         self._thread.join()
 
-    def _beat_on(self) -> None:
+    def _send_all(self) -> None:
         due = swept = time.monotonic()
         while not self._stopping.is_set():
             self._wake.clear()
@@ -81,80 +134,41 @@ class Heart:
             if is_due:
                 due = time.monotonic() + self._run.limits.heartbeat_ms / 1000
             try:
-                self._beat(is_due)
-                # leases of dead workers must run out, and memory be freed, even when the producer
-                # is down
+                self._send(is_due)
+                # leases of dead workers must run out, and memory must be freed, even if no
+                # producer is alive
                 if time.monotonic() - swept > self._run.limits.lease_ms / 2000:
                     self._run.janitor.sweep_in_turn()
                     swept = time.monotonic()
-                self._silence.say("")
+                self._outage.report("")
             except StoreUnavailable as error:
-                self._silence.say(error.hint)
+                self._outage.report(error.hint)
             except (Fenced, RunError) as error:
-                self._later(self._give_up, error)
+                self._inbox.post_from_thread(PartFailed(error))
                 return
             except RolloutMQError:
                 log.exception("a heartbeat failed")
             self._wake.wait(max(0.0, due - time.monotonic()))
 
-    def _beat(self, is_due: bool) -> None:
-        """One that comes early, for a receipt, is as light as can be: leases and limits have time
-        until the next.
-        """
+    def _send(self, is_due: bool) -> None:
+        # an early one is for a receipt, and fast: leases and limits have time until the next
         if is_due:
             self._run.refresh_limits()
-        pulse, held = self._look()
+        report, held = self._report()
         held = held if is_due else ()
-        beat = self._run.fleet.heartbeat(self._worker, self._nonce, pulse, held)
+        beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held)
         if not beat.known and not self._stopping.is_set():
             log.warning("the server does not know this worker (any more); registering again")
-            run_nonce, control = self._run.fleet.register(self._worker, self._nonce, self._facts)
-            if run_nonce != self._run.nonce:
-                what = f"the server holds another run named {self._run.name!r} now"
-                raise LostRun(what, hint="start this worker again")
-            beat = Beat(True, control, beat.lost)
-        self._later(self._tell, beat, pulse)
+            beat = Beat(True, self.register(), beat.lost)
+        self._inbox.post_from_thread(HeartbeatAnswered(beat, report))
 
+    def register(self) -> ControlState:
+        """Join the run, or join it again. Return the control state.
 
-class PulseTaker:
-    """Takes the pulse of one worker, on the heartbeat's thread."""
-
-    def __init__(
-        self, engine: Engine, work: GroupWork, control: HeardControl, judge_times: JudgeTimes
-    ) -> None:
-        self._engine = engine
-        self._work = work
-        self._control = control
-        self._judge_times = judge_times
-        self._rate = (time.monotonic(), 0, 0.0)
-
-    def take(self, state: WorkerState, concurrency: int) -> Pulse:
-        weights = self._engine.version()
-        heard = self._control.epoch
-        load = self._engine.load() if isinstance(self._engine, TellsLoad) else None
-        judge_times = self._judge_times.histogram
-        return Pulse(
-            ack=self._control.ack,
-            weights=weights,
-            state=state,
-            tokens_per_s=self._tokens_per_s(),
-            done=self._work.done,
-            heard=heard,
-            concurrency=concurrency,
-            requests=load.running + load.waiting if load else None,
-            failed=self._work.failed,
-            judging=self._work.judging(),
-            judged=judge_times.count,
-            judging_ms=round(1000 * judge_times.total_s),
-            judge_failures=self._judge_times.failed,
-            judge_buckets=judge_times.counts,
-        )
-
-    def _tokens_per_s(self) -> float:
-        """Between the last two beats that were a second apart."""
-        then, tokens, _ = self._rate
-        now = time.monotonic()
-        made = self._work.tokens
-        if now - then > 1.0:
-            self._rate = (now, made, (made - tokens) / (now - then))
-        return self._rate[2]
+        Raises RunNotFound if the run is gone, LostRun if there is another one of its name.
+        """
+        run_nonce, state = self._run.fleet.register(self._worker, self._nonce, self._facts)
+        if run_nonce != self._run.nonce:
+            message = f"the server holds another run named {self._run.name!r} now"
+            raise LostRun(message, hint="start this worker again")
+        return state

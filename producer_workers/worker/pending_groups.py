@@ -1,69 +1,62 @@
-"""The groups that a worker has in work (the reference's pending set): each is started once and
-ended once.
+"""The groups that a worker holds (the reference's pending set), and which of them an abort spares.
 
-Only the event loop changes it; `jobs` may be asked from any thread, as the heartbeat does.
-
-Groups that a pause waits for, because they were interrupted too often already
-(`tail_batch_max_tries`).
-
-Without it, a response that takes longer than the time between two updates starts again for ever.
-With it, it is made under weights that grow old meanwhile, and its pause is as long as it takes, up
-to a bound.
+A group that was interrupted `tail_batch_max_tries` times is finished: without that, a response that
+takes longer than the time between two updates would start again for ever. It is made under weights
+that grow old meanwhile, and its pause takes longer, up to a bound.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Coroutine, Iterable
+from collections.abc import Container, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits
+from producer_workers.worker.inbox import GroupFinished, Inbox
 
 
 class PendingGroups:
-    """`ended` is called after each group, with what it raised. Truth value and length are those of
-    the groups.
+    """The running groups of one worker; each is started once and ends once, as a GroupFinished.
+
+    Only the event loop changes it; `jobs` may be called on any thread.
     """
 
-    def __init__(self, ended: Callable[[BaseException | None], None]) -> None:
-        self._ended = ended
-        # by task, not by gid: a group that failed here may be claimed here again before its first
-        # task has ended
-        self._work: dict[asyncio.Task[None], Job] = {}
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        # by asyncio task, not by gid: a group that failed may be claimed again before its first
+        # asyncio task has ended
+        self._running: dict[asyncio.Task[None], Job] = {}
 
     def __len__(self) -> int:
-        return len(self._work)
+        return len(self._running)
 
     def jobs(self) -> list[Job]:
-        return list(self._work.values())
+        """Return the jobs that are held."""
+        return list(self._running.values())
 
-    def schedule(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` as the work on `job`."""
         task = asyncio.create_task(work, name=job.gid)
-        self._work[task] = job
-        task.add_done_callback(self._end)
+        self._running[task] = job
+        task.add_done_callback(partial(self._end, job))
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        del self._work[task]
-        self._ended(None if task.cancelled() else task.exception())
+    def _end(self, job: Job, task: asyncio.Task[None]) -> None:
+        del self._running[task]
+        self._inbox.post(GroupFinished(job, None if task.cancelled() else task.exception()))
 
     def cancel(self, jobs: Container[Job]) -> list[Job]:
-        """Cancel those of `jobs` that are in work; which these are."""
-        found = [(task, job) for task, job in self._work.items() if job in jobs and not task.done()]
-        for task, _ in found:
+        """Cancel the given jobs and return those that were running."""
+        found = [(task, job) for task, job in self._running.items() if job in jobs]
+        running = [(task, job) for task, job in found if not task.done()]
+        for task, _ in running:
             task.cancel()
-        return [job for _, job in found]
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until all have ended, `timeout_s` at most."""
-        if self._work:
-            await asyncio.wait(list(self._work), timeout=timeout_s)
+        return [job for _, job in running]
 
     async def cancel_all(self) -> list[Job]:
-        """Cancel all, and wait until they have ended; those that this kept from ending by
-        themselves.
-        """
-        left = dict(self._work)
+        """Cancel all jobs, wait for their ends, and return those that did not end by themselves."""
+        left = dict(self._running)
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -71,8 +64,10 @@ class PendingGroups:
 
 
 class Protection:
-    """For one worker. An abort of one control epoch waits for half of `pause_timeout_s`: who waited
-    for the whole of it would be fenced, and lose everything that it holds.
+    """Chooses the groups that an abort does not interrupt yet.
+
+    The abort of one control epoch waits for half of `pause_timeout_s`: after the whole of it, the
+    worker would be fenced and lose everything that it holds.
     """
 
     def __init__(self, limits: RunLimits) -> None:
@@ -81,8 +76,9 @@ class Protection:
         self._ends_s = 0.0
 
     def spared(self, epoch: int, jobs: Iterable[Job], now_s: float) -> set[str]:
-        """The gids that the abort of `epoch` shall not interrupt now. `now_s`: any clock that only
-        goes forward.
+        """Return the gids that the abort of `epoch` must not interrupt now.
+
+        now_s: seconds of any clock that only moves forward.
         """
         if epoch != self._epoch:
             self._epoch = epoch

@@ -1,15 +1,15 @@
-"""An engine as the groups of a worker see it: they share it, but a group on its last try has it for
-itself.
+"""The engine as the groups of a worker see it: they share it, but a last try has it alone.
 
-So it is known who kills an engine. What was in it when it died is suspected, all of it; whoever was
-alone did it.
+That is how a prompt that kills engines is found. Everything that was sampled when an engine died is
+a suspect; a group that was sampled alone is guilty.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,45 +23,43 @@ from producer_workers.engines.base import (
     GenerationError,
     structures,
 )
+from producer_workers.worker.inbox import Inbox, RequestFinished
 
 
 class SharedEngine:
-    """`engine` in all but this: `answered` is called after every request, however it ends.
+    """An engine that posts a RequestFinished after every request, whatever its outcome.
 
-    `alone`: gids that are sampled beside nobody else. `suspects`: gids that were sampled when the
-    engine died.
+    `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
+    the engine died. Everything but `generate` is the engine's own.
     """
 
-    def __init__(self, engine: Engine, answered: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox) -> None:
         self._engine = engine
-        self._answered = answered
+        self._inbox = inbox
         self.alone = set[str]()
         self.suspects = set[str]()
         self._sampled = Counter[str]()
-        self._waiting = Counter[str]()
+        self._waiting_alone = Counter[str]()
         self._changed = asyncio.Event()
 
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        """See `Engine`. A structure that nobody keeps to is refused: it would only look like a bad
-        model.
-        """
+        """Sample one response, see `Engine.generate`."""
+        # an engine that ignored the structure would only look like a bad model
         if params.structured and not structures(self._engine):
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
-            raise GenerationError(
-                f"the engine {self._engine.name} cannot keep a response to a structure", hint=hint
-            )
+            message = f"the engine {self._engine.name} cannot generate structured output"
+            raise GenerationError(message, hint=hint)
         gid = request_id.partition("/")[0]
-        await self._wait_for_a_place(gid)
-        self._sampled[gid] += 1
+        await self._wait_for_turn(gid)
         try:
-            self._engine.check_health()  # one that is dead already is not this group's doing
-            return await self._ask(gid, request_id, prompt_ids, params)
+            with self._counted(self._sampled, gid):
+                # the death of an engine that is dead already is not this group's doing
+                self._engine.check_health()
+                return await self._ask(gid, request_id, prompt_ids, params)
         finally:
-            self._sampled -= Counter({gid: 1})
-            self._changed.set()
-            self._answered()
+            self._inbox.post(RequestFinished())
 
     async def _ask(self, gid: str, *request: Any) -> Generation:
         try:
@@ -70,21 +68,29 @@ class SharedEngine:
             self.suspects.add(gid)
             raise
 
-    async def _wait_for_a_place(self, gid: str) -> None:
-        """Those that want to be alone go first."""
-        is_alone = gid in self.alone
-        self._waiting += Counter({gid: 1}) if is_alone else Counter()
+    async def _wait_for_turn(self, gid: str) -> None:
+        if gid not in self.alone:
+            # groups that want to be alone go first
+            while self._waiting_alone or self._sampled.keys() & self.alone:
+                await self._next_change()
+            return
+        with self._counted(self._waiting_alone, gid):
+            while self._sampled.keys() - {gid}:
+                await self._next_change()
+
+    @contextmanager
+    def _counted(self, counter: Counter[str], gid: str) -> Iterator[None]:
+        counter[gid] += 1
         try:
-            while (
-                (self._sampled.keys() - {gid})
-                if is_alone
-                else (self._waiting or self._sampled.keys() & self.alone)
-            ):
-                self._changed.clear()
-                await self._changed.wait()
+            yield
         finally:
-            self._waiting -= Counter({gid: 1}) if is_alone else Counter()
+            counter.subtract((gid,))
+            counter += Counter()  # drops a count of 0
             self._changed.set()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

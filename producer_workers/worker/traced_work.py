@@ -1,4 +1,4 @@
-"""What a worker does between claim and submit, told to a tracer: generate, and judge within it."""
+"""Reports a worker's time between claim and submit to a tracer: generate, and judge within it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from producer_workers.judges.judge_times import JudgeTimes
 
 
 class TracedLoop:
-    """An agent loop with its time for each group told."""
+    """An agent loop whose time for each group is a span."""
 
     def __init__(self, loop: AgentLoop, tracer: Tracer) -> None:
         self._loop = loop
@@ -22,7 +22,7 @@ class TracedLoop:
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
     ) -> list[RolloutState]:
-        """See `AgentLoop`."""
+        """Generate and judge one group, see `AgentLoop`."""
         weights = str(engine.version())
         with self._tracer.during(
             "generate", gid, rollouts=len(states), engine=engine.name, weights=weights
@@ -31,7 +31,7 @@ class TracedLoop:
 
 
 class TracedJudgeTimes(JudgeTimes):
-    """Judge times with each answer told as a part of the group's `generate`."""
+    """Judge times whose every answer is a span within the group's `generate`."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -39,5 +39,6 @@ class TracedJudgeTimes(JudgeTimes):
 
     @contextmanager
     def measure(self) -> Iterator[None]:
+        """Measure one answer, and trace it."""
         with self._tracer.child("judge"), super().measure():
             yield

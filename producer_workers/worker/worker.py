@@ -1,70 +1,103 @@
-"""The rollout worker: claims jobs for one engine, generates and judges groups, hands them in.
+"""The rollout worker: claims jobs for one engine, generates and judges groups, submits them.
 
-What it may do is decided in Redis: a claim is refused while the run is paused or its weights are
-not the newest (I10), and a result is refused when the lease was lost (I2). So every step here may
-die without asking anybody.
+What it may do is decided in Redis: a claim is refused while the run is paused or the worker's
+weights are not the newest (I10), and a result is refused if its lease was lost (I2).
 
-    control says      the worker                                          its receipt means
+    mode              the worker                                          its receipt means
     run               loads newer weights, samples, claims                it has those weights
     keep              freezes the engine                                  nothing is sampled
-    abort             takes back what the engine has; groups go to the    it holds no group
-                      aborted pool, with their tokens if partial rollout is on;
-                      those interrupted too often are finished (protection.py)
-    drain, finish     claims nothing, ends what it has                    it holds no group
-    abort, drain with no lane open: an engine that sleeps does so before  it holds no group, and no device memory
+    abort             ends what the engine samples; groups go to the      it holds no group
+                      aborted pool, with their tokens if partial rollout
+                      is on; those interrupted too often are finished
+    drain, finish     claims nothing, finishes what it holds              it holds no group
+    abort, drain with no open lane: an engine that sleeps does so before  and no device memory
                       the receipt (colocated runs)
+
+Its parts, each of which posts events to the worker's inbox and never calls it:
+
+    part              owns                                  if it ends unexpectedly
+    Worker            every decision, on the event loop     leases run out, others take the groups
+    a step            the engine's state, one claim         the worker leaves
+    PendingGroups     the asyncio task of each group        the group fails, and is released
+    Submitter         finished results until submitted      the groups fail, and are released
+    Heartbeat         leases and receipts, on a thread      the worker leaves: it was replaced, or
+                                                            the run is gone
+    ControlClient     the control line                      heartbeats do the same until it is back
+    engine            tokens and device memory              groups release themselves, the worker
+                                                            leaves, another engine is started
+    server            the truth                             everything waits; results are kept
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.fleet import Beat, Pulse, WorkerState
+from buffer.control.fleet import Pulse, WorkerState
 from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.groups.claim import Claim
 from buffer.groups.job_queue import Serves
 from buffer.model.ids import LANES, new_nonce
 from buffer.model.job import Job
 from buffer.model.limits import Concurrency
 from buffer.run import Run
-from buffer.store.retry import SaidOnce
+from buffer.store.retry import LogOnce
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.worker.capacity import Places, Vacancy
-from producer_workers.worker.control_client import HeardControl, Listener
-from producer_workers.worker.engine_control import SteeredEngine, WeightPull
-from producer_workers.worker.group_runner import GroupWork, TaskRunner
-from producer_workers.worker.heartbeat import Heart, PulseTaker
+from producer_workers.worker.capacity import Capacity, Vacancy
+from producer_workers.worker.control_client import ControlClient, ControlView
+from producer_workers.worker.engine_control import ControlledEngine, WeightSource
+from producer_workers.worker.group_runner import GroupRunner, TaskRunner
+from producer_workers.worker.heartbeat import Heartbeat, Reporter
+from producer_workers.worker.inbox import (
+    ControlLineBroken,
+    Event,
+    GroupFinished,
+    HeartbeatAnswered,
+    HintReceived,
+    Inbox,
+    JobsMayWait,
+    PartFailed,
+    ReceiptAnswered,
+    RequestFinished,
+    StepFinished,
+    StopAsked,
+)
 from producer_workers.worker.pending_groups import PendingGroups, Protection
 from producer_workers.worker.shared_engine import SharedEngine
 
 log = logging.getLogger("rolloutmq.worker")
 
 IDLE_S = 1.0
-"""How long an idle worker waits for a ring before it looks by itself."""
+"""An idle worker takes a step at least this often, with or without a wake-up."""
 
 ABORT_S = 0.05
-"""How often groups are aborted again until none is left."""
+"""Time between two aborts of the same groups, repeated until none is left."""
+
+HAND_BACK_S = 5.0
+"""How long a leaving worker waits for aborted groups before it hands them back as they were."""
 
 REFUSALS = {
     "FULL": "the run holds as many payload bytes as it may",
-    "BARRED": "the trainer could not use what this worker handed in: `rolloutmq dead` says why; mend it, then "
-    "`rolloutmq continue --worker ID`",
+    "BARRED": "the trainer could not use what this worker submitted: `rolloutmq dead` shows why; "
+    "fix the cause, then run `rolloutmq continue --worker ID`",
 }
-
-HAND_BACK_S = 5.0
-"""How long a leaving worker waits for groups that it has aborted, before it hands them back as they
-were.
-"""
 
 
 class Worker:
-    """One worker of a run. `runners` holds one for every task that it serves, in `lanes`;
-    `concurrency`: groups that are sampled at once, or "auto".
+    """One worker of a run.
+
+    `runners`: one for every task that it serves, in `lanes`. `concurrency`: groups that are sampled
+    at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
+
+    Usage:
+        worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
+        await engine.start()
+        await worker.run()  # until worker.stop(), or until the run is finished
     """
 
     def __init__(
@@ -81,257 +114,295 @@ class Worker:
         judge_times: JudgeTimes | None = None,
         lanes: Collection[str] = LANES,
     ) -> None:
-        self._run = run
-        self._engine = engine
-        self._steered = SteeredEngine(engine, WeightPull(run))
         self.id = worker_id
+        self._run = run
         self._nonce = new_nonce()
-        self._group_work = GroupWork(
-            run, SharedEngine(engine, self._hear_answer), runners, worker_id
-        )
-        self._places = Places(
-            run, engine, concurrency, Serves(frozenset(runners), frozenset(lanes))
-        )
         self._drain_timeout_s = drain_timeout_s
         self._sleeps = sleeps
-        self._facts = {"engine": engine.name, **(facts or {})}
-        self._work = PendingGroups(self._end)
+
+        self._inbox = Inbox()
+        self._control = ControlView()
+        self._engine = ControlledEngine(engine, WeightSource(run))
+        self._groups = PendingGroups(self._inbox)
         self._protection = Protection(run.limits)
-        self._changed = asyncio.Event()
-        self._bell: asyncio.Task[None] | None = None
-        self._control = HeardControl(self._changed.set)
-        self._pulse = PulseTaker(
-            engine, self._group_work, self._control, judge_times or JudgeTimes()
-        )
-        self._stopping = False
-        self._refusal = SaidOnce(log, "claiming nothing")
-        self._deafness = SaidOnce(log, "hearing no bell")
+        serves = Serves(frozenset(runners), frozenset(lanes))
+        self._capacity = Capacity(run.limits, concurrency, serves)
+        shared = SharedEngine(engine, self._inbox)
+        self._runner = GroupRunner(run, shared, runners, worker_id)
+        times = judge_times or JudgeTimes()
+        self._reporter = Reporter(self._engine, self._runner, self._control, times)
+        facts = {"engine": engine.name, **(facts or {})}
+        self._heartbeat = Heartbeat(run, worker_id, self._nonce, facts, self._report, self._inbox)
+        self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
+
+        self._step: asyncio.Task[None] | None = None
+        self._wake_up: asyncio.Task[None] | None = None
+        self._is_step_due = True
+        self._is_stopping = False
         self._failure: BaseException | None = None
+        self._no_claim = LogOnce(log, "claiming nothing")
+        self._no_wake_up = LogOnce(log, "no wake-ups")
 
     def stop(self) -> None:
         """Finish what is held, claim nothing more, leave. Called on the event loop."""
-        self._stopping = True
-        self._changed.set()
+        self._is_stopping = True
+        self._inbox.post(StopAsked())
 
     async def run(self) -> None:
-        """Work until `stop`, or until the run is finished. Raises what ends a worker: a dead
-        engine, no such run.
+        """Work until `stop`, or until the run is finished.
 
-        A server that is away does not end it: results are kept and handed in when it is back.
+        A server that is unreachable does not end it: results are kept and submitted when it is
+        back. Raises EngineDeadError, Fenced if another process registers under this id, LostRun and
+        RunNotFound if the run is gone.
         """
-        run = self._run
-        worker = self.id
-        nonce = self._nonce
-        loop = asyncio.get_running_loop()
-        _, state = await asyncio.to_thread(run.fleet.register, worker, nonce, self._facts)
-        self._control.hear_answer(state, asked=0)
-        heart = Heart(run, worker, nonce, self._facts, self._look, loop, self._hear, self._end)
-        listener = Listener(run, worker, nonce, self._control, heart.poke)
-        heart.start()
-        async with listener.listening(self._end):
+        self._inbox.open()
+        state = await asyncio.to_thread(self._heartbeat.register)
+        self._control.receive_answer(state, 0)
+        self._heartbeat.start()
+        async with self._client.connected():
             try:
-                await self._serve(listener)
+                await self._work()
             finally:
-                await self._leave(heart)
+                await self._leave()
 
-    async def _serve(self, listener: Listener) -> None:
-        try:
-            while not (self._stopping or self._finished()):
-                self._changed.clear()
-                self._engine.check_health()
-                await self._follow_control(listener)
-                if self._failure:
-                    raise self._failure
-                if await self._claim():
-                    continue
-                # a worker without room must not take rings from those that have some
-                if self._bell is None and self._vacancy():
-                    self._bell = asyncio.create_task(self._listen())
-                await self._wait()
-        finally:
-            if self._bell:
-                self._bell.cancel()
+    async def _work(self) -> None:
+        while not (self._is_stopping or self._is_finished()):
+            if self._step is None:
+                self._is_step_due = False
+                self._step = asyncio.create_task(self._take_step())
+            aborting = self._control.mode is Mode.ABORT and not self._control.is_carried_out
+            await self._handle_events(
+                ABORT_S if aborting else IDLE_S,
+                lambda: self._step is not None or not self._is_step_due,
+            )
+            if self._failure:
+                raise self._failure
 
-    def _finished(self) -> bool:
-        return self._control.mode is Mode.FINISH and not self._work
+    def _is_finished(self) -> bool:
+        return self._control.mode is Mode.FINISH and not self._groups
 
-    async def _listen(self) -> None:
-        """Until a job may be there."""
+    # -- events --------------------------------------------------------------
+
+    async def _handle_events(self, timeout_s: float, is_wanted: Callable[[], object]) -> None:
+        """Handle events while `is_wanted()`, for `timeout_s` seconds at most."""
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        while is_wanted() and (event := await self._inbox.read(until_s)):
+            self._is_step_due |= self._handle(event)
+
+    def _handle(self, event: Event) -> bool:
+        """Do what an event asks for. Return whether the next step is due because of it."""
+        match event:
+            case StopAsked() | JobsMayWait():
+                return True
+            case HintReceived(state):
+                return self._control.receive_hint(state)
+            case ReceiptAnswered():
+                return self._handle_receipt(event)
+            case ControlLineBroken():
+                self._heartbeat.send_now()
+                return False
+            case HeartbeatAnswered():
+                return self._handle_heartbeat(event)
+            case RequestFinished():
+                # while a wake-up is waited for, the queues were empty a moment ago
+                return self._wake_up is None
+            case StepFinished():
+                return self._handle_step(event)
+            case GroupFinished(_, error) | PartFailed(error):
+                self._failure = error or self._failure
+                return True
+
+    def _handle_receipt(self, event: ReceiptAnswered) -> bool:
+        if event.state is None:
+            self._heartbeat.send_now()  # it registers again
+            return False
+        is_due = self._control.receive_receipt(event.ack)
+        return self._control.receive_answer(event.state, event.known_epoch) or is_due
+
+    def _handle_heartbeat(self, event: HeartbeatAnswered) -> bool:
+        is_due = self._control.receive_receipt(event.report.ack)
+        # the lease of a group that is being submitted may be gone because it arrived
+        for job in self._groups.cancel(set(event.beat.lost) - self._runner.submitting):
+            log.warning("lease lost", extra={"gid": job.gid})
+        if event.beat.control:
+            is_due |= self._control.receive_answer(event.beat.control, event.report.heard)
+        # only while the engine works as it does all the time
+        if self._control.mode is Mode.RUN and not self._engine.is_paused:
+            is_due |= self._capacity.adapt(self._engine.load(), self._shares())
+        return is_due
+
+    def _handle_step(self, event: StepFinished) -> bool:
+        self._step = None
+        claim = event.claim
+        is_due = False
+        if claim and claim.control:
+            is_due = self._control.receive_answer(claim.control, event.known_epoch)
+        if claim and claim.jobs:
+            for job in claim.jobs:
+                self._groups.start(job, self._runner.run(job))
+            return True
+        # a worker without room must not take wake-ups from those that have some
+        if self._wake_up is None and self._vacancy():
+            self._wake_up = asyncio.create_task(self._wait_for_jobs())
+        return is_due
+
+    async def _wait_for_jobs(self) -> None:
         try:
             await asyncio.to_thread(
                 self._run.store.wait_bell, self._run.keys.bell("workers"), IDLE_S, shared=True
             )
-            self._deafness.say("")
+            self._no_wake_up.report("")
         except StoreUnavailable as error:
-            self._deafness.say(error.hint)
+            self._no_wake_up.report(error.hint)
         except RolloutMQError as error:
-            self._failure = error
+            self._inbox.post(PartFailed(error))
         finally:
-            self._bell = None
-            self._changed.set()
+            self._wake_up = None
+            self._inbox.post(JobsMayWait())
 
-    async def _wait(self) -> None:
-        """Until a group ends, the control state changes, or a job may be there."""
-        aborting = self._control.mode is Mode.ABORT and not self._control.obeyed
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ABORT_S if aborting else IDLE_S):
-                await self._changed.wait()
-
-    # -- control -------------------------------------------------------------
-
-    def _look(self) -> tuple[Pulse, list[Job]]:
-        """What the heartbeat says; called on its thread."""
-        return self._pulse.take(self._state(), self._places.limit()), self._work.jobs()
+    def _report(self) -> tuple[Pulse, list[Job]]:
+        """Return what a heartbeat carries, and the jobs that are held. Called on its thread."""
+        report = self._reporter.report(self._state(), self._capacity.limit())
+        return report, self._groups.jobs()
 
     def _state(self) -> WorkerState:
-        if self._stopping:
+        if self._is_stopping:
             return WorkerState.DRAINING
-        if self._steered.paused:
+        if self._engine.is_paused:
             return WorkerState.PAUSED
-        return WorkerState.WORKING if self._work else WorkerState.IDLE
+        return WorkerState.WORKING if self._groups else WorkerState.IDLE
 
-    def _hear(self, beat: Beat, pulse: Pulse) -> None:
-        """The answer to a heartbeat that said `pulse`."""
-        self._control.hear_receipt(pulse.ack)
-        # one that is being handed in may be gone because it arrived; its submit says so
-        for job in self._work.cancel(set(beat.lost) - self._group_work.handing_in):
-            log.warning("lease lost", extra={"gid": job.gid})
-        if beat.control:
-            self._control.hear_answer(beat.control, pulse.heard)
-        self._adapt()
+    # -- steps ---------------------------------------------------------------
 
-    def _adapt(self) -> None:
-        """While the engine works as it does all the time."""
-        steady = self._control.mode is Mode.RUN and not self._steered.paused
-        if steady and self._places.adapt(self._group_work.shares(self._work.jobs())):
-            self._changed.set()
+    async def _take_step(self) -> None:
+        """Bring engine and groups to where the control state wants them, then claim.
 
-    async def _follow_control(self, listener: Listener) -> None:
-        """Bring engine and groups to where the control state wants them; acknowledge once they are
-        there.
+        One after the other: no receipt is sent while a claim is under way, whose groups it would
+        not know.
         """
-        state = self._control.state
-        if state is None:
-            return
-        if (
-            state.epoch != self._control.ack
-            and await self._reach(state)
-            and self._control.state is state
-        ):
-            self._control.ack = state.epoch
-            listener.hand_in()
-        is_paused = state.mode in (Mode.ABORT, Mode.DRAIN) and not self._steered.asleep
-        if state.epoch == self._control.ack and is_paused:
+        finished = StepFinished()
+        try:
+            self._engine.check_health()
+            if state := self._control.state:
+                await self._follow(state)
+            if vacancy := self._vacancy():
+                known_epoch = self._control.epoch
+                finished = StepFinished(await self._claim(vacancy), known_epoch)
+        except Exception as error:
+            self._inbox.post(PartFailed(error))
+        self._inbox.post(finished)
+
+    async def _follow(self, state: ControlState) -> None:
+        control = self._control
+        if not control.is_carried_out and await self._reach(state) and control.state is state:
+            control.ack = state.epoch
+            if not self._client.send_receipt():
+                self._heartbeat.send_now()
+        is_pause = state.mode in (Mode.ABORT, Mode.DRAIN)
+        if control.ack == state.epoch and is_pause and not self._engine.is_asleep:
             # after the receipt, which must not wait for weights that may never load
-            await self._steered.update(state)
+            await self._engine.update(state)
 
     async def _reach(self, state: ControlState) -> bool:
+        """Do what the mode asks for. Return whether it is done, and may be acknowledged."""
+        engine = self._engine
         if state.mode is Mode.KEEP:
-            await self._steered.freeze()
+            await engine.freeze()
             return True
         if state.mode is Mode.RUN:
-            await self._steered.wake()
-            loaded = await self._steered.update(state)
-            await self._steered.thaw()
-            return loaded
-        if state.mode is Mode.ABORT and self._work:
-            # again and again, since a group may only now come from its prompt or its judge to the
-            # engine
-            await self._steered.abort(
-                self._protection.spared(state.epoch, self._work.jobs(), time.monotonic())
-            )
+            await engine.wake()
+            is_loaded = await engine.update(state)
+            await engine.thaw()
+            return is_loaded
+        if state.mode is Mode.ABORT and self._groups:
+            # repeated until none is left: a group may only now come from its prompt or its judge
+            # to the engine
+            jobs = self._groups.jobs()
+            await engine.abort(self._protection.spared(state.epoch, jobs, time.monotonic()))
             return False
-        await self._steered.thaw()
-        if self._work:
+        await engine.thaw()
+        if self._groups:
             return False
-        # its receipt tells a trainer on the same device that the memory is free
-        await (self._steered.sleep() if self._sleeps and not state.lanes else self._steered.wake())
+        # with the receipt, a trainer on the same device takes its memory
+        if self._sleeps and not state.lanes:
+            await engine.sleep()
+        else:
+            await engine.wake()
         return True
 
-    # -- groups --------------------------------------------------------------
+    def _shares(self) -> dict[Job, float]:
+        return self._runner.shares(self._groups.jobs())
 
     def _vacancy(self) -> Vacancy | None:
-        """What may be claimed now."""
+        """Return what may be claimed now, None for nothing."""
         state = self._control.state
-        # while paused some lanes may be open, but only after everybody heard that nothing else is
-        # held
-        may_claim = (
-            state
-            and state.lanes
-            and (state.mode is Mode.RUN or self._control.receipt == state.epoch)
-            and not (self._stopping or self._steered.paused)
-            and self._steered.has_weights_of(state)
-        )
-        return (
-            self._places.vacancy(self._group_work.shares(self._work.jobs())) if may_claim else None
-        )
+        if state is None or not state.lanes or self._is_stopping or self._engine.is_paused:
+            return None
+        # lanes that are open in a pause are claimed from once all have reported that nothing else
+        # is held
+        if state.mode is not Mode.RUN and self._control.receipt != state.epoch:
+            return None
+        if not self._engine.has_weights_of(state):
+            return None
+        return self._capacity.vacancy(self._shares())
 
-    def _hear_answer(self) -> None:
-        """A request has ended. Who listens for jobs has found none a moment ago."""
-        if self._bell is None:
-            self._changed.set()
-
-    async def _claim(self) -> bool:
-        """Claim what there is room for; whether anything came."""
-        vacancy = self._vacancy()
-        if vacancy is None:
-            return False
-        asked, about = (
-            self._control.epoch,
-            (self._engine.version(), vacancy.limit, vacancy.serves, vacancy.sampled),
-        )
+    async def _claim(self, vacancy: Vacancy) -> Claim | None:
+        """Return what the server grants; None if it is unreachable."""
         try:
             claim = await asyncio.to_thread(
-                self._run.jobs.claim, self.id, self._nonce, new_nonce(), *about
+                self._run.jobs.claim,
+                self.id,
+                self._nonce,
+                new_nonce(),
+                self._engine.version(),
+                vacancy.limit,
+                vacancy.serves,
+                vacancy.sampled,
             )
         except StoreUnavailable as error:
-            self._refusal.say(error.hint)
-            return False
-        self._refusal.say(REFUSALS.get(claim.refusal or "", ""))
-        if claim.control:
-            self._control.hear_answer(claim.control, asked)
-        for job in claim.jobs:
-            self._work.schedule(job, self._group_work.do(job))
-        return bool(claim.jobs)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._changed.set()
-        self._failure = error or self._failure
+            self._no_claim.report(error.hint)
+            return None
+        self._no_claim.report(REFUSALS.get(claim.refusal or "", ""))
+        return claim
 
     # -- leaving -------------------------------------------------------------
 
-    async def _leave(self, heart: Heart) -> None:
-        """Finish what is held, within the time allowed; abort and hand back the rest; say good-bye."""
-        self._stopping = True
+    async def _leave(self) -> None:
+        """Finish what is held, within the time allowed; hand back the rest; deregister."""
+        self._is_stopping = True
+        reason = self._failure
+        if self._wake_up:
+            self._wake_up.cancel()
         try:
+            # the last step has the engine, and may have claimed
+            await self._handle_events(math.inf, lambda: self._step)
             if self._failure is None:
-                await self._wind_down()
+                await self._finish_groups()
         except EngineDeadError as error:
             self._failure = error
-            log.error("the engine died while this worker left: %s", error)
         finally:
+            if self._failure is not reason:
+                log.error("this worker failed while it left: %s", self._failure)
             await self._hand_back()
-            await asyncio.to_thread(heart.stop)
-            self._steered.close()
+            await asyncio.to_thread(self._heartbeat.stop)
+            self._engine.close()
         if not await asyncio.to_thread(self._run.fleet.deregister, self.id, self._nonce):
-            log.warning("left with groups in hand; their leases will run out")
+            log.warning("left while groups are held; their leases will run out")
 
-    async def _wind_down(self) -> None:
-        await self._steered.thaw()
-        end = time.monotonic() + self._drain_timeout_s
-        while (
-            self._work and self._control.mode not in (None, Mode.ABORT) and time.monotonic() < end
-        ):
-            await self._work.wait(min(IDLE_S, end - time.monotonic()))
-        if self._work:
-            await self._engine.pause("abort")
-            await self._work.wait(HAND_BACK_S)
+    async def _finish_groups(self) -> None:
+        await self._engine.thaw()
+        await self._handle_events(
+            self._drain_timeout_s,
+            lambda: self._groups and self._control.mode not in (None, Mode.ABORT),
+        )
+        if self._groups:
+            await self._engine.halt()
+            await self._handle_events(HAND_BACK_S, lambda: self._groups)
 
     async def _hand_back(self) -> None:
-        """Give back, unharmed, what could not be ended; what died with its engine gives itself
-        back.
-        """
+        """Release, unharmed, the groups that did not end."""
         if isinstance(self._failure, EngineDeadError):
-            await self._work.wait(HAND_BACK_S)
-        for job in await self._work.cancel_all():
-            await self._group_work.hand_back(job)
+            # groups that die with their engine release themselves
+            await self._handle_events(HAND_BACK_S, lambda: self._groups)
+        for job in await self._groups.cancel_all():
+            await self._runner.hand_back(job)

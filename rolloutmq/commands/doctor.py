@@ -27,7 +27,7 @@ from buffer.monitoring.run_view import Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.check import Finding, check_all
 from buffer.store.store import Store
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from rolloutmq.commands.diagnosis import Symptom, describe, diagnose, last_event_ms, worst_first
 from rolloutmq.options import (
     Address,

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config.loader import load_config
-from buffer.config.run import is_url
+from buffer.config.load import load_config
+from buffer.config.task import is_url
 from buffer.errors import ConfigError
 from buffer.server.process import follow_owner, log_json
 
 if TYPE_CHECKING:
-    from buffer.config.worker import ProducingConfig
+    from buffer.config.config import ProducingConfig
     from buffer.run import Run
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker
@@ -174,7 +174,7 @@ def problems(config: Config, overrides: Set = None) -> None:
 
 
 def _load(config: Path, overrides: list[str] | None) -> ProducingConfig:
-    from buffer.config.worker import ProducingConfig
+    from buffer.config.config import ProducingConfig
 
     return load_config(ProducingConfig, config, overrides or [])
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from buffer.config.loader import parse_settings
+from buffer.config.load import parse_settings
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.monitoring.console import console
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from buffer.errors import ConfigError
 from buffer.monitoring.console import console
 from buffer.monitoring.http_endpoint import is_loopback, read_token
 from rolloutmq.options import RedisUrl, RunDir, RunName, open_target
@@ -51,14 +50,10 @@ def web(
     Charts, groups, rollouts with their tokens, workers, dead letters, events. Whoever has the
     printed address may also pause, requeue and drop; without its token, the page only shows.
     """
-    try:
-        import uvicorn
+    import uvicorn
 
-        from rolloutmq.web.app import make_app
-    except ImportError as error:
-        raise ConfigError(
-            f"the browser view needs {error.name}", hint="pip install 'rolloutmq[web]'"
-        ) from error
+    from rolloutmq.web.app import make_app
+
     is_public = not is_loopback(host)
     token = read_token(token_file) if token_file else secrets.token_urlsafe(24)
     with open_target(redis_url, run_dir, run) as target:

@@ -20,6 +20,7 @@ from pathlib import Path
 from buffer.errors import ConfigError, RolloutMQError, RunError
 from buffer.server.embedded import EmbeddedServer
 from buffer.server.process import OWNER
+from buffer.store.retry import Backoff
 
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 """Exit codes after which starting again would only say the same again."""
@@ -28,6 +29,9 @@ COME_BACK_S = 5.0
 """A process that left in order is started again so late: at the end of a run they leave before the
 trainer does.
 """
+
+BACKOFF = Backoff(0.5, 10.0, jitter=0.0)
+"""Pauses before a process that died is started again."""
 
 QUICK_S = 15.0
 """A process that dies so young three times in a row will not get better."""
@@ -111,7 +115,7 @@ class Child:
             )
             error.exit_code = code if code > 0 else 1
             raise error
-        self._retry_at = time.monotonic() + min(10.0, 0.5 * 2.0**self._quick_deaths)
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._quick_deaths)
         return f"{self.name} {how}"
 
     def last_words(self, lines: int = 6) -> str:

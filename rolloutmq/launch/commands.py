@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.config.loader import load_config
+from buffer.config.load import load_config
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
 from buffer.server.process import follow_owner, log_json
 
 if TYPE_CHECKING:
-    from buffer.config.trainer import TrainingConfig
+    from buffer.config.config import TrainingConfig
 
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
@@ -176,6 +176,6 @@ def _check_alone(config: Path) -> None:
 
 
 def _load(config: Path, overrides: list[str] | None) -> TrainingConfig:
-    from buffer.config.trainer import TrainingConfig
+    from buffer.config.config import TrainingConfig
 
     return load_config(TrainingConfig, config, overrides or [])

@@ -19,8 +19,8 @@ from statistics import mean
 import orjson
 from rich.table import Table
 
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
 from buffer.errors import ModelError
 from buffer.monitoring.console import console as open_console
 from buffer.monitoring.history import StepLog, TrainedStep

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.errors import RoleHeld, StoreUnavailable
 from buffer.monitoring.console import console as open_console
 from buffer.open_run import open_store
@@ -23,7 +23,7 @@ from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from consumer.training.checkpoint import make_run
 from rolloutmq.launch.child import Chaos, Child
-from rolloutmq.launch.placement import count_gpus, gpus_of_engine, place
+from rolloutmq.launch.placement import count_gpus, place
 from rolloutmq.launch.preparation import (
     await_roles,
     is_done,
@@ -152,7 +152,7 @@ class Launcher:
     def _start(self, run: Run) -> None:
         config = self._config
         await_roles(run, self._console.print)
-        placement = place(config.launch, count_gpus(), gpus_of_engine(config.engine))
+        placement = place(config.launch, count_gpus(), config.engine.shards)
         # on a CPU everybody gets a share: torch would take all cores in every process
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:

@@ -7,17 +7,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
-from buffer.config.config import LaunchSection
+from buffer.config.run_settings import LaunchSection
 from buffer.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Keys of [engine]: shards, and so GPUs, are their product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +43,6 @@ def count_gpus() -> int:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-
-
-def gpus_of_engine(engine: Mapping[str, Any] | None) -> int:
-    """How many one worker needs, by its section of the config."""
-    return prod(dict(engine or {}).get(size, 1) for size in SIZES)
 
 
 def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from buffer.config.config import ConfigFile
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import ConfigFile, TrainingConfig
 from buffer.errors import RoleHeld, RolloutMQError
 from buffer.monitoring.run_view import take_snapshot
 from buffer.open_run import embedded_server

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from buffer.batches.account import Audit
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.errors import AccountError
 from buffer.monitoring.history import StepLog, TrainedStep
 from buffer.run import Run

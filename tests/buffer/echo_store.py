@@ -5,15 +5,16 @@ nothing (I13).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
 
 from buffer.store.bulk_io import Command
+from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName, library
-from buffer.store.store import Store, Upload
+from buffer.store.store import Store
 from tests.buffer.keyspace import changed, dump
 
 MUTATING = sorted(
@@ -68,15 +69,14 @@ class EchoStore(Store):
                 assert again[0] == reply[0] or script == "deregister", (script, reply, again)
         return reply
 
-    def upload_and_call(
-        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> list[list[Any]]:
-        replies = super().upload_and_call(script, key, make)
+    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+        uploads = list(uploads)
+        replies = super().upload_and_call(script, key, uploads)
         for reply in replies:
             self._note(script, reply)
         if script in self.repeats:
             with self._nothing_changes(script):
-                again = super().upload_and_call(script, key, make)
+                again = super().upload_and_call(script, key, uploads)
                 assert [reply[0] for reply in again] == [reply[0] for reply in replies]
         return replies
 

@@ -4,13 +4,14 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import redis
 
+from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName, Script, library
-from buffer.store.store import Store, Upload
+from buffer.store.store import Store
 
 
 class OneByOneStore(Store):
@@ -49,11 +50,9 @@ class OneByOneStore(Store):
     ) -> list[list[Any]]:
         return [self.call(script, *call) for call in calls]
 
-    def upload_and_call(
-        self, script: str, key: str, make: Callable[[], Iterable[Upload]]
-    ) -> list[list[Any]]:
+    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
         replies = []
-        for commands, call in make():
+        for commands, call in uploads:
             self.write("upload", commands)
             replies.append(self.call(script, *call, durable=True))
         return replies

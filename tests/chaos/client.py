@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.config.engine import SimulatedConfig
-from buffer.config.run import JudgingSection
+from buffer.config.task import JudgingSection
 from buffer.errors import Fenced, LedgerError, RoleHeld, RunError
 from buffer.model.distributions import Fixed
 from buffer.model.rollout import PolicyVersion, SampleParams

@@ -20,8 +20,9 @@ from typing import Any
 
 import orjson
 
+from buffer.store.script_calls import Upload
 from buffer.store.scripts import Arg, KeysByName
-from buffer.store.store import ScriptCall, Store, Upload
+from buffer.store.store import Store
 
 Event = dict[str, Any]
 
@@ -91,19 +92,10 @@ class RecordingStore(Store):
         self.history.ok(script, number, args, reply)
         return reply
 
-    def upload_and_call(self, script: str, key: str, make: Any) -> list[list[Any]]:
-        """As `Store.upload_and_call`. Uploads are made anew for every try: the first time they are
-        written down.
-        """
-        calls: list[tuple[int, ScriptCall]] = []
-
-        def noted() -> Iterator[Upload]:
-            for place, (commands, call) in enumerate(make()):
-                if place == len(calls):
-                    calls.append((self.history.call(script, call.args), call))
-                yield commands, call
-
-        replies = super().upload_and_call(script, key, noted)
+    def upload_and_call(self, script: str, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+        """As `Store.upload_and_call`."""
+        calls = [(self.history.call(script, call.args), call) for _, call in uploads]
+        replies = super().upload_and_call(script, key, uploads)
         for (number, call), reply in zip(calls, replies, strict=True):
             self.history.ok(script, number, call.args, reply)
         return replies

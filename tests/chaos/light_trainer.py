@@ -22,7 +22,7 @@ from buffer.model.group import RolloutGroup
 from buffer.model.manifest import ManifestEntry
 from buffer.model.rollout import VersionSpan
 from buffer.run import Run
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from consumer.batches.batch import Batch, Stopped
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.checkpoint import CheckpointFolder

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from buffer.config.run import check_name
+from buffer.config.run_settings import check_name
 from buffer.errors import RolloutMQError
-from buffer.groups.submit import HandIn
+from buffer.groups.submit import Submission
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.job import Job, Result
@@ -48,8 +48,8 @@ def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: st
     run = scene.run
     ref, commands = run.payloads.commands(job.gid, job.token, data)
     scene.store.write("payload write", commands)
-    hands = HandIn(scene.store, run.keys, run.limits, run.payloads, None)
-    scene.store.call("submit", *hands.call(worker, Result(job, group, 4), ref))
+    submission = Submission(scene.store, run.keys, run.limits, run.payloads, None)
+    scene.store.call("submit", *submission.call(worker, Result(job, group, 4), ref))
 
 
 def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:

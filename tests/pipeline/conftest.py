@@ -1,6 +1,4 @@
-"""A yard for each test, on the embedded server (`on_both`: on Redis too); a server of its own where
-a test kills it.
-"""
+"""Yards on the embedded server (`on_both`: on Redis too), or on one that a test kills."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from tests.servers import Server
 
 @pytest.fixture(autouse=True)
 def quick_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of a worker that listens for jobs ends between two waits, and the event loop ends
-    after it.
-    """
+    """Keep the thread that waits for jobs short: an event loop ends only after its threads."""
     monkeypatch.setattr(worker, "IDLE_S", 0.2)
 
 
@@ -36,7 +32,10 @@ def make_yard(
     run_name: str,
     tmp_path: Path,
 ) -> Iterator[Callable[..., Yard]]:
-    """A yard with other limits: `make_yard(max_tries=1)`. Its parameter is the kind of server."""
+    """Return a function that makes a yard with other limits: `make_yard(max_tries=1)`.
+
+    The fixture's parameter is the kind of server.
+    """
     store = Store(server_of(getattr(request, "param", "valkey")).url, deadline_s=30.0)
     yield lambda **changes: Yard(store, run_name, tmp_path, LIMITS.model_copy(update=changes))
     store.close()
@@ -51,8 +50,10 @@ def yard(make_yard: Callable[..., Yard]) -> Yard:
 def make_mixture(
     request: pytest.FixtureRequest, server_of: Callable[[str], Server], run_name: str
 ) -> Iterator[Callable[..., Mixture]]:
-    """A run of several tasks: `make_mixture({"batch_size": 3}, curriculum=f)`. Its parameter is the
-    kind of server.
+    """Return a function that makes a run of several tasks.
+
+    Usage: `make_mixture({"batch_size": 3}, curriculum=f)`. The fixture's parameter is the kind of
+    server.
     """
     server = server_of(getattr(request, "param", "valkey"))
     made = list[Mixture]()
@@ -72,14 +73,14 @@ def make_mixture(
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A server that the test may kill."""
+    """Start a server that the test may kill."""
     with EmbeddedServer(tmp_path / "server") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of some thousand weights, built once."""
+    """Build a random model of some thousand weights, once."""
     from tests.consumer.models.tiny import build_model
 
     return build_model(tmp_path_factory.mktemp("model"))
@@ -87,7 +88,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_site(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Site]]:
-    """A run in a folder; nothing of it is left at the end."""
+    """Return a function that makes a run in a folder; end all of its processes afterwards."""
     sites: list[Site] = []
 
     def make(folder: str = "site", **changes: Any) -> Site:

@@ -1,10 +1,9 @@
-"""The two ends of a transfer of weights in processes of their own, which stop in its middle and
-wait to be killed.
+"""The two ends of a weight transfer, as processes that stop in its middle to be killed.
 
 What comes in and goes out:
 
-    python -m tests.pipeline.handover worker     an Announcement as JSON on stdin; "middle" on stdout
-    python -m tests.pipeline.handover trainer    nothing; an Announcement as JSON, then "middle"
+    python -m tests.pipeline.handover worker     an Announcement (JSON) on stdin; prints "middle"
+    python -m tests.pipeline.handover trainer    nothing; prints an Announcement, then "middle"
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A run of several tasks on a real server: the real producer and trainer, and workers whose every
-move a test makes.
-"""
+"""A run of several tasks on a real server, whose workers do only what a test makes them do."""
 
 from __future__ import annotations
 
@@ -69,16 +67,12 @@ class Mixture:
     # -- moves ---------------------------------------------------------------
 
     def claim(self) -> list[Job]:
-        """All that waits; nothing where newer weights were published meanwhile, or a pause has
-        begun.
-        """
+        """Claim all waiting jobs; none if newer weights were published meanwhile, or in a pause."""
         weights = self.run.control.state().weights
         return self.run.jobs.claim("w0", self.scene.worker(), new_nonce(), weights, 100).jobs
 
     def work(self, **most: int) -> None:
-        """Complete what waits; where `most` is given, only so many groups of each task, and give
-        the others back.
-        """
+        """Complete the waiting groups, at most `most` of each task, and hand the others back."""
         weights = self.run.control.state().weights
         for job in self.claim():
             if not most or most.get(job.task, 0) > 0:

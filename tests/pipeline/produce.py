@@ -1,5 +1,4 @@
-"""A producer as a process of its own, for tests that kill it: the real one, with a tokenizer that
-costs no import.
+"""A producer process for tests that kill it: the real one, with a tokenizer that loads fast.
 
 usage: python -m tests.pipeline.produce URL RUN DATASET TARGET [standby]
 """
@@ -30,7 +29,7 @@ def make_producer(
     threshold: int = 1,
     slice_size: int = 7,
 ) -> AgentLoopManager:
-    """A producer that starts `share` groups for every step that the newest weights may serve."""
+    """Return a producer that starts `share` groups for every step that the newest weights serve."""
     sampler = Sampler(
         TASK,
         JsonlDataset(dataset),

@@ -1,6 +1,4 @@
-"""Judges that misbehave on purpose, for rq's work-horses. `ground_truth` is a folder that they tell
-the test by.
-"""
+"""Judges for rq that misbehave on purpose, and report in the folder `ground_truth`."""
 
 from __future__ import annotations
 
@@ -12,17 +10,17 @@ from typing import Any
 
 
 def length(*, response: str, ground_truth: Any, state: Any) -> dict[str, float]:
-    return {"score": float(len(response)), "told": float(len(state.messages))}
+    return {"score": float(len(response)), "messages": float(len(state.messages))}
 
 
 def ranks(*, states: list[Any]) -> list[float]:
-    """The place of each response among all of its group, by length."""
+    """Return the rank of each response in its group, by length."""
     lengths = [len(state.response) for state in states]
     return [float(sorted(lengths).index(length)) for length in lengths]
 
 
 def hangs_once(*, response: str, ground_truth: str, state: Any) -> float:
-    """Writes its process id and waits to be killed; the second call answers."""
+    """Write the process id and wait to be killed; answer the second call."""
     calls = Path(ground_truth) / "pid"
     if calls.exists():
         return 1.0
@@ -34,7 +32,7 @@ def hangs_once(*, response: str, ground_truth: str, state: Any) -> float:
 
 
 def spins(*, response: str, ground_truth: Any, state: Any) -> float:
-    """Deaf to rq's time limit, which Python must get to handle: this stays in C and holds the lock."""
+    """Ignore rq's time limit, which Python must handle: stay in C and hold its lock."""
     return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
 
 

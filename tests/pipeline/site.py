@@ -1,6 +1,4 @@
-"""A run in a folder, as a user has it: a config file, a server, and real processes that can be
-killed.
-"""
+"""A run in a folder, as a user has it: a config, a server, and processes that can be killed."""
 
 from __future__ import annotations
 
@@ -131,8 +129,8 @@ class Site:
         self.processes.append(Process(popen, log))
         return self.processes[-1]
 
-    def tell(self, verb: str, *more: str) -> tuple[int, str]:
-        """A command that is expected to end by itself: exit code and output."""
+    def command(self, verb: str, *more: str) -> tuple[int, str]:
+        """Run a command that should end by itself; return exit code and output."""
         process = self.start(verb, *more)
         return process.wait(), process.said()
 
@@ -169,7 +167,7 @@ class Site:
             time.sleep(0.02)
 
     def words(self) -> str:
-        """The ends of all logs, for a test that failed."""
+        """Return the ends of all logs, for a test that failed."""
         logs = [*(p.log for p in self.processes), *(self.run_dir / "logs").glob("*.log")]
         return "\n".join(
             f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs
@@ -192,8 +190,9 @@ class Site:
         return audit
 
     def check(self) -> None:
-        """Nothing lost, nothing trained twice, every step there, and what was delivered again was
-        the same.
+        """Check that nothing was lost or trained twice, and that every step is there.
+
+        A batch that was delivered again must be the same.
         """
         history = self.history()
         assert [step.step for step in history.steps] == list(range(1, self.steps + 1)), self.words()

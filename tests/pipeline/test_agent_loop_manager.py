@@ -1,6 +1,4 @@
-"""All tasks of a run, produced together: in a user's own loop, with one that breaks, and one that
-has enough.
-"""
+"""All tasks of a run, produced together; one of them breaks, another has enough."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ STATUS = ProduceBatchStatus
 
 
 def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[..., Mixture]) -> None:
-    """Weights 2:1:0 of 7, three steps: exactly what the batches need, counted in each call by
-    itself.
-    """
+    """Produce exactly what three batches need, with weights 2:1:0 of 7, counted for each call."""
     site = make_mixture()
     working = threading.Event()
 
@@ -66,7 +62,7 @@ def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[...,
     site.scene.check()
 
 
-def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(
+def test_a_batch_that_no_worker_works_on_is_a_timeout_with_what_there_is(
     make_mixture: Callable[..., Mixture],
 ) -> None:
     site = make_mixture()
@@ -77,7 +73,7 @@ def test_a_batch_that_nobody_works_on_is_a_timeout_with_what_there_is(
             site.manager.produce_batch(1, deadline_s=0.0)
 
 
-def test_a_broken_task_stops_alone_and_tells_whoever_waits_for_it(
+def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
     make_mixture: Callable[..., Mixture],
 ) -> None:
     site = make_mixture()
@@ -121,9 +117,7 @@ def test_a_producer_that_starts_anew_tries_a_broken_task_again(
 
 
 def test_a_slow_task_holds_up_no_other(make_mixture: Callable[..., Mixture]) -> None:
-    """Nothing of math is ever handed in: code goes on, step after step, as far as its weights
-    allow.
-    """
+    """Submit nothing of math: code continues, step after step, as far as its weights allow."""
     site = make_mixture()
     with site.manager.opened():
         for step in (1, 2, 3):
@@ -187,8 +181,9 @@ def test_enough_of_nothing_is_an_error_and_no_empty_batch(
 def test_curriculum_is_asked_once_a_step_and_its_weights_hold_later(
     make_mixture: Callable[..., Mixture],
 ) -> None:
-    """Math gives way to idle once step 2 was taken: versioned, told in the events, and every batch
-    adds up.
+    """Give the weight of math to idle once step 2 was taken.
+
+    The change is versioned and in the events, and the counts of every batch are right.
     """
     asked: list[int] = []
 
@@ -226,7 +221,7 @@ def test_curriculum_is_asked_once_a_step_and_its_weights_hold_later(
     ],
     ids=str,
 )
-def test_curriculum_that_is_wrong_changes_nothing_and_says_so_once_a_step(
+def test_curriculum_that_is_wrong_changes_nothing_and_logs_it_once_a_step(
     make_mixture: Callable[..., Mixture], caplog: pytest.LogCaptureFixture, answer: Any, said: str
 ) -> None:
     def weights(progress: ProduceProgress) -> dict[str, float]:

@@ -1,6 +1,4 @@
-"""A worker that finds out by itself how many groups keep its engine full, says so, and obeys
-whoever knows better.
-"""
+"""A worker finds how many groups keep its engine full, reports it, and obeys live settings."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from tests.pipeline.yard import SLOW_S, Yard
 
 
 def said(yard: Yard) -> int:
-    """What `rolloutmq workers` shows."""
+    """Return what `rolloutmq workers` shows."""
     return yard.run.fleet.workers()[0].concurrency
 
 

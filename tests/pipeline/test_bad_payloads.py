@@ -1,5 +1,6 @@
-"""Every kind of bad payload at every entrance of a run: what it hits fails by itself and says why,
-and everything else goes on. What workers hand in: tests/integration/test_hostile_payloads.py.
+"""Every kind of bad payload at every entrance of a run fails alone, with its reason.
+
+What workers submit: tests/integration/test_hostile_payloads.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.config.run import JudgingSection
+from buffer.config.task import JudgingSection
 from buffer.control.control import Mode
 from buffer.errors import DatasetError, JudgeError, RolloutMQError
 from buffer.model.rollout import RolloutState
@@ -89,7 +90,7 @@ def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) 
 
 
 async def _serve(yard: Yard, answers: dict[str, bytes], judge_of: Any) -> None:
-    """A judge at a URL answers for each group, by its ground truth, what is given."""
+    """Start a judge at a URL that answers for each group, by its ground truth, what is given."""
 
     async def answer(request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
@@ -171,10 +172,10 @@ def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
         if not bad:
             continue  # an empty line is none
         path.write_bytes(good + b"\n" + bad + b"\n")
-        with pytest.raises(DatasetError, match=rf"{path.name}, lines? \d") as told:
+        with pytest.raises(DatasetError, match=rf"{path.name}, lines? \d") as caught:
             pytest.fail(f"{kind}: {yard.run.import_groups(path)}")
-        assert told.value.hint, kind
-        assert len(str(told.value)) < 1000, kind
+        assert caught.value.hint, kind
+        assert len(str(caught.value)) < 1000, kind
     assert yard.run.account.totals() == before
     path.write_bytes(good)
     assert yard.run.import_groups(path).groups == 1
@@ -182,7 +183,7 @@ def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
 
 
 def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody follows them, and the next one is still heard."""
+    """They are ignored, and the next good one is still received."""
     hint = "\0".join(["99", "finish", "eval resume fresh", str(FIRST), "/w", "sum"]).encode()
     gids = yard.enqueue(2)
 
@@ -201,7 +202,10 @@ def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptureFixtu
             for kind in KINDS:
                 yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
             await yard.until(
-                lambda: caplog.text.count("ignoring an invalid message of the control channel") == len(KINDS)
+                lambda: (
+                    caplog.text.count("ignoring an invalid message of the control channel")
+                    == len(KINDS)
+                )
             )
             await yard.receipts(yard.control(Mode.DRAIN))
             await yard.receipts(yard.control(Mode.RUN))

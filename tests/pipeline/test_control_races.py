@@ -1,9 +1,8 @@
-"""Everybody pauses and continues at once, a trainer dies in its pause, messages come late and
-twice, a worker is deaf.
+"""All pause and continue at once, a trainer dies in its pause, hints are late, a line is down.
 
 One property, on a real server, with clients on threads of their own: whatever the order, an abort
 or drain that is confirmed holds nothing, the run can be continued, and each rollout is made once,
-as a whole, by tokens that are kept (I2, I9, I10).
+as a whole, from tokens that are kept (I2, I9, I10).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from buffer.control.control import ControlState, Mode
 from buffer.errors import Fenced
 from buffer.model.rollout import RolloutState
 from consumer.rollout_consumer import RolloutConsumer
-from producer_workers.worker.control_client import Listener
+from producer_workers.worker.control_client import ControlClient
 from tests.pipeline.yard import TASK, Yard
 
 LENGTHS = (10, 60)
@@ -86,9 +85,7 @@ class Racers:
         self._control.set_mode("operator", Mode.RUN)
 
     def train(self, chance: random.Random) -> None:
-        """New weights all the time; now and then a trainer dies in its pause, and another one takes
-        over.
-        """
+        """Publish weights all the time; sometimes die in a pause, and let another one take over."""
         consumer = self.open_trainer()
         for version in range(1, MOVES):
             folder, checksum = self.yard.write_weights(version)
@@ -111,20 +108,20 @@ class Racers:
         return consumer
 
     def produce(self, _: random.Random) -> None:
-        """What is aborted goes on, whenever that is allowed."""
+        """Reissue aborted groups whenever that is allowed."""
         while not self.is_over.wait(0.02):
             self.yard.reissue()
 
     def gossip(self, chance: random.Random) -> None:
-        """What the channel said, again: late, twice, and in another order."""
+        """Repeat hints of the channel: late, twice, and in another order."""
         channel = self.yard.run.store.control.pubsub()
         channel.subscribe(self.yard.run.keys.control)
         while not self.is_over.is_set():
-            heard = channel.get_message(ignore_subscribe_messages=True, timeout=0.02)
-            if heard:
-                self._hints.append(heard["data"])
+            message = channel.get_message(ignore_subscribe_messages=True, timeout=0.02)
+            if message:
+                self._hints.append(message["data"])
             if self._hints and chance.random() < 0.5:
-                # not heard again by this one only because it would go round for ever
+                # drops its own copy, which would be repeated for ever
                 self.yard.run.store.control.publish(self.yard.run.keys.control, self._hints.pop(0))
                 channel.get_message(ignore_subscribe_messages=True, timeout=0.02)
         channel.close()
@@ -132,8 +129,9 @@ class Racers:
     # -- what must be so -----------------------------------------------------
 
     def look(self, state: ControlState) -> None:
-        """Once all have confirmed, and while nobody has changed it again: nothing is held, and
-        tokens are kept.
+        """Check that nothing is held, and that tokens are kept, once all have confirmed `state`.
+
+        Nothing is checked if the control state has changed again.
         """
         if state.mode not in (Mode.ABORT, Mode.DRAIN) or self._receipts.silent(state.epoch):
             return
@@ -151,11 +149,13 @@ class Racers:
 def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    hears = Listener.listen
+    listen = ControlClient.listen
     monkeypatch.setattr(
-        Listener,
+        ControlClient,
         "listen",
-        lambda listener: asyncio.Event().wait() if listener._worker == "deaf" else hears(listener),
+        lambda client: (
+            asyncio.Event().wait() if client._worker == "disconnected" else listen(client)
+        ),
     )
     yard = make_yard(lease_ms=60_000, heartbeat_ms=100)
     racers = Racers(yard, seed)
@@ -164,7 +164,7 @@ def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
 
     async def scenario() -> None:
         options: dict[str, Any] = {"token_s": 0.004, "partial_rollout": True, "judge": racers.judge}
-        workers = [yard.worker(name, **options) for name in ("w0", "w1", "deaf")]
+        workers = [yard.worker(name, **options) for name in ("w0", "w1", "disconnected")]
         async with (
             yard.working(workers[0]) as a,
             yard.working(workers[1]) as b,

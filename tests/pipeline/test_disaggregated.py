@@ -1,6 +1,4 @@
-"""The disaggregated state machine on a real server: what a waiting trainer is told, and what then
-helps (I7, I8).
-"""
+"""The disaggregated state machine: what a waiting trainer is told, and what then helps (I7, I8)."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def consumer_of(yard: Yard) -> RolloutConsumer:
-    """The handle of the trainer that the yard has opened."""
-    consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # nobody closes it
-    consumer.role.nonce = yard.trainer
+    """Return the handle of the trainer that the yard has opened."""
+    consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)  # is never closed
     consumer.lineage = LINEAGE
     return consumer
 
@@ -78,7 +75,7 @@ def take(consumer: RolloutConsumer, step: int, count: int = SHARE) -> Batch:
     return consumer.take_batch(step, {TASK: count}, deadline_s=60.0)
 
 
-def test_weights_that_are_too_old_are_told_and_newer_ones_serve_the_same_step(
+def test_weights_that_are_too_old_are_reported_and_newer_ones_serve_the_same_step(
     yard: Yard, dataset: Path
 ) -> None:
     consumer = consumer_of(yard)
@@ -99,7 +96,7 @@ def test_weights_that_are_too_old_are_told_and_newer_ones_serve_the_same_step(
         play(yard, trainer)
 
 
-def test_a_batch_says_that_it_is_the_last_one_of_its_weights(
+def test_a_batch_reports_that_it_is_the_last_one_of_its_weights(
     make_yard: Callable[..., Yard], dataset: Path
 ) -> None:
     yard = make_yard(stale_threshold=2)
@@ -116,7 +113,7 @@ def test_a_batch_says_that_it_is_the_last_one_of_its_weights(
         play(yard, trainer)
 
 
-def test_a_batch_that_nobody_will_ever_make_is_an_error_with_all_counters(
+def test_a_batch_that_will_never_be_made_is_an_error_with_all_counters(
     make_yard: Callable[..., Yard], dataset: Path
 ) -> None:
     """It asks for more than the plan, so that it is neither too old nor worked on."""
@@ -126,9 +123,9 @@ def test_a_batch_that_nobody_will_ever_make_is_an_error_with_all_counters(
     def trainer() -> None:
         with pytest.raises(
             NoBatch, match=rf"target \d+, cursor {3 * SHARE}, completed {3 * SHARE}"
-        ) as told:
+        ) as caught:
             take(consumer, 1, 4 * SHARE)
-        assert "batch_size" in told.value.hint
+        assert "batch_size" in caught.value.hint
         assert len(take(consumer, 1).groups) == SHARE
         # so would this, were there not weights that are newer: they serve one step more
         with pytest.raises(ExpiredBatch, match="publish the weights of step 1"):
@@ -144,21 +141,21 @@ def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(
     yard: Yard, dataset: Path
 ) -> None:
     consumer = consumer_of(yard)
-    told = threading.Event()
+    is_waiting = threading.Event()
 
     def trainer() -> None:
         yard.control(Mode.ABORT)
-        threading.Thread(target=lambda: (told.wait(60), yard.control(Mode.RUN))).start()
-        # nobody works, nothing is started, the step is not even too old: that is what a pause is
+        threading.Thread(target=lambda: (is_waiting.wait(60), yard.control(Mode.RUN))).start()
+        # no worker, nothing started, a step that is not even too old: that is what a pause is
         reasons: list[str] = []
 
-        def hear(reason: Any) -> None:
+        def note(reason: Any) -> None:
             reasons.append(str(reason))
             if len(reasons) == 4:
-                told.set()
+                is_waiting.set()
 
         assert (
-            len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=60.0, waiting=hear).groups)
+            len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=60.0, waiting=note).groups)
             == SHARE
         )
         yard.control(Mode.FINISH)
@@ -169,7 +166,7 @@ def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(
         play(yard, trainer)
 
 
-def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer_is_told(
+def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer_fails(
     make_yard: Callable[..., Yard],
     server_of: Callable[[str], Any],
     dataset: Path,

@@ -1,6 +1,4 @@
-"""A worker whose network breaks, and that leaves: a real process, a real signal, a real connection
-that is cut.
-"""
+"""A worker process whose connection is cut, and that gets a signal to leave."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ def site(make_site: Callable[..., Site]) -> Site:
 
 @pytest.fixture
 def yard(site: Site, tmp_path: Path) -> Iterator[Yard]:
-    """The run that the site's workers find there; nobody else is in it."""
+    """Make the run that the site's workers find on its server."""
     with closing(Store(site.server.url, deadline_s=30.0)) as store:
         yield Yard(store, site.name, tmp_path, LIMITS.model_copy(update={"lease_ms": 60_000}))
 
 
 @pytest.mark.timeout(400)
-def test_a_worker_keeps_its_results_while_its_network_is_cut_and_hands_back_what_it_began_when_told_to_go(
+def test_worker_keeps_results_without_a_network_and_hands_back_the_rest_when_it_is_stopped(
     site: Site, yard: Yard
 ) -> None:
     server = site.server.url.removeprefix("unix://")
@@ -51,11 +49,12 @@ def test_a_worker_keeps_its_results_while_its_network_is_cut_and_hands_back_what
     overrides = [part for option in options for part in ("--set", option)]
     worker = site.start("worker", "--id", "away", "--redis-url", network.url, *overrides)
     site.until(
-        lambda: any(told.requests in (4, 6) for told in yard.run.fleet.workers()), "a full engine"
+        lambda: any(worker.requests in (4, 6) for worker in yard.run.fleet.workers()),
+        "a full engine",
     )
     network.close()
     if "completed" not in yard.places():  # on a slow machine it was quicker than we were
-        site.until(lambda: "holding on to groups" in worker.said(), "the end of the short group")
+        site.until(lambda: "keeping finished groups" in worker.said(), "the end of the short group")
         assert yard.places() == {"running": 3}
     socket.unlink()
     with closing(CuttingProxy(server, socket)):
@@ -65,7 +64,7 @@ def test_a_worker_keeps_its_results_while_its_network_is_cut_and_hands_back_what
     assert not yard.run.fleet.workers(), "it has said good-bye"
     begun = [len(state.response_ids) for gid in long for state in yard.group(gid).states]
     assert all(0 < tokens < ENDLESS[0] for tokens in begun), (
-        "what was made of them goes on elsewhere"
+        "the tokens that were made are kept for the next worker"
     )
     assert {record["tries"] for record in yard.records()} == {"0"}
     assert yard.counters().get("leases_lost", 0) == 0

@@ -1,6 +1,4 @@
-"""An engine that dies is replaced, later and later, until it is enough; its groups wait for nobody
-meanwhile.
-"""
+"""An engine that dies is replaced, later each time, and not for ever; its groups do not wait."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import pytest
 
 from buffer.config.engine import VllmConfig
 from buffer.errors import ModelError
+from buffer.store.retry import Backoff
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineDeadError, Generation
 from producer_workers.worker import engine_restarts
@@ -23,13 +22,11 @@ from tests.producer_workers.engines.tiny_model import write_tiny_model
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_restarts, "BACKOFF", Backoff(0.01, 60.0, jitter=0.0))
 
 
 class Site:
-    """Workers `w0` of a yard, one after another, whose simulated engines die after so many requests
-    each.
-    """
+    """Workers `w0` of a yard, one after another, whose engines each die after some requests."""
 
     def __init__(self, yard: Yard, *lives: int | None) -> None:
         self.yard = yard
@@ -64,7 +61,7 @@ def test_groups_end_on_the_engine_that_replaces_a_dead_one(yard: Yard) -> None:
     yard.check()
 
 
-def test_a_worker_gives_up_and_says_why_when_its_engine_dies_again_and_again(
+def test_a_worker_gives_up_and_reports_why_when_its_engine_dies_again_and_again(
     yard: Yard, caplog: pytest.LogCaptureFixture
 ) -> None:
     yard.enqueue(6, (50, 50))
@@ -123,8 +120,7 @@ class WatchedVllm:
 def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_it(
     make_yard: Callable[..., Yard], tmp_path: Path
 ) -> None:
-    """SIGKILL in the middle of generation: everything that waits for it hears of it, another engine
-    ends the work.
+    """Kill the engine in the middle of generation; another engine finishes the other groups.
 
     The first engine is a pair of shards, of which one is killed; those after it are one process
     each.

@@ -1,4 +1,4 @@
-"""`rolloutmq set` in a run that is at work: producer and worker take it over, and the events tell."""
+"""`rolloutmq set` in an active run: producer and worker adopt the settings, events report them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from buffer.config.loader import parse_settings
+from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.model.limits import TaskLimits

@@ -1,6 +1,4 @@
-"""A whole run on a cluster of three nodes: a producer, a worker and a trainer, five steps, all of
-it freed (I1, I6).
-"""
+"""A whole run on a cluster of three nodes, five steps, until all of it is freed (I1, I6)."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def account(yard: Yard) -> Audit:
 
 
 def nodes_of(yard: Yard, gids: list[str]) -> set[str]:
-    """The masters that hold payloads of some groups."""
+    """Return the masters that hold payloads of some groups."""
     found = set()
     for url, client in yard.store.servers.masters():
         keys = [

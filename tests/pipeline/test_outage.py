@@ -1,6 +1,4 @@
-"""A long outage of the server: everybody waits, says so once, and nobody takes what the others
-could not keep.
-"""
+"""A long outage: all wait and log it once; no role is taken from one that could not renew it."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ OUTAGE_S = 300.0
 
 
 class Clock:
-    """A monotonic clock that goes on when it is told to."""
+    """A monotonic clock that the test moves forward."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_call_outlasts_its_deadline_while_there_is_patience_and_says_so_once(
+def test_a_call_outlasts_its_deadline_while_there_is_patience_and_logs_it_once(
     own_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(own_server.url, deadline_s=0.1)
@@ -53,7 +51,7 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_says_so_once(
         return True
 
     def come_back() -> None:
-        for _ in range(2):  # so often it was asked whether to go on waiting
+        for _ in range(2):  # asked this often whether to wait longer
             asked.acquire(timeout=60)
         own_server.start()
 
@@ -65,19 +63,19 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_says_so_once(
         assert store.retrying("ping", lambda: store.control.ping())
     rescuer.join()
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "server away or full",
+        "server unreachable or full",
         "server back",
     ]
 
 
 def silent_since_long(yard: Yard) -> Yard:
-    """The same, with a producer that was last heard of in 1970."""
+    """Return `yard` with a producer that was last seen in 1970."""
     yard.run.control.open_producer(new_nonce(), take_over=True)
     yard.run.store.control.hset(yard.run.keys.control, "producer_seen_ms", 1)
     return yard
 
 
-def test_a_trainer_does_not_miss_a_producer_that_could_not_beat(
+def test_a_trainer_does_not_miss_a_producer_that_could_not_send_heartbeats(
     make_yard: Callable[..., Yard], clock: Clock
 ) -> None:
     yard = silent_since_long(make_yard())
@@ -95,7 +93,7 @@ def test_a_trainer_does_not_miss_a_producer_that_could_not_beat(
 
 
 class Stop(threading.Event):
-    """Each wait takes as long as the clock is told."""
+    """An event whose waits move the clock forward by `seconds`."""
 
     def __init__(self, clock: Clock, seconds: Iterator[float]) -> None:
         super().__init__()
@@ -107,7 +105,7 @@ class Stop(threading.Event):
         return False
 
 
-def test_a_standby_gives_the_producer_time_to_beat_again_after_an_outage(
+def test_a_standby_gives_the_producer_time_for_a_heartbeat_after_an_outage(
     make_yard: Callable[..., Yard], clock: Clock
 ) -> None:
     yard = silent_since_long(make_yard(role_timeout_ms=400))

@@ -1,6 +1,7 @@
-"""A stranger's run: data set, judge, environment and agent loop of configs/README.md, and an agent
-program that knows HTTP and nothing of this project; real processes, a real (tiny) model, and what
-was trained is what was sampled.
+"""A user's own data set, judge, environment, agent loop and agent program in a whole run.
+
+The parts are those of configs/README.md, the agent program knows only HTTP; processes and the
+(tiny) model are real. What was trained must be what was sampled.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ AGENT = """
 import json, os, sys, urllib.request
 
 def ask(messages):
-    body = json.dumps({"model": "any", "messages": messages, "logprobs": True, "max_tokens": 6}).encode()
+    request = {"model": "any", "messages": messages, "logprobs": True, "max_tokens": 6}
+    body = json.dumps(request).encode()
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
     request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
     with urllib.request.urlopen(request) as reply:
@@ -87,8 +89,8 @@ dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 
 
 @pytest.mark.timeout(300)
 def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> None:
-    code, said = site.tell("run")
-    assert code == 0, said + site.words()
+    code, output = site.command("run")
+    assert code == 0, output + site.words()
     history = site.history()
     assert [step.step for step in history.steps] == list(range(1, STEPS + 1))
     assert not history.trained_twice()
@@ -116,7 +118,7 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
 
 
 def trained(site: Site) -> list[RolloutGroup]:
-    """What the steps were given, from the server, which a run leaves with its data."""
+    """Return the batches of all steps, from the server's data that the run left."""
     with site.server, closing(Store(site.server.url)) as store:
         run = Run.open(store, site.name)
         manifests = [run.ledger.manifest(step) for step in range(1, STEPS + 1)]
@@ -129,9 +131,7 @@ def trained(site: Site) -> list[RolloutGroup]:
 
 
 def check_sessions(groups: list[RolloutGroup], folder: Path, tokenizer: Any) -> None:
-    """Every session was trained as its agent saw it: the same tokens, the same logprobs, in one
-    rollout or two.
-    """
+    """Train every session as its agent saw it: the same tokens and logprobs, in 1 or 2 rollouts."""
     seen = [orjson.loads(file.read_bytes()) for file in folder.iterdir()]
     for group in groups:
         odd = int(group.states[0].messages[0]["content"].split()[0]) % 2

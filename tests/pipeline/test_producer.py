@@ -1,6 +1,4 @@
-"""The producer on a real server: how far it runs ahead, and what a kill or a second one costs (I3,
-I7).
-"""
+"""The producer: how far ahead it runs, and what a kill or a second one costs (I3, I7)."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def take_the_role(producer: AgentLoopManager, yard: Yard) -> None:
 
 
 def play(producer: AgentLoopManager, yard: Yard) -> None:
-    """Rounds until nothing more is started."""
+    """Produce rounds until nothing more is started."""
     while producer.round(yard.run.control.state()):
         pass
 
@@ -92,7 +90,7 @@ def test_nothing_is_started_while_the_run_is_paused(yard: Yard, dataset: Path) -
     assert yard.places()["waiting"] == 5
 
 
-def test_a_second_producer_is_refused_while_the_first_beats(yard: Yard, dataset: Path) -> None:
+def test_a_second_producer_is_refused_while_the_first_is_alive(yard: Yard, dataset: Path) -> None:
     second = make_producer(yard.run, dataset, share=5)
     with pytest.raises(RoleHeld, match="producer"):
         second.produce_loop(threading.Event())
@@ -156,7 +154,7 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
 
 
 def check_draws(yard: Yard) -> None:
-    """Every draw up to the cursor is one group, in order, with the prompt that the draw stands for."""
+    """Check that every draw up to the cursor is one group, in order, with its own prompt."""
     yard.check()
     cursor = yard.run.jobs.cursor(TASK)
     stream = yard.store.control.xrange(yard.run.keys.jobs(TASK, "fresh"))
@@ -177,7 +175,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @on_both
-def test_full_run_draws_no_prompts_says_so_once_and_goes_on_when_there_is_room(
+def test_full_run_draws_no_prompts_logs_it_once_and_continues_when_there_is_room(
     yard: Yard, dataset: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = make_producer(yard.run, dataset, share=40)

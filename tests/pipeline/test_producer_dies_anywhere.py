@@ -1,6 +1,4 @@
-"""A producer that dies between any two of its calls to the server: the next one ends what it began
-(I3).
-"""
+"""A producer that dies between any two of its calls to the server: the next one continues (I3)."""
 
 from __future__ import annotations
 
@@ -27,18 +25,16 @@ CHANGES = {
 
 
 class Killed(BaseException):
-    """What a SIGKILL looks like from inside: nobody catches it."""
+    """A SIGKILL as seen from inside: no handler catches it."""
 
 
 def harder(progress: ProduceProgress) -> dict[str, float]:
-    """A curriculum that changes the weights once the first step was taken."""
+    """Change the weights once the first step was taken."""
     return {"math": 1.0, "idle": 1.0}
 
 
 def prepare(make_mixture: Callable[..., Mixture]) -> Mixture:
-    """A run in which the next round starts groups from every pool, draws prompts, and sets task
-    weights.
-    """
+    """Return a run whose next round reissues from every pool, draws prompts, and sets weights."""
     mixture = make_mixture(CHANGES, curriculum=harder)
     with mixture.manager.opened():
         mixture.rounds(2)
@@ -58,9 +54,7 @@ def produce(mixture: Mixture, manager: AgentLoopManager) -> None:
 
 
 def outcome(mixture: Mixture) -> dict[str, Any]:
-    """All that producing decides: what waits, in which line; how far each data set is; whose
-    weights hold.
-    """
+    """Return all that producing decides: the jobs by queue, the cursors, and the task weights."""
     scene = mixture.scene
     tasks = mixture.run.limits.tasks
     lines = {
@@ -87,7 +81,7 @@ def test_the_next_producer_ends_what_one_began_that_died_at_any_call(
             kill_before_call(patch, at)
             died = dies(mixture)
         if not died:
-            assert at > 15  # so many calls there were at least
+            assert at > 15  # a round makes at least this many calls
             return
         produce(mixture, mixture.new_manager())
         assert outcome(mixture) == expected, f"died before call {at}"
@@ -103,9 +97,7 @@ def dies(mixture: Mixture) -> bool:
 
 
 def kill_before_call(patch: pytest.MonkeyPatch, at: int) -> None:
-    """Raise Killed where this thread would make its `at`-th call to the server: the one before it
-    is done.
-    """
+    """Raise Killed where this thread would make its `at`-th call; the one before it is done."""
     ask = Store.retrying
     calls = count(1)
     me = threading.get_ident()

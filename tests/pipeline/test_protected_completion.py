@@ -1,6 +1,4 @@
-"""A group that was interrupted too often is finished: a pause waits for it, for nothing else, and
-not for ever.
-"""
+"""A pause waits for a group that was interrupted too often, for no other, and not for ever."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tests.pipeline.yard import FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
 
 
 def enqueue_tail(yard: Yard, tokens: tuple[int, int]) -> str:
-    """A group that was interrupted once, which is too often, and waits again."""
+    """Enqueue a group that was interrupted once, which is too often, and waits again."""
     (gid,) = yard.enqueue(1, tokens)
     nonce = new_nonce()
     jobs = yard.run.jobs
@@ -65,14 +63,14 @@ def test_pause_ends_a_protected_group_that_takes_too_long(make_yard: Callable[..
     yard.check()
 
 
-def test_an_engine_that_cannot_abort_some_goes_on_with_all_until_the_protected_one_is_done(
+def test_an_engine_that_cannot_abort_some_continues_with_all_until_the_protected_one_is_done(
     make_yard: Callable[..., Yard],
 ) -> None:
     yard = make_yard(tail_batch_max_tries=1)
     protected = enqueue_tail(yard, (250, 250))
     (other,) = yard.enqueue(1, LONG)
     worker: Any = yard.worker(token_s=SLOW_S, partial_rollout=True)
-    worker._steered._engine = OnlyWhatIsAsked(worker.engine)
+    worker._engine._engine = OnlyWhatIsAsked(worker.engine)
 
     async def scenario() -> None:
         async with yard.working(worker) as engine:

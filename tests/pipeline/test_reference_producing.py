@@ -1,5 +1,4 @@
-"""What the reference (XTuner v1) promises of producing, asked of ours; docstrings say where ours
-differs.
+"""What the reference (XTuner v1) promises of producing; docstrings say where ours differs.
 
 Its replay buffer: tests/buffer/groups/test_reference_behaviours.py. Shares by weight,
 should_continue_fn, several tasks: test_agent_loop_manager.py. Raw rewards before filtering:
@@ -24,13 +23,13 @@ STATUS = ProduceBatchStatus
 
 
 def one_task(**changes: object) -> dict[str, object]:
-    """A run of one task with 4 groups a batch."""
+    """Return the settings of a run of one task with 4 groups a batch."""
     own = {name: changes.pop(name) for name in ("strategy", "max_in_flight") if name in changes}
     return {"tasks": {"math": TaskLimits(**own)}, "batch_size": 4, "steps": 50, **changes}
 
 
 def put(mixture: Mixture, *statuses: Status) -> list[str]:
-    """Groups in the pools, of the newest weights."""
+    """Put groups of the newest weights into the pools."""
     weights = mixture.run.control.state().weights
     return list(mixture.run.buffer.put("math", [[rollout(status, weights)] for status in statuses]))
 
@@ -51,8 +50,9 @@ OLD = Status.EXPIRED
 def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
     make_mixture: Make,
 ) -> None:
-    """The same: targets are absolute, so a batch that is consumed while producing is not produced
-    twice.
+    """Agree with the reference: targets are absolute.
+
+    A batch that is consumed while producing is not produced twice.
     """
     mixture = make_mixture(one_task(stale_threshold=2))
     with mixture.manager.opened():
@@ -80,8 +80,9 @@ def test_targets_are_the_same_however_often_they_are_asked_for(make_mixture: Mak
 
 
 def test_sync_starts_only_what_is_missing(make_mixture: Make) -> None:
-    """Unlike there, where the first launch ignores what is in the buffer already; so ours runs
-    disaggregated, too.
+    """Differ from the reference, whose first launch ignores what the buffer holds.
+
+    So ours works with a disaggregated trainer, too.
     """
     mixture = make_mixture(one_task(strategy="sync"))
     put(mixture, DONE, DONE, DONE)
@@ -91,7 +92,7 @@ def test_sync_starts_only_what_is_missing(make_mixture: Make) -> None:
 
 
 def test_sync_makes_up_for_what_was_filtered_and_what_failed_for_good(make_mixture: Make) -> None:
-    """The same, but for `max_tries`: there, it would go on for ever with a group that fails."""
+    """The same, but for `max_tries`: there, a group that fails is retried for ever."""
     mixture = make_mixture(one_task(strategy="sync", max_tries=1))
     with mixture.manager.opened():
         mixture.round()
@@ -130,8 +131,9 @@ def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(
 
 
 def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture: Make) -> None:
-    """The same: pending groups survive the round, and the next one starts only what is missing
-    beyond them.
+    """Agree with the reference: pending groups survive the round.
+
+    The next round starts only what is missing beyond them.
     """
     mixture = make_mixture(one_task(over_sample_threshold=1.0))
     with mixture.manager.opened():
@@ -156,8 +158,9 @@ def test_aborted_groups_are_started_before_new_prompts(make_mixture: Make) -> No
 def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
     make_mixture: Make,
 ) -> None:
-    """The same: three expired groups are the trigger, the fourth comes from the data set, none
-    beyond the batch.
+    """Agree with the reference: three expired groups trigger a tail batch.
+
+    The fourth group comes from the data set, and there is no surplus.
     """
     mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3))
     old = put(mixture, OLD, OLD, OLD)
@@ -167,7 +170,7 @@ def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
 
 
 def test_expired_groups_below_the_trigger_wait(make_mixture: Make) -> None:
-    """The same, and over-sampling goes on."""
+    """The same, and over-sampling continues."""
     mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3))
     put(mixture, OLD, OLD)
     with mixture.manager.opened():
@@ -198,8 +201,9 @@ def test_groups_in_flight_may_be_capped(make_mixture: Make) -> None:
 def test_a_step_whose_weights_are_too_old_is_not_produced_until_newer_ones_come(
     make_mixture: Make,
 ) -> None:
-    """The same statuses. There, one task that expired expires the batch for all; here the threshold
-    is the run's.
+    """Have the same statuses as the reference.
+
+    There, one expired task expires the batch for all; here the threshold is the run's.
     """
     mixture = make_mixture(one_task(stale_threshold=2))
     with mixture.manager.opened():

@@ -1,6 +1,4 @@
-"""A rehearsal: a user's loop and judge go through a whole run in memory, and what fails there is
-told.
-"""
+"""A rehearsal runs a user's loop and judge through a whole run in memory, and reports failures."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ import numpy as np
 import openai
 import pytest
 
+from buffer.config.config import ProducingConfig
 from buffer.config.engine import SimulatedConfig
-from buffer.config.loader import load_config
-from buffer.config.worker import ProducingConfig
+from buffer.config.load import load_config
 from buffer.errors import ConfigError, ModelError
 from buffer.model.distributions import Fixed
 from buffer.model.ids import new_nonce
@@ -87,7 +85,7 @@ class Doubt:
 
 
 async def ask_twice(task: AgentTask) -> None:
-    """An agent of a user's."""
+    """Run an agent as a user would write it."""
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         ask: Any = client.chat.completions.create
         reply = await ask(model=task.model, messages=task.messages)
@@ -131,7 +129,7 @@ def test_a_rehearsal_repeats_itself_and_leaves_nothing_behind() -> None:
 
 
 class Forgets:
-    """A loop from nothing, that forgets what it is told to."""
+    """A loop that forgets the things it is asked to forget."""
 
     def __init__(
         self, *, judge: Any, tokenizer: Any, eos_ids: Any, partial_rollout: bool, what: str = ""
@@ -170,21 +168,21 @@ class Forgets:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("states", "the agent loop returned None"),
         ("a rollout", r"returned nothing for the rollouts \[1\]"),
         ("status", "rollout 0 came back with status init"),
         ("reward", "rollout 0 is completed without a reward"),
-        ("spans", "rollout 0 trains 32 tokens, and its spans do not say"),
-        ("mask", "rollout 0 trains 35 tokens, and its spans do not say"),
+        ("spans", "rollout 0 trains 32 tokens, but its spans do not cover"),
+        ("mask", "rollout 0 trains 35 tokens, but its spans do not cover"),
         ("logprobs", "differ in length"),
         ("prompt", "rollout 1 has another prompt than rollout 0"),
         ("errors", "KeyError: 'mine'"),
     ],
 )
-def test_what_a_loop_forgets_is_told(what: str, told: str) -> None:
-    with pytest.raises(RehearsalError, match=told):
+def test_what_a_loop_forgets_is_reported(what: str, message: str) -> None:
+    with pytest.raises(RehearsalError, match=message):
         rehearse(SUMS, judge=length, agent_loop=partial(Forgets, what=what))
 
 
@@ -192,12 +190,12 @@ def broken(**_: Any) -> float:
     raise ValueError("no verifier here")
 
 
-def test_what_the_judge_raises_is_told() -> None:
+def test_what_the_judge_raises_is_reported() -> None:
     with pytest.raises(RehearsalError, match="'broken' raised ValueError: no verifier here"):
         rehearse(SUMS, judge=broken)
 
 
-def test_what_the_engine_raises_is_told() -> None:
+def test_what_the_engine_raises_is_reported() -> None:
     engine = SimulatedEngine(SimulatedConfig(token_s=Fixed(value=0.0), fail_every=1), FIRST)
     with pytest.raises(RehearsalError, match="as configured"):
         rehearse(SUMS, judge=length, engine=engine)
@@ -211,7 +209,7 @@ def test_an_engine_that_dies_ends_the_rehearsal(loop: Any) -> None:
         rehearse(SUMS, judge=length, engine=engine, agent_loop=loop)
 
 
-def test_a_loop_without_end_is_an_error_that_says_where_groups_are(
+def test_a_loop_without_end_is_an_error_that_names_the_stages_of_its_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker, "HAND_BACK_S", 0.1)
@@ -220,9 +218,7 @@ def test_a_loop_without_end_is_an_error_that_says_where_groups_are(
 
 
 class FreeEngine(SimulatedEngine):
-    """It keeps to no structure, as the one of transformers, or one of a user's that says nothing of
-    structures.
-    """
+    """Generate no structured output, as the engine of transformers, or a user's own."""
 
     name = "free"
     structures_output = False
@@ -233,14 +229,14 @@ def test_a_row_with_a_structure_fails_its_group_on_an_engine_that_keeps_to_none(
         *SUMS,
         {"question": "1 > 2?", "answer": "no", "structured": {"choice": ["yes", "no"]}},
     ]
-    with pytest.raises(RehearsalError, match="free cannot keep a response to a structure"):
+    with pytest.raises(RehearsalError, match="free cannot generate structured output"):
         rehearse(rows, judge=lambda response, **_: 0.0, engine=FreeEngine(SimulatedConfig(), FIRST))
 
 
 def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_none(
     tmp_path: Path,
 ) -> None:
-    """But for one that serves only other tasks: that one goes on, and finds no model."""
+    """A worker that serves only other tasks continues, and finds no model."""
     task = (
         '[tasks.{}]\njudge = "exact_match"\ndataset = {{ kind = "jsonl", path = "rows.jsonl" }}\n'
     )
@@ -255,7 +251,7 @@ def test_a_task_with_a_structure_is_refused_by_a_worker_whose_engine_keeps_to_no
         run = Run.create(store, "r", new_nonce(), config.limits(), FIRST, "")
         engine = build_engine(config.engine, tmp_path, FIRST)
         with pytest.raises(
-            ConfigError, match=r"transformers cannot keep to sample\.structured of task 'asked'"
+            ConfigError, match=r"transformers cannot generate structured output.*'asked'"
         ):
             make_worker(config, run, engine, "w0")
         section = config.worker.model_copy(update={"tasks": ["plain"]})

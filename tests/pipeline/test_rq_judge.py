@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import rq
 
-from buffer.config.run import JudgingSection
+from buffer.config.task import JudgingSection
 from buffer.errors import ConfigError, JudgeError
 from buffer.model.rollout import RolloutState
 from buffer.store.nodes import Servers
@@ -125,10 +125,12 @@ def test_reward_is_that_of_the_same_function_inline_and_no_pickle_is_stored(
         response="four", messages=[{"role": "user", "content": "2 + 2"}], extra={"level": [1]}
     )
     inline = asyncio.run(judge_all(load_judge(MINE + "length"), [state]))[0]
-    assert asyncio.run(make_judge("length").judge(state)) == inline == {"score": 4.0, "told": 1.0}
+    assert (
+        asyncio.run(make_judge("length").judge(state)) == inline == {"score": 4.0, "messages": 1.0}
+    )
     values = list(stored(pool.connect()))
     assert any(b'"four"' in value for value in values)
-    assert any(value == b'[{"score": 4.0, "told": 1.0}]' for value in values)
+    assert any(value == b'[{"score": 4.0, "messages": 1.0}]' for value in values)
     assert not any(is_pickle(value) for value in values)
 
 
@@ -227,18 +229,18 @@ def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
         await asyncio.to_thread(until, lambda: queue.count == 1)
         assert queue.get_job_ids() != [lost.decode()]
         judging.cancel()
-        await asyncio.to_thread(until, lambda: queue.count == 0)  # nobody waits: it is not judged
+        await asyncio.to_thread(
+            until, lambda: queue.count == 0
+        )  # not waited for any more, so not judged
 
     asyncio.run(scene())
 
 
 @on_one
-def test_generation_goes_on_while_a_judge_that_will_fail_is_waited_for(
+def test_generation_continues_while_a_judge_that_will_fail_is_waited_for(
     make_judge: Callable[..., RqJudge], pool: Server, run_name: str, yard: Yard
 ) -> None:
-    """No rq worker serves this run: its first group waits for a reward, and the next one is
-    generated meanwhile.
-    """
+    """Start no rq worker: the first group waits for its reward while the next one is generated."""
     queue = open_queue(pool.connect(), run_name)
 
     async def scene() -> None:

@@ -1,6 +1,4 @@
-"""`rolloutmq run` and its parts as a user meets them: to the end, interrupted, killed, and asked
-for nonsense.
-"""
+"""`rolloutmq run` as a user meets it: to the end, interrupted, killed, and with wrong arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_run_goes_on_after_ctrl_c_and_after_a_kill_and_through_chaos(
+def test_run_continues_after_ctrl_c_and_after_a_kill_and_through_chaos(
     make_site: Callable[..., Site],
 ) -> None:
     """Four launchers, one of which comes too early."""
@@ -39,9 +37,9 @@ def test_run_goes_on_after_ctrl_c_and_after_a_kill_and_through_chaos(
         "run", "--set", "tasks.sums.judging.kind=rq", "--set", "launch.judge_workers=2"
     )
     site.until(lambda: "server" in first.said(), "the first launcher")
-    code, said = site.tell("run")
+    code, output = site.command("run")
     assert code == 5
-    assert "another `rolloutmq run` works in" in said
+    assert "another `rolloutmq run` works in" in output
     site.until_step(3)
     children = children_of(first)
     assert len(children) == 4
@@ -57,14 +55,14 @@ def test_run_goes_on_after_ctrl_c_and_after_a_kill_and_through_chaos(
     assert "goes on: step" in second.said()
     children = children_of(second)
     second.end(signal.SIGKILL)
-    # the launcher cannot tell its children any more: they notice
+    # the launcher cannot signal its children any more: they notice
     site.until(lambda: all_gone(children), "the end of the orphans")
 
-    code, said = site.tell("run", "--chaos", "--set", f"run.name={site.name}")
-    assert code == 0, said + site.words()
-    assert "chaos: 4 of 4 strikes were delivered" in said
-    assert "trainer was killed by SIGKILL" in said
-    assert "account: lost 0 · in two places 0 · trained twice 0" in said
+    code, output = site.command("run", "--chaos", "--set", f"run.name={site.name}")
+    assert code == 0, output + site.words()
+    assert "chaos: 4 of 4 strikes were delivered" in output
+    assert "trainer was killed by SIGKILL" in output
+    assert "account: lost 0 · in two places 0 · trained twice 0" in output
     assert (site.run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
     site.check()
 
@@ -73,9 +71,7 @@ def test_run_goes_on_after_ctrl_c_and_after_a_kill_and_through_chaos(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_run_trains_a_warm_started_model_with_a_real_engine(tmp_path: Path) -> None:
-    """Everything real: generated problems, a model made on the spot, vLLM, weights in flight, an
-    evaluation.
-    """
+    """Run with everything real: generated problems, a new model, vLLM, weights, an evaluation."""
     folder = tmp_path / "site"
     site = Site(folder, folder / "none", name="real", steps=3)
     site.config.write_text(
@@ -121,10 +117,10 @@ stop_accuracy = 0.2
         encoding="utf-8",
     )
     try:
-        code, said = site.tell("run")
-        assert code == 0, said + site.words()
-        assert "account: lost 0 · in two places 0 · trained twice 0" in said
-        assert "held_out" in said
+        code, output = site.command("run")
+        assert code == 0, output + site.words()
+        assert "account: lost 0 · in two places 0 · trained twice 0" in output
+        assert "held_out" in output
         assert (site.run_dir / "report.png").stat().st_size > 10_000
         assert [step.step for step in site.history().steps] == [1, 2, 3]
         worker = (site.run_dir / "logs" / "worker-0.log").read_text(encoding="utf-8")
@@ -140,7 +136,7 @@ stop_accuracy = 0.2
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Site]:
-    """A run that goes on while it is bothered, and must have got on with its work at the end."""
+    """Disturb a run, which must have made progress at the end."""
     site = Site(tmp_path_factory.mktemp("live"), tiny_model, name="live", steps=100_000)
     site.server.start()
     site.start("train")
@@ -157,17 +153,17 @@ def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
 
 
 def test_a_second_producer_is_refused_on_a_live_run(live: Site) -> None:
-    code, said = live.tell("producer")
+    code, output = live.command("producer")
     assert code == 5
-    assert "has a producer that was alive" in said
-    assert "--take-over" in said
+    assert "has a producer that was alive" in output
+    assert "--take-over" in output
 
 
 def test_a_second_trainer_is_refused_unless_it_takes_over(live: Site) -> None:
-    code, said = live.tell("train")
+    code, output = live.command("train")
     assert code == 5
-    assert "has a trainer that was alive" in said
-    assert "--take-over" in said
+    assert "has a trainer that was alive" in output
+    assert "--take-over" in output
     first = live.processes[0]
     second = live.start("train", "--take-over")
     assert first.wait() == 5
@@ -181,10 +177,10 @@ def test_a_run_of_the_same_name_from_another_folder_is_refused(
     live: Site, make_site: Callable[..., Site]
 ) -> None:
     other = make_site(name="live")
-    code, said = other.tell("run", "--redis-url", live.server.url)
+    code, output = other.command("run", "--redis-url", live.server.url)
     assert code == 5
-    assert "another run named 'live'" in said
-    assert "choose another [run] name" in said
+    assert "another run named 'live'" in output
+    assert "choose another [run] name" in output
 
 
 # -- bad input ---------------------------------------------------------------
@@ -196,71 +192,75 @@ def change(site: Site, old: str, new: str) -> None:
     site.config.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def test_an_unknown_key_is_told_with_a_suggestion(make_site: Callable[..., Site]) -> None:
+def test_an_unknown_key_is_reported_with_a_suggestion(make_site: Callable[..., Site]) -> None:
     site = make_site()
     change(site, "batch_size", "batchsize")
-    code, said = site.tell("run")
+    code, output = site.command("run")
     assert code == 2
-    assert "plan.batchsize" in said
-    assert "batch_size" in said
+    assert "plan.batchsize" in output
+    assert "batch_size" in output
 
 
-def test_an_unknown_key_of_the_other_side_is_told_before_anything_starts(
+def test_an_unknown_key_of_the_other_side_is_reported_before_anything_starts(
     make_site: Callable[..., Site],
 ) -> None:
     site = make_site()
     change(site, "concurrency", "concurency")
-    code, said = site.tell("run")
+    code, output = site.command("run")
     assert code == 2
-    assert "worker.concurency" in said
-    assert said.count("error:") == 1
+    assert "worker.concurency" in output
+    assert output.count("error:") == 1
     assert not site.server.is_running
 
 
-def test_a_line_that_is_not_json_is_told_with_file_and_number(
+def test_a_line_that_is_not_json_is_reported_with_file_and_number(
     make_site: Callable[..., Site],
 ) -> None:
     site = make_site()
     file = site.folder / "problems.jsonl"
     file.write_bytes(file.read_bytes() + b"\n{not json}\n")
     for verb in ("run", "problems"):
-        code, said = site.tell(verb)
+        code, output = site.command(verb)
         assert code == 2
-        assert f"{file}:41: not JSON" in said
+        assert f"{file}:41: not JSON" in output
 
 
 def test_a_bad_line_ends_the_producer_and_leaves_the_run_intact(live: Site, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"question": "1 + 1", "answer": 2}\n[]\n')
-    code, said = live.tell("producer", "--take-over", "--set", f"tasks.sums.dataset.path={bad}")
+    code, output = live.command(
+        "producer", "--take-over", "--set", f"tasks.sums.dataset.path={bad}"
+    )
     assert code == 2
-    assert f"{bad}:2: it is a list, not an object" in said
+    assert f"{bad}:2: it is a list, not an object" in output
 
 
-def test_a_folder_that_is_no_model_is_told(make_site: Callable[..., Site], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_reported(
+    make_site: Callable[..., Site], tmp_path: Path
+) -> None:
     site = make_site()
     change(site, f'model = "{site.model}"', f'model = "{tmp_path}"')
-    code, said = site.tell("run")
+    code, output = site.command("run")
     assert code == 4
-    assert f"{tmp_path} is not a model folder" in said
+    assert f"{tmp_path} is not a model folder" in output
 
 
-def test_a_server_that_is_not_there_is_told(make_site: Callable[..., Site]) -> None:
-    code, said = make_site().tell("run", "--redis-url", "redis://127.0.0.1:1/0")
+def test_an_unreachable_server_is_reported(make_site: Callable[..., Site]) -> None:
+    code, output = make_site().command("run", "--redis-url", "redis://127.0.0.1:1/0")
     assert code == 3
-    assert "127.0.0.1:1" in said
+    assert "127.0.0.1:1" in output
 
 
-def test_a_wrong_password_is_told_and_not_shown(
+def test_a_wrong_password_is_reported_and_not_shown(
     make_site: Callable[..., Site], tmp_path: Path
 ) -> None:
     with start_redis(tmp_path / "redis", *SAFE, "--requirepass", "right") as url:
-        code, said = make_site().tell(
+        code, output = make_site().command(
             "run", "--redis-url", url.replace("unix://", "unix://:secret42@")
         )
     assert code == 3
-    assert "password" in said.lower()
-    assert "secret42" not in said
+    assert "password" in output.lower()
+    assert "secret42" not in output
 
 
 @pytest.mark.parametrize(
@@ -275,9 +275,9 @@ def test_a_server_that_would_lose_data_is_refused(
     make_site: Callable[..., Site], tmp_path: Path, options: tuple[str, ...], word: str
 ) -> None:
     with start_redis(tmp_path / "redis", *options) as url:
-        code, said = make_site().tell("run", "--redis-url", url)
+        code, output = make_site().command("run", "--redis-url", url)
     assert code == 3
-    assert word in said
+    assert word in output
 
 
 def test_a_signal_ends_a_process_that_still_waits_for_its_run(

@@ -1,6 +1,4 @@
-"""What a task asks of the groups that a worker makes: which are worth keeping, and how long one may
-take.
-"""
+"""What a task asks of the groups of a worker: which are worth keeping, how long one may take."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None
 
 
 @on_both
-def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(
+def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     yard: Yard, tmp_path: Path
 ) -> None:
     def broken(**_: object) -> float:
@@ -116,8 +114,7 @@ def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(
                 assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
 
     asyncio.run(scenario())
-    consumer = RolloutConsumer(yard.run)
-    consumer.role.nonce = yard.trainer
+    consumer = RolloutConsumer(yard.run, nonce=yard.trainer)
     with pytest.raises(TaskStopped, match=r"task sums is stopped: \d+ tries failed") as caught:
         consumer.take_batch(1, {TASK: 2})
     assert "rolloutmq continue --task sums" in str(caught.value.hint)
@@ -139,7 +136,7 @@ def mixed_worker(
     judges: Mapping[str, Callable[..., Any]] | None = None,
     concurrency: int = 8,
 ) -> Worker:
-    """A worker of all tasks of a mixture."""
+    """Return a worker of all tasks of a mixture."""
 
     def runner(task: str) -> TaskRunner:
         judge = FunctionJudge("test", (judges or {}).get(task, right))
@@ -204,9 +201,7 @@ class StuckEngine(WatchedEngine):
 def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(
     make_mixture: Callable[..., Mixture],
 ) -> None:
-    """16 of math and 8 of code wait for a worker with 8 places: math may stick in some of them,
-    code goes through.
-    """
+    """Let math hang in some of 8 slots while 8 groups of code go through."""
     mixture = make_mixture({"batch_size": 24})
     quick = Fixed(value=0.0)
     engine = StuckEngine(
@@ -233,8 +228,9 @@ def test_a_task_that_never_ends_leaves_the_others_their_part_of_a_worker(
 def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(
     make_mixture: Callable[..., Mixture],
 ) -> None:
-    """More groups of math wait for their judge than the worker has places, but not all; code goes
-    through.
+    """Let more groups of math wait for their judge than there are slots, but not all of them.
+
+    Code goes through.
     """
     mixture = make_mixture({"batch_size": 24})
     gate = asyncio.Event()

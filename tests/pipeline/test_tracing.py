@@ -1,4 +1,4 @@
-"""The trace of a group, put together from what real processes told of it."""
+"""The trace of a group, put together from the spans of real processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
 from buffer.monitoring.traced_run import trace_run
 from buffer.monitoring.tracing import SWITCH, root_span_id, trace_id
 from buffer.open_run import create_run
@@ -27,8 +27,9 @@ LIFE = ["enqueue", "wait", "claim", "generate", "submit", "take", "train", "comm
 
 
 class Collector:
-    """An OTLP endpoint. `spans`: those that came, by trace; `who`: the process of each, by its span
-    id.
+    """An OTLP endpoint.
+
+    `spans`: those received, by trace. `who`: the process of each, by its span id.
     """
 
     def __init__(self) -> None:
@@ -116,13 +117,14 @@ def logged_by(process: Process) -> set[tuple[str, str, str]]:
 
 
 def check_life(collector: Collector, trace: str, root: str) -> None:
-    """Each stage once, in order, by the process that did it; all but the first are parts of the
-    first.
+    """Check that each stage is there once, in order, by the process that did it.
+
+    All but the first are parts of the first.
     """
-    told = {name: collector.named(trace, name) for name in LIFE}
+    found = {name: collector.named(trace, name) for name in LIFE}
     # a group that came between a look at the line and the claim has no wait
-    assert [name for name in LIFE if len(told[name]) != 1] in ([], ["wait"])
-    spans = [told[name][0] for name in LIFE if told[name]]
+    assert [name for name in LIFE if len(found[name]) != 1] in ([], ["wait"])
+    spans = [found[name][0] for name in LIFE if found[name]]
     # by its end, a stage has seen the beginning of the one before
     assert all(
         before.start_time_unix_nano <= after.end_time_unix_nano for before, after in pairwise(spans)
@@ -132,7 +134,7 @@ def check_life(collector: Collector, trace: str, root: str) -> None:
     assert (spans[0].span_id.hex(), spans[0].parent_span_id) == (root, b"")
     assert {span.parent_span_id.hex() for span in spans[1:]} == {root}
     judged = collector.named(trace, "judge")
-    assert [span.parent_span_id for span in judged] == [told["generate"][0].span_id] * 4
+    assert [span.parent_span_id for span in judged] == [found["generate"][0].span_id] * 4
 
 
 def test_without_the_switch_a_run_stays_as_it_is(

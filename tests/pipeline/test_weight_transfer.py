@@ -1,6 +1,4 @@
-"""Weights from a trainer's memory to an engine's processes: all of it, bit by bit, or nothing;
-whoever dies.
-"""
+"""Weights from a trainer's memory to an engine's processes: all or none, on any death."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from safetensors.torch import load_file
 
 from buffer.errors import WireError
 from buffer.model.rollout import PolicyVersion
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights import process_group, tensor_exchange
 from buffer.weights.announcement import Announcement
 from buffer.weights.memory_snapshot import MemorySnapshot
@@ -92,7 +90,7 @@ def assert_whole(came: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def moved(announced: Announcement, port: int = 0, token: str = "") -> Announcement:
-    """The same, to be met elsewhere or with another secret."""
+    """Return the same announcement for another address or secret."""
     return replace(announced, port=port or announced.port, token=token or announced.token)
 
 
@@ -109,7 +107,7 @@ class CutInTheMiddle:
 
     def cut(self) -> None:
         for end in self._open:
-            with suppress(OSError):  # the other end was told, and was faster
+            with suppress(OSError):  # the other end was faster
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -265,7 +263,7 @@ def test_a_worker_is_killed_in_the_middle_and_the_others_get_all(
     assert_whole(received(trainer[1]), tmp_path / "after it")
 
 
-def test_a_trainer_is_killed_in_the_middle_and_nobody_waits_for_it() -> None:
+def test_a_trainer_is_killed_in_the_middle_and_no_process_waits_for_it() -> None:
     command = [sys.executable, "-m", "tests.pipeline.handover", "trainer"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout
@@ -354,8 +352,9 @@ def test_a_worker_takes_each_version_from_memory_and_who_comes_late_the_newest(
 def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_trainer_goes_on(
     yard: Yard, transfer: TransferSender, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Then one whose trainer died before its folder was there: the worker stays, says so, and waits
-    for the next.
+    """Announce weights of a trainer that died before it wrote its folder.
+
+    The worker keeps its weights, logs that, and waits for the next.
     """
     late = make_engine(yard)
     second = publish(yard, transfer, 2)
@@ -432,7 +431,7 @@ def test_what_a_transport_sends_the_registry_finds_by_its_address(
 
 
 def _announced(yard: Yard) -> Announcement:
-    """The newest that was published."""
+    """Return the newest weights that were published."""
     state = yard.run.control.state()
     published = PublishedWeights(state.weights_path, state.weights_checksum)
     return TransferReceiver(yard.store, yard.run.keys).announcement(published)

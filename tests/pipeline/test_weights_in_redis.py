@@ -1,6 +1,4 @@
-"""Weights that come in chunks through the run's own server: whole or not at all, and the old ones
-go.
-"""
+"""Weights in chunks through the run's own server: all of them or none; old ones are deleted."""
 
 from __future__ import annotations
 
@@ -14,9 +12,10 @@ from safetensors.numpy import load_file
 from buffer.errors import WireError
 from buffer.model.rollout import PolicyVersion
 from buffer.store.payloads import CHUNK_BYTES
-from buffer.weights import manifest as weights_manifest
+from buffer.store.retry import Backoff
+from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
-from producer_workers.worker import engine_control as steered_engine
+from producer_workers.worker import engine_control
 from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
 from tests.servers import KINDS
 
@@ -108,7 +107,7 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
 def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
     yard: Yard, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steered_engine, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(engine_control, "BACKOFF", Backoff(0.05, 30.0, jitter=0.0))
     loaded: list[Path] = []
 
     async def watch(self: WatchedEngine, path: Path, version: PolicyVersion) -> None:

@@ -1,4 +1,4 @@
-"""A worker on a real server: what it hands in, what fails, how it leaves, and what an outage costs."""
+"""A worker on a real server: what it submits, what fails, how it leaves, what an outage costs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def yard_is_idle(engine: WatchedEngine) -> None:
 
 
 async def begin(yard: Yard) -> asyncio.Task[None]:
-    """A worker `w0` that nobody stops, once it has registered."""
+    """Start a worker `w0` that no one stops, and wait until it has registered."""
     worker = yard.worker()
     await worker.engine.start()  # type: ignore[attr-defined]
     work = asyncio.create_task(worker.run())
@@ -54,7 +54,7 @@ async def begin(yard: Yard) -> asyncio.Task[None]:
 
 
 @on_both
-def test_worker_hands_in_whole_groups_when_there_are_jobs(yard: Yard) -> None:
+def test_worker_submits_whole_groups_when_there_are_jobs(yard: Yard) -> None:
     gids = yard.enqueue(9, tokens=(7, 3))
 
     async def scenario() -> None:
@@ -167,7 +167,7 @@ def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: Yard) 
             await yard.until_generating(engine, 4)
             tokens = {gid: yard.run.record(gid)["token"] for gid in gids}
             assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
-            # it hears of it, cancels, joins again, and may claim the same groups under new tokens
+            # the worker learns of it, cancels, registers again, and may claim the same groups again
             await yard.until(
                 lambda: all(yard.run.record(g)["token"] not in ("", tokens[g]) for g in gids)
             )
@@ -270,12 +270,10 @@ def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
 # -- outages -----------------------------------------------------------------
 
 
-def test_results_are_kept_and_handed_in_when_the_server_was_killed(
+def test_results_are_kept_and_submitted_after_the_server_was_killed(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """The outage outlasts the deadline of a single operation, and everything ends its generation
-    meanwhile.
-    """
+    """Let the outage last longer than one operation is tried, until all groups are generated."""
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "outage", tmp_path)
     yard.enqueue(6, (60, 60))
@@ -297,11 +295,12 @@ def test_results_are_kept_and_handed_in_when_the_server_was_killed(
     store.close()
 
 
-def test_results_are_kept_and_handed_in_when_the_server_was_full(
+def test_results_are_kept_and_submitted_after_the_server_was_full(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """It is full for longer than one operation is tried; leases live on, and a pause is obeyed
-    meanwhile.
+    """Fill the server for longer than one operation is tried.
+
+    Leases are renewed, and a pause is obeyed meanwhile.
     """
     store = Store(own_server.url, deadline_s=0.3)
     yard = Yard(store, "full", tmp_path)
@@ -331,9 +330,7 @@ def test_results_are_kept_and_handed_in_when_the_server_was_full(
 def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """The worker keeps what it made, and hands it in when the network is back: too late, and told
-    so.
-    """
+    """Keep what was made, and submit it when the network is back: too late, so it is fenced."""
     socket = tmp_path / "network"
     network = CuttingProxy(own_server.url.removeprefix("unix://"), socket)
     store = Store(own_server.url, deadline_s=5.0)
@@ -353,10 +350,10 @@ def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
                 await yard.until_places(completed=2)
             winners = {gid: yard.run.record(gid)["payload"] for gid in gids}
             await yard_is_idle(engine)
-            assert lost._work, "it holds on to what it made"
+            assert lost._groups, "it holds on to what it made"
             socket.unlink()
             network = CuttingProxy(own_server.url.removeprefix("unix://"), socket)
-            await yard.until(lambda: not lost._work)
+            await yard.until(lambda: not lost._groups)
         return winners
 
     winners = asyncio.run(scenario())
@@ -397,7 +394,7 @@ def _fares(record: WorkerRecord) -> tuple[int | None, ...]:
     return record.done, record.failed, record.requests, record.judged, record.judge_failures
 
 
-def test_a_worker_says_how_it_fares(yard: Yard) -> None:
+def test_worker_reports_its_counts(yard: Yard) -> None:
     poison = yard.enqueue(4)[0]
 
     async def judge(*, ground_truth: str, **_: Any) -> float:
@@ -477,7 +474,7 @@ def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) ->
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["files", "columns"])
-def test_worker_hands_in_routed_experts_as_files_of_the_run_where_they_are_large(
+def test_worker_submits_routed_experts_as_files_of_the_run_if_they_are_large(
     make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Either way the trainer's reader finds a row for each token but the last."""

@@ -1,9 +1,8 @@
-"""What every rollout worker must do (producer_workers/PROTOCOL.md), whoever wrote it: ours, and two
-that share no code with the project (`tests/foreign`, in Python and in JavaScript), as processes, on
-a real server.
+"""What every rollout worker must do (producer_workers/PROTOCOL.md), in whatever language.
 
-The one in JavaScript is tried where Node.js is and `make test-foreign` has installed its two
-libraries.
+Tried with ours and two that share no code with the project (`tests/foreign`, in Python and in
+JavaScript), as processes, on a real server. The one in JavaScript needs Node.js, and two libraries
+that `make test-foreign` installs.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def ours(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
     def live() -> None:
         try:
             loop.run_until_complete(work())
-        except BaseException as error:  # told where the test waits
+        except BaseException as error:  # raised where the test waits
             failures.append(error)
         finally:
             loop.close()
@@ -82,7 +81,7 @@ def ours(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `rolloutmq scripts --json` says."""
+    """Write the output of `rolloutmq scripts --json` to a file."""
     path = tmp_path_factory.mktemp("foreign") / "scripts.json"
     with path.open("wb") as file:
         subprocess.run(
@@ -95,12 +94,12 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 foreign = pytest.mark.parametrize("launch", ["python", "node"], indirect=True)
-everybody = pytest.mark.parametrize("launch", ["ours", "python", "node"], indirect=True)
+each_worker = pytest.mark.parametrize("launch", ["ours", "python", "node"], indirect=True)
 """Ours is tried by the rest of this folder; here, only where that costs little."""
 
 
 def program(language: str, *args: str) -> list[str]:
-    """A foreign worker's command; skips the test where it cannot run here."""
+    """Return a foreign worker's command; skip the test if it cannot run here."""
     if language == "python":
         # -I: neither this folder nor PYTHONPATH; what it imports is installed
         return [sys.executable, "-I", str(FOREIGN / "worker.py"), *args]
@@ -149,8 +148,8 @@ def test_foreign_worker_imports_nothing_of_this_project() -> None:
     }
 
 
-@everybody
-def test_worker_claims_makes_and_hands_in_groups_of_any_size(yard: Yard, launch: Launch) -> None:
+@each_worker
+def test_worker_claims_generates_and_submits_groups_of_any_size(yard: Yard, launch: Launch) -> None:
     small = yard.enqueue(3, tokens=(7, 7))
     large = yard.enqueue(1, tokens=(3,) * 9)
     with launch(yard):
@@ -169,7 +168,7 @@ def test_worker_claims_makes_and_hands_in_groups_of_any_size(yard: Yard, launch:
 
 
 @foreign
-def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(
+def test_worker_keeps_its_lease_with_heartbeats_while_it_generates_for_longer(
     yard: Yard, launch: Launch
 ) -> None:
     yard.enqueue(1, tokens=(3000, 3000))
@@ -185,10 +184,8 @@ def test_worker_keeps_its_lease_by_beating_while_it_generates_for_longer(
     yard.check()
 
 
-@everybody
-def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(
-    yard: Yard, launch: Launch
-) -> None:
+@each_worker
+def test_worker_releases_what_it_holds_in_an_abort_and_confirms(yard: Yard, launch: Launch) -> None:
     yard.enqueue(6, tokens=(3000, 3000))  # more than it holds at once
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.leases() > 0)
@@ -207,7 +204,7 @@ def test_worker_gives_up_what_it_holds_when_told_to_abort_and_says_so(
 
 
 @foreign
-def test_worker_freezes_and_goes_on_with_new_weights(yard: Yard, launch: Launch) -> None:
+def test_worker_freezes_and_continues_with_new_weights(yard: Yard, launch: Launch) -> None:
     (gid,) = yard.enqueue(1, tokens=(200,))
     with launch(yard, SLOW_S):
         until(yard, lambda: yard.leases() == 1)
@@ -223,7 +220,7 @@ def test_worker_freezes_and_goes_on_with_new_weights(yard: Yard, launch: Launch)
     yard.check()
 
 
-@everybody
+@each_worker
 def test_worker_that_lost_its_lease_changes_nothing(yard: Yard, launch: Launch) -> None:
     (gid,) = yard.enqueue(1, tokens=(200,))
     with launch(yard, SLOW_S):
@@ -257,7 +254,7 @@ def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
 
 @foreign
 def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) -> None:
-    """Whoever decodes and encodes it again: other languages know other numbers."""
+    """Decode and encode in another language, which knows other numbers."""
     carried = {
         "id": 2**60 + 1,
         "least": -(2**63),

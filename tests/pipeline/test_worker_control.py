@@ -1,10 +1,11 @@
-"""A worker and the control state: pauses, new weights, and groups that are interrupted (I9, I10)."""
+"""A worker and the control state: pauses, new weights, interrupted groups (I9, I10)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.model.rollout import PolicyVersion, Status
 from buffer.open_run import INITIAL
-from producer_workers.worker.control_client import Listener
+from producer_workers.worker.control_client import ControlClient
 from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
 from tests.servers import KINDS
 
@@ -157,10 +158,10 @@ def test_nothing_is_aborted_when_a_drain_is_taken_back_while_it_runs(yard: Yard)
 
 
 @pytest.mark.parametrize("heartbeat_ms", [100, 60_000], ids=["by heartbeat", "by claim"])
-def test_a_deaf_worker_learns_of_a_pause_when_it_next_asks_the_server(
+def test_disconnected_worker_learns_of_a_pause_with_its_next_call(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, heartbeat_ms: int
 ) -> None:
-    monkeypatch.setattr(Listener, "listen", lambda self: asyncio.Event().wait())
+    monkeypatch.setattr(ControlClient, "listen", lambda self: asyncio.Event().wait())
     yard = make_yard(heartbeat_ms=heartbeat_ms, lease_ms=180_000)
 
     async def scenario() -> None:
@@ -243,7 +244,7 @@ def test_torn_weights_are_refused_without_harm_until_good_ones_come(
             yard.enqueue(2, (100, 100))
             await yard.until_generating(engine, 4)
             yard.name(1, folder, checksum)
-            # what runs goes on under the old weights and ends: the engine is not left paused
+            # running groups end under the old weights: the engine is not left paused
             await yard.until_places(completed=2)
             yard.enqueue(1)
             await asyncio.sleep(0.5)
@@ -283,6 +284,35 @@ def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded
             assert engine.version() == PolicyVersion(LINEAGE, 3)
 
     asyncio.run(scenario())
+
+
+def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker reads its events while its engine is busy."""
+    yard.enqueue(2, LONG)
+
+    async def scenario() -> None:
+        async with yard.working(yard.worker(token_s=SLOW_S, drain_timeout_s=0.1)) as engine:
+            await yard.until_generating(engine, 4)
+            load, loading, gate = engine.load_weights, asyncio.Event(), asyncio.Event()
+
+            async def load_slowly(path: Path, version: PolicyVersion) -> None:
+                loading.set()
+                await gate.wait()
+                await load(path, version)
+
+            monkeypatch.setattr(engine, "load_weights", load_slowly)
+            yard.publish(1)
+            await loading.wait()
+            assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
+            await yard.until(lambda: engine.unfinished() == 0)
+            gate.set()
+            await yard.until_generating(engine, 4)
+
+    asyncio.run(scenario())
+    assert yard.counters()["leases_lost"] == 2
+    yard.check()
 
 
 # -- partial rollout ---------------------------------------------------------

@@ -24,7 +24,7 @@ from buffer.model.rollout import PolicyVersion, RolloutState, SampleParams
 from buffer.open_run import INITIAL
 from buffer.run import Run
 from buffer.store.store import Store
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated.engine import SimulatedEngine
@@ -53,7 +53,7 @@ FAST_S = 0.0001
 
 
 def versions(state: RolloutState) -> list[PolicyVersion]:
-    """The weights of each token, from its spans, which must cover the response."""
+    """Return the weights of each token, from its spans, which must cover the response."""
     stamps = [
         PolicyVersion(span.lineage, span.version)
         for span in state.spans
@@ -86,8 +86,9 @@ class WatchedEngine(SimulatedEngine):
 
 
 class Yard:
-    """One run with an open producer and an open trainer. `folder` holds the weights that are
-    published.
+    """One run with an open producer and an open trainer.
+
+    `folder` holds the weights that are published.
     """
 
     def __init__(self, store: Store, name: str, folder: Path, limits: RunLimits = LIMITS) -> None:
@@ -104,7 +105,7 @@ class Yard:
     def enqueue(
         self, count: int, tokens: Sequence[int] = (10, 10), extra: dict[str, Any] | None = None
     ) -> list[str]:
-        """Groups whose members generate exactly so many tokens each."""
+        """Enqueue groups whose members generate exactly `tokens` tokens each."""
         cursor = self.run.jobs.cursor(TASK)
         gids = [group_id(TASK, cursor + i) for i in range(count)]
         for gid in gids:
@@ -133,7 +134,7 @@ class Yard:
         return self.run.control.set_mode("operator", mode)
 
     def write_weights(self, version: int) -> tuple[Path, str]:
-        """A folder of weights and its checksum."""
+        """Write a folder of weights; return it and its checksum."""
         folder = self.folder / f"weights-{version}"
         folder.mkdir()
         save_file({"w": np.full(300, version, dtype=np.float32)}, folder / "model.safetensors")
@@ -151,7 +152,7 @@ class Yard:
     def worker(
         self, name: str = "w0", *, token_s: float = 0.001, judge: Any = by_chance, **options: Any
     ) -> Worker:
-        """A worker with an engine of its own, if none is given (`worker.engine`)."""
+        """Return a worker with an engine of its own, if none is given (`worker.engine`)."""
         engine_options = {
             key: options.pop(key) for key in ("die_after", "max_num_seqs") if key in options
         }
@@ -211,7 +212,7 @@ class Yard:
         return {place: n for place, n in self.run.account.totals().tasks[0].places.items() if n}
 
     def group(self, gid: str) -> RolloutGroup:
-        """A group as its newest payload has it."""
+        """Return a group as its newest payload has it."""
         record = self.run.record(gid)
         ref = PayloadRef(
             gid,
@@ -246,6 +247,6 @@ class Yard:
         await asyncio.to_thread(self.run.receipts.wait, state, timeout_s=DEADLINE_S)
 
     async def until_generating(self, engine: WatchedEngine, requests: int) -> None:
-        """Wait until so many requests have made some tokens."""
+        """Wait until this many requests have made some tokens."""
         await self.until(lambda: engine.unfinished() == requests)
         await asyncio.sleep(0.1)

@@ -16,8 +16,9 @@ TOOL: Any = {
 
 
 async def wander(task: Any) -> float:
-    """What agents do: go on, try again, cut the history, edit it, ask twice at once; by a seed in
-    the question.
+    """Act as agents do, by a seed in the question.
+
+    They continue, retry, cut the history, edit it, and ask twice at once.
     """
     client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
     dice = random.Random(task.question)
@@ -49,9 +50,7 @@ async def wander(task: Any) -> float:
 
 
 async def write_on(client: openai.AsyncOpenAI, text: str, dice: random.Random) -> None:
-    """Asks for text behind a text, with some of its own in between; sometimes for text behind
-    tokens.
-    """
+    """Ask for text behind a text, with some of its own in between; sometimes behind tokens."""
     for _ in range(dice.randint(1, 3)):
         prompt: Any = list(text.encode()) if dice.random() < 0.3 else text
         reply = await client.completions.create(model="any", prompt=prompt, max_tokens=50)
@@ -59,7 +58,7 @@ async def write_on(client: openai.AsyncOpenAI, text: str, dice: random.Random) -
 
 
 async def reason_and_act(task: Any) -> None:
-    """Stops where the model begins to make up what it observes."""
+    """Stop where the model begins to invent what it observes."""
     messages: list[Any] = list(task.messages)
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         for _ in range(2):
@@ -72,8 +71,9 @@ async def reason_and_act(task: Any) -> None:
 
 
 async def calculate(task: Any) -> None:
-    """Runs the calls of the model until it makes none; sends them back with other spaces than they
-    came.
+    """Run the calls of the model until it makes none.
+
+    It sends them back with other white space.
     """
     messages: list[Any] = list(task.messages)
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:

@@ -1,5 +1,6 @@
-"""A real Hugging Face tokenizer that needs no download: bytes, three special tokens, a chat
-template.
+"""Provide a real Hugging Face tokenizer without download.
+
+It has bytes, three special tokens, and a chat template.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def readme_block() -> Callable[[str], str]:
-    """The code of configs/README.md that begins with the name of a file."""
+    """Return the code of configs/README.md that begins with the name of a file."""
     text = (Path(__file__).parents[2] / "configs" / "README.md").read_text(encoding="utf-8")
 
     def block(name: str) -> str:
@@ -57,7 +58,7 @@ def readme_block() -> Callable[[str], str]:
 
 @pytest.fixture
 def chat(tokenizer: Any) -> Any:
-    """The tokenizer, with a template that knows tools."""
+    """Return the tokenizer, with a template that knows tools."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
     return tokenizer

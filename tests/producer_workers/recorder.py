@@ -17,11 +17,10 @@ MINE = "tests.producer_workers.agents:"
 
 
 class Recorder(LetterEngine):
-    """Says the turns of a script, or random bytes that no tokenizer would give back; notes all it
-    read and said.
+    """Makes the turns of a script, or random bytes that no tokenizer would give back; records all.
 
-    Every token has a logprob of its own, every request weights of its own. `cut`: sessions that are
-    aborted when they ask for the second time.
+    Every token has a logprob of its own, every request weights of its own. `cut` are sessions that
+    are aborted when they ask for the second time.
     """
 
     def __init__(self, tokenizer: Any, script: list[str] | None = None) -> None:
@@ -67,9 +66,7 @@ class Recorder(LetterEngine):
         return made
 
     def check(self, states: list[RolloutState]) -> None:
-        """All that was read and sampled is there, exactly so; every sampled token is trained once;
-        nothing else is.
-        """
+        """Check that exactly what was read and sampled is there, each token trained once."""
         whole, trained = [], []
         for state in states:
             assert state.prompt_ids is not None

@@ -1,7 +1,7 @@
 -- as_int: the type `0..9` of an argument, as a number.
 -- include: refuse
 
--- Returns nil for what is not an integer as Redis itself writes it: no sign, no leading zero.
+-- Return the number; nil for other text than Redis itself writes (a sign, a leading zero).
 local function as_int(value, least, most)
   if #value > 16 or not (find(value, '^[1-9]%d*$') or value == '0') then return nil end
   local number = tonumber(value)

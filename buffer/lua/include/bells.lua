@@ -1,4 +1,4 @@
--- bells: ring, which wakes up processes that wait.
+-- bells: ring, which sends a wake-up to processes that wait.
 
 local function ring(bell, times)
   local rung = 0

@@ -1,12 +1,12 @@
 -- control_changes: settle_mode and publish_hint, which change the control state and announce it (I10).
 -- include: clock, control_state, numbers
 
--- The hint only saves time: a worker that misses it learns the same from its next heartbeat.
+-- The hint only saves time: a worker that misses it gets the same with its next heartbeat.
 local function publish_hint(control)
   redis.call('PUBLISH', control, table.concat(control_state(control), '\0'))
 end
 
--- Trainer and operator hold the mode apart: the stricter one rules, with the lanes that both leave open (I10).
+-- Trainer and operator have a mode each: the stricter one applies, with the lanes that both leave open (I10).
 local function settle_mode(control)
   local all = 'eval resume fresh'
   local strictness = {run = 0, keep = 1, drain = 2, abort = 3, finish = 4}

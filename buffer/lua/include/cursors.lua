@@ -3,7 +3,7 @@
 
 local function next_draw(cursors, task) return num(redis.call('HGET', cursors, task)) end
 
--- The account gets a copy, which people read and no script does.
+-- The account gets a copy for people; no script reads it.
 local function move_cursor(cursors, progress, task, cursor)
   redis.call('HSET', cursors, task, int(cursor))
   redis.call('HSET', progress, 'cursor', int(cursor))

@@ -1,8 +1,8 @@
 -- grace: tick, which notices outages and grants a grace period (I11).
 -- include: numbers
 
--- I11: when the server's clock moved by more than half a lease since a script last looked, or backwards,
--- every holder gets one whole lease to beat again before anything is reaped. Returns the end of the grace.
+-- I11: if the server's clock moved by more than half a lease since the last script, or backwards, every holder
+-- gets one whole lease to send a heartbeat before anything is reaped. Return the end of that period.
 local function tick(clock, now, lease_ms)
   local seen = redis.call('HMGET', clock, 'seen_ms', 'grace_until_ms')
   local last, grace = tonumber(seen[1] or now), num(seen[2])

@@ -1,7 +1,7 @@
 -- is_text: the type `text..9` of an argument.
 -- include: refuse
 
--- UTF-8 without overlong forms and surrogates: what every reader in every language accepts
+-- UTF-8 without overlong forms and surrogates, which decoders of all languages accept
 local function is_text(value, bytes)
   if #value > bytes then return false end
   if not find(value, '[\128-\255]') then return true end

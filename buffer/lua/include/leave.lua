@@ -1,8 +1,8 @@
--- leave: takes a group out of any place but a batch; with held_fields and task_keys, which it needs.
+-- leave: take a group out of any place but a batch; with held_fields and task_keys, which it needs.
 -- include: leave_by_hand
 
--- The keys of a task that a script learns from a gid: all of them lie under prefixes that were passed as keys. They are
--- touched, as in retry_keys.
+-- The keys of the task of a gid: all of them have prefixes that were passed as keys. They are read first, as in
+-- retry_keys.
 local function task_keys(under, task)
   local keys = {groups = under.groups, leases = under.leases, holders = under.holders, dead = under.dead,
     dead_letters = under.dead_letters, jobs = {}, progress = under.accounts .. task,
@@ -20,7 +20,7 @@ local function task_keys(under, task)
   return keys
 end
 
--- What `leave` wants to know of a record, and where a payload of it lies.
+-- The fields of a record that `leave` needs, and the key of its payload.
 local function held_fields(record)
   local names = {'stage', 'status', 'owner', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch', 'size',
     'prompt'}
@@ -29,7 +29,7 @@ local function held_fields(record)
   return held.stage and held
 end
 
--- Take a group out of where it is, whatever that is but a batch; returns that place. A lease dies with it (I2).
+-- Take a group out of its place, which is no batch, and return that place. Its lease ends (I2).
 local function leave(keys, gid, held)
   if held.stage == 'running' then
     redis.call('ZREM', keys.leases, gid)

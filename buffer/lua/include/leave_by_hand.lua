@@ -1,6 +1,6 @@
--- leave_by_hand: takes a group out of a pool or out of the dead letters.
+-- leave_by_hand: take a group out of a pool or out of the dead letters.
 
--- Take a dead or pooled group out of where it is; returns that place (dead, or the status of the pool).
+-- Take a dead or pooled group out of its place, and return that place (dead, or the status of the pool).
 local function leave_by_hand(keys, gid, stage, status, arrival)
   if stage == 'dead' then
     redis.call('ZREM', keys.dead, gid)

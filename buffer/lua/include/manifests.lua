@@ -1,6 +1,6 @@
 -- manifests: manifest_line, the entry of a group in a manifest.
 
--- What a manifest says of a group: "gid token chunks size crc samples version", '-' for what it does not have.
+-- The line of a group: "gid token chunks size crc samples version", '-' for a missing field.
 local function manifest_line(groups, gid)
   local record = redis.call('HMGET', groups .. gid, 'payload', 'chunks', 'size', 'crc', 'samples', 'version')
   for k = 1, 6 do if not record[k] or record[k] == '' then record[k] = '-' end end

@@ -6,11 +6,11 @@ local function held_bytes(bytes)
   return num(counts[1]) - num(counts[2])
 end
 
--- Whether so much is held as the mark says; 0 = there is no mark.
+-- Whether the held bytes have reached the mark; 0 = there is no mark.
 local function is_full(bytes, mark) return mark > 0 and held_bytes(bytes) >= mark end
 
--- Whether nothing may be started for want of memory. Where nobody runs, and no batch is there that a checkpoint would
--- free, waiting would be for ever: then a little is started all the same.
+-- Whether no group may be started for lack of memory. If no group runs, and no checkpoint would free a batch, the wait
+-- would never end: then a few are started nevertheless.
 local function is_refused(bytes, mark, leases, training)
   if not is_full(bytes, mark) then return false end
   local steps = redis.call('HMGET', training, 'taken', 'freed')

@@ -1,7 +1,7 @@
 -- order_index: put_in_order, which adds a completed group to the index of the run's order.
 -- include: numbers
 
--- Put a completed group where `place` says: arrival, bucket:<n> (buckets take turns) or a score; '' = no index.
+-- Add a completed group at `place`: arrival, bucket:<n> (buckets take turns) or a score; '' = no index.
 local function put_in_order(order_index, progress, place, arrival, gid)
   if place == '' then return end
   if place == 'arrival' then

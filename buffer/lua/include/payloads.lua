@@ -1,8 +1,8 @@
 -- payloads: seen_bytes and pin, for the payloads that a script accepts.
 
--- Payloads in the run's slot are keys of the script: their bytes are counted and kept from expiring here. In a cluster
--- they lie in other slots: no key is given, the size that the caller states is taken, and they are listed for the caller
--- to pin (buffer/store/payloads.py). `others`: keys in front of the chunks.
+-- Payloads in the run's slot are keys of the script: their bytes are counted and their expiry is removed here. In a
+-- cluster they lie in other slots: no key is given, the caller's size is believed, and they are listed for the caller,
+-- who removes their expiry (buffer/store/payloads.py). `others`: number of keys before the chunks.
 local function seen_bytes(payloads, others, chunks, size)
   if #payloads == 0 then return size end
   local found = 0

@@ -1,6 +1,6 @@
 -- pool_records: records_of, the records of members of a pool.
 
--- Gid and fields of some members of a pool: all are read before anything is written.
+-- Return gid and fields of some members of a pool; all are read before anything is written.
 local function records_of(groups, members, ...)
   local gids, records = {}, {}
   for i, member in ipairs(members) do

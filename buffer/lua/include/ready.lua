@@ -1,8 +1,8 @@
 -- ready: next_ready and take_out, for groups that are taken in the order of the run's policy.
 
--- The next groups of a pool in the order of the run's policy, none older than the cut (I8); and what stands in the way:
--- 'unordered' (the index does not hold all that is ready), 'blocked' (too much of it is too old). For a glance, an index
--- that no take has settled yet is good enough.
+-- Return the next groups of a pool in the order of the run's policy, none older than the cut (I8); or an obstacle:
+-- 'unordered' (the index lacks ready groups), 'blocked' (too many groups in it are too old). To peek, an index that no
+-- take has settled yet is good enough.
 local function next_ready(policy, pool, order, progress, cut, count, glance)
   if policy == 'staleness' then return redis.call('ZRANGEBYSCORE', pool, cut, '+inf', 'LIMIT', 0, count) end
   if policy == 'freshest' then return redis.call('ZREVRANGEBYSCORE', pool, '+inf', cut, 'LIMIT', 0, count) end
@@ -25,7 +25,7 @@ local function next_ready(policy, pool, order, progress, cut, count, glance)
   return chosen
 end
 
--- Remove groups that are taken from the pool and its index; the clock of length_fair goes on with the last one.
+-- Remove taken groups from the pool and its index; the clock of length_fair advances to the last one.
 local function take_out(pool, order, progress, members)
   if #members == 0 then return end
   local round = tonumber(redis.call('ZSCORE', order, members[#members]) or '') or 0

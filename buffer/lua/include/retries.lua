@@ -1,8 +1,8 @@
 -- retries: retry_keys and retry_or_bury, for a group whose try was used up (I11).
 -- include: clock, numbers, waiting
 
--- What retry_or_bury needs of a task that the script learns from a record: streams and account lie under prefixes. All
--- are touched: one of a wrong type stops the script here, before it writes anything.
+-- The keys of the task of a record: its streams and account have prefixes. All are read: a wrong type stops the script
+-- here, before it writes anything.
 local function retry_keys(task, groups, queues, accounts, dead, dead_letters)
   local keys = {groups = groups, jobs_resume = queues .. task .. ':resume', jobs_eval = queues .. task .. ':eval',
     progress = accounts .. task, dead = dead, dead_letters = dead_letters}
@@ -11,7 +11,7 @@ local function retry_keys(task, groups, queues, accounts, dead, dead_letters)
   return keys
 end
 
--- A try was used up: the group waits again, or is a dead letter after max_tries (I11).
+-- Return a group that used up a try to the queue; after max_tries, make it a dead letter (I11).
 local function retry_or_bury(keys, gid, max_tries, reason)
   local record = keys.groups .. gid
   local fields = redis.call('HMGET', record, 'tries', 'lane', 'payload')

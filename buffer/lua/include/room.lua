@@ -1,8 +1,8 @@
 -- room: room and too_many_failures, whether more groups of a task may be started.
 -- include: numbers
 
--- Groups of a task that may still be started: target - consumed - fresh completed - waiting - running, and no more
--- than `most` of the last two. Computed in the script that starts them, so that it cannot overshoot.
+-- Return the groups of a task that may still be started: target - consumed - fresh completed - waiting - running, with at
+-- most `most` of the last two. Computed in the script that starts them, so that it cannot overshoot.
 local function room(progress, jobs, completed, ledger, target, threshold, most)
   local counts = redis.call('HMGET', progress, 'consumed', 'running')
   local in_flight = num(counts[2])
@@ -13,7 +13,7 @@ local function room(progress, jobs, completed, ledger, target, threshold, most)
   return most and math.min(free, most - in_flight) or free
 end
 
--- I11: how many tries of a task have failed, or were filtered, one after the other; nil while it is not too many.
+-- I11: return the consecutive tries of a task that failed or were filtered; nil while they are not too many.
 local function too_many_failures(progress, patience)
   local failures = num(redis.call('HGET', progress, 'failures_in_row'))
   return patience and failures >= patience and failures or nil

@@ -12,16 +12,16 @@ local function living_version(lineages, lineage, version)
   return version
 end
 
--- The score of a group in a pool: its version, or, with token staleness (`lag` steps stricter), the version of a group that
--- expires together with the first rollout of this one that has nothing left to train.
+-- The score of a group in a pool: its version; or, with token staleness (`lag` steps stricter), the version of a group
+-- that expires together with the first rollout of this one that has no tokens left to train.
 local function pool_score(version, last, lag)
   if not version or version == '' then return '+inf' end
   if not lag or not last or last == '' then return version end
   return int(math.min(tonumber(version), tonumber(last) - lag))
 end
 
--- What the age of a group is counted from, of units (oldest | last, lineage, version) of the arguments; only living
--- versions count. Returns its version and lineage, its score, and the fields that only token staleness needs.
+-- Compute the age of a group from the units (oldest | last, lineage, version) of the arguments; only living versions
+-- count. Return its version and lineage, its score, and the fields that only token staleness needs.
 local function age_of(lineages, each_unit, lag)
   local found = {oldest = {'', ''}, last = {'', ''}}
   for _, what, lineage, version in each_unit do

@@ -1,9 +1,11 @@
-"""Starts an agent: a function of the user's in this process, or a program of its own.
+"""Start an agent: a Python function in this process, or a program.
 
-    agent = "my_agent:solve"        async def solve(task: AgentTask) -> reward or None; a plain function gets a thread
-    command = ["python", "agent.py"]    OPENAI_BASE_URL and OPENAI_API_KEY in its environment, its task as JSON on stdin
+    agent = "my_agent:solve"            # async def solve(task: AgentTask) -> reward or None;
+                                        # a plain function runs in a thread
+    command = ["python", "agent.py"]    # OPENAI_BASE_URL and OPENAI_API_KEY in its environment,
+                                        # its task as JSON on stdin
 
-A program is ended together with all that it started. Its exit code other than 0 fails the rollout.
+A program is ended together with all that it started. An exit code other than 0 fails the rollout.
 """
 
 from __future__ import annotations
@@ -23,22 +25,27 @@ from buffer.errors import RolloutMQError
 from producer_workers.judges.judge import check_reward
 
 _THREADS = 256
-"""Plain functions at the same time; more wait."""
+"""Plain functions that run at the same time; more wait."""
 
 MODEL = "policy"
-"""What the model is called; any other name is answered, too."""
+"""The name of the model; the endpoint accepts any other name, too."""
 
 LONGEST_COMPLAINT = 2000
-"""Characters of a program's stderr that are kept where it failed."""
+"""Characters of a failed program's stderr that are kept."""
 
 
 class AgentError(RolloutMQError):
-    """The agent raised, exited with another code than 0, or took too long."""
+    """The agent raised, exited with a code other than 0, or took too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What an agent is told. `OpenAI(base_url=task.base_url, api_key=task.api_key)` is its client."""
+    """What an agent gets.
+
+    Usage:
+        client = OpenAI(base_url=task.base_url, api_key=task.api_key)
+        client.chat.completions.create(model=task.model, messages=task.messages)
+    """
 
     base_url: str
     api_key: str
@@ -46,33 +53,36 @@ class AgentTask:
     data_source: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     ground_truth: Any = None
-    """for functions that compute their own reward; a program is not told"""
+    """For functions that compute their own reward; programs do not get it."""
     model: str = MODEL
 
     @property
     def question(self) -> str:
-        """The last thing that the user said."""
+        """Return the last message of the user."""
         return next(
             (str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), ""
         )
 
 
 class AgentRunner(Protocol):
+    """Runs an agent."""
+
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """The reward that the agent gave itself, or None. Raises AgentError; cancelling it ends the
-        agent.
+        """Return the reward that the agent gave itself, or None.
+
+        Raises AgentError. Cancelling it ends the agent.
         """
         ...
 
 
 class FunctionAgent:
-    """A function in this process."""
+    """Runs a function in this process."""
 
     def __init__(self, name: str, function: Callable[[AgentTask], Any]) -> None:
         self._name = name
         self._function = function
-        # its own: the worker's threads load weights and hand in groups while agents wait for a
-        # frozen engine
+        # Its own threads: the worker's load weights and submit groups while agents wait for a
+        # paused engine.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
@@ -83,7 +93,7 @@ class FunctionAgent:
                 result = await asyncio.get_running_loop().run_in_executor(
                     self._threads, self._function, task
                 )
-        except Exception as error:  # the agent's failure is its rollout's
+        except Exception as error:  # an agent may raise anything; it fails its rollout alone
             raise AgentError(
                 f"agent {self._name} raised {type(error).__name__}: {error}"
             ) from error
@@ -91,8 +101,9 @@ class FunctionAgent:
 
 
 class ProgramAgent:
-    """A program; `{question}`, `{base_url}`, `{api_key}` and `{model}` in its arguments are filled
-    in.
+    """Runs a program.
+
+    In its arguments `{question}`, `{base_url}`, `{api_key}` and `{model}` are replaced.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -105,7 +116,7 @@ class ProgramAgent:
             "api_key": task.api_key,
             "model": task.model,
         }
-        told = {"messages": task.messages, "data_source": task.data_source, "extra": task.extra}
+        given = {"messages": task.messages, "data_source": task.data_source, "extra": task.extra}
         process = await asyncio.create_subprocess_exec(
             *(_fill(part, known) for part in self._command),
             env={**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key},
@@ -115,12 +126,12 @@ class ProgramAgent:
             start_new_session=True,
         )
         try:
-            _, complaint = await process.communicate(orjson.dumps(told, default=str))
+            _, complaint = await process.communicate(orjson.dumps(given, default=str))
         finally:
             await _end(process)
         if process.returncode:
-            said = complaint.decode(errors="replace").strip()[-LONGEST_COMPLAINT:]
-            raise AgentError(f"agent {self._command[0]} exited with {process.returncode}: {said}")
+            reason = complaint.decode(errors="replace").strip()[-LONGEST_COMPLAINT:]
+            raise AgentError(f"agent {self._command[0]} exited with {process.returncode}: {reason}")
         return None
 
 
@@ -131,7 +142,7 @@ def _fill(part: str, known: dict[str, str]) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """What it started may outlive it: the whole session of processes goes."""
+    """End the program with its whole session of processes, which might outlive it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

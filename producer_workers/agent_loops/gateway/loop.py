@@ -1,8 +1,7 @@
-"""The agent loop whose turns are somebody else's: an agent program that speaks the OpenAI API to a
-local endpoint.
+"""Make rollouts with agent programs that speak the OpenAI API to a local endpoint.
 
-    group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent runs ──▶ its segments ──judge──▶ rollouts of the group
-                                                            └ interrupted by a pause: ended, started again later
+    group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
+                                                           └ ended by a pause, started again later
 
 A session gives as many rollouts as it has segments, which share `index`, `session_id` and reward;
 so the groups of a task vary in size. The prompt of the group is what all its segments have in
@@ -31,21 +30,22 @@ from producer_workers.agent_loops.gateway.server import Endpoint
 from producer_workers.agent_loops.gateway.session import Session
 from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.agent_loops.tool_parsers import PARSERS
+from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
 
 Rollouts = list[tuple[RolloutState, Segment | None]]
-"""What a session gave; no segment where it was interrupted or failed."""
+"""The rollouts of a session; no segment where it was interrupted or failed."""
 
 
 class GatewayAgentLoop:
-    """`agent`: "module:function" or a function; or `command`: a program. `parser`: see
-    tool_parsers.py, "" for none.
+    """Runs one agent for each rollout of a group.
 
-    An agent cannot be continued elsewhere: an interrupted session starts anew. Sessions of its
-    group that had ended are handed back as they are, and kept where the task has partial rollout.
-    `time_limit_s`: of one agent, seconds.
+    `agent` is a function or "module:function", or `command` is a program. `parser` is one of
+    tool_parsers.py, "" for none. `time_limit_s` limits one agent, in seconds.
+
+    An agent cannot be continued on another worker: an interrupted session starts anew. Sessions of
+    its group that had ended are returned as they are, and kept where the task has partial rollout.
     """
 
     def __init__(
@@ -62,13 +62,11 @@ class GatewayAgentLoop:
     ) -> None:
         if (agent is None) == (not command):
             raise ConfigError(
-                "the gateway needs an agent or a command",
-                hint='agent = "module:function", or command = [...]',
+                "the gateway needs an agent or a command, not both",
+                hint='set agent = "module:function", or command = [...]',
             )
-        if parser and parser not in PARSERS:
-            raise ConfigError(
-                f"there is no tool parser {parser!r}", hint=f"known: {', '.join(PARSERS)}"
-            )
+        if parser:
+            tool_parser(parser)
         self._agent = ProgramAgent(command) if command else _function(agent)
         self._judge = judge
         self._tokenizer = tokenizer
@@ -80,11 +78,11 @@ class GatewayAgentLoop:
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
     ) -> list[RolloutState]:
-        """See `AgentLoop`; more rollouts may come back than were given."""
+        """See `AgentLoop`; it may return more rollouts than it got."""
         if any(state.multimodal for state in states):
             raise ConfigError(
-                f"{gid} has images, which agents cannot be given",
-                hint="another agent_loop for its task",
+                f"{gid} has images, which the gateway cannot pass to agents",
+                hint="use another agent_loop for its task",
             )
         made: dict[int, Rollouts] = {}
         for state in states:
@@ -96,7 +94,7 @@ class GatewayAgentLoop:
                 made[state.index] = await self._session(state, engine, endpoint, gid)
 
             await run_all(run(state) for state in states if state.status is not Status.COMPLETED)
-        if endpoint.failure:
+        if endpoint.failure:  # agents cannot raise it: it reached them as an HTTP status
             raise endpoint.failure
         sessions = [made[index] for index in sorted(made)]
         if isinstance(self._judge, GroupJudge):
@@ -106,11 +104,17 @@ class GatewayAgentLoop:
     async def _session(
         self, state: RolloutState, engine: Engine, endpoint: Endpoint, gid: str
     ) -> Rollouts:
-        state.reset_response()
+        state.reset_response()  # an agent cannot continue, so an interrupted session starts anew
         name = f"{gid}/{state.index}"
         session = Session(
-            name, engine, self._tokenizer, self._delta, self._eos_ids, state.sample_params, self._parser
-        )  # fmt: skip
+            name,
+            engine,
+            self._tokenizer,
+            self._delta,
+            self._eos_ids,
+            state.sample_params,
+            self._parser,
+        )
         key = endpoint.admit(session)
         task = AgentTask(
             endpoint.url, key, state.messages, state.data_source, state.extra, state.ground_truth
@@ -119,8 +123,8 @@ class GatewayAgentLoop:
         try:
             reward = await self._run(task, session)
         except AgentError as error:
-            # an agent that stumbles over a session that ended is not to blame; it has earned
-            # nothing, if it is to say
+            # The end of a session may fail its agent, which is not the agent's fault. Without a
+            # judge it has earned nothing.
             reward = None if self._judge else {"score": 0.0}
             if not session.interrupted.is_set() and not session.is_full:
                 return [(_failed(state, str(error)), None)]
@@ -135,7 +139,7 @@ class GatewayAgentLoop:
         return await self._finish(state, session.segments, reward)
 
     async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
-        """The agent, until it ends, or its session is interrupted, or its time is up."""
+        """Run the agent until it ends, its session is interrupted, or its time is up."""
         running = asyncio.ensure_future(self._agent.run(task))
         interrupted = asyncio.ensure_future(session.interrupted.wait())
         try:
@@ -155,7 +159,9 @@ class GatewayAgentLoop:
     async def _finish(
         self, state: RolloutState, segments: Sequence[Segment], earned: dict[str, float] | None
     ) -> Rollouts:
-        """The segments as rollouts; with their reward, unless all sessions have to end first."""
+        """Turn the segments into rollouts, with their reward unless all sessions must end first."""
+        # On the given state, too: the worker reads there that the engine has a free slot again.
+        state.finish_reason = segments[-1].finish_reason
         rollouts = [(state.model_copy(update={"reward": earned}), segment) for segment in segments]
         for rollout, segment in rollouts:
             segment.fill(rollout, 0)
@@ -164,9 +170,7 @@ class GatewayAgentLoop:
         return list(rollouts)
 
     async def _reward(self, sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
-        """What the agents gave themselves, and what the judge says of the last turn of each
-        session.
-        """
+        """Add the judge's reward of each session's last turn to what the agent gave itself."""
         lasts = [session[-1][0] for session in sessions]
         try:
             rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
@@ -179,12 +183,10 @@ class GatewayAgentLoop:
         for session, reward in zip(sessions, rewards, strict=True):
             for rollout, _ in session:
                 rollout.status = Status.COMPLETED
-                rollout.reward = (rollout.reward or {}) | reward or None
+                rollout.reward = {**(rollout.reward or {}), **reward} or None
 
     async def _judge_together(self, sessions: list[Rollouts]) -> list[Rollouts]:
-        """For a judge that sees the group; where a session was interrupted, the others start anew
-        with it.
-        """
+        """Judge all sessions for a group judge; if one was interrupted, all start anew."""
         ended = [
             [(state, segment) for state, segment in session if segment is not None]
             for session in sessions
@@ -192,23 +194,20 @@ class GatewayAgentLoop:
         if all(ended):
             await self._reward(ended)
             return sessions
-        again = [session[0][0] for session in ended if session]
+        again = [segments[0][0] for segments in ended if segments]
         for state in again:
             state.reset_response()
             state.status = Status.ABORTED
-        open_ones: list[Rollouts] = [
-            session for session, end in zip(sessions, ended, strict=True) if not end
-        ]
-        return [[(state, None) for state in again], *open_ones]
+        interrupted = [session for session, end in zip(sessions, ended, strict=True) if not end]
+        return [[(state, None) for state in again], *interrupted]
 
 
 def _function(agent: Any) -> AgentRunner:
     function = load_object(agent, kind="agent") if isinstance(agent, str) else agent
     if not callable(function):
         raise ConfigError(f"agent {agent!r} is not a function", hint='give "module:function"')
-    return FunctionAgent(
-        agent if isinstance(agent, str) else getattr(agent, "__name__", "agent"), function
-    )
+    name = agent if isinstance(agent, str) else getattr(agent, "__name__", "agent")
+    return FunctionAgent(name, function)
 
 
 def _failed(state: RolloutState, reason: str) -> RolloutState:
@@ -219,7 +218,7 @@ def _failed(state: RolloutState, reason: str) -> RolloutState:
 
 
 def _as_group(rollouts: Rollouts) -> list[RolloutState]:
-    """The rollouts, with one prompt for all of them."""
+    """Return the rollouts with one prompt for all of them."""
     segments = [segment for _, segment in rollouts if segment is not None]
     if not segments:
         return [state for state, _ in rollouts]

@@ -1,14 +1,12 @@
-"""What requests and answers of OpenAI's two ways to ask have in common, as far as a policy under
-training can speak it.
+"""Parse requests of the OpenAI API and write its answers, as far as training permits.
 
-What would make the recorded logprobs untrue (several choices, forced tools, biases), or what the
-model reads other than asked, is refused; temperature and top_p are those of the task, whatever a
-request says, since the trainer counts on them. Fields that are not known are not looked at, as
-servers have fields of their own.
+    POST /v1/chat/completions    messages in, a message out
+    POST /v1/completions         a text or token ids in, their continuation out
 
-POST /v1/chat/completions: messages in, a message out.
-
-POST /v1/completions: a text, or the tokens themselves, in; what comes behind it out.
+Fields that would make the recorded logprobs untrue (several choices, forced tools, biases), or
+change what the model reads, are refused. Temperature and top_p are those of the task, whatever a
+request contains, since the trainer relies on them. Unknown fields are ignored, as servers have
+fields of their own.
 """
 
 from __future__ import annotations
@@ -30,12 +28,23 @@ from pydantic import (
 )
 
 from buffer.model.rollout import StructuredOutput
-from producer_workers.agent_loops.gateway.sampling_overrides import Wishes, structure_of
+from producer_workers.agent_loops.gateway.sampling_overrides import (
+    SamplingOverrides,
+    structure_of,
+)
 from producer_workers.agent_loops.gateway.session import Session, Turn
 
 Json = dict[str, Any]
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+
+USUAL_TOKENS = 16
+"""The default `max_tokens` of /v1/completions."""
+
+_TEXT_KEYS = ("role", "name", "tool_call_id")
+_MESSAGE_KEYS = (*_TEXT_KEYS, "tool_calls")
 
 REFUSED = {
     "functions": "offer tools",
@@ -53,13 +62,14 @@ REFUSED = {
     "continue_final_message": "ask /v1/completions",
     "logit_bias": "the logprobs would not be the policy's",
 }
-"""Fields that would change what is read or sampled, and what to do instead; null and empty ones
-mean nothing.
+"""Fields that would change what is read or sampled, and what to do instead.
+
+Null and empty ones mean nothing.
 """
 
 
 class Asked(Protocol):
-    """A request that was understood."""
+    """A valid request."""
 
     @property
     def wants_stream(self) -> bool: ...
@@ -68,20 +78,26 @@ class Asked(Protocol):
     def wants_logprobs(self) -> bool: ...
 
     async def ask(self, session: Session) -> Turn:
-        """Put it to the model. Raises what `Session` raises."""
+        """Let the model answer in a session. Raises what `Session` raises."""
         ...
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
-        """The response, `name` its id. `pieces`: the text of each token, where logprobs are wanted."""
+        """Return the response with the id `name`.
+
+        `pieces` are the texts of its tokens, where logprobs are wanted.
+        """
         ...
 
     def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        """The same as a stream. The turn is whole when it begins: its tokens come in one chunk."""
+        """Return the response as a stream.
+
+        The turn is complete when it begins, so its tokens come in one chunk.
+        """
         ...
 
 
 class Request(BaseModel):
-    """What of any request matters here; other fields are not looked at."""
+    """The fields that every request may have; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -100,29 +116,32 @@ class Request(BaseModel):
                 raise ValueError(f"{name}: {REFUSED[name]}")
         return fields
 
-    def wishes(self, max_tokens: int | None) -> Wishes:
+    def overrides(self, max_tokens: int | None) -> SamplingOverrides:
+        """Return what this request changes of the task's sampling."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Wishes(max_tokens, stops, self.response_format)
+        return SamplingOverrides(max_tokens, stops, self.response_format)
 
     @property
     def wants_stream(self) -> bool:
         return bool(self.stream)
 
     def frame(self, name: str, kind: str) -> Json:
+        """Return the fields that every answer has."""
         return {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
 
     @property
     def wants_usage(self) -> bool:
-        """At the end of a stream."""
+        """Return whether a stream ends with the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     @property
     def no_usage(self) -> Json:
-        """What says so in every chunk but the last, where it is wanted."""
+        """Return what every chunk but the last contains, where usage is wanted."""
         return {"usage": None} if self.wants_usage else {}
 
 
 def usage(turn: Turn) -> dict[str, int]:
+    """Return the token counts of a turn."""
     made = len(turn.made.token_ids)
     return {
         "prompt_tokens": turn.prompt_tokens,
@@ -134,14 +153,13 @@ def usage(turn: Turn) -> dict[str, int]:
 def refusal(
     message: str, code: str, kind: str = "invalid_request_error", field: str | None = None
 ) -> Json:
+    """Return an error as OpenAI's clients parse it."""
     return {"error": {"message": message, "type": kind, "code": code, "param": field}}
 
 
-_WORDS = ("role", "name", "tool_call_id")
-_MESSAGE_KEYS = (*_WORDS, "tool_calls")
-
-
 class ChatRequest(Request):
+    """A request to /v1/chat/completions."""
+
     messages: list[Json] = Field(min_length=1)
     tools: list[Json] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -160,37 +178,31 @@ class ChatRequest(Request):
 
     async def ask(self, session: Session) -> Turn:
         tools = None if self.tool_choice == "none" else self.tools or None
-        return await session.chat(
-            self.messages, tools, self.wishes(self.max_completion_tokens or self.max_tokens)
-        )
+        overrides = self.overrides(self.max_completion_tokens or self.max_tokens)
+        return await session.chat(self.messages, tools, overrides)
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
         choice = {
             "index": 0,
-            "message": turn.message | {"refusal": None},
+            "message": {**turn.message, "refusal": None},
             "finish_reason": _finish(turn),
             "logprobs": self._logprobs(turn, pieces),
         }
-        return self.frame(f"chatcmpl-{name}", "chat.completion") | {
-            "choices": [choice],
-            "usage": usage(turn),
-        }
+        frame = self.frame(f"chatcmpl-{name}", "chat.completion")
+        return {**frame, "choices": [choice], "usage": usage(turn)}
 
     def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        frame = self.frame(f"chatcmpl-{name}", "chat.completion.chunk") | self.no_usage
-        calls = [
-            call | {"index": place} for place, call in enumerate(turn.message.get("tool_calls", ()))
-        ]
-        delta = turn.message | ({"tool_calls": calls} if calls else {})
+        frame = {**self.frame(f"chatcmpl-{name}", "chat.completion.chunk"), **self.no_usage}
+        delta = dict(turn.message)
+        if calls := turn.message.get("tool_calls"):
+            delta["tool_calls"] = [{**call, "index": n} for n, call in enumerate(calls)]
         logprobs = self._logprobs(turn, pieces)
-        yield frame | {
-            "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]
-        }
-        yield frame | {
-            "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(turn), "logprobs": None}]
-        }
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}
+        yield {**frame, "choices": [choice]}
+        end = {"index": 0, "delta": {}, "finish_reason": _finish(turn), "logprobs": None}
+        yield {**frame, "choices": [end]}
         if self.wants_usage:
-            yield frame | {"choices": [], "usage": usage(turn)}
+            yield {**frame, "choices": [], "usage": usage(turn)}
 
     def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:
         if not self.logprobs:
@@ -204,18 +216,20 @@ class ChatRequest(Request):
 
 
 def plain_message(message: Json) -> Json:
-    """What a message says, in one form: the same conversation shall compare equal. ValueError for
-    anything but text.
+    """Return a message in one form, so that the same conversation compares equal.
+
+    Raises ValueError for anything but text.
     """
     kept = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
-    if not all(isinstance(kept.get(key, ""), str) for key in _WORDS) or "role" not in kept:
-        raise ValueError(f"a message has a role; {', '.join(_WORDS)} are texts")
+    if not all(isinstance(kept.get(key, ""), str) for key in _TEXT_KEYS) or "role" not in kept:
+        raise ValueError(f"a message has a role; {', '.join(_TEXT_KEYS)} are texts")
     calls = kept.pop("tool_calls", [])
     if not isinstance(calls, list):
         raise ValueError("tool_calls is a list")
     if calls:
         kept["tool_calls"] = [_plain_call(call) for call in calls]
-    return kept | {"content": _plain_content(message.get("content"))}
+    kept["content"] = _plain_content(message.get("content"))
+    return kept
 
 
 def _plain_content(content: Any) -> str:
@@ -231,23 +245,22 @@ def _text(part: Any) -> str:
 
 
 def _plain_call(call: Any) -> Json:
-    """A call as this gateway writes it: agents send it back with other spaces, or with fields of
-    their own.
+    """Return a call as this gateway writes it.
+
+    Agents send calls back with other white space, or with fields of their own.
     """
     try:
-        function = {
-            "name": str(call["function"]["name"]),
-            "arguments": call["function"]["arguments"],
-        }
+        name = str(call["function"]["name"])
+        arguments = call["function"]["arguments"]
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            "tool_calls: each has an id, and a function with name and arguments"
-        ) from error
-    if isinstance(function["arguments"], str):
+        message = "tool_calls: each has an id, and a function with name and arguments"
+        raise ValueError(message) from error
+    if isinstance(arguments, str):
         with suppress(orjson.JSONDecodeError):
-            function["arguments"] = orjson.loads(function["arguments"])
-    if not isinstance(function["arguments"], str):
-        function["arguments"] = orjson.dumps(function["arguments"]).decode()
+            arguments = orjson.loads(arguments)
+    if not isinstance(arguments, str):
+        arguments = orjson.dumps(arguments).decode()
+    function = {"name": name, "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
@@ -255,13 +268,9 @@ def _finish(turn: Turn) -> str:
     return "tool_calls" if turn.message.get("tool_calls") else turn.made.finish_reason
 
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-
-USUAL_TOKENS = 16
-"""As that API has it."""
-
-
 class TextRequest(Request):
+    """A request to /v1/completions."""
+
     prompt: Annotated[str, Field(min_length=1)] | Tokens
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0)
@@ -283,28 +292,24 @@ class TextRequest(Request):
         return self.logprobs is not None
 
     async def ask(self, session: Session) -> Turn:
-        return await session.complete(self.prompt, self.wishes(self.max_tokens or USUAL_TOKENS))
+        return await session.complete(self.prompt, self.overrides(self.max_tokens or USUAL_TOKENS))
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
-        choice = self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}
-        return self.frame(f"cmpl-{name}", "text_completion") | {
-            "choices": [choice],
-            "usage": usage(turn),
-        }
+        frame = self.frame(f"cmpl-{name}", "text_completion")
+        return {**frame, "choices": [self._choice(turn, pieces)], "usage": usage(turn)}
 
     def chunks(self, turn: Turn, name: str, pieces: list[str]) -> Iterator[Json]:
-        frame = self.frame(f"cmpl-{name}", "text_completion") | self.no_usage
-        yield frame | {
-            "choices": [self._choice(turn, pieces) | {"finish_reason": turn.made.finish_reason}]
-        }
+        frame = {**self.frame(f"cmpl-{name}", "text_completion"), **self.no_usage}
+        yield {**frame, "choices": [self._choice(turn, pieces)]}
         if self.wants_usage:
-            yield frame | {"choices": [], "usage": usage(turn)}
+            yield {**frame, "choices": [], "usage": usage(turn)}
 
     def _choice(self, turn: Turn, pieces: list[str]) -> Json:
         return {
             "index": 0,
             "text": turn.message["content"],
             "logprobs": self._logprobs(turn, pieces),
+            "finish_reason": turn.made.finish_reason,
         }
 
     def _logprobs(self, turn: Turn, pieces: list[str]) -> Json | None:

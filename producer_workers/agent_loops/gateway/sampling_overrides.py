@@ -1,5 +1,6 @@
-"""What of a request's sampling is the agent's to say; all else is the task's, for the trainer
-counts on it.
+"""Define what of its sampling a request may choose; the task sets all else.
+
+The trainer relies on the task's temperature and top_p.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from producer_workers.engines.base import Engine, structures
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """max_tokens: None for all that the session has left. structured: what `response_format` asks
-    for.
+class SamplingOverrides:
+    """What a request chooses.
+
+    `max_tokens` is None for all that the session has left; `structured` is what `response_format`
+    asks for.
     """
 
     max_tokens: int | None = None
@@ -24,37 +27,36 @@ class Wishes:
     structured: StructuredOutput | None = None
 
     def check(self, params: SampleParams, engine: Engine) -> None:
-        """Raises ConfigError where the task, or its engine, does not grant them."""
+        """Raise ConfigError where the task, or its engine, does not allow them."""
         if self.structured is None:
             return
         if not structures(engine):
             raise ConfigError(
-                f"response_format: the engine {engine.name} cannot keep to a structure"
+                f"response_format: the engine {engine.name} cannot produce structured output"
             )
         if params.structured is not None:
             raise ConfigError(
-                "response_format: the task has a structure of its own (sample.structured)"
+                "response_format: the task already sets a structure (sample.structured)"
             )
 
     def applied_to(self, params: SampleParams, number: int, allowed: int) -> SampleParams:
-        """The task's parameters for request `number` of a session, which may sample `allowed`
-        tokens.
-        """
+        """Return the parameters of request `number` of a session, limited to `allowed` tokens."""
         return params.model_copy(
             update={
                 "max_tokens": allowed,
                 "min_tokens": 0,
                 "stops": [*params.stops, *self.stops],
                 "structured": self.structured or params.structured,
-                # the same seed again would say the same again
+                # The same seed would give the same answer again.
                 "seed": None if params.seed is None else (params.seed + number) % 2**32,
             }
         )
 
 
 def structure_of(response_format: Any) -> StructuredOutput | None:
-    """OpenAI's `response_format` as a structure; None for plain text. ValueError for what is
-    neither.
+    """Return OpenAI's `response_format` as a structure; None for plain text.
+
+    Raises ValueError for anything else.
     """
     match response_format:
         case None | {"type": "text"}:
@@ -63,4 +65,6 @@ def structure_of(response_format: Any) -> StructuredOutput | None:
             return StructuredOutput(json_schema={"type": "object"})
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return StructuredOutput(json_schema=schema)
-    raise ValueError('{"type": "text"}, {"type": "json_object"}, or json_schema with its schema')
+    raise ValueError(
+        'expected {"type": "text"}, {"type": "json_object"}, or json_schema with its schema'
+    )

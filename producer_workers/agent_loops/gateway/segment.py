@@ -1,8 +1,7 @@
-"""A segment: one context of the model from its first token to the last one sampled, as a trainer
-needs it.
+"""Keep one context of the model, from its first token to the last sampled one, for the trainer.
 
-Invariant: token-exact. `ids` are what the engine was given and what it sampled, never a text that
-was tokenized again, and a token is trained in one segment at most.
+Invariant: `ids` are exactly what the engine was given and what it sampled, never a text that was
+tokenized again, and a token is trained in one segment at most.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ Messages = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """ids int32[n], mask uint8[n] (1 = sampled and trained), logprobs float32[n]; spans over ids.
-    experts: those that were chosen for all ids but the last, where the engine tells.
+    """One context of the model.
 
-    messages: the conversation that `ids` say, as the agent sees it; tools: what the model was told
-    it may call.
+    - ids: int32[n]; mask: uint8[n], 1 for sampled and trained; logprobs: float32[n]; spans over
+      ids.
+    - experts: those that were chosen for all ids but the last, where the engine records them.
+    - messages: the conversation in `ids`, as the agent sees it.
+    - tools: the tools that the prompt offers to the model.
     """
 
     messages: Messages
@@ -42,11 +43,12 @@ class Segment:
 
     @classmethod
     def begin(cls, messages: Messages, tools: Any, prompt: Sequence[int]) -> Segment:
+        """Start a segment with a prompt."""
         ids = np.array(prompt, "<i4")
         return cls(messages, tools, ids, np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4"))
 
     def is_continued_by(self, messages: Messages, tools: Any) -> bool:
-        """Whether `messages` are the ones of this segment, and more."""
+        """Return whether `messages` start with those of this segment, and have more."""
         known = len(self.messages)
         return (
             len(messages) > known
@@ -55,7 +57,7 @@ class Segment:
         )
 
     def read(self, tokens: NDArray[np.int32], messages: Messages) -> Segment:
-        """This context, and what somebody else said behind it."""
+        """Return this context with tokens of others behind it."""
         more = len(tokens)
         return replace(
             self,
@@ -65,11 +67,12 @@ class Segment:
             logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
         )
 
-    def say(
+    def add_turn(
         self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
     ) -> Segment:
-        """This context, and the model's turn behind it; `messages` are the conversation with that
-        turn.
+        """Return this context with the model's turn behind it.
+
+        `messages` are the conversation with that turn.
         """
         start = len(self.ids)
         return replace(
@@ -86,15 +89,15 @@ class Segment:
         )
 
     def untrained(self) -> Segment:
-        """The same as context alone: another segment trains these tokens."""
+        """Return this as context alone: another segment trains these tokens."""
         nothing = np.zeros(len(self.ids), "u1")
         return replace(self, mask=nothing, logprobs=nothing.astype("<f4"), spans=(), calls=())
 
-    # -- as rollouts ---------------------------------------------------------
+    # -- as rollouts
 
     @classmethod
     def of_state(cls, state: RolloutState) -> Segment:
-        """What a finished rollout of a resumed group was."""
+        """Return the segment of a finished rollout of a resumed group."""
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
         trained = (
@@ -116,9 +119,7 @@ class Segment:
         )
 
     def fill(self, state: RolloutState, prompt: int) -> None:
-        """Make `state` this segment, its first `prompt` tokens being the prompt that a group has in
-        common.
-        """
+        """Write this segment into `state`, with its first `prompt` tokens as the group's prompt."""
         state.prompt_ids = self.ids[:prompt]
         state.response_ids = self.ids[prompt:]
         state.logprobs = self.logprobs[prompt:]
@@ -131,7 +132,7 @@ class Segment:
 
 
 def common_prompt(segments: Sequence[Segment]) -> int:
-    """How many first tokens all segments have in common and train in none."""
+    """Return how many first tokens all segments have in common and train in none."""
     shortest = min(
         int(segment.mask.argmax()) if segment.mask.any() else len(segment.ids)
         for segment in segments

@@ -1,8 +1,6 @@
-"""The endpoint that agents speak to: on a loopback port of its own, for as long as one group is
-made.
+"""Serve the OpenAI API to the agents of one group, on a loopback port of its own.
 
-Who asks is known by the token of a session, which is random, stands in place of the API key, and
-ends with the group.
+A request belongs to a session by its API key, which is random and ends with the group.
 """
 
 from __future__ import annotations
@@ -27,26 +25,28 @@ from producer_workers.agent_loops.gateway.openai_api import (
     refusal,
 )
 from producer_workers.agent_loops.gateway.session import Session, SessionClosed, Turn
-from producer_workers.agent_loops.tokenizer import Tokenizer, aside
+from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
 
 log = logging.getLogger("rolloutmq.worker")
 
 LARGEST_REQUEST = 64 * 2**20
-"""Bytes of one request: a whole conversation."""
+"""Bytes of one request, which carries a whole conversation."""
 
 MOST_FAULTS = 8
 LONGEST_REFUSAL = 4096
-"""Faults of a request that are told of, and characters of what is said: a request may have a
-million.
-"""
+"""Limits of an error message: faults of a request, which may have a million, and characters."""
 
 
 class Endpoint:
-    """`async with Endpoint(tokenizer) as endpoint`: `url` is what an OpenAI client calls its base
-    URL.
+    """The endpoint of one group.
 
-    failure: what the engine died of, for whoever waits for an agent.
+    `failure` is what the engine died of, for the loop that waits for the agents.
+
+    Usage:
+        async with Endpoint(tokenizer) as endpoint:
+            key = endpoint.admit(session)
+            client = OpenAI(base_url=endpoint.url, api_key=key)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -54,21 +54,17 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._answering: dict[str, set[asyncio.Task[Any]]] = {}
         self.url = ""
-        self.failure = None
-
-    url: str
-    failure: EngineDeadError | None
+        self.failure: EngineDeadError | None = None
 
     def admit(self, session: Session) -> str:
-        """The key under which an agent may use a session."""
+        """Return the key under which an agent may use a session."""
         key = f"rmq-{secrets.token_urlsafe(24)}"
-        self._sessions[key], self._answering[key] = session, set()
+        self._sessions[key] = session
+        self._answering[key] = set()
         return key
 
     def dismiss(self, key: str) -> None:
-        """The agent of this session has ended. What it, or what it left behind, still asks for is
-        not sampled.
-        """
+        """End the key of an agent that has ended, and cancel its open requests."""
         del self._sessions[key]
         for request in self._answering.pop(key):
             request.cancel()
@@ -83,6 +79,7 @@ class Endpoint:
                 web.route("*", "/{path:.*}", _unknown),
             ],
         )
+        # A request whose agent has gone is cancelled, so that the engine stops sampling for it.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
@@ -102,12 +99,14 @@ class Endpoint:
         await self._runner.cleanup()
 
     def _key(self, request: web.Request) -> str | None:
-        """The key that a request has, if it is one of a session."""
-        kind, _, said = request.headers.get("Authorization", "").partition(" ")
-        told = said.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
-        return next(
-            (key for key in self._sessions if hmac.compare_digest(key.encode(), told)), None
-        )
+        """Return the key of a request, if it belongs to a session."""
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        token = given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
+        for key in self._sessions:
+            # In constant time: another process of this machine may guess keys.
+            if hmac.compare_digest(key.encode(), token):
+                return key
+        return None
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._key(request) is None:
@@ -152,12 +151,9 @@ class Endpoint:
         try:
             turn = await asked.ask(session)
         except SessionClosed as error:
-            interrupted = session.interrupted.is_set()
-            return _refuse(
-                503 if interrupted else 400,
-                str(error),
-                "interrupted" if interrupted else "context_length_exceeded",
-            )
+            if session.interrupted.is_set():
+                return _refuse(503, str(error), "interrupted")
+            return _refuse(400, str(error), "context_length_exceeded")
         except (ConfigError, GenerationError) as error:
             return _refuse(400, str(error), "refused")
         except EngineDeadError as error:
@@ -167,14 +163,14 @@ class Endpoint:
         return await self._reply(request, asked, turn)
 
     async def _reply(self, request: web.Request, asked: Asked, turn: Turn) -> web.StreamResponse:
-        pieces = await aside(self._pieces, turn) if asked.wants_logprobs else []
+        pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
         name = secrets.token_hex(8)
         if not asked.wants_stream:
             return web.json_response(asked.answer(turn, name, pieces))
         return await _stream(request, list(asked.chunks(turn, name, pieces)))
 
     def _pieces(self, turn: Turn) -> list[str]:
-        """The text of each token."""
+        """Return the text of each token."""
         return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
@@ -191,45 +187,43 @@ async def _stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.Str
 
 async def _unknown(request: web.Request) -> web.Response:
     known = "POST /v1/chat/completions and /v1/completions, GET /v1/models"
-    hint = " (the Responses API keeps conversations to itself: let the agent use chat completions)"
     message = f"{request.method} {request.path} cannot be recorded for training; there are {known}"
-    return _refuse(404, message + (hint if "/responses" in request.path else ""), "unsupported")
+    if "/responses" in request.path:  # that API keeps the conversation on the server
+        message += " (let the agent use chat completions instead of the Responses API)"
+    return _refuse(404, message, "unsupported")
 
 
 @web.middleware
 async def _in_their_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What goes wrong on the way to an answer, or within, as OpenAI's clients know errors."""
+    """Return errors in the form that OpenAI's clients parse."""
     try:
         return await handler(request)
     except web.HTTPRequestEntityTooLarge:
         return _refuse(413, f"a request has {LARGEST_REQUEST} bytes at most", "request_too_large")
     except web.HTTPException as error:
         return _refuse(error.status, error.reason, "bad_request")
-    except web.RequestPayloadError as error:  # a body that is not what its headers say
+    except web.RequestPayloadError as error:  # a body that does not fit its headers
         return _refuse(400, str(error), "bad_request")
     except OSError:  # the agent has gone
         raise
-    except (
-        Exception
-    ) as error:  # a fault of this program, or of a tokenizer: whoever asked shall know
+    except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
         log.exception("a request of an agent failed", extra={"path": request.path})
         return _refuse(500, f"{type(error).__name__}: {error}", "internal_error")
 
 
 def _refuse_fields(error: ValidationError) -> web.Response:
     wrong = error.errors(include_url=False, include_input=False)
-    told = "; ".join(
-        ": ".join(filter(None, [".".join(map(str, e["loc"])), e["msg"]]))
-        for e in wrong[:MOST_FAULTS]
-    )
+    faults = [
+        ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))
+        for fault in wrong[:MOST_FAULTS]
+    ]
+    message = f"this request cannot be recorded for training: {'; '.join(faults)}"
     field = str(wrong[0]["loc"][0]) if wrong[0]["loc"] else None
-    return _refuse(
-        400, f"this request cannot be recorded for training: {told}", "unsupported", field
-    )
+    return _refuse(400, message, "unsupported", field)
 
 
 def _refuse(status: int, message: str, code: str, field: str | None = None) -> web.Response:
-    # a client that would try again is told not to: what was refused now is refused then
+    # Clients would retry, and a second request would be refused, too.
     headers = {"x-should-retry": "false"}
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return web.json_response(

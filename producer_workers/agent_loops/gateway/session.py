@@ -1,11 +1,10 @@
-"""A session: all that one run of an agent asks the model, kept as the tokens that were really read
-and sampled.
+"""Keep all that one run of an agent asks the model, as the tokens that were read and sampled.
 
-    request ──▶ it continues a segment ──▶ that segment's ids, and the tokens of what is new behind them
-            └─▶ it continues none (another prompt, a history that was cut or edited) ──▶ a new segment
+    request ──▶ it continues a segment ──▶ that segment's ids, and tokens of what is new behind them
+            └─▶ it continues none (another prompt, an edited or cut history) ──▶ a new segment
 
 Where two requests continue the same segment (a second attempt, two tools at once), its tokens are
-trained with the first answer, and are context alone for the others.
+trained with the first answer, and are only context for the others.
 """
 
 from __future__ import annotations
@@ -24,24 +23,20 @@ import orjson
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.model.rollout import SampleParams, ToolCall
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.gateway.sampling_overrides import Wishes
+from producer_workers.agent_loops.gateway.sampling_overrides import SamplingOverrides
 from producer_workers.agent_loops.gateway.segment import Messages, Segment
 from producer_workers.agent_loops.gateway.token_budget import TokenBudget
-from producer_workers.agent_loops.tokenizer import Tokenizer, aside, encode_chat
+from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import PARSERS, before_calls
 from producer_workers.engines.base import Engine, Generation
 
 log = logging.getLogger("rolloutmq.worker")
 
 _RAW = "raw"
-"""In place of tools: a segment of text, or tokens, that no chat template wrote; its only message
-has it as its role.
-"""
+"""Marks a segment that no chat template wrote: in place of its tools and as its message's role."""
 
 MOST_SEGMENTS = 256
-"""Of one session. Each is a rollout with a whole context of its own, so they are what a session's
-bytes come from.
-"""
+"""Segments of one session: each is a rollout with a whole context, so they bound its size."""
 
 
 _FULL = "this model's maximum context length is reached: all max_tokens of the session are used up"
@@ -49,12 +44,12 @@ _FULL = "this model's maximum context length is reached: all max_tokens of the s
 
 
 class SessionClosed(RolloutMQError):
-    """Nothing more is generated for this session: its budget is used up, or it was interrupted."""
+    """The session generates nothing more: its tokens are used up, or it was interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the model: its message in OpenAI's form, and what it took."""
+    """One answer of the model, its message in OpenAI's form, and the length of its prompt."""
 
     message: dict[str, Any]
     made: Generation
@@ -62,8 +57,9 @@ class Turn:
 
 
 class Session:
-    """Of one rollout. `params`: the task's; `max_tokens` of it is for all that is sampled in the
-    session.
+    """The requests of one rollout.
+
+    `params` are the task's; their `max_tokens` is the limit of all that the session samples.
     """
 
     def __init__(
@@ -94,46 +90,37 @@ class Session:
     def is_full(self) -> bool:
         return self._budget.left <= 0
 
-    async def chat(self, messages: Messages, tools: Any, wishes: Wishes) -> Turn:
-        """One turn of the model. Raises SessionClosed, ConfigError (what cannot be asked),
-        GenerationError.
+    async def chat(self, messages: Messages, tools: Any, overrides: SamplingOverrides) -> Turn:
+        """Sample one turn of the model.
 
-        One that is cancelled is as if it had never been asked: nothing of it is trained.
+        Raises SessionClosed, ConfigError (an unsupported request), GenerationError. Nothing of a
+        cancelled call is trained.
         """
-        with self._request(wishes) as number:
-            parent, context = await aside(self._context, messages, tools)
-            made = await self._generate(number, parent, context, wishes)
-            message, text, calls = await aside(
-                self._message, number, made, wishes.stops, bool(tools)
+        with self._request(overrides) as number:
+            parent, context = await in_tokenizer_thread(self._context, messages, tools)
+            made = await self._generate(number, parent, context, overrides)
+            message, text, calls = await in_tokenizer_thread(
+                self._message, number, made, overrides.stops, bool(tools)
             )
             self._keep(parent, context, made, [*messages, message], text, calls)
             return Turn(message, made, len(context.ids))
 
-    async def complete(self, prompt: str | list[int], wishes: Wishes) -> Turn:
-        """What comes behind a text, or behind tokens. Raises as `chat` does."""
-        with self._request(wishes) as number:
-            parent, context = await aside(self._raw_context, prompt)
-            made = await self._generate(number, parent, context, wishes)
-            text = await aside(self._text, made, skip_special_tokens=True)
-            self._keep(
-                parent,
-                context,
-                made,
-                [{"role": _RAW, "content": _content(context) + text}],
-                text,
-                [],
-            )
-            return Turn(
-                {"role": "assistant", "content": _before(text, wishes.stops)},
-                made,
-                len(context.ids),
-            )
+    async def complete(self, prompt: str | list[int], overrides: SamplingOverrides) -> Turn:
+        """Sample what follows a text or tokens. Raises as `chat` does."""
+        with self._request(overrides) as number:
+            parent, context = await in_tokenizer_thread(self._raw_context, prompt)
+            made = await self._generate(number, parent, context, overrides)
+            text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
+            messages = [{"role": _RAW, "content": _content(context) + text}]
+            self._keep(parent, context, made, messages, text, [])
+            message = {"role": "assistant", "content": _before(text, overrides.stops)}
+            return Turn(message, made, len(context.ids))
 
     @contextmanager
-    def _request(self, wishes: Wishes) -> Iterator[int]:
-        """One request, from its beginning to its end: its number."""
+    def _request(self, overrides: SamplingOverrides) -> Iterator[int]:
+        """Count one request while it runs, and yield its number."""
         self._check_open()
-        wishes.check(self._params, self._engine)
+        overrides.check(self._params, self._engine)
         self._running += 1
         try:
             yield next(self._requests)
@@ -145,20 +132,21 @@ class Session:
             raise SessionClosed("interrupted" if self.interrupted.is_set() else _FULL)
 
     def _check_room(self, parent: Segment | None) -> None:
-        """Whatever runs may become a segment of its own."""
+        """Raise where the running requests could need more segments than a session may have."""
         adds_one = parent not in self.segments or self._running > 1
         if adds_one and len(self.segments) + self._running > MOST_SEGMENTS:
             raise ConfigError(
-                f"this session has {MOST_SEGMENTS} contexts, and no more: go on with one of them"
+                f"this session has {MOST_SEGMENTS} contexts, the limit: continue one of them"
             )
 
     async def _generate(
-        self, number: int, parent: Segment | None, context: Segment, wishes: Wishes
+        self, number: int, parent: Segment | None, context: Segment, overrides: SamplingOverrides
     ) -> Generation:
         self._check_room(parent)
-        async with self._budget.reserve(wishes.max_tokens) as allowed:
-            self._check_open()  # again, since another request may have used up the tokens while this one waited
-            params = wishes.applied_to(self._params, number, allowed)
+        async with self._budget.reserve(overrides.max_tokens) as allowed:
+            # Again: another request may have used up the tokens while this one waited.
+            self._check_open()
+            params = overrides.applied_to(self._params, number, allowed)
             made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
             self._budget.spend(len(made.token_ids))
         if made.finish_reason == "abort":
@@ -167,52 +155,51 @@ class Session:
         return made
 
     def _keep(self, parent: Segment | None, context: Segment, *turn: Any) -> None:
-        """Note a turn; where another request went on from the same parent meanwhile, that one
-        trains it.
-        """
+        """Store a turn; a parent that was continued meanwhile is trained by the other request."""
         is_first = parent is None or parent in self.segments
-        grown = (context if is_first else context.untrained()).say(*turn)
+        grown = (context if is_first else context.untrained()).add_turn(*turn)
         self._seen.append(grown)
-        self.segments = [segment for segment in self.segments if segment is not parent] + [grown]
+        self.segments = [*(segment for segment in self.segments if segment is not parent), grown]
 
     def _parent(self, messages: Messages, tools: Any) -> Segment | None:
-        """The longest of all contexts there ever were that these messages continue."""
+        """Return the longest of all contexts that these messages continue."""
         fitting = [segment for segment in self._seen if segment.is_continued_by(messages, tools)]
         return max(fitting, key=lambda segment: len(segment.messages), default=None)
 
     def _context(self, messages: Messages, tools: Any) -> tuple[Segment | None, Segment]:
-        """(the segment that goes on, None for a new one; what the model is given)"""
+        """Return the segment that the request continues (None for a new one), and its context."""
         parent = self._parent(messages, tools)
         if parent is not None:
             was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
             has_thought = any(
-                "</think>" in str(said["content"])
-                for said in parent.messages
-                if said["role"] == "assistant"
+                "</think>" in str(message["content"])
+                for message in parent.messages
+                if message["role"] == "assistant"
             )
             new = [_for_template(message) for message in messages[len(parent.messages) :]]
             try:
                 tokens = self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
                 return parent, parent.read(tokens, messages)
             except ConfigError:
-                # the template writes earlier turns anew (drops what was thought, say): so does what
-                # the model reads
+                # The template rewrites earlier turns (it may drop the thought), so the model reads
+                # a new context.
                 log.debug(
-                    "a chat template that rewrites earlier turns: a new segment",
+                    "new segment: the chat template rewrites earlier turns",
                     extra={"session": self.name},
                 )
         try:
-            said = self._delta.harmless([_for_template(message) for message in messages])
-            prompt = encode_chat(self._tokenizer, said, tools)
-        except (
-            Exception
-        ) as error:  # templates are programs of the model's authors: they raise what they like
-            raise ConfigError(f"the chat template does not take these messages: {error}") from error
+            safe = self._delta.harmless([_for_template(message) for message in messages])
+            prompt = encode_chat(self._tokenizer, safe, tools)
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(
+                f"the chat template does not accept these messages: {error}"
+            ) from error
         return None, Segment.begin(messages, tools, prompt)
 
     def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
-        """The same for a text or tokens without a chat: a segment goes on where the prompt begins
-        with all of it.
+        """Return the same for a text or tokens without a chat template.
+
+        A segment is continued where the prompt begins with all of it.
         """
         if isinstance(prompt, str):
             fitting = [s for s in self._seen if s.tools == _RAW and prompt.startswith(_content(s))]
@@ -223,14 +210,13 @@ class Session:
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
             new = prompt[len(parent.ids) :] if parent else prompt
             prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=False))
-        said = [{"role": _RAW, "content": prompt}]
+        messages = [{"role": _RAW, "content": prompt}]
         if parent is None:
-            return None, Segment.begin(said, _RAW, new)
-        return parent, replace(parent.read(np.array(new, "<i4"), said), tools=_RAW)
+            return None, Segment.begin(messages, _RAW, new)
+        return parent, replace(parent.read(np.array(new, "<i4"), messages), tools=_RAW)
 
     def _encode(self, text: str) -> list[int]:
-        # special tokens that are written out are meant: whoever asks for a text writes the chat by
-        # itself
+        # Special tokens that are written out count: this agent writes the chat format itself.
         return [
             int(token)
             for token in cast(Any, self._tokenizer).encode(text, add_special_tokens=False)
@@ -245,34 +231,32 @@ class Session:
     def _message(
         self, number: int, made: Generation, stops: Sequence[str], has_tools: bool
     ) -> tuple[dict[str, Any], str, list[ToolCall]]:
-        """(what the agent is told, the whole text, calls); whoever offers no tools reads calls as
-        text.
+        """Return the agent's message, the whole text, and the calls.
+
+        Without offered tools, calls are text.
         """
         raw = self._text(made, skip_special_tokens=False)
         found = PARSERS[self._parser](raw) if self._parser and has_tools else []
         calls = [
-            call.model_copy(update={"id": f"call_{number}_{place}"})
-            for place, call in enumerate(found)
+            call.model_copy(update={"id": f"call_{number}_{position}"})
+            for position, call in enumerate(found)
         ]
         text = self._text(made, skip_special_tokens=True)
         if not calls:
             return {"role": "assistant", "content": _before(text, stops)}, text, []
         content = before_calls(raw, self._parser).strip()
-        told = {
+        message = {
             "role": "assistant",
             "content": content,
             "tool_calls": [_as_openai(call) for call in calls],
         }
-        return told, text, calls
+        return message, text, calls
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """What the API gives of a text that a stop string ended; the tokens of that string were sampled
-    all the same.
-    """
-    return text[
-        : min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))
-    ]
+    """Return the text before the first stop string, as the API does; its tokens were sampled."""
+    found = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(found, default=len(text))]
 
 
 def _content(segment: Segment) -> str:
@@ -280,7 +264,7 @@ def _content(segment: Segment) -> str:
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:
-    """What cannot be read goes to the agent as it is: telling the model is its part."""
+    """Return a call in OpenAI's form; the agent gets an unreadable one as it is."""
     arguments = (
         call.raw_arguments if call.arguments is None else orjson.dumps(call.arguments).decode()
     )
@@ -292,7 +276,7 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it: arguments of calls as maps."""
+    """Return a message as chat templates expect it, with arguments of calls as maps."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -300,5 +284,5 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         with suppress(orjson.JSONDecodeError):
             function["arguments"] = orjson.loads(function["arguments"])
-        calls.append(call | {"function": function})
-    return message | {"tool_calls": calls}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}

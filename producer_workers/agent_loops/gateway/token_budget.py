@@ -1,8 +1,7 @@
-"""The tokens that all requests of a session share, however many of them run at once.
+"""Share the tokens of a session between its requests, however many run at once.
 
-Invariant: what was sampled, and what running requests may still sample, is never more than the
-session has. A request takes what it may need before it is sampled and gives back what it did not
-use.
+Invariant: what was sampled, and what running requests may still sample, never exceeds the session's
+tokens. A request reserves what it may need before it is sampled and returns what it did not use.
 """
 
 from __future__ import annotations
@@ -13,29 +12,26 @@ from contextlib import asynccontextmanager
 
 
 class TokenBudget:
-    """`left`: tokens that are not sampled yet, those of running requests included."""
+    """The tokens of one session. `left` are not sampled yet, those of running requests included."""
 
     def __init__(self, tokens: int) -> None:
         self.left = tokens
         self._reserved = 0
-        self._line = asyncio.Lock()
+        self._queue = asyncio.Lock()  # requests reserve in the order of their arrival
         self._returned = asyncio.Event()
 
     @asynccontextmanager
     async def reserve(self, wanted: int | None) -> AsyncIterator[int]:
-        """How many may be sampled: `wanted`, or what is left (None: all of it); 0 if that is
-        nothing.
+        """Reserve up to `wanted` tokens (None: all) and yield how many may be sampled.
 
-        Where others run, waits until they leave as many: first come, first served. So requests that
-        name no `wanted` run one after another.
+        It yields 0 if none are left. It waits until running requests leave that many: first come,
+        first served. So requests without a limit run one after another.
         """
-        async with self._line:
-            while self._reserved and self.left - self._reserved < (
-                self.left if wanted is None else wanted
-            ):
+        async with self._queue:
+            while self._reserved and self.left - self._reserved < self._limit(wanted):
                 self._returned.clear()
                 await self._returned.wait()
-            allowed = min(self.left if wanted is None else wanted, self.left)
+            allowed = min(self._limit(wanted), self.left)
             self._reserved += allowed
         try:
             yield allowed
@@ -43,6 +39,9 @@ class TokenBudget:
             self._reserved -= allowed
             self._returned.set()
 
+    def _limit(self, wanted: int | None) -> int:
+        return self.left if wanted is None else wanted
+
     def spend(self, tokens: int) -> None:
-        """So many of a reservation are sampled."""
+        """Count tokens of a reservation as sampled."""
         self.left -= tokens

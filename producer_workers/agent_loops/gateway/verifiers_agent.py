@@ -1,12 +1,14 @@
-"""Environments of `verifiers` (0.1.14 to 0.4) as agents: each plays its own rollout, tools and all.
+"""Run environments of `verifiers` (0.1.14 to 0.4) as agents.
 
-    # my_env.py; agent_loop = "gateway", agent_loop_options = { agent = "my_env:agent" }, judge =
-    # "environment"
-    agent = verifiers_agent(vf.load_environment("wordle"))          # 0.1.14 to 0.3
-    agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # 0.4 (import verifiers.v1 as vf)
+Each plays its own rollout, tools and all. With agent_loop = "gateway", agent_loop_options = { agent
+= "my_env:agent" } and judge = "environment":
+
+    # my_env.py
+    agent = verifiers_agent(vf.load_environment("wordle"))           # 0.1.14 to 0.3
+    agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # 0.4: verifiers.v1 as vf
 
 Its rubric gives the reward: "score", and each of its metrics by name. A problem of 0.4 is the data
-of a task: what `task.data.model_dump(mode="json")` says, as the problem's `extra`.
+of a task: the problem's `extra` is its `task.data.model_dump(mode="json")`.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ class EpisodeError(RolloutMQError):
 
 
 def verifiers_agent(environment: Any) -> Agent:
-    """The agent that plays `environment`, one of verifiers. Raises ConfigError for what is none
-    that it knows.
+    """Return the agent that plays `environment`, one of verifiers.
+
+    Raises ConfigError for any other object.
     """
     if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
         return _EpisodePlayer(environment).play
     if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
         return _rollout_player(environment)
-    hint = "one of vf.load_environment, of verifiers 0.1.14 to 0.4"
+    hint = "pass the result of vf.load_environment, of verifiers 0.1.14 to 0.4"
     raise ConfigError(
         f"{type(environment).__name__} has neither rollout and rubric nor run_episode", hint=hint
     )
 
 
 def _rollout_player(environment: Any) -> Agent:
-    """Until 0.3: it asks by an OpenAI client that it is given."""
+    """Return the agent for an environment up to 0.3, which takes an OpenAI client."""
 
     async def play(task: AgentTask) -> dict[str, float]:
         async with import_module("openai").AsyncOpenAI(
@@ -65,7 +68,7 @@ def _rollout_player(environment: Any) -> Agent:
 
 
 def _row(task: AgentTask) -> dict[str, Any]:
-    """A problem as a row of an environment's data set."""
+    """Return a problem as a row of an environment's data set."""
     return {
         "prompt": task.messages,
         "answer": task.ground_truth,
@@ -75,9 +78,10 @@ def _row(task: AgentTask) -> dict[str, Any]:
 
 
 class _EpisodePlayer:
-    """Since 0.4: its agents are programs, which it starts and whose requests it passes on.
+    """Plays environments since 0.4: they start their agents as programs and forward their requests.
 
-    What it needs for that (a server of its own, shared tools) runs while any rollout does.
+    What an environment needs for that (a server of its own, shared tools) runs while any rollout
+    does.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -95,18 +99,14 @@ class _EpisodePlayer:
             }
             return metrics | {"score": float(traces[0].reward)}
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise EpisodeError(
-            f"{errors[-1].type}: {errors[-1].message}"
-            if errors
-            else f"{len(traces)} agents to train; one is supported"
-        )
+        if errors:
+            raise EpisodeError(f"{errors[-1].type}: {errors[-1].message}")
+        raise EpisodeError(f"{len(traces)} agents to train; one is supported")
 
     async def _ask(self, task: AgentTask) -> Any:
         vf = import_module("verifiers.v1")
         variable = f"ROLLOUTMQ_SESSION_{token_hex(8)}"
-        os.environ[variable] = (
-            task.api_key
-        )  # a client's key is known by the name of its variable only
+        os.environ[variable] = task.api_key  # the client takes the name of a variable, not a key
         try:
             client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=variable)
             context = vf.ModelContext(client=client, model=task.model, sampling=vf.SamplingConfig())
@@ -139,9 +139,7 @@ class _EpisodePlayer:
     async def _serve(
         self, before: asyncio.Task[None] | None, ready: asyncio.Future[None], closing: asyncio.Event
     ) -> None:
-        """In a task of its own, as its scopes may not leave their task; after the one `before` is
-        gone.
-        """
+        """Serve in a task of its own, which its scopes may not leave, after the one `before`."""
         try:
             if before is not None and not before.done():
                 await asyncio.wait({before})
@@ -149,6 +147,6 @@ class _EpisodePlayer:
                 ready.set_result(None)
                 await closing.wait()
         except Exception as error:  # of the environment's own servers
-            log.exception("an environment of verifiers failed beside its rollouts")
+            log.exception("an environment of verifiers failed outside of its rollouts")
             if not ready.done():
                 ready.set_exception(EpisodeError(f"{type(error).__name__}: {error}"))

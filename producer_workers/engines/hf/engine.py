@@ -1,9 +1,8 @@
-"""A small model on any device that torch knows, one token of every request in turn: slow, simple
-and exact.
+"""Sample from a small model with transformers: slow, simple and exact, on any device of torch.
 
 Invariant: requests change only between two steps, and so do the weights. A step runs in a thread
-and makes one token for each request that runs; a request keeps its keys and values until the
-weights change, which drops them.
+and makes one token for each running request; a request keeps its keys and values until the weights
+change, which drops them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Request(GrowingResponse):
-    """A response, how it is sampled, and the model's memory of it."""
+    """A response, its sampling parameters, and its KV cache."""
 
     def __init__(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
@@ -57,9 +56,10 @@ class _Request(GrowingResponse):
         self.prompt = prompt_ids.tolist()
         self.params = params
         self.generator = torch.Generator()
-        self.generator.manual_seed(
-            params.seed
-        ) if params.seed is not None else self.generator.seed()
+        if params.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(params.seed)
         self.cache: Any = None
         self.experts = RoutedTokens()
         self.error: Exception | None = None
@@ -69,7 +69,7 @@ class _Request(GrowingResponse):
         return self.experts.whole()
 
     def settle(self) -> None:
-        """Tell who waits, if it has ended."""
+        """Resolve the future of the caller, if the response has ended."""
         if self.ended.done():
             return
         if self.error:
@@ -89,13 +89,9 @@ class TransformersEngine:
         self._config = config
         self._model_dir = model_dir
         self._version = version
-        self._device = (
-            config.device
-            if config.device != "auto"
-            else "cuda"
-            if torch.cuda.is_available()
-            else "cpu"
-        )
+        self._device = config.device
+        if config.device == "auto":
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model: Any = None
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
@@ -104,7 +100,7 @@ class TransformersEngine:
         self._requests: dict[int, _Request] = {}
         self._paused = False
         self._wake = asyncio.Event()
-        self._lock = asyncio.Lock()  # held by a step, and by whatever must not meet one
+        self._lock = asyncio.Lock()  # held by a step, and by whatever must not run during one
         self._driver: asyncio.Task[None] | None = None
         self._dead: str | None = "not started"
 
@@ -128,7 +124,8 @@ class TransformersEngine:
         self._check_prompt(prompt_ids)
         if params.structured:
             raise GenerationError(
-                "the transformers engine cannot keep to a structure", hint="use kind vllm or http"
+                "the transformers engine cannot produce structured output",
+                hint="use an engine of kind vllm or http",
             )
         request = _Request(request_id, prompt_ids, params)
         if params.stops and self._tokenizer is None:
@@ -161,7 +158,7 @@ class TransformersEngine:
         self._wake.set()
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
-        """Sampling goes on while they are read; only the switch is between two steps."""
+        """Load weights while sampling continues; only the switch is between two steps."""
         self.check_health()
         if is_adapter(path):
             await self._load_adapter(path, version)
@@ -191,12 +188,12 @@ class TransformersEngine:
             )
 
     def load(self) -> EngineLoad:
-        """Those of the batch, and those that wait for a place in it; the cache grows with them."""
+        """Return the requests in the batch and those that wait for a slot; no cache limits them."""
         running = min(len(self._requests), self._config.max_num_seqs)
         return EngineLoad(running, len(self._requests) - running, 0.0)
 
     def unfinished(self) -> int:
-        """How many requests run or wait."""
+        """Return how many requests run or wait."""
         return len(self._requests)
 
     async def shutdown(self) -> None:
@@ -207,18 +204,14 @@ class TransformersEngine:
                 self._driver.cancel()
         self._model = None
 
-    # -- steps -----------------------------------------------------------------------------------------
+    # -- steps
 
     async def _drive(self) -> None:
         while True:
             await self._wake.wait()
             async with self._lock:
-                batch = (
-                    []
-                    if self._paused
-                    else list(islice(self._requests.values(), self._config.max_num_seqs))
-                )
-                if not batch:
+                batch = list(islice(self._requests.values(), self._config.max_num_seqs))
+                if self._paused or not batch:
                     self._wake.clear()
                     continue
                 await asyncio.to_thread(self._step, batch)
@@ -226,10 +219,10 @@ class TransformersEngine:
                 request.settle()
                 if request.ended.done():
                     self._requests.pop(id(request), None)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets callers take their results and pause the engine
 
     def _step(self, batch: list[_Request]) -> None:
-        """One token for each request. The failure of one is its own."""
+        """Make one token for each request. The failure of one does not touch the others."""
         for request in batch:
             if request.finish_reason:
                 continue
@@ -261,13 +254,11 @@ class TransformersEngine:
             request.finish("length")
 
     def _meets_stop(self, request: _Request) -> bool:
-        stops = request.params.stops
-        enough = len(request.token_ids) > request.params.min_tokens
-        return (
-            bool(stops)
-            and enough
-            and any(stop in self._tokenizer.decode(request.token_ids) for stop in stops)
-        )
+        params = request.params
+        if not params.stops or len(request.token_ids) <= params.min_tokens:
+            return False
+        text = self._tokenizer.decode(request.token_ids)
+        return any(stop in text for stop in params.stops)
 
     def _abort(self, requests: list[_Request]) -> None:
         for request in requests:
@@ -275,10 +266,10 @@ class TransformersEngine:
             request.settle()
             self._requests.pop(id(request), None)
 
-    # -- weights ---------------------------------------------------------------------------------------
+    # -- weights
 
     async def _load_adapter(self, path: Path, version: PolicyVersion) -> None:
-        """Into the model that this engine started with, wherever the last weights came from."""
+        """Load an adapter into the model that this engine started with."""
         await asyncio.to_thread(self._adapter.check, path)
         model = self._model
         recorder = self._recorder
@@ -302,18 +293,18 @@ class TransformersEngine:
         self._recorder = recorder
         self._version = version
         for request in self._requests.values():
-            request.cache = None
+            request.cache = None  # keys and values of the old weights
 
-    # -- model -----------------------------------------------------------------------------------------
+    # -- model
 
     def _check_prompt(self, prompt_ids: NDArray[np.int32]) -> None:
         if len(prompt_ids) >= self._longest:
             raise GenerationError(
-                f"a prompt of {len(prompt_ids)} tokens is too long: the model has {self._longest}"
+                f"a prompt of {len(prompt_ids)} tokens is too long: the model reads {self._longest}"
             )
         size = int(self._model.config.vocab_size)
         if not len(prompt_ids) or int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= size:
-            raise GenerationError(f"a prompt is empty, or has ids outside of the model's {size}")
+            raise GenerationError(f"a prompt is empty, or has ids that are not below {size}")
 
     def _load(self, path: Path) -> tuple[Any, RoutingRecorder | None]:
         from transformers import AutoModelForCausalLM
@@ -336,4 +327,6 @@ def _load_tokenizer(folder: Path) -> Any:
 
 def _eos_ids(model: Any) -> frozenset[int]:
     eos = model.generation_config.eos_token_id
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])

@@ -1,8 +1,7 @@
-"""LoRA adapters inside of a transformers model, by PEFT: one at a time, a newer one takes its
-place.
+"""Load LoRA adapters into a transformers model by PEFT, one at a time.
 
-Invariant: until the newer one is whole and inside, the model computes with the older one, or with
-none.
+Invariant: until a newer adapter is loaded completely, the model computes with the older one, or
+with none.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from producer_workers.engines.model_folder import AdapterCheck
 
 
 class TransformersAdapter(AdapterCheck):
-    """Of one engine."""
+    """The adapter of one engine."""
 
     _inside: Any = None  # PEFT's handle on the model that has adapters
-    _names = count()  # PEFT calls an adapter by a name, and forgets none by itself
+    _names = count()  # PEFT knows adapters by name and drops none by itself
 
     def put_into(self, model: Any, folder: Path) -> None:
-        """The adapter of `folder`, which `check` has passed, in place of the one that `model` has.
-        While nothing runs.
+        """Replace the model's adapter with the one in `folder`, while nothing runs.
 
-        Raises WeightsError, and nothing changed.
+        `check` must have passed the folder. Raises WeightsError and changes nothing.
         """
         peft = _import_peft()
         try:
@@ -49,9 +47,7 @@ class TransformersAdapter(AdapterCheck):
             self._inside.delete_adapter(other)
 
     def _make_room(self, peft: Any, model: Any, config: Any, name: str) -> list[str]:
-        """Put an adapter that changes nothing (B is zero) into the model; the names of those that
-        were there.
-        """
+        """Add an adapter that changes nothing (B is zero); return the names of the older ones."""
         if self._inside is None or self._inside.get_base_model() is not model:
             self._inside = peft.PeftModel(model, config, adapter_name=name)
             return []
@@ -68,11 +64,11 @@ class TransformersAdapter(AdapterCheck):
 
     def _fill(self, peft: Any, tensors: dict[str, Any], name: str, folder: Path) -> None:
         wanted = peft.get_peft_model_state_dict(self._inside, adapter_name=name).keys()
-        if different := sorted(
-            wanted ^ tensors.keys()
-        ):  # PEFT would pass by what is too much or missing
+        # PEFT would ignore missing and unknown tensors.
+        if different := sorted(wanted ^ tensors.keys()):
             raise WeightsError(
-                f"{folder} has other tensors than its config says: {len(different)} differ, first {different[0]}",
+                f"{folder} has other tensors than its config describes: "
+                f"{len(different)} differ, first {different[0]}",
                 hint="the old weights still run",
             )
         peft.set_peft_model_state_dict(self._inside, tensors, adapter_name=name)

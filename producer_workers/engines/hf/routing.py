@@ -1,9 +1,9 @@
-"""Which experts a transformers model chooses, for the trainer that will choose them again
-(arXiv:2510.11370).
+"""Record which experts a transformers model chooses (arXiv:2510.11370).
+
+The trainer makes the model choose the same experts again.
 
 Invariant: a row is of the forward pass that sampled the token behind it. Where tokens are read once
-more, by other weights or in the prefill of a rollout that goes on, the rows that are there already
-stay.
+more, by other weights or in the prefill of a rollout that continues, the existing rows stay.
 """
 
 from __future__ import annotations
@@ -20,49 +20,50 @@ from producer_workers.engines.base import EngineError
 
 
 class RoutingRecorder:
-    """Listens to the gates of `model`. EngineError where it has none, or they do not say what they
-    choose.
+    """Hooks on the gates of `model`.
+
+    Raises EngineError where it has none, or they do not report what they choose.
     """
 
     def __init__(self, model: Any) -> None:
         self._layers = layers_of(model)
         self._chosen = dict[int, torch.Tensor]()
         for layer, gate in expert_gates(model).items():
-            gate.register_forward_hook(partial(self._hear, layer))
+            gate.register_forward_hook(partial(self._record, layer))
         with torch.inference_mode():
             model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
         if not self._chosen:
             hint = "set [engine] routed_experts only for a mixture of experts"
             raise EngineError(
-                f"{type(model).__name__} has no gates that say which experts they choose", hint=hint
+                f"{type(model).__name__} has no gates that report the chosen experts", hint=hint
             )
 
     def take(self) -> NDArray[np.int16]:
-        """Of the last forward pass, of one request: int16[tokens, layers, top_k]."""
+        """Return the last forward pass's experts: int16[tokens, layers, top_k] of one request."""
         tokens, top_k = next(iter(self._chosen.values())).shape
         rows = np.zeros((tokens, self._layers, top_k), "<i2")
         for layer, chosen in self._chosen.items():
             rows[:, layer] = chosen.cpu().numpy()
         return rows
 
-    def _hear(self, layer: int, gate: Any, inputs: Any, output: Any) -> None:
+    def _record(self, layer: int, gate: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point():
             self._chosen[layer] = output[2]
 
 
 class RoutedTokens:
-    """The rows of one request so far."""
+    """The recorded rows of one request."""
 
     def __init__(self) -> None:
         self._parts: list[NDArray[np.int16]] = []
         self._known = 0
 
     def add(self, first: int, rows: NDArray[np.int16]) -> None:
-        """Those of the tokens from the one with the number `first` on."""
+        """Add the rows of the tokens from number `first` on, except those that are known."""
         new = rows[self._known - first :]
         self._parts.append(new)
         self._known += len(new)
 
     def whole(self) -> NDArray[np.int16] | None:
-        """int16[P + R - 1, layers, top_k]; None where nothing was recorded."""
+        """Return int16[P + R - 1, layers, top_k]; None where nothing was recorded."""
         return np.concatenate(self._parts) if self._parts else None

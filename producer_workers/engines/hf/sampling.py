@@ -1,7 +1,6 @@
-"""From logits to a token and its logprob, in the order that vLLM has: penalties, temperature,
-top-k, top-p.
+"""Sample a token from logits, in vLLM's order: penalties, temperature, top-k, top-p.
 
-Invariant: the logprob is that of the very distribution which the token was drawn from.
+Invariant: the logprob is that of the very distribution from which the token was drawn.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ def sample(
     stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Sampled:
-    """One token after `prompt` and `response`. logits: float[V]; `stop_ids` may not come before
-    `min_tokens` others.
+    """Sample one token after `prompt` and `response`.
+
+    logits: float[V]. `stop_ids` are excluded before `min_tokens` other tokens.
     """
     logits = _penalize(logits.float(), params, prompt, response)
     if len(response) < params.min_tokens:
@@ -43,8 +43,9 @@ def sample(
 def _penalize(
     logits: Tensor, params: SampleParams, prompt: Sequence[int], response: Sequence[int]
 ) -> Tensor:
-    """Repetition counts tokens of the prompt, too; presence and frequency only those of the
-    response.
+    """Apply the penalties.
+
+    Repetition counts tokens of the prompt, too; presence and frequency only those of the response.
     """
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
@@ -60,11 +61,11 @@ def _penalize(
 
 
 def _cut(logits: Tensor, params: SampleParams) -> Tensor:
-    """Leave the `top_k` likeliest, and of these the fewest whose probabilities sum to `top_p`."""
+    """Keep the `top_k` likeliest tokens, and of these the fewest that sum to `top_p`."""
     if 0 < params.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     if params.top_p < 1.0:
-        ordered, places = torch.softmax(logits, -1).sort(descending=True)
+        ordered, indices = torch.softmax(logits, -1).sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= params.top_p
-        logits = logits.index_fill(0, places[beyond], -torch.inf)
+        logits = logits.index_fill(0, indices[beyond], -torch.inf)
     return logits

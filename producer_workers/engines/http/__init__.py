@@ -1,1 +1,1 @@
-"""The engine behind an OpenAI-compatible HTTP server."""
+"""Use an OpenAI-compatible HTTP server as engine."""

@@ -1,15 +1,12 @@
-"""An engine that runs elsewhere: a server of the OpenAI API that gives token ids, such as `vllm
-serve`.
+"""Use a server of the OpenAI API that returns token ids, such as `vllm serve`, as engine.
 
-Invariant: no part of a response spans two versions. Every part is asked for under the weights that
-the server then has, and an update first ends all parts: those that run get what they have from the
-server, a connection that still says nothing is closed. Then the request goes on behind its tokens.
-So no label per token is needed.
+Invariant: no part of a response spans two versions. Each part is sampled under the weights that the
+server has then, and an update first ends all parts: running ones get what they have from the
+server, and a connection that sends nothing is closed. Then the request continues behind its tokens.
+So no version label per token is needed.
 
-One worker to a server, as it is paused and updated as a whole. What the server must offer is
+One worker uses a server, since it is paused and updated as a whole. What the server must offer is
 checked at the start.
-
-One response that a server makes in one or more parts, each behind the tokens of those before.
 """
 
 from __future__ import annotations
@@ -40,22 +37,28 @@ from producer_workers.engines.http.server import (
     Piece,
     ServerGone,
     ServerRefusal,
-    gather_quietly,
-)
-from producer_workers.engines.http.weights import (
     check_logprobs,
+    gather_quietly,
     keeps_to_a_structure,
-    weights_of,
 )
+from producer_workers.engines.http.weights import weights_of
 from producer_workers.engines.response import GrowingResponse
 from producer_workers.engines.vllm.api import structure_arguments
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 2.0
+"""Seconds between two checks that the server is alive."""
+
+LAST_WORDS_S = 2.0
+"""Seconds for aborted requests to deliver their last tokens; later ones are sampled again."""
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """Reasons that end a response; any other one ("abort") only ends a part of it."""
 
 
 class HttpRequest(GrowingResponse):
-    """A response and what to ask the server for next."""
+    """A response that a server makes in parts, each behind the tokens of those before."""
 
     def __init__(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
@@ -66,16 +69,17 @@ class HttpRequest(GrowingResponse):
         self._params = params
 
     def prompt(self) -> list[int]:
-        """What the next part comes behind."""
+        """Return the tokens that the next part continues."""
         return [*self._prompt, *self.token_ids]
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of a completion request for what is left; every one, as servers have defaults
-        of their own.
+        """Return the fields of a completion request for the rest of the response.
+
+        Every field is given, since servers have defaults of their own.
         """
         params = self._params
         done = len(self.token_ids)
-        return {
+        fields = {
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
@@ -88,22 +92,21 @@ class HttpRequest(GrowingResponse):
             "repetition_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            **(
-                {"structured_outputs": structure_arguments(params.structured)}
-                if params.structured
-                else {}
-            ),
         }
+        if params.structured:
+            fields["structured_outputs"] = structure_arguments(params.structured)
+        return fields
 
     def end_part(self) -> None:
-        """Where it is not the last: a structure cannot be gone on with in its middle, so the next
-        part begins anew.
+        """Drop the tokens where a structured response ended early.
+
+        A structure cannot be continued in its middle, so the next part begins anew.
         """
         if self._params.structured and not self.finish_reason:
             self.forget()
 
-    def hear(self, piece: Piece) -> None:
-        """What the server said."""
+    def receive(self, piece: Piece) -> None:
+        """Add what the server sent."""
         self.add(piece.token_ids, piece.logprobs)
         if reason := REASONS.get(piece.finish_reason or ""):
             self.finish_reason = reason
@@ -111,17 +114,8 @@ class HttpRequest(GrowingResponse):
             self.finish_reason = "length"
 
 
-logger = logging.getLogger(__name__)
-
-WATCH_S = 2.0
-"""How often an engine with nothing to do asks whether its server lives."""
-
-LAST_WORDS_S = 2.0
-"""How long aborted requests may take to bring their last tokens; what comes later is made again."""
-
-
 class HttpEngine:
-    """Engine protocol over a server that others have started."""
+    """Engine protocol over a server that runs elsewhere."""
 
     name = "http"
 
@@ -138,7 +132,7 @@ class HttpEngine:
         self._closed = True
         self._paused = False
         self._changed = asyncio.Condition()
-        self._lock = asyncio.Lock()  # pause, resume and updates come one after another
+        self._lock = asyncio.Lock()  # orders pause, resume and updates
         self._watch: asyncio.Task[None] | None = None
         self._updating: asyncio.Task[None] | None = None
         self._dead: str | None = "not started"
@@ -146,7 +140,7 @@ class HttpEngine:
     async def start(self) -> None:
         try:
             await self._server.open()
-            if self._updates:  # first, as a worker that died may have left it paused
+            if self._updates:  # first, since a worker that died may have left the server paused
                 await self._take_over()
             await check_logprobs(self._server)
             self.structures_output = await keeps_to_a_structure(self._server)
@@ -167,8 +161,8 @@ class HttpEngine:
         self.check_health()
         if params.structured and not self.structures_output:
             raise GenerationError(
-                f"{self._config.url} does not keep to `structured_outputs`",
-                hint="see sample.structured of the task",
+                f"{self._config.url} ignores `structured_outputs`",
+                hint="remove sample.structured of the task, or use another server",
             )
         request = HttpRequest(request_id, prompt_ids, params)
         self._requests.add(request)
@@ -210,14 +204,14 @@ class HttpEngine:
         self.check_health()
         async with self._lock:
             self._paused = False
-            await self._go_on()
+            await self._continue()
 
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         self.check_health()
         if not self._updates:
             raise WeightsError(
                 f"{path} is not loaded: the weights of {self._config.url} are static",
-                hint="[engine] weights = 'update' lets the worker load new ones",
+                hint="set [engine] weights = 'update' to let the worker load new ones",
             )
         await self._weights.check(path)
         # Shielded: a caller that gives up must not leave the server paused between two sets of
@@ -227,7 +221,7 @@ class HttpEngine:
 
     async def sleep(self) -> None:
         raise EngineError(
-            f"{self._config.url} cannot sleep: it belongs to others",
+            f"{self._config.url} cannot sleep: the worker does not own the server",
             hint="use an engine of kind vllm",
         )
 
@@ -244,7 +238,7 @@ class HttpEngine:
             )
 
     def unfinished(self) -> int:
-        """How many requests wait for an answer."""
+        """Return how many requests wait for an answer."""
         return len(self._requests)
 
     async def shutdown(self) -> None:
@@ -254,17 +248,17 @@ class HttpEngine:
             request.finish("abort")
         await gather_quietly(set(self._parts.values()))
         if self._dead is None and self._updates:
-            try:
-                await self._server.resume(
-                    self._config.control_timeout_s
-                )  # for whoever uses it next
+            try:  # the next client finds the server running
+                await self._server.resume(self._config.control_timeout_s)
             except RolloutMQError as error:
-                logger.warning("the server was left paused: %s", error)
+                logger.warning(
+                    "%s stays paused, it could not be resumed: %s", self._config.url, error
+                )
         self._dead = self._dead or "shut down"
         await self._set_closed(True)
         await self._server.close()
 
-    # -- one part of a response ------------------------------------------------------------------------
+    # -- one part of a response
 
     async def _ask(self, request: HttpRequest) -> None:
         """Sample until the response or this part of it ends."""
@@ -284,21 +278,20 @@ class HttpEngine:
     async def _read(self, request: HttpRequest) -> None:
         try:
             async for piece in self._server.stream(request.prompt(), request.sampling()):
-                request.hear(piece)
+                request.receive(piece)
         except ServerGone as error:
             raise await self._declare_dead(str(error)) from error
 
     async def _interrupt(self) -> None:
-        """End all parts, with the tokens that the server has. Nothing is asked for until `_go_on`."""
+        """End all parts, with the tokens that the server has; none starts before `_continue`."""
         await self._set_closed(True)
         if self._updates:
             await self._control(self._server.pause("abort", self._config.control_timeout_s))
-        speaking = set(self._parts.values()) if self._updates else set()
-        if speaking:
-            await asyncio.wait(speaking, timeout=LAST_WORDS_S)
+            if self._parts:
+                await asyncio.wait(set(self._parts.values()), timeout=LAST_WORDS_S)
         await gather_quietly(set(self._parts.values()))
 
-    async def _go_on(self) -> None:
+    async def _continue(self) -> None:
         if self._updates:
             await self._control(self._server.resume(self._config.control_timeout_s))
         await self._set_closed(False)
@@ -308,7 +301,7 @@ class HttpEngine:
             self._closed = closed
             self._changed.notify_all()
 
-    # -- weights ---------------------------------------------------------------------------------------
+    # -- weights
 
     async def _take_over(self) -> None:
         try:
@@ -333,7 +326,7 @@ class HttpEngine:
                 ) from error
             finally:
                 if not self._paused and self._dead is None:
-                    await self._go_on()
+                    await self._continue()
 
     async def _restore(self, cause: Exception) -> None:
         """Load the old weights again: a failed load may have replaced some of them."""
@@ -341,22 +334,20 @@ class HttpEngine:
             await self._weights.load(self._loaded_from, self._version)
         except (ServerGone, ServerRefusal) as error:
             raise await self._declare_dead(
-                f"an update failed ({cause}), and so did the way back ({error})"
+                f"an update failed ({cause}), and so did restoring the old weights ({error})"
             ) from error
 
-    # -- life ------------------------------------------------------------------------------------------
+    # -- life
 
     async def _control(self, call: Awaitable[None]) -> None:
-        """Pause or resume the server; one that does not obey is no longer of use."""
+        """Pause or resume the server; declare it dead where it fails to."""
         try:
             await call
         except (ServerGone, ServerRefusal) as error:
             raise await self._declare_dead(str(error)) from error
 
     async def _watch_server(self) -> None:
-        """Notice the end of a server that nobody talks to, and weights that somebody else has
-        changed.
-        """
+        """Notice the end of an idle server, and weights that another client has changed."""
         while self._dead is None:
             await asyncio.sleep(WATCH_S)
             try:
@@ -371,7 +362,7 @@ class HttpEngine:
         label = await self._server.weight_label()
         if label != str(expected) and self._version == expected and not self._lock.locked():
             await self._declare_dead(
-                f"somebody else changed its weights from {expected} to {label}"
+                f"another client changed its weights from {expected} to {label}"
             )
 
     async def _declare_dead(self, why: str) -> EngineDeadError:

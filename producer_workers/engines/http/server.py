@@ -1,9 +1,9 @@
-"""The HTTP side of a server of the OpenAI API: completions with token ids, and vLLM's endpoints for
-its weights.
+"""Speak to a server of the OpenAI API, with vLLM's endpoints for token ids and weights.
 
-Invariant: what comes back has an id and a logprob for every token; a server that gives text alone
-is an error, never tokenized again. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in
-its development mode, `entrypoints/rl`.
+Invariant: every token comes with an id and a logprob; a server that returns only text is an error,
+and its text is never tokenized again. `check_logprobs` and `keeps_to_a_structure` find out at the
+start what no API tells. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in its
+development mode, `entrypoints/rl`.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from producer_workers.engines.base import EngineError, GenerationError
 
 CONNECT_S = 10.0
 HEALTH_S = 60.0
-"""A server that is gone refuses at once; one that is only busy may take its time."""
+"""A server that is gone refuses at once; a busy one may take its time."""
 
 MAX_LINE_BYTES = 32 << 20
-"""One line of a stream; the first carries the ids of the prompt."""
+"""Bytes of one line of a stream; the first line carries the ids of the prompt."""
 
 STREAM_INTERVAL = 32
-"""Tokens in one line of the stream, asked for: a line for each would keep both sides busy with
-JSON.
-"""
+"""Tokens in one line of a stream: a line for each would keep both sides busy with JSON."""
 
 IDS_HINT = "the server must answer `return_token_ids` or `return_tokens_as_token_ids`, as vLLM does"
 
+PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
+ENOUGH = 1e-3
+"""Logprobs that are nearer to each other, in nats, prove nothing."""
+
 
 class ServerGone(ModelError):
-    """The server cannot be reached, or says that its engine is dead."""
+    """The server is unreachable, or reports that its engine is dead."""
 
     status = 0
 
 
 class ServerRefusal(ModelError):
-    """The server answered, but not with what was asked for."""
+    """The server answered with an error."""
 
     status = 0
-    """of HTTP"""
+    """The HTTP status."""
 
 
 class Piece(NamedTuple):
-    """One line of a stream: int ids, float logprobs of the same length, and at the end why it
-    ended.
-    """
+    """One line of a stream: token ids and as many logprobs; the last one has a finish reason."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 
 class CompletionServer:
-    """One server at `url`. All methods raise ServerGone where nobody answers."""
+    """One server at `url`. All methods raise ServerGone where it does not answer."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -69,8 +69,8 @@ class CompletionServer:
         """Find the model that is served. Raises EngineError where there is none."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            # one kept open may be closed by the server just as it is used again, which looks like a
-            # dead server
+            # The server may close a kept connection just as it is used again, which would look like
+            # a dead server.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
             read_bufsize=MAX_LINE_BYTES,
@@ -83,7 +83,7 @@ class CompletionServer:
             )
 
     async def names(self) -> list[str]:
-        """What it serves: models, then adapters."""
+        """Return the names of what it serves: models, then adapters."""
         return [str(row["id"]) for row in (await self._call("GET", "/v1/models", HEALTH_S))["data"]]
 
     async def close(self) -> None:
@@ -93,15 +93,21 @@ class CompletionServer:
     async def stream(
         self, prompt_ids: list[int], sampling: Mapping[str, Any]
     ) -> AsyncIterator[Piece]:
-        """Sample one response. Closing the iterator, or cancelling, closes the connection, which
-        aborts the request.
+        """Sample one response.
 
-        Raises GenerationError for this request alone. A stream that ends without a reason was
-        aborted.
+        Closing the iterator, or cancelling, closes the connection, which aborts the request. Raises
+        GenerationError for this request alone. A stream that ends without a reason was aborted.
         """
-        body = {"model": self.model, "prompt": prompt_ids, "logprobs": 0, **sampling}
-        body |= {"stream": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        body |= {"stream_interval": STREAM_INTERVAL}
+        body = {
+            "model": self.model,
+            "prompt": prompt_ids,
+            "logprobs": 0,
+            **sampling,
+            "stream": True,
+            "stream_interval": STREAM_INTERVAL,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
         try:
             async with self._open_session.post(
                 f"{self.url}/v1/completions",
@@ -116,22 +122,21 @@ class CompletionServer:
                     if line.startswith(b"data: {") and (piece := _piece(orjson.loads(line[6:]))):
                         yield piece
         except (aiohttp.ClientError, ConnectionError) as error:
-            # a server that died is another matter than one connection that broke
+            # Raises ServerGone where the server itself died, not just this connection.
             await self.check_health()
             raise GenerationError(f"the connection to {self.url} broke: {error!r}") from error
 
     async def top_logprobs(self, prompt_ids: list[int], temperature: float) -> list[float]:
-        """The two largest logprobs of the token after a prompt, as the server reports them at a
-        temperature.
-        """
+        """Return the two largest logprobs of the token after a prompt, at a temperature."""
         body = {
             "model": self.model,
             "prompt": prompt_ids,
             "max_tokens": 1,
             "logprobs": 2,
             "temperature": temperature,
+            "top_p": 1.0,
+            "return_tokens_as_token_ids": True,
         }
-        body |= {"top_p": 1.0, "return_tokens_as_token_ids": True}
         answer = await self._call("POST", "/v1/completions", 60.0, body)
         try:
             return sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())[-2:]
@@ -139,16 +144,15 @@ class CompletionServer:
             raise EngineError(f"{self.url} reports no logprobs", hint=IDS_HINT) from error
 
     async def text(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> str:
-        """A response as text, for questions about the server itself. Raises ServerRefusal."""
-        answer = await self._call(
-            "POST", "/v1/completions", 60.0, {"model": self.model, "prompt": prompt_ids, **sampling}
-        )
+        """Return a response as text, to test the server itself. Raises ServerRefusal."""
+        body = {"model": self.model, "prompt": prompt_ids, **sampling}
+        answer = await self._call("POST", "/v1/completions", 60.0, body)
         return str(answer["choices"][0]["text"])
 
     async def check_health(self) -> None:
         await self._call("GET", "/health", HEALTH_S)
 
-    # -- vLLM's development mode -----------------------------------------------------------------------
+    # -- vLLM's development mode
 
     async def weight_label(self) -> str:
         label: str = (await self._call("GET", "/weight_info", HEALTH_S))["weight_version"]
@@ -167,17 +171,18 @@ class CompletionServer:
         await self._call("POST", "/reset_prefix_cache", timeout_s)
 
     async def call_workers(self, method: str, *args: str, timeout_s: float) -> None:
-        """A method of `vllm_worker_extension`, in every worker process of the server."""
+        """Call a method of `WeightLoader` in every worker process of the server."""
         await self._call("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
 
-    # -- adapters, where it may be given them ----------------------------------------------------------
+    # -- adapters, where it may be given them
 
     async def check_adapters(self, timeout_s: float) -> None:
-        """Raises ServerRefusal where there is no endpoint for them."""
+        """Raise ServerRefusal where the server has no endpoint for adapters."""
         try:
             await self.load_adapter("", "", timeout_s)
         except ServerRefusal as refusal:
-            if refusal.status != 400:  # nothing cannot be loaded: that much it knows
+            # 400: the endpoint exists, and refuses an adapter without a name.
+            if refusal.status != 400:
                 raise
 
     async def load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
@@ -191,15 +196,17 @@ class CompletionServer:
     async def _call(
         self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
     ) -> Any:
-        """The answer, which is JSON or empty."""
+        """Return the answer, which is JSON or empty."""
         text = await self._send(verb, path, timeout_s, body)
         return orjson.loads(text) if text else None
 
     async def _send(
         self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
     ) -> bytes:
-        """Raises ServerRefusal where it answers with an error, ServerGone where it does not answer,
-        or with 503.
+        """Return the body of the answer.
+
+        Raises ServerRefusal where the server answers with an error, ServerGone where it does not
+        answer, or with 503.
         """
         data = orjson.dumps(body) if body is not None else None
         headers = {"Content-Type": "application/json"} if data else {}
@@ -212,14 +219,13 @@ class CompletionServer:
                 if response.status == 200:
                     return text
                 kind = ServerGone if response.status == 503 else ServerRefusal
-                error = kind(
-                    f"{self.url}{path} says {response.status}: {text[:300].decode(errors='replace')}"
-                )
+                reason = text[:300].decode(errors="replace")
+                error = kind(f"{self.url}{path} answered {response.status}: {reason}")
                 error.status = response.status
                 raise error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ServerGone(
-                f"{self.url}{path} does not answer: {error!r}", hint="does the server run?"
+                f"{self.url}{path} does not answer: {error!r}", hint="check that the server runs"
             ) from error
 
     @property
@@ -253,15 +259,53 @@ def _piece(line: Mapping[str, Any]) -> Piece | None:
 
 
 def _id_of(token: str) -> int:
-    """The id in "token_id:17"."""
+    """Return the id in "token_id:17"."""
     name, _, number = token.partition(":")
     if name != "token_id" or not number.isdigit():
-        raise GenerationError(f"the server gave the text {token!r} for a token id", hint=IDS_HINT)
+        raise GenerationError(f"the server gave the text {token!r} as a token id", hint=IDS_HINT)
     return int(number)
 
 
+async def check_logprobs(server: CompletionServer) -> None:
+    """Raise EngineError unless tokens have ids, and logprobs of the sampled distribution.
+
+    Half the temperature doubles the distance between two logprobs; where logprobs are taken before
+    the temperature, the distance stays.
+    """
+    try:
+        async for _ in server.stream(PROBES[0], {"max_tokens": 1}):
+            pass
+    except GenerationError as error:
+        raise EngineError(error.message, hint=error.hint) from error
+    for prompt in PROBES:
+        plain, cold = [await server.top_logprobs(prompt, temperature) for temperature in (1.0, 0.5)]
+        near = plain[-1] - plain[0]
+        far = cold[-1] - cold[0]
+        if near <= ENOUGH:
+            continue
+        if far < 1.5 * near:
+            hint = "start vLLM with --logprobs-mode processed_logprobs"
+            message = f"{server.url} reports logprobs before temperature and top-p"
+            raise EngineError(message, hint=hint)
+        return
+    raise EngineError(
+        f"{server.url} gave the same logprob to any two tokens",
+        hint="check that it serves a language model",
+    )
+
+
+async def keeps_to_a_structure(server: CompletionServer) -> bool:
+    """Return whether the server applies `structured_outputs`; most ignore unknown fields."""
+    only = "a7-b8"
+    sampling = {"max_tokens": 16, "structured_outputs": {"choice": [only]}}
+    try:
+        return await server.text(PROBES[0], sampling) == only
+    except ServerRefusal:
+        return False
+
+
 async def gather_quietly(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel tasks, and wait until they have ended; what they raise is for those who await them."""
+    """Cancel tasks and wait until they have ended. Their awaiters get what they raise."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

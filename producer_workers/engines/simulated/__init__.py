@@ -1,1 +1,1 @@
-"""The simulated engine: lengths and latencies without a model."""
+"""Simulate an engine: lengths and latencies without a model."""

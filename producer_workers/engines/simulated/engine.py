@@ -1,8 +1,9 @@
-"""An engine without a model: random tokens on a clock. For load tests and capacity planning.
+"""Simulate an engine with random tokens on a clock, for load tests and capacity planning.
 
-Invariant: what a request returns depends only on (engine seed, prompt ids, request seed or id); how
-much of it exists at a moment only on the engine's clock, which stands still while paused. One timer
-per request serves all its tokens, so hundreds of requests cost one event loop next to nothing.
+Invariant: what a request returns depends only on (engine seed, prompt ids, request seed or id). How
+much of it exists at a moment depends only on the engine's clock, which stands still while paused.
+One timer per request serves all its tokens, so hundreds of requests cost one event loop next to
+nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from producer_workers.engines.base import (
     FinishReason,
     Generation,
     GenerationError,
+    NoImages,
     PauseMode,
-    Unseen,
     WeightsError,
 )
 from producer_workers.engines.model_folder import read_shapes
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One request: the whole response it will have made when its time is up."""
+    """One request, with the whole response that it will have made when its time is up."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -56,12 +57,12 @@ class _Run:
     timer: asyncio.TimerHandle | None = None
 
     def due_s(self) -> float:
-        """When the last token is made, on the engine's clock."""
+        """Return when the last token is made, on the engine's clock."""
         assert self.started_s is not None
         return self.started_s + self.first_token_s + self.token_s * (len(self.token_ids) - 1)
 
     def tokens_at(self, clock_s: float) -> int:
-        """How many tokens are made at a time of the engine's clock."""
+        """Return how many tokens are made at a time of the engine's clock."""
         if self.started_s is None or clock_s < self.started_s + self.first_token_s:
             return 0
         if self.token_s == 0:
@@ -74,8 +75,8 @@ class SimulatedEngine:
     """Engine protocol without a model. Stop strings are ignored: there is no text."""
 
     name = "simulated"
-    structures_output = True  # as stop strings: ignored
-    images = Unseen()
+    structures_output = True  # accepted and ignored, as stop strings are
+    images = NoImages()
 
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         self._config = config
@@ -106,7 +107,7 @@ class SimulatedEngine:
     ) -> Generation:
         self.check_health()
         if self.asleep:
-            raise GenerationError(f"request {request_id} came while the engine slept")
+            raise GenerationError(f"request {request_id} arrived while the engine slept")
         self._requests += 1
         self._inject_failures(request_id)
         run = self._draw(request_id, prompt_ids, params)
@@ -127,7 +128,7 @@ class SimulatedEngine:
 
     async def abort_others(self, spared: Collection[str]) -> None:
         self.check_health()
-        self._abort([r for r in self._all() if r.request_id.partition("/")[0] not in spared])
+        self._abort([run for run in self._all() if run.request_id.partition("/")[0] not in spared])
 
     async def resume(self) -> None:
         self.check_health()
@@ -152,9 +153,7 @@ class SimulatedEngine:
     async def sleep(self) -> None:
         self.check_health()
         if self.unfinished():
-            raise EngineError(
-                f"{self.unfinished()} requests run: an engine sleeps only when it has none"
-            )
+            raise EngineError(f"cannot sleep while {self.unfinished()} requests run")
         self.asleep = True
 
     async def wake(self) -> None:
@@ -169,16 +168,16 @@ class SimulatedEngine:
             raise self._death or EngineDeadError(f"the simulated engine is {self._state}")
 
     def unfinished(self) -> int:
-        """How many requests run or wait."""
+        """Return how many requests run or wait."""
         return len(self._running) + len(self._waiting)
 
     def load(self) -> EngineLoad:
-        """It has places, and no cache that could run short."""
+        """Return the running and the waiting requests; there is no cache that could fill up."""
         return EngineLoad(len(self._running), len(self._waiting), 0.0)
 
     async def shutdown(self) -> None:
         if self._state == "up":
-            self._freeze()
+            self._freeze()  # no timer may fire after the end
             self._abort(self._all())
         self._state = "shut down"
 
@@ -203,7 +202,7 @@ class SimulatedEngine:
         self._admit()
 
     def _admit(self) -> None:
-        """Start waiting requests where there is room for them."""
+        """Start waiting requests while there are free slots."""
         while (
             self._waiting
             and self._frozen_s is None
@@ -240,7 +239,7 @@ class SimulatedEngine:
         for run in runs:
             if not run.result.done():
                 run.result.set_result(self._generation(run, run.tokens_at(clock_s), "abort"))
-        # not by `_drop`, which would start others of these in their places
+        # Not by `_drop`, which would start other aborted requests in the freed slots.
         gone = set(runs)
         self._running -= gone
         self._waiting = deque(run for run in self._waiting if run not in gone)
@@ -251,7 +250,7 @@ class SimulatedEngine:
         )
 
     def _spans(self, run: _Run, tokens: int) -> tuple[VersionSpan, ...]:
-        """Cut [0, tokens) where a swap fell between two tokens."""
+        """Cut [0, tokens) wherever new weights came between two tokens."""
         starts = [min(run.tokens_at(clock_s), tokens) for clock_s, _ in self._swaps]
         ends = [*starts[1:], tokens]
         return tuple(
@@ -315,7 +314,7 @@ class SimulatedEngine:
 def _first_stop(
     token_ids: NDArray[np.int32], params: SampleParams, stopped: bool
 ) -> tuple[int, bool]:
-    """Length up to and with the first asked-for stop token, and whether the response stops there."""
+    """Return the length up to and with the first requested stop token, and whether it stops."""
     hits = np.flatnonzero(np.isin(token_ids, params.stop_token_ids))
     hits = hits[hits >= params.min_tokens]
     return (int(hits[0]) + 1, True) if hits.size else (len(token_ids), stopped)

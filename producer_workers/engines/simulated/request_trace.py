@@ -1,6 +1,4 @@
-"""Requests of a run that was, for the simulated engine to play again: how long each response was,
-and how slow.
-"""
+"""Read requests of an earlier run for the simulated engine: their lengths and latencies."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from producer_workers.engines.base import EngineError
 
 
 class TracedRequest(BaseModel):
-    """One line of a trace, as JSON. A latency that it does not tell is drawn."""
+    """One line of a trace, as JSON. A latency that is missing is drawn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,9 +24,7 @@ class TracedRequest(BaseModel):
 
 
 class Pace(NamedTuple):
-    """What a simulated request takes: tokens of its response, seconds to the first of them and for
-    each other one.
-    """
+    """The tokens of a simulated response, and seconds to the first and for each other one."""
 
     tokens: int
     first_token_s: float
@@ -38,21 +34,23 @@ class Pace(NamedTuple):
 def draw_pace(
     rng: np.random.Generator, config: SimulatedConfig, trace: Sequence[TracedRequest]
 ) -> Pace:
-    """That of one request of the trace; from the distributions what it does not tell, or where
-    there is none.
+    """Draw the pace of one request of the trace.
+
+    The distributions of `config` supply what it lacks, or everything where there is no trace.
     """
-    told = trace[int(rng.integers(len(trace)))] if trace else None
-    tokens = told.tokens if told else round(config.response_tokens.draw(rng))
-    first_token_s, token_s = (told.first_token_s, told.token_s) if told else (None, None)
-    return Pace(
-        tokens,
-        config.first_token_s.draw(rng) if first_token_s is None else first_token_s,
-        config.token_s.draw(rng) if token_s is None else token_s,
-    )
+    traced = trace[int(rng.integers(len(trace)))] if trace else None
+    tokens = traced.tokens if traced else round(config.response_tokens.draw(rng))
+    first_token_s = traced.first_token_s if traced else None
+    if first_token_s is None:
+        first_token_s = config.first_token_s.draw(rng)
+    token_s = traced.token_s if traced else None
+    if token_s is None:
+        token_s = config.token_s.draw(rng)
+    return Pace(tokens, first_token_s, token_s)
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """All lines of a JSONL file. Raises EngineError naming the line."""
+    """Read all lines of a JSONL file. Raises EngineError naming the line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -60,8 +58,8 @@ def read_trace(path: Path) -> list[TracedRequest]:
     requests = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise EngineError(
-            f"the trace {path} holds no request",
-            hint='one {"tokens": 812, "token_s": 0.01} in each line',
+            f"the trace {path} holds no requests",
+            hint='expected one {"tokens": 812, "token_s": 0.01} in each line',
         )
     return requests
 

@@ -1,1 +1,4 @@
-"""The vLLM engine, in this process or sharded over several."""
+"""Run vLLM inside the rollout worker."""
+
+OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"
+"""Environment variable with the process id of the rollout worker that owns an engine."""

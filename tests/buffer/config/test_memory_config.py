@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from buffer.config.loader import load_config
-from buffer.config.memory import MemoryNeed, MemorySection, estimate_group_bytes
-from buffer.config.trainer import TrainingConfig
-from buffer.config.worker import ProducingConfig
+from buffer.config.config import Config
+from buffer.config.load import load_config
+from buffer.config.memory_budget import MemoryNeed, MemorySection, estimate_group_bytes
 from buffer.errors import ConfigError
-from buffer.model.byte_size import format_size, parse_size
+from buffer.model.byte_size import format_size
 
 TEXT = """
 [run]
@@ -36,11 +35,10 @@ name = "chain_sum"
 """
 
 
-def load(folder: Path, *overrides: str) -> TrainingConfig:
+def load(folder: Path, *overrides: str) -> Config:
     path = folder / "run.toml"
     path.write_text(TEXT, encoding="utf-8")
-    load_config(ProducingConfig, path, overrides)
-    return load_config(TrainingConfig, path, overrides)
+    return load_config(Config, path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +53,13 @@ def load(folder: Path, *overrides: str) -> TrainingConfig:
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert MemorySection.model_validate({"budget_bytes": text}).budget_bytes == size
 
 
 @pytest.mark.parametrize("text", ["", "8 gigs", "-1GiB", "GiB", "1iB", "1e9", "8 GiBs"])
-def test_other_text_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="8GiB"):
-        parse_size(text)
+def test_other_text_is_refused_with_an_example(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match='expected a number of bytes, or text like "8GiB"'):
+        load(tmp_path, f'memory.budget_bytes="{text}"')
 
 
 def test_sizes_are_shown_with_a_unit() -> None:
@@ -81,7 +79,7 @@ def test_marks_are_shares_of_the_budget(tmp_path: Path) -> None:
 def test_without_a_budget_the_server_says_it_or_nobody(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(TEXT.replace('budget_bytes = "1GiB"', ""), encoding="utf-8")
-    config = load_config(TrainingConfig, path)
+    config = load_config(Config, path)
     assert (config.limits().low_bytes, config.limits().high_bytes) == (0, 0)
     assert config.limits(4 * 2**30).low_bytes == int(3 * 2**30 * 0.7)
 

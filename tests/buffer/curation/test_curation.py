@@ -1,6 +1,4 @@
-"""Groups to a file and back: nothing changes on the way, every wrong line is named, and the account
-adds up (I1).
-"""
+"""Groups to a file and back: nothing changes on the way, and the account adds up (I1)."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ FIRST_GID = group_id("math", IMPORTED_FROM)
 
 
 def line(gid: str = "a", **changes: Any) -> dict[str, Any]:
-    """What a curator has to write at least."""
+    """Return the fields that a curator must write at least."""
     least = {
         "gid": gid,
         "task": "math",
@@ -174,7 +172,7 @@ def test_foreign_weights_count_as_the_oldest_fork(scene: Scene, tmp_path: Path) 
 
 
 WRONG: list[tuple[list[Any], str]] = [
-    ([line(), b"{"], "line 2: not JSON"),
+    ([line(), b"{"], "line 2: not valid JSON"),
     ([line(), b"[1]"], "line 2: a list, not an object"),
     ([line(), line(color="red")], "line 2: color: Extra inputs"),
     ([line(), line("b", response_ids=[1])], "line 2: .*logprobs has 2 values for 1"),
@@ -185,12 +183,12 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(reward={"accuracy": 1})], "line 1: reward: no score"),
     ([line(response_ids=[], logprobs=[])], "line 1: response_ids: empty"),
     ([line(status="aborted")], "line 1: status: aborted; only completed"),
-    ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span lies outside"),
+    ([line(spans=[[0, 3, 1, "l0"]])], "line 1: .*span is outside"),
     (
         [line(), line("b"), line("b", messages=[{"role": "user"}])],
         "lines 2 to 3: group b: .*different messages",
     ),
-    ([line(samples=2), line("b", samples=1)], "lines 1 to 1: group a has 1 lines of 2"),
+    ([line(samples=2), line("b", samples=1)], "lines 1 to 1: group a has 1 of 2 lines"),
     ([line(index=0), line(index=0)], "lines 1 to 2: group a: the index"),
     ([line(), line("b", task="chess")], "line 2: there is no training task 'chess'"),
     ([line(task="quiz")], "line 1: there is no training task 'quiz'"),
@@ -281,7 +279,7 @@ def test_fsck_finds_a_lost_imported_group_and_a_wrong_count(scene: Scene, tmp_pa
     )
     found = scene.run.account.fsck()
     assert found.lost == [FIRST_GID]
-    assert found.faults == ["math: 0 enqueued and 2 imported, but 1 in all places"]
+    assert found.faults == ["math: 0 enqueued and 2 imported, but 1 in all stages"]
 
 
 def test_files_of_other_kinds_and_existing_ones_are_refused(scene: Scene, tmp_path: Path) -> None:

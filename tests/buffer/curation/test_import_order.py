@@ -1,4 +1,4 @@
-"""Imported groups have their place in every order policy, and can be moved by hand like others."""
+"""Imported groups have their turn in every order policy, and can be moved by hand like others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_imported_groups_are_taken_in_the_order_of_the_policy(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_imported_groups_keep_their_place_in_a_snapshot(
+def test_imported_groups_keep_their_turn_in_a_snapshot(
     make_scene: Make, tmp_path: Path, order: str
 ) -> None:
     scene = make_scene(order=order)
@@ -80,7 +80,7 @@ def test_import_without_the_function_of_the_policy_imports_nothing(
     with pytest.raises(ConfigError, match="not loaded"):
         scene.run.import_groups(file)
     scene.run.buffer.order_function = lambda group: float("nan") if group.longest == 4 else 0.0
-    with pytest.raises(ConfigError, match="gave nan"):
+    with pytest.raises(ConfigError, match="returned nan"):
         scene.run.import_groups(file)
     assert scene.counters() == {}
     scene.check()

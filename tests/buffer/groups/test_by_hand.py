@@ -1,6 +1,4 @@
-"""requeue, drop, quarantine: what people and trainers do with groups that are no good (I1, I5, I8,
-I11).
-"""
+"""Requeue, drop and quarantine: groups that operators and trainers move (I1, I5, I8, I11)."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.buffer.scene import Scene
 
 
 def bury(scene: Scene, reason: str = "no good") -> Job:
-    """A dead group, which had tokens before it died."""
+    """Make a dead group that had tokens before it died."""
     scene.enqueue(1)
     (job,) = scene.claim()
     scene.submit(job, status=Status.ABORTED)
@@ -37,7 +35,7 @@ def quarantine(
     return scene.run.ledger.quarantine(scene.trainer, step, entry, reason)
 
 
-# -- requeue -------------------------------------------------------------------------------------------
+# -- requeue ----
 
 
 def test_requeue_lets_a_dead_group_wait_again_from_its_prompt_with_all_its_tries(
@@ -126,7 +124,7 @@ def test_groups_that_run_are_taken_or_have_ended_are_left_alone(
     assert scene.dump() == before
 
 
-# -- drop ----------------------------------------------------------------------------------------------
+# -- drop ----
 
 
 def test_drop_ends_groups_wherever_they_may_be_dropped(make_scene: Callable[..., Scene]) -> None:
@@ -171,10 +169,10 @@ def test_drop_of_a_running_group_revokes_the_lease_of_the_named_worker_only(scen
     scene.check()
 
 
-# -- quarantine ----------------------------------------------------------------------------------------
+# -- quarantine ----
 
 
-def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_place(scene: Scene) -> None:
+def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_slot(scene: Scene) -> None:
     scene.open_trainer(lineage="l0")
     gids = scene.ready(0, 0, 0, 1)
     scene.ready(0, task="code")

@@ -1,4 +1,4 @@
-"""The life of a group, looked at with plain Redis commands after every step (I1, I2, I11)."""
+"""The life of a group, inspected with plain Redis commands after every step (I1, I2, I11)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from buffer.errors import Fenced, PayloadMissing, WireError
-from buffer.groups.submit import HandIn
+from buffer.groups.submit import Submission
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
@@ -127,16 +127,16 @@ def test_filtered_group_leaves_only_a_bit(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "tries"), [("handback", "waiting", "0"), ("aborted", "pool", "0")]
+    ("kind", "stage", "tries"), [("handback", "waiting", "0"), ("aborted", "pool", "0")]
 )
 def test_clean_release_gives_the_try_back(
-    scene: Scene, kind: ReleaseKind, place: str, tries: str
+    scene: Scene, kind: ReleaseKind, stage: str, tries: str
 ) -> None:
     scene.enqueue(1)
     (job,) = scene.claim()
-    assert scene.run.jobs.release("w0", job, kind) == place
+    assert scene.run.jobs.release("w0", job, kind) == stage
     record = scene.record(GID)
-    assert (record["stage"], record["tries"], record["token"]) == (place, tries, "")
+    assert (record["stage"], record["tries"], record["token"]) == (stage, tries, "")
     assert scene.stream("resume") == ([GID] if kind == "handback" else [])
     assert scene.pool("aborted") == ([(GID, float("inf"))] if kind == "aborted" else [])
     assert scene.raw.zcard(scene.keys.leases) == 0
@@ -145,11 +145,11 @@ def test_clean_release_gives_the_try_back(
 
 def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> None:
     scene.enqueue(1)
-    places = []
+    stages = []
     for _ in range(3):
         (job,) = scene.claim()
-        places.append(scene.run.jobs.release("w0", job, "failed", "the judge \ud800 fell over"))
-    assert places == ["waiting", "waiting", "dead"]
+        stages.append(scene.run.jobs.release("w0", job, "failed", "the judge \ud800 fell over"))
+    assert stages == ["waiting", "waiting", "dead"]
     assert scene.raw.zrange(scene.keys.dead, 0, -1) == [GID.encode()]
     letter = orjson.loads(scene.raw.get(scene.keys.dead_letter(GID)))
     assert (letter["reason"], letter["worker"], letter["try"]) == ("the judge ? fell over", "w0", 3)
@@ -228,8 +228,8 @@ def test_submit_uploads_again_when_the_bytes_vanished(scene: Scene) -> None:
     data = wire.encode(group)
     ref = scene.run.payloads.write(job.gid, job.token, data)
     scene.raw.unlink(scene.keys.payload(GID, job.token))
-    hand_in = HandIn(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)
-    call = hand_in.call("w0", Result(job, group, 4), ref)
+    submission = Submission(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)
+    call = submission.call("w0", Result(job, group, 4), ref)
     assert scene.store.call("submit", *call) == ["MISSING", "0"]
     assert scene.record(GID)["stage"] == "running"
     scene.run.buffer.submit("w0", job, group, 4)
@@ -257,7 +257,7 @@ def test_large_group_is_stored_in_chunks_and_all_of_them_are_freed(scene: Scene)
     assert list(scene.raw.scan_iter(scene.keys.payload(GID, "*"))) == []
 
 
-def test_bytes_that_changed_on_their_way_are_told(scene: Scene) -> None:
+def test_bytes_that_changed_on_their_way_are_reported(scene: Scene) -> None:
     (gid,) = scene.ready(0)
     scene.open_trainer()
     entry = scene.take(1).entries[0]

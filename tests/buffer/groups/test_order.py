@@ -1,6 +1,4 @@
-"""The order in which ready groups are taken: every policy keeps the staleness cut (I8) and survives
-what happens.
-"""
+"""The order in which ready groups are taken: no policy takes stale groups, or loses any (I8)."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ INDEXED = ("fifo", "length_fair", "tests:policy")
 
 
 def submit(scene: Scene, job: Job, *, length: int = 2, run: Run | None = None) -> None:
-    """A completed group with responses of `length` tokens."""
+    """Submit a completed group with responses of `length` tokens."""
     run = run or scene.run
     group = run.buffer.read(job.payload)
     for _ in range(length // 2):
@@ -31,7 +29,7 @@ def submit(scene: Scene, job: Job, *, length: int = 2, run: Run | None = None) -
 
 
 def by_draw(group: Finished) -> float:
-    """The later drawn, the earlier taken."""
+    """Put the latest draw first."""
     return -group.draw
 
 
@@ -49,7 +47,7 @@ def index(scene: Scene) -> list[str]:
     ]
 
 
-# -- each policy ---------------------------------------------------------------------------------------
+# -- each policy ----
 
 
 def test_fifo_takes_by_arrival_whatever_made_the_groups(make_scene: Make) -> None:
@@ -87,7 +85,7 @@ def test_length_fair_lets_short_and_long_responses_take_turns(make_scene: Make) 
     scene.check()
 
 
-def test_a_policy_of_a_user_decides_by_what_it_is_told(make_scene: Make) -> None:
+def test_a_policy_of_a_user_decides_by_the_facts_it_gets(make_scene: Make) -> None:
     scene = with_order(make_scene, "tests:policy")
     seen: list[Finished] = []
 
@@ -104,7 +102,7 @@ def test_a_policy_of_a_user_decides_by_what_it_is_told(make_scene: Make) -> None
 
 
 @pytest.mark.parametrize(
-    ("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "gave nan")]
+    ("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "returned nan")]
 )
 def test_a_policy_that_gives_no_score_is_an_error_of_that_group(
     make_scene: Make, function: Callable[[Finished], float] | None, why: str
@@ -126,11 +124,11 @@ def test_evaluations_have_no_index(make_scene: Make) -> None:
     assert scene.counters("quiz")["taken"] == "1"
 
 
-# -- what every policy keeps ---------------------------------------------------------------------------
+# -- what every policy keeps ----
 
 
 @pytest.mark.parametrize("order", ["staleness", "freshest", *INDEXED])
-def test_no_policy_hands_out_what_is_too_stale(make_scene: Make, order: str) -> None:
+def test_no_policy_takes_groups_that_are_too_stale(make_scene: Make, order: str) -> None:
     scene = with_order(make_scene, order)
     scene.ready(0, 0, 0, 0)
     scene.take(1), scene.take(2)
@@ -184,7 +182,7 @@ def test_groups_that_are_not_in_the_index_are_put_in_front(make_scene: Make) -> 
     after.buffer.order_function = by_draw
     submit(before, jobs[0], run=after)
     submit(before, jobs[1], run=after)
-    submit(before, jobs[2])  # a worker that has not heard of the new policy
+    submit(before, jobs[2])  # a worker that does not have the new policy yet
     manifest = after.ledger.take(before.trainer, 1, {"math": 5})
     assert manifest.gids == [*old, jobs[2].gid, jobs[1].gid]  # type: ignore[union-attr]
     assert index(before) == [jobs[0].gid]

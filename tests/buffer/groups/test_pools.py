@@ -1,6 +1,4 @@
-"""Reading the pools, and taking from them without a trainer's process: counts never rely on expiry
-(I8).
-"""
+"""Pools are read, and taken from without a trainer process; no count relies on expiry (I8)."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def gids(groups: list[RolloutGroup]) -> list[str]:
 
 
 def pass_steps(scene: Scene, taken: int) -> None:
-    """The last step taken is `taken`, without the batches."""
+    """Set the last step taken, without its batches."""
     scene.raw.hset(scene.keys.ledger("train"), "taken", taken)
 
 

@@ -183,7 +183,7 @@ def test_finish_closes_everything(scene: Scene) -> None:
 
 
 def interrupt(scene: Scene) -> Job:
-    """The one group that waits is claimed, and released as a pause does."""
+    """Claim the one group that waits, and release it as a pause does."""
     (job,) = scene.claim()
     scene.run.jobs.release("w0", job, "aborted")
     return job

@@ -1,4 +1,4 @@
-"""Groups that come in without a lease: `ReplayBuffer.put` (I1, I3, I8, I13)."""
+"""Groups that no worker holds: `ReplayBuffer.put` (I1, I3, I8, I13)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST_GID = group_id("math", IMPORTED_FROM)
 def rollouts(
     *statuses: Status, version: int | None = 0, lineage: str = "l0", **fields: Any
 ) -> list[RolloutState]:
-    """One rollout of two tokens for each status (default: two that are completed)."""
+    """Return one rollout of two tokens for each status (default: two that are completed)."""
     made = None if version is None else PolicyVersion(lineage, version)
     return [
         rollout(status, made, i, **fields)
@@ -37,9 +37,9 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
     scene = make_scene()
     scene.open_trainer()
     (drawn,) = scene.ready(0)
-    placed = scene.run.buffer.put("math", [rollouts(), rollouts()])
-    first, second = placed
-    assert placed == {FIRST_GID: "completed", group_id("math", IMPORTED_FROM + 1): "completed"}
+    pools = scene.run.buffer.put("math", [rollouts(), rollouts()])
+    first, second = pools
+    assert pools == {FIRST_GID: "completed", group_id("math", IMPORTED_FROM + 1): "completed"}
     (task,) = (t for t in scene.run.account.totals().tasks if t.task == "math")
     assert (task.enqueued, task.put, task.imported, task.cursor, task.entered) == (1, 2, 0, 1, 3)
     manifest = scene.take(1, math=3)
@@ -56,7 +56,7 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
 
 
 @pytest.mark.parametrize(
-    ("statuses", "place"),
+    ("statuses", "pool"),
     [
         ((Status.COMPLETED, Status.COMPLETED), "completed"),
         ((Status.COMPLETED, Status.ABORTED), "aborted"),
@@ -65,17 +65,17 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
     ],
 )
 def test_put_goes_by_the_worst_status_of_a_group(
-    make_scene: Make, statuses: tuple[Status, ...], place: str
+    make_scene: Make, statuses: tuple[Status, ...], pool: str
 ) -> None:
     scene = make_scene(tail_batch_trigger_size=0)
-    placed = scene.run.buffer.put("math", [rollouts(*statuses)])
-    assert placed == {FIRST_GID: place}
-    assert [gid for gid, _ in scene.pool(place)] == [FIRST_GID]
+    pools = scene.run.buffer.put("math", [rollouts(*statuses)])
+    assert pools == {FIRST_GID: pool}
+    assert [gid for gid, _ in scene.pool(pool)] == [FIRST_GID]
     scene.open_producer()
-    if place != "completed":
-        assert scene.run.jobs.reissue(scene.producer, "math", place, 10) == 1
+    if pool != "completed":
+        assert scene.run.jobs.reissue(scene.producer, "math", pool, 10) == 1
         (job,) = scene.claim()
-        kept = 2 if place == "aborted" else 0  # an expired group starts from its prompt
+        kept = 2 if pool == "aborted" else 0  # an expired group starts from its prompt
         assert [len(s.response_ids) for s in scene.run.buffer.read(job.payload).states] == [
             kept,
             kept,
@@ -92,7 +92,7 @@ def test_put_goes_by_the_worst_status_of_a_group(
         (rollouts(Status.FAILED, Status.COMPLETED), "is failed"),
         (rollouts(Status.FILTERED, Status.EXPIRED), None),
         (rollouts(Status.FILTERED, Status.COMPLETED), "is filtered"),
-        (rollouts(version=None), "does not say which weights"),
+        (rollouts(version=None), "no spans that name the weights"),
         (rollouts(extra={"x": object()}), "extra"),
     ],
 )
@@ -139,11 +139,11 @@ def test_ageless_groups_never_expire(make_scene: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail_batch", "retryable", "place"),
+    ("tail_batch", "retryable", "pool"),
     [(-1, None, "dropped"), (0, None, "expired"), (-1, True, "expired"), (0, False, "dropped")],
 )
 def test_what_is_too_old_expires_when_it_is_put(
-    make_scene: Make, tail_batch: int, retryable: bool | None, place: str
+    make_scene: Make, tail_batch: int, retryable: bool | None, pool: str
 ) -> None:
     scene = make_scene(tail_batch_trigger_size=tail_batch)
     scene.open_trainer()
@@ -151,16 +151,16 @@ def test_what_is_too_old_expires_when_it_is_put(
     for step in (1, 2):
         scene.take(step)
     groups = [rollouts(version=0), rollouts(version=1, lineage="l1")]
-    placed = scene.run.buffer.put("math", groups, retryable=retryable)
-    assert list(placed.values()) == [place, "completed"]
-    (first, _) = placed
+    pools = scene.run.buffer.put("math", groups, retryable=retryable)
+    assert list(pools.values()) == [pool, "completed"]
+    (first, _) = pools
     assert scene.run.account.places("math", IMPORTED_FROM) == [
-        "pool" if place == "expired" else "dropped"
+        "pool" if pool == "expired" else "dropped"
     ]
     while scene.run.payloads.collect():
         pass
     left = {key for key in payload_keys(scene.raw, scene.name) if first in key}
-    assert left == ({scene.keys.payload(first, "init")} if place == "expired" else set())
+    assert left == ({scene.keys.payload(first, "init")} if pool == "expired" else set())
     scene.check()
 
 

@@ -1,6 +1,4 @@
-"""What the reference (XTuner v1) promises of its replay buffer, asked of ours; docstrings say where
-ours differs.
-"""
+"""Guarantees of the replay buffer of XTuner v1, tested on ours; docstrings give differences."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def scene(make_scene: Make) -> Scene:
 
 
 def test_fifo_policy_returns_groups_as_they_were_put(make_scene: Make) -> None:
-    """The same. There, `get` removes; here it looks, and `take_batch` removes."""
+    """The same. There, `get` removes; here it reads, and `take_batch` removes."""
     scene = make_scene(order="fifo", stale_threshold=9)
     scene.open_trainer()
     gids = put(scene, 3, 1, 2)
@@ -106,9 +104,10 @@ def test_counts_that_ask_for_nothing_get_nothing(scene: Scene) -> None:
 
 
 def test_take_batch_of_several_tasks_gives_what_there_is(scene: Scene) -> None:
-    """The same with `strict=False`. Here the default is all or nothing, in one step: there,
-    is_ready and take are two, and several consumers take each other's groups. A best effort that
-    finds nothing is NotReady.
+    """The same with `strict=False`.
+
+    Here the default is all or nothing, in one step: there, is_ready and take are two steps, and
+    several consumers take each other's groups. A best effort that finds nothing is NotReady.
     """
     math = put(scene, 0, 0)
     code = put(scene, 0, task="code")
@@ -124,9 +123,7 @@ def test_take_batch_of_several_tasks_gives_what_there_is(scene: Scene) -> None:
 
 
 def test_put_of_no_groups_is_nothing_and_of_an_empty_one_an_error(scene: Scene) -> None:
-    """There, an empty list is one group, silently not stored, and a group of INIT members counts as
-    COMPLETED.
-    """
+    """Unlike there: an empty list is one group, silently not stored; INIT counts as COMPLETED."""
     assert scene.run.buffer.put("math", []) == {}
     for states in ([], [rollout(Status.INIT, made(0))]):
         with pytest.raises(WireError):
@@ -136,15 +133,16 @@ def test_put_of_no_groups_is_nothing_and_of_an_empty_one_an_error(scene: Scene) 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.FILTERED])
 def test_failed_and_filtered_groups_never_enter(scene: Scene, status: Status) -> None:
-    """The same as its newest version, which counts and drops them before `put`; here `put` says so."""
+    """The same as its newest version, which drops them before `put`; here `put` raises an error."""
     with pytest.raises(WireError, match=status):
         scene.run.buffer.put("math", [[rollout(DONE, made(0)), rollout(status, made(0), 1)]])
 
 
 def test_new_tokens_are_stamped_and_old_versions_never_rewritten(scene: Scene) -> None:
-    """The same arithmetic, spans for lists: [1, 3, 3]. There, `put` stamps with the weights of the
-    moment, in the caller's own objects; here the caller names the weights, and its objects stay as
-    they are.
+    """The same arithmetic, with spans for lists: [1, 3, 3].
+
+    There, `put` stamps the caller's objects with the weights of the moment; here the caller names
+    the weights, and its objects are not changed.
     """
     state = RolloutState(
         prompt_ids=[1],
@@ -162,9 +160,10 @@ def test_new_tokens_are_stamped_and_old_versions_never_rewritten(scene: Scene) -
 
 @pytest.mark.parametrize("status", [DONE, CUT])
 def test_put_expires_what_is_too_old_and_resets_it(scene: Scene, status: Status) -> None:
-    """The same threshold: at interval 4, version 4 serves steps 5 to 8. There, fresh siblings of an
-    expired rollout keep their tokens; here a group starts again as a whole: its members are
-    compared with each other.
+    """The same threshold: at interval 4, version 4 serves steps 5 to 8.
+
+    There, fresh siblings of an expired rollout keep their tokens; here a group starts again as a
+    whole, because its members are compared with each other.
     """
     pass_steps(scene, 7)
     (young,) = put(scene, 4, status=status)
@@ -175,9 +174,7 @@ def test_put_expires_what_is_too_old_and_resets_it(scene: Scene, status: Status)
 
 
 def test_put_keeps_nothing_of_what_is_not_retried(scene: Scene) -> None:
-    """The same: expired_groups_retryable=False stores nothing. Here it is still counted, as dropped
-    (I1).
-    """
+    """The same: expired_groups_retryable=False stores nothing. Here it is counted as dropped."""
     pass_steps(scene, 9)
     placed = scene.run.buffer.put("math", [[rollout(DONE, made(0))]], retryable=False)
     assert list(placed.values()) == ["dropped"]
@@ -186,8 +183,9 @@ def test_put_keeps_nothing_of_what_is_not_retried(scene: Scene) -> None:
 
 
 def test_refresh_expires_and_keeps_the_order_of_the_others(make_scene: Make) -> None:
-    """The same, but for counting twice what had expired before, and for the step: the ledger's, not
-    the caller's. Readiness does not wait for it: what is too old is not counted.
+    """The same, but each group is counted once, and the step is the ledger's, not the caller's.
+
+    Readiness does not depend on it: groups that are too stale are not counted.
     """
     scene = make_scene(order="fifo", stale_threshold=4, tail_batch_trigger_size=0)
     scene.open_trainer()
@@ -223,8 +221,9 @@ def test_groups_without_tokens_have_no_age(scene: Scene) -> None:
 
 
 def test_tokens_too_old_are_masked_and_a_rollout_without_others_expires(make_scene: Make) -> None:
-    """The same formula, per token. There, refresh must have run, and walks every token; here the
-    score knows.
+    """The same formula, per token.
+
+    There, refresh must have run, and reads every token; here the score is enough.
     """
     scene = make_scene(stale_threshold=4, token_threshold=2, tail_batch_trigger_size=0)
     scene.open_trainer()
@@ -241,8 +240,9 @@ def test_tokens_too_old_are_masked_and_a_rollout_without_others_expires(make_sce
 
 
 def test_what_is_put_again_goes_to_the_end_and_an_update_does_not(make_scene: Make) -> None:
-    """Put again: the same, as a new group. `update` is what the reference does inside `refresh`,
-    for everybody.
+    """Put again: the same, as a new group.
+
+    `update` is public here; the reference does the same inside `refresh`.
     """
     scene = make_scene(order="fifo")
     scene.open_trainer()
@@ -271,8 +271,9 @@ def test_a_batch_that_was_taken_is_not_lost_with_who_took_it(scene: Scene) -> No
 
 
 def test_resume_is_refused_into_what_is_not_empty(scene: Scene, tmp_path: Path) -> None:
-    """The same; orders and numbers go on where they were (tests/buffer/snapshot/test_snapshot.py,
-    test_snapshot_of_order.py).
+    """The same; orders and numbers continue where they were.
+
+    See also tests/buffer/snapshot/test_snapshot.py and test_snapshot_of_order.py.
     """
     put(scene, 0)
     scene.run.save(tmp_path / "saved")

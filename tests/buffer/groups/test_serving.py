@@ -1,4 +1,4 @@
-"""Which of the waiting lines a worker of a mixed fleet is served."""
+"""The queues that a worker of a mixed fleet claims from, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bounds a task: groups in flight, and failures that follow each other."""
+"""The bounds of a task: groups in flight, and failures in a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pooled group gets other rollouts in place (I1, I2, I8, I13)."""
+"""A pooled group gets other rollouts and stays in its pool (I1, I2, I8, I13)."""
 
 from __future__ import annotations
 

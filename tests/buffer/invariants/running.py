@@ -213,12 +213,13 @@ def a_repeated_call_is_harmless(scene: Scene) -> None:
     once = store.call
     upload = store.upload_and_call
 
-    def upload_twice(script: str, *args: Any) -> Any:
-        replies = upload(script, *args)
+    def upload_twice(script: str, key: str, made: Any) -> Any:
+        uploads = list(made)
+        replies = upload(script, key, uploads)
         before = scene.dump()
-        assert [again[0] for again in upload(script, *args)] == [reply[0] for reply in replies], (
-            script
-        )
+        assert [again[0] for again in upload(script, key, uploads)] == [
+            reply[0] for reply in replies
+        ], script
         assert changed(before, scene.dump()) == {}, script
         return replies
 

@@ -449,7 +449,7 @@ INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
             struct.pack("<2i", 2**31 - 1, 2**31 - 1),
             "response tokens",
         ),
-        (("columns", "response_ids", "data"), bytes(13), "no whole"),
+        (("columns", "response_ids", "data"), bytes(13), "not a multiple"),
         (("columns", "response_ids", "data"), struct.pack("<3i", 1, -1, 1), "negative token"),
         (("columns", "prompt_ids", "data"), struct.pack("<1i", -1), "negative token"),
         (("columns", "response_ids", "dtype"), "<i8", "dtype"),
@@ -463,7 +463,7 @@ INFINITE = struct.pack("<3f", -0.5, float("-inf"), -2.0)
             "at columns: .*unknown field `advantages`",
         ),
         (("columns", "values"), {"dtype": "<f4", "data": b""}, "0 values for 3"),
-        (("columns", "values"), {"dtype": "<f4", "data": INFINITE}, "columns.values: infinite"),
+        (("columns", "values"), {"dtype": "<f4", "data": INFINITE}, "columns.values: an infinite"),
         (("columns", "values"), {"dtype": "<f4", "data": NAN}, "NaN for some"),
         (
             ("columns", "ref_logprobs"),

@@ -1,4 +1,4 @@
-"""Finding groups on a real server: what the indexes answer is what looking at every record answers."""
+"""Finds groups on a real server: indexes give the same groups as a read of every record."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ NO_TIME = {name: field.attribute for name, field in FIELDS.items() if name != "t
 
 
 def everywhere(scene: Scene) -> None:
-    """At least one group in each place, of three tasks, with versions -, 0, 1, 2, 3 and lost
-    leases.
-    """
+    """Make groups of three tasks in every stage, with versions -, 0, 1, 2, 3 and lost leases."""
     scene.open_trainer(lineage="l1")
     scene.ready(1, 0, 2, 0, 3, lineage="l1")
     scene.ready(0, 1, task="code", lineage="l1")
@@ -41,7 +39,7 @@ def everywhere(scene: Scene) -> None:
 
 
 def every_record(scene: Scene) -> dict[str, GroupRecord]:
-    """All of them, by a walk through the key space."""
+    """Return all records, by a walk through the key space."""
     moment = Moment(scene.run.ledger.steps()[0], scene.now_ms())
     found = {}
     for key in scene.raw.scan_iter(scene.keys.groups + "*", count=1000):
@@ -88,7 +86,7 @@ def test_indexes_answer_what_a_scan_of_all_records_answers(
 
 
 def moved_by_hand(scene: Scene) -> None:
-    """Quarantined, requeued, dropped, archived in part, and retained."""
+    """Quarantine, requeue and drop groups; archive and retain some."""
     run = scene.run
     run.ledger.commit(scene.trainer, 1, 1)
     run.ledger.quarantine(scene.trainer, 2, scene.take(2, math=1).entries[0], "bad")

@@ -1,4 +1,4 @@
-"""The query language: what it means, and which questions are refused before any data is seen."""
+"""The query language: its meaning, and queries that are refused before any data is read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from buffer.query.plan import (
     EVERY,
     NOTHING,
     VersionRange,
+    allowed_values,
     is_exact,
     narrow,
-    pinned,
     version_range,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
@@ -73,7 +73,7 @@ def test_queries_mean_what_a_naive_reading_of_them_says(
 @settings(max_examples=400)
 @given(QUERIES, records())
 def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) -> None:
-    """What an index knows of a group may leave it out only if the question does."""
+    """What an index knows of a group excludes it only if the whole query does."""
     node = parse(query)
     known = {"task": record.task, "stage": record.stage, "status": record.status}
     left = narrow(node, known)
@@ -84,7 +84,7 @@ def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) 
     if is_exact(left):
         assert inside == matches(node, record)
     for name in ("gid", "draw"):
-        values = pinned(node, name)
+        values = allowed_values(node, name)
         assert values is None or facts(record)[name] in values or not matches(node, record)
 
 
@@ -130,7 +130,7 @@ class Unlike:
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         (None, "a map of fields, not None"),
         ([], "a map of fields"),
@@ -138,8 +138,8 @@ class Unlike:
         ({"colour": 1}, "no field 'colour'.*fields: task, status"),
         ({1: 1}, "no field 1"),
         ({"time_ms": 1}, "no field 'time_ms'"),
-        ({"$not": {}}, r"'\$not' cannot stand here"),
-        ({"$eq": 3}, "cannot stand here"),
+        ({"$not": {}}, r"'\$not' is not allowed here"),
+        ({"$eq": 3}, "is not allowed here"),
         ({"$and": {"tries": 1}}, "needs a list"),
         ({"$or": ({"tries": 1},)}, "needs a list"),
         ({"$or": [{"tries": 1}, 3]}, "a map of fields, not 3"),
@@ -156,14 +156,14 @@ class Unlike:
         ({"reward": {"$lt": float("inf")}}, "cannot be inf"),
         ({"version": {"$gt": None}}, "cannot be None"),
         ({"version": {"$eq": "x"}}, "a finite number, or null"),
-        ({"task": 3}, "a text"),
+        ({"task": 3}, "a string"),
         ({"task": 10**5000}, "cannot be this int"),
         ({"task": None}, "cannot be None"),
-        ({"gid": {"$lt": 3}}, "a text"),
+        ({"gid": {"$lt": 3}}, "a string"),
         ({"status": "done"}, "'done'.*one of init, completed"),
         ({"status": None}, "one of init"),
         ({"status": {"$in": ["init", "done"]}}, "'done'"),
-        ({"status": {"$gt": "init"}}, "asks for an order"),
+        ({"status": {"$gt": "init"}}, "needs an order"),
         ({"stage": "lost"}, "one of waiting, running"),
         ({"tries": {"$in": 1}}, "needs a list"),
         ({"tries": {"$in": {1, 2}}}, "needs a list"),
@@ -177,8 +177,8 @@ class Unlike:
         ({"$or": [{"tries": 1}, {"tries": {"$gt": "1"}}]}, "cannot be '1'"),
     ],
 )
-def test_wrong_questions_are_refused_without_looking_at_data(query: object, said: str) -> None:
-    with pytest.raises(QueryError, match=said) as caught:
+def test_wrong_queries_are_refused_without_reading_data(query: object, message: str) -> None:
+    with pytest.raises(QueryError, match=message) as caught:
         parse(query)
     assert caught.value.hint
     assert caught.value.exit_code == ConfigError.exit_code == 2

@@ -21,7 +21,7 @@ scripts = 0
 
 
 def dying(store: Store, script: str, *args: Any, **options: Any) -> list[Any]:
-    """The script's reply is the last thing this process hears."""
+    """Call a script, and end this process once its reply has arrived."""
     global scripts
     reply = call(store, script, *args, **options)
     scripts += 1

@@ -14,7 +14,7 @@ import redis
 from rq import Queue, SimpleWorker
 from rq.serializers import JSONSerializer
 
-from buffer.config.loader import parse_settings
+from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import StoreError
@@ -62,12 +62,12 @@ class Site:
         return self.scene
 
     def denied(self) -> list[str]:
-        """What users were refused."""
+        """Return what users were refused."""
         return [f"{entry['username']}: {entry['object']}" for entry in self.raw.acl_log()]
 
 
 def words(line: str) -> list[str]:
-    """The arguments of ACL SETUSER that a line of an ACL file stands for."""
+    """Return the arguments of ACL SETUSER for a line of an ACL file."""
     return re.findall(r"\([^)]*\)|\S+", line.removeprefix("user "))
 
 
@@ -82,7 +82,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, run_name: str) -> Itera
 
 
 def work(site: Site) -> None:
-    """A run from its first prompt to a commit, each part by the role whose it is."""
+    """Run from the first prompt to a commit, each part by its role."""
     site.acting("trainer").open_trainer()
     producer = site.acting("producer")
     producer.enqueue(8)
@@ -112,7 +112,7 @@ def work(site: Site) -> None:
 
 
 def look(run: Run) -> None:
-    """What a viewer does."""
+    """Do what a viewer does."""
     assert run.account.fsck().clean
     take_snapshot(run)
     assert run.groups.find({"stage": "waiting"}, limit=5)
@@ -121,7 +121,7 @@ def look(run: Run) -> None:
 
 
 def steer(site: Site, dead: str) -> None:
-    """What an operator does."""
+    """Do what an operator does."""
     run = site.acting("operator").run
     run.control.set_mode("operator", Mode.DRAIN)
     run.control.set_mode("operator", Mode.RUN)
@@ -150,9 +150,7 @@ def test_a_worker_in_a_process_of_its_own_is_denied_nothing(site: Site) -> None:
 
 
 def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
-    """(role, what it must not do), with every nonce known: they can be read by whoever sees the
-    run.
-    """
+    """Return (role, what it must not do), with all nonces: every user of the run can read them."""
     scene = site.scene
     keys = site.scene.keys
     weights = PolicyVersion("l1", 9)

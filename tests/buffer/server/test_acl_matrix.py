@@ -1,8 +1,7 @@
-"""Every key and every script, tried by every role: what comes of it is declared here, so that a new
-one is a decision.
+"""Every key and every script, tried by every role; a new key or script has to be declared here.
 
-Keys are tried one by one (`ACL DRYRUN`), scripts with the calls of a whole story, each of which
-every role makes before it is made: whoever changes anything can do what the script does.
+Keys are tried one by one (`ACL DRYRUN`), scripts with the calls of a whole story. Every role makes
+each call before it is made: a role that changes anything may do what the script does.
 """
 
 from __future__ import annotations
@@ -149,8 +148,9 @@ def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(
 
 
 class MatrixStore(OneByOneStore):
-    """`changed`: by script, the roles that could change a run with it; `half_done`: who was denied
-    it too late.
+    """Records the roles that could change a run with a script.
+
+    `changed`: these roles by script; `half_done`: roles that were denied it too late.
     """
 
     def __init__(self, url: str, raw: Any, run: str) -> None:

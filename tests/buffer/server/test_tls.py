@@ -1,5 +1,6 @@
-"""A run over TLS, with client certificates that the `openssl` command makes for the test. Debian's
-Redis has TLS.
+"""A run over TLS, with client certificates that the `openssl` command makes for the test.
+
+Debian's Redis has TLS.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A Redis that wants TLS and a certificate of each client."""
+    """Start a Redis that requires TLS and a certificate of each client."""
     binary = shutil.which("redis-server")
     linked = subprocess.run(
         ["ldd", binary or "/"], capture_output=True, text=True, check=False
@@ -79,7 +80,7 @@ def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def _start(binary: str, folder: Path, certificates: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """The server, on a port that was free a moment ago; on another one where somebody was quicker."""
+    """Start the server on a port that was free; on another one if it is taken meanwhile."""
     for _ in range(20):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

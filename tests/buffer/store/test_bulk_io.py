@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from buffer.errors import Fenced, PayloadMissing, StoreError, WireError
-from buffer.model.job import Result
-from buffer.model.rollout import Status, VersionSpan
+from buffer.errors import PayloadMissing, StoreError
 from buffer.store.bulk_io import Parts
 from buffer.store.payloads import Upload
-from tests.buffer.scene import FIRST, Scene, extend
+from tests.buffer.scene import Scene
 
 SIZES = (0, 1, 4095, 4096, 9000, 165_888, 1_048_001, 2_500_000)
 
@@ -109,33 +107,3 @@ def test_received_columns_cannot_be_changed(scene: Scene) -> None:
     scene.ready(0)
     (group,) = scene.run.buffer.get(1, "math")
     assert not group.response_ids.flags.writeable
-
-
-def finished(scene: Scene, count: int) -> list[Result]:
-    scene.enqueue(count)
-    jobs = scene.claim(count)
-    groups = [extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST) for job in jobs]
-    return [Result(job, group, 4) for job, group in zip(jobs, groups, strict=True)]
-
-
-def test_groups_handed_in_together_each_go_in_by_themselves(scene: Scene) -> None:
-    results = finished(scene, 40)
-    scene.expire_leases(results[1].job.gid, results[35].job.gid)
-    scene.run.jobs.reap()
-    with pytest.raises(Fenced, match=results[1].job.gid):
-        scene.run.buffer.submit_many("w0", results)
-    assert len(scene.pool("completed")) == 38
-    scene.check()
-    arrivals = [gid for gid, _ in scene.pool("completed")]
-    assert arrivals == [r.job.gid for place, r in enumerate(results) if place not in (1, 35)]
-
-
-def test_group_that_cannot_be_encoded_ends_the_call_where_it_stands(scene: Scene) -> None:
-    results = finished(scene, 3)
-    results[1].group.members[0]["spans"] = [list(VersionSpan(0, 99, 0, "l0"))]
-    with pytest.raises(WireError, match="outside of"):
-        scene.run.buffer.submit_many("w0", results)
-    assert scene.run.jobs.cursor("math") == 3
-    scene.run.buffer.submit_many("w0", [results[0], results[2]])
-    assert len(scene.pool("completed")) == 2
-    scene.check()

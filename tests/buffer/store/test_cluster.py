@@ -50,7 +50,7 @@ def store(cluster: Cluster) -> Iterator[Store]:
 
 
 def live(scene: Scene, step: int) -> None:
-    """The whole life of a group."""
+    """Take and commit a group, from its prompt on."""
     scene.ready(step - 1, lineage="l1")
     scene.take(step)
     scene.run.ledger.commit(scene.trainer, step, step)
@@ -126,9 +126,7 @@ def test_a_run_goes_on_while_its_slot_moves(
 def move_slot(
     cluster: Cluster, source: Node, target: Node, slot: int, met: Callable[[], bool]
 ) -> None:
-    """Key by key, as redis-cli --cluster reshard does; it ends once somebody has met the moving
-    slot.
-    """
+    """Move a slot key by key, as redis-cli --cluster reshard does, until a client has met it."""
     target.ask("CLUSTER SETSLOT", slot, "IMPORTING", cluster.id_of(source))
     source.ask("CLUSTER SETSLOT", slot, "MIGRATING", cluster.id_of(target))
     while keys := source.ask("CLUSTER GETKEYSINSLOT", slot, 3):
@@ -172,8 +170,8 @@ def test_janitor_keeps_what_was_accepted_when_the_caller_died_before_it_could(
 ) -> None:
     scene = Scene(store, raw, run_name)
     with monkeypatch.context() as dying:
-        for module in ("jobs", "hand_in", "intake"):
-            dying.setattr(f"buffer.{module}.pin_listed", lambda *_: 0)
+        for module in ("job_queue", "submit", "intake"):
+            dying.setattr(f"buffer.groups.{module}.pin_listed", lambda *_: 0)
         (gid,) = scene.ready(0)
         (put,) = scene.run.buffer.put("math", [rollouts()])
     keys = payload_keys(raw, run_name)
@@ -193,7 +191,7 @@ def test_prompt_of_a_group_that_has_ended_is_not_kept(
 ) -> None:
     scene = Scene(store, raw, run_name)
     with monkeypatch.context() as dying:
-        dying.setattr("buffer.store.payloads.pin_listed", lambda *_: 0)
+        dying.setattr("buffer.groups.intake.pin_listed", lambda *_: 0)
         (gid,) = scene.run.buffer.put("math", [rollouts()])
     listed = raw.smembers(scene.keys.unpinned)
     scene.run.jobs.drop(gid)

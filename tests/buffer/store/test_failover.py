@@ -1,5 +1,6 @@
-"""A primary dies and a replica takes its place: what was answered is still there, and clients go on
-(I6, I13).
+"""A primary dies and a replica replaces it: no answered write is lost, and clients continue.
+
+Invariants: I6, I13.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def patient(url: str) -> redis.Redis:
-    """A client that asks the Sentinels again while they name nobody: a busy one takes a slow
-    primary for dead.
+    """Return a client that asks the Sentinels again while they name no primary.
+
+    A busy Sentinel takes a slow primary for dead.
     """
     client = open_client(url)
     client.set_retry(Retry(ConstantBackoff(0.1), int(PATIENT_S / 0.1)))

@@ -257,9 +257,7 @@ def test_a_disk_that_fails_stops_nothing(
 
 
 def saved(scene: Scene, folder: Path) -> list[str]:
-    """A snapshot of a run with files of a ready, a retained and an ended group; gids of the first
-    two.
-    """
+    """Save a run with files of a ready, a retained and an ended group; return the first two gids."""
     scene.open_trainer()
     gids = illustrate(scene, 3)
     media_of(scene).put(gids[1], "empty", b"")

@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def frozen(scene: Scene, node: Node) -> Iterator[None]:
-    """A replica that hears nothing; who waits for it is not patient."""
+    """Keep a replica from answering, and shorten the time that a store waits for it."""
     node.signal(signal.SIGSTOP)
     scene.run.store.deadline_s = 0.1
     yield
@@ -67,7 +67,7 @@ def test_bytes_on_another_node_are_waited_for(
 
     monkeypatch.setattr("buffer.store.durability.WAIT_MS", 5000)
     with monkeypatch.context() as dying:
-        dying.setattr("buffer.store.payloads.pin_listed", lambda *_: 0)
+        dying.setattr("buffer.groups.submit.pin_listed", lambda *_: 0)
         scene.submit(job)
     assert scene.record(job.gid)["stage"] == "pool"
     listed = raw.smembers(scene.keys.unpinned)

@@ -1,6 +1,4 @@
-"""The connection: what is tried again, what is not, and what an acknowledged write survives (I6,
-I13).
-"""
+"""The connection: what is retried, what is not, and what an acknowledged write survives (I6, I13)."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from buffer.errors import ConfigError, ScriptError, StoreError, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.run import Run
 from buffer.server.embedded import valkey_binary
-from buffer.store.retry import is_passing
+from buffer.store.retry import is_transient
 from buffer.store.scripts import library
 from buffer.store.store import Store
 from buffer.store.url import open_client
@@ -276,7 +274,7 @@ def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name:
 
 
 @pytest.mark.parametrize(
-    ("error", "passing"),
+    ("error", "transient"),
     [
         (redis.ConnectionError("gone"), True),
         (redis.TimeoutError("slow"), True),
@@ -291,8 +289,8 @@ def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name:
         (redis.DataError("bug"), False),
     ],
 )
-def test_only_passing_errors_are_worth_waiting_for(error: Exception, passing: bool) -> None:
-    assert is_passing(error) is passing
+def test_only_transient_errors_are_retried(error: Exception, transient: bool) -> None:
+    assert is_transient(error) is transient
 
 
 def test_full_server_refuses_new_work_but_still_takes_results(mortal: Mortal) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.errors import WireError
 from buffer.model.rollout import PolicyVersion
-from buffer.weights.manifest import verify
+from buffer.weights.folder_manifest import verify
 from buffer.weights.shared_folder import FolderSender
 
 

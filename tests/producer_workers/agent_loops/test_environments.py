@@ -1,6 +1,4 @@
-"""Tools and environments from elsewhere: an MCP server, a sandboxed interpreter, the interface of
-`verifiers`.
-"""
+"""Test tools and environments of others: an MCP server, a sandboxed interpreter, `verifiers`."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from buffer.config.run import TaskSection
+from buffer.config.task import TaskSection
 from buffer.errors import ConfigError
 from buffer.model.rollout import Status, ToolCall
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, turns_of

@@ -1,9 +1,8 @@
-"""Agents that only speak the OpenAI API, by its own client: what they made the model say is
-recorded token by token.
-"""
+"""Test that the gateway records agents of the OpenAI API token by token, by its own client."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
 from rolloutmq.testing import FIRST, RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
@@ -72,6 +71,24 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
     text = chat.decode(state.response_ids)
     between = "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", [FunctionJudge, GroupFunctionJudge])
+def test_a_group_that_only_waits_for_its_judge_has_its_finish_reasons(chat: Any, kind: Any) -> None:
+    given = questions("one", "two", max_tokens=1000)
+    seen: list[list[str | None]] = []
+
+    async def single(*, response: str, **_: Any) -> float:
+        await asyncio.sleep(0.5)
+        seen.append([state.finish_reason for state in given])
+        return 1.0
+
+    async def group(*, states: list[RolloutState]) -> list[float]:
+        return [await single(response=state.response) for state in states]
+
+    judge = kind("slow", single if kind is FunctionJudge else group)
+    run(loop_of(chat, judge=judge), Recorder(chat), given)
+    assert seen == [["stop", "stop"]] * 2
 
 
 def test_an_agent_that_stops_before_an_observation_reads_none_and_all_that_was_sampled_is_trained(
@@ -140,7 +157,7 @@ def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path)
 
 
 def in_chat(loop: Any, tokenizer: Any) -> Any:
-    """A rehearsal's engine ends turns with token 0; this tokenizer with one of its own."""
+    """End turns with this tokenizer's token, where a rehearsal's engine uses token 0."""
     return lambda **given: loop(**{**given, "eos_ids": {tokenizer.eos_token_id}})
 
 
@@ -208,8 +225,9 @@ def test_an_agent_that_goes_wrong_fails_its_rollout_and_says_why(
 
 
 def test_plain_functions_that_wait_take_no_threads_of_the_worker(chat: Any) -> None:
-    """More of them meet here than asyncio's own pool holds (32 at most), which loads weights and
-    hands in groups.
+    """Run more of them than asyncio's own pool has threads (32 at most).
+
+    The worker needs that pool to load weights and submit groups.
     """
     meeting = threading.Barrier(40)
 

@@ -1,5 +1,7 @@
-"""The gateway's endpoint, as an agent that is hostile or careless uses it: every answer is one that
-OpenAI's clients know, nothing outlives the session, and no session samples more than it has.
+"""Test the gateway's endpoint with hostile and careless agents.
+
+Every answer is one that OpenAI's clients know, nothing outlives the session, and no session samples
+more than it has.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ GENEROUS_S = 60.0
 
 
 class Desk:
-    """One session behind an endpoint, and who asks it. `ask` returns (status, what the error says,
-    or the answer).
+    """One session behind an endpoint, and its client.
+
+    `ask` returns (status, the error's message or the answer).
     """
 
     def __init__(self, endpoint: Endpoint, session: Session, http: aiohttp.ClientSession) -> None:
@@ -129,7 +132,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (
             CHAT,
             {"messages": USER, "response_format": {"type": "json_object"}},
-            "letters cannot keep to a structure",
+            "letters cannot produce structured output",
         ),
         (TEXT, {"prompt": ""}, "prompt"),
         (TEXT, {"prompt": [2**40]}, "prompt"),
@@ -292,7 +295,7 @@ def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none
     async def refused(desk: Desk) -> None:
         status, error = await desk.ask({"messages": USER, "response_format": asked})
         assert status == 400
-        assert "structure of its own" in error["message"]
+        assert "already sets a structure" in error["message"]
 
     at_desk(chat, engine, scene)
     whole = StructuredOutput(json_schema=SCHEMA)
@@ -302,8 +305,10 @@ def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none
 
 
 def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a rollout of its own: an agent of ten thousand small questions would fill the
-    server's memory.
+    """Open contexts up to the limit.
+
+    Each is a rollout of its own: an agent of ten thousand small questions would fill the server's
+    memory.
     """
     monkeypatch.setattr(session, "MOST_SEGMENTS", 3)
 
@@ -324,7 +329,7 @@ def test_a_session_has_a_bound_of_contexts(chat: Any, monkeypatch: pytest.Monkey
             )
         status, error = await desk.ask({"messages": [{"role": "user", "content": "one too many"}]})
         assert (status, error["code"]) == (400, "refused")
-        assert "3 contexts, and no more" in error["message"]
+        assert "3 contexts, the limit" in error["message"]
         assert (await desk.ask({"messages": messages}))[0] == 200, "an old one goes on"
 
     assert len(at_desk(chat, Recorder(chat), scene).segments) == 3
@@ -371,7 +376,9 @@ PLANS = st.tuples(
 def test_no_order_of_requests_samples_more_than_there_is_and_none_waits_for_ever(
     total: int, plans: list[Plan]
 ) -> None:
-    """A plan: what a request wants, uses, how many steps it takes, and whether it is cancelled in
+    """Run plans of requests in any order.
+
+    A plan is what a request wants, uses, how many steps it takes, and whether it is cancelled in
     the middle.
     """
     running: dict[int, int] = {}

@@ -1,6 +1,4 @@
-"""Several turns with tools: token-exact, within one budget, and resumable at any token by another
-worker.
-"""
+"""Test several turns with tools: token-exact, within one budget, resumable at any token."""
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ async def slow(seconds: float) -> str:
 
 
 class TalkingEngine(LetterEngine):
-    """Says one text per turn, from wherever it is, and ends it. `heard`: what it was given between
-    its turns.
+    """Generates one text per turn, from any position in it, and ends it.
+
+    `heard` is what it got between its turns.
     """
 
     def __init__(self, tokenizer: Any, turns: list[str]) -> None:
@@ -88,8 +87,9 @@ class TalkingEngine(LetterEngine):
         return Generation(np.array(ids, "<i4"), np.full(len(ids), -0.5, "<f4"), spans, reason)
 
     def _where(self, rest: list[int]) -> tuple[int, int]:
-        """(turn, tokens of it that are said): turns follow each other as they were said, whatever
-        stands between.
+        """Return the turn, and how many of its tokens are made.
+
+        Turns follow each other in the order of their texts, whatever is between them.
         """
         place = 0
         for number, turn in enumerate(self.turns):
@@ -130,7 +130,7 @@ def rollout(**params: Any) -> RolloutState:
 
 @pytest.fixture
 def chat(tokenizer: Any) -> Any:
-    """The tokenizer, with a template that knows tools."""
+    """Return the tokenizer, with a template that knows tools."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("'system']", "'system', 'tool']")
     return tokenizer
@@ -283,8 +283,9 @@ def test_what_a_tool_says_begins_no_turn(chat: Any) -> None:
 def test_results_of_tools_as_the_templates_of_well_known_models_write_them(
     name: str, chat: Any
 ) -> None:
-    """Those that TRL ships. Some write a turn differently while it is the last, and Qwen 3 drops
-    what it thought.
+    """Test the templates that TRL ships.
+
+    Some write a turn differently while it is the last, and Qwen 3 drops its thought.
     """
     pytest.importorskip("trl")
     chat.add_special_tokens({"additional_special_tokens": ["<|eot_id|>"]})
@@ -298,7 +299,7 @@ def test_results_of_tools_as_the_templates_of_well_known_models_write_them(
     assert text.index("77") < text.index("88") < text.index("assistant")
     more = [{"role": "user", "content": "more"}]
     if name == "qwen3":
-        with pytest.raises(ConfigError, match="drops what was thought"):
+        with pytest.raises(ConfigError, match="rewrites an earlier turn"):
             delta.tokens(more)
     assert "more" in chat.decode(ChatDelta(chat, ends, keep_turns=True).tokens(more))
 
@@ -308,14 +309,14 @@ def test_delta_refuses_a_template_that_loses_what_is_said(tokenizer: Any) -> Non
     tokenizer.chat_template = tokenizer.chat_template.replace("raise_exception(", "(").replace(
         "{{ m.content", "{{ '' if m.role == 'tool' else m.content"
     )
-    with pytest.raises(ConfigError, match="leaves out what tool say"):
+    with pytest.raises(ConfigError, match="drops messages of tool"):
         ChatDelta(tokenizer, [tokenizer.eos_token_id]).tokens([{"role": "tool", "content": "5"}])
 
 
 def test_delta_refuses_a_template_that_rewrites_earlier_turns(tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(ConfigError, match="writes an earlier turn differently"):
+    with pytest.raises(ConfigError, match="rewrites an earlier turn"):
         ChatDelta(tokenizer, [tokenizer.eos_token_id]).tokens([{"role": "user", "content": "more"}])
 
 

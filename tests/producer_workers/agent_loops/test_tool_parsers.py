@@ -139,7 +139,7 @@ TEMPLATES = {
 
 
 def written(tokenizer: Any, family: str, calls: list[tuple[str, Any]], content: str = "") -> str:
-    """A turn as a chat template of that family writes it."""
+    """Return a turn as a chat template of that family writes it."""
     asked = [
         {"type": "function", "function": {"name": name, "arguments": arguments}}
         for name, arguments in calls

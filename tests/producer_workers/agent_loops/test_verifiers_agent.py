@@ -25,8 +25,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
 class ToolEnvironment:
-    """As of verifiers 0.3, whose package wants another openai: what its ToolEnv asks, and how it is
-    scored.
+    """An environment of verifiers 0.3, whose package needs another version of openai.
+
+    It asks as its ToolEnv does, and is scored as it is.
     """
 
     class Client:
@@ -79,8 +80,9 @@ def test_an_environment_of_verifiers_plays_its_own_rollout(
 
 
 class EpisodeEnvironment:
-    """As of verifiers 0.4, whose package wants another openai: an environment whose agents are
-    programs.
+    """An environment of verifiers 0.4, whose package needs another version of openai.
+
+    Its agents are programs.
     """
 
     class Data(BaseModel):

@@ -1,6 +1,4 @@
-"""Data sets other than JSONL: tables, torch, streams; the same draw is the same prompt after every
-restart.
-"""
+"""Test tables, torch data sets and streams: a draw is the same prompt after every restart."""
 
 from __future__ import annotations
 
@@ -221,8 +219,9 @@ def test_draws_are_those_of_an_undisturbed_run_wherever_producers_die(
     shuffle: bool,
     producers: list[tuple[int, int]],
 ) -> None:
-    """Each of them enqueues some draws, draws some ahead, and dies: the next one goes on from what
-    was enqueued.
+    """Let producers enqueue some draws, draw some ahead, and die.
+
+    The next one continues from what was enqueued.
     """
     folder = tmp_path_factory.getbasetemp()
 

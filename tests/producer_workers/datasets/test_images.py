@@ -1,6 +1,4 @@
-"""Images that rows name: what is understood, what is refused and where, and the prompt that shows
-them.
-"""
+"""Test images that rows name: what is accepted, what is refused and where, and their prompt."""
 
 from __future__ import annotations
 
@@ -18,11 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from buffer.config.config import Config
 from buffer.config.dataset import ImagesSection, JsonlDataset, ParquetDataset, PythonDataset
 from buffer.config.engine import EngineConfig, HttpConfig, SimulatedConfig, TransformersConfig
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
-from buffer.config.worker import ProducingConfig
+from buffer.config.load import load_config
 from buffer.errors import ConfigError, DatasetError, MediaError
 from buffer.model.rollout import MediaRef, PolicyVersion, SampleParams
 from buffer.store.media_folder import MediaFolder
@@ -144,10 +141,13 @@ def bomb() -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "text.png": (b"<html>not found</html>", "it is none of PNG"),
-    "empty.png": (b"", "it is none of PNG"),
+    "text.png": (b"<html>not found</html>", "its format is none of PNG"),
+    "empty.png": (b"", "its format is none of PNG"),
     "bomb.png": (bomb(), "pixels"),
-    "program.eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "it is none of PNG"),
+    "program.eps": (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "its format is none of PNG",
+    ),
     "large.png": (png(picture(1, 400, 400)), "over max_bytes"),
     "wide.png": (png(Image.new("RGB", (400, 400))), "400 x 400 pixels, over max_pixels = 100000"),
 }
@@ -175,9 +175,9 @@ def test_file_that_is_no_image_of_this_size_is_refused_with_its_line(
         ("a\0b.png", "null"),
         (".", "no such file"),
         ("pipe.png", "no such file"),
-        ("http://169.254.169.254/latest", "nothing is fetched from http: URIs"),
-        ("S3://bucket/a.png", "nothing is fetched from S3: URIs"),
-        ("data:image/png;base64,!!", "no base64"),
+        ("http://169.254.169.254/latest", "http: URIs are not fetched"),
+        ("S3://bucket/a.png", "S3: URIs are not fetched"),
+        ("data:image/png;base64,!!", "not valid base64"),
         ("data:image/png;base64," + "A" * 200_000, "more than max_bytes"),
         (7, "an image is a int"),
         ("", "an image is a str"),
@@ -214,11 +214,11 @@ def test_another_root_is_for_the_config_to_name_not_for_a_row(tmp_path: Path) ->
         ({"question": "a <image> b", "images": ["a.png", "a.png"]}, '1 "<image>", but 2 images'),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
-            "show 1 images by place",
+            "show 1 images by position",
         ),
         (
             {"messages": [{"role": "system", "content": "x"}], "images": ["a.png"]},
-            "no message of the user",
+            "no message of the user to show",
         ),
         ({"question": "?", "images": ["a.png"] * 4}, "4 images, over max_images = 3"),
     ],
@@ -407,7 +407,7 @@ def test_engine_that_shows_no_images_is_asked_for_nothing_with_some(config: Engi
     with (
         pytest.raises(
             GenerationError,
-            match=f"see-0000000000 has images, and the engine {config.kind} can show none",
+            match=f"see-0000000000 has images, which the engine {config.kind} cannot show",
         ),
         shown(engine, "see-0000000000", MEDIA),
     ):
@@ -428,14 +428,13 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
         dataset = {{ kind = "jsonl", path = "{0}/rows.jsonl" }}
     """
     (tmp_path / "run.toml").write_text(text.format(tmp_path))
-    config = load_config(ProducingConfig, tmp_path / "run.toml")
+    config = load_config(Config, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
     engine = build_engine(config.engine, Path(), FIRST_WEIGHTS)
     check_images(config, ["read"], engine)
     with pytest.raises(
-        ConfigError, match=r"task see shows images, which only a \[trainer\] loop of yours"
+        ConfigError, match="task see shows images, which the reference trainer cannot train on"
     ):
-        load_config(TrainingConfig, tmp_path / "run.toml")
-    load_config(TrainingConfig, tmp_path / "run.toml", ["trainer.loop=my_loop:train"])
+        load_config(Config, tmp_path / "run.toml")
     check_images(config, ["see"], build_engine(SimulatedConfig(), Path(), FIRST_WEIGHTS))
     with pytest.raises(
         ConfigError, match="the engine transformers cannot show the images of task 'see'"
@@ -445,4 +444,4 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
     with pytest.raises(
         ConfigError, match=r"the images of task see need a folder: set media in \[run\]"
     ):
-        load_config(ProducingConfig, tmp_path / "run.toml")
+        load_config(Config, tmp_path / "run.toml")

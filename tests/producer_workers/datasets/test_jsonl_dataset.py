@@ -51,9 +51,9 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"prompt": "a"', "not JSON"),
-        (b"plain text", "not JSON"),
-        (b'{"prompt": NaN}', "not JSON"),
+        (b'{"prompt": "a"', "not valid JSON"),
+        (b"plain text", "not valid JSON"),
+        (b'{"prompt": NaN}', "not valid JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8: byte 13 of the line is 0xff"),
         (b"[1, 2]", "it is a list, not an object"),
         (b"null", "it is null"),
@@ -72,7 +72,7 @@ def test_jsonl_finds_every_row_when_lines_end_in_any_way(tmp_path: Path, end: by
         ),
         (
             b'{"prompt": "p", "structured": {"regex": "a", "choice": ["a"]}}',
-            '"structured": structured output is one of',
+            '"structured": expected exactly one of',
         ),
         (
             b'{"prompt": "p", "structured": {"regex": "(a"}}',

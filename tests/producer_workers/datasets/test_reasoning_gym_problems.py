@@ -11,7 +11,7 @@ import pytest
 
 from buffer.config.dataset import JsonlDataset as JsonlSection
 from buffer.config.dataset import ReasoningGymDataset
-from buffer.config.run import HELD_OUT
+from buffer.config.task import HELD_OUT
 from buffer.errors import ConfigError
 from producer_workers.datasets import reasoning_gym as reasoning_gym_problems
 from producer_workers.datasets.files import JsonlDataset
@@ -125,7 +125,7 @@ def test_too_few_different_problems_are_an_error_that_says_how_many(tmp_path: Pa
     config = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
     with pytest.raises(ConfigError, match=r"1000 wanted, \d+ found") as caught:
         write_problems(Section(size=1000, config=config), tmp_path)
-    assert "ask for fewer" in caught.value.hint
+    assert "reduce size" in caught.value.hint
     assert not (tmp_path / "problems.json").exists()
 
 

@@ -38,8 +38,10 @@ def file_of(adapter: Path) -> Path:
 
 
 class AdapterContract:
-    """`engine` and `policy` are fixtures of the file that tests it. In the order of these tests an
-    engine may be the same one: the first of them finds it without an adapter.
+    """The tests of adapters for any engine, by the fixtures `engine` and `policy`.
+
+    In the order of these tests an engine may be the same one: the first of them finds it without an
+    adapter.
     """
 
     takes_whole_weights = False
@@ -122,9 +124,7 @@ class AdapterContract:
         monkeypatch: pytest.MonkeyPatch,
         policy: dict[str, Any],
     ) -> None:
-        """Trained here, published through the server or a folder, sampled with, and trained on
-        again.
-        """
+        """Train an adapter, publish it, sample with it, and train on that again."""
         store = Store(server_of("valkey").url, deadline_s=30.0)
         played = AdapterRun(store, run_name, tmp_path, folders.first, policy)
         run(played.play(engine, monkeypatch))

@@ -1,8 +1,6 @@
-"""A whole run that trains a LoRA adapter: a real server, the real producer, worker and trainer, any
-engine.
+"""Run a whole training of a LoRA adapter: a real server, producer, worker and trainer.
 
-It keeps what a judge of it needs: every adapter that was published, and every group that was
-trained.
+It works with any engine, and keeps every published adapter and every trained group.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
 from buffer.model.group import RolloutGroup
 from buffer.model.rollout import RolloutState, SampleParams
 from buffer.monitoring.history import StepLog
@@ -81,7 +79,7 @@ class AdapterRun:
         )
 
     def adapter(self, version: int) -> Path:
-        """The adapter that was published as this version."""
+        """Return the adapter that was published as this version."""
         return self.folder / "adapters" / str(version)
 
     def metrics(self) -> list[dict[str, float]]:
@@ -91,9 +89,9 @@ class AdapterRun:
         return [step.metrics for step in log.steps]
 
     def worst(self, version: int | None = None) -> float:
-        """The largest difference between a token's logprob, and a forward pass with the adapter of
-        its stamp: through PEFT, which reads the files by itself. `version`: with that adapter,
-        whatever the stamps say.
+        """Return the largest difference between a token's logprob and a forward pass by PEFT.
+
+        The pass uses the adapter of the token's stamp, read by PEFT itself, or that of `version`.
         """
         states = [state for groups in self.groups for group in groups for state in group.states]
         stamps = {span.version for state in states for span in state.spans}
@@ -118,8 +116,9 @@ class AdapterRun:
         return PeftModel.from_pretrained(base, self.adapter(version)).eval()
 
     async def play(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
-        """All steps, with an engine that was started with the model. A worker leaves by itself when
-        the run is over.
+        """Run all steps, with an engine that was started with the model.
+
+        A worker ends by itself when the run is over.
         """
         self._watch(patch)
         run = create_run(self.store, self.config, self.model)
@@ -161,7 +160,7 @@ class AdapterRun:
 
 
 def stamped(state: RolloutState) -> NDArray[np.int64]:
-    """The version of each token, from spans that must cover the response."""
+    """Return the version of each token, from spans that must cover the response."""
     versions = [span.version for span in state.spans for _ in range(span.length)]
     assert state.logprobs is not None
     assert len(versions) == len(state.response_ids) == len(state.logprobs) > 0
@@ -182,7 +181,7 @@ def _logprobs(model: Any, state: RolloutState) -> NDArray[np.float32]:
 
 @contextmanager
 def producing(run: Run) -> Iterator[None]:
-    """A producer on a thread of its own."""
+    """Run a producer on a thread of its own."""
     # no min_tokens: what forbids the end of a text changes the distribution, which a learner does
     # not know
     dataset = RecordsDataset(PROBLEMS, "problems", problem_of)

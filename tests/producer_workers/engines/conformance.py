@@ -46,8 +46,9 @@ Act = Callable[[], Awaitable[None]]
 async def interrupt(
     engine: Engine, params: SampleParams, act: Act, undo: Act | None = None
 ) -> Generation:
-    """Generate, and call `act` while some but not all tokens are made. `undo`: what `act` did too
-    early or too late, before it is tried again.
+    """Generate, and call `act` while some but not all tokens are made.
+
+    `undo` reverts an `act` that came too early or too late, before the next try.
     """
     for wait_s in (0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4):
         task = asyncio.create_task(generate(engine, params))
@@ -388,7 +389,7 @@ class ModelContract(EngineContract):
         tokenizer = AutoTokenizer.from_pretrained(folders.first)
         params = SampleParams(max_tokens=8, structured=StructuredOutput(choice=["a", "b"]))
         if not isinstance(engine, StructuresOutput):
-            with pytest.raises(GenerationError, match="cannot keep to a structure"):
+            with pytest.raises(GenerationError, match="cannot produce structured output"):
                 run(generate(engine, params))
             return
         allowed = [tokenizer.convert_tokens_to_ids(text) for text in "ab"]

@@ -1,6 +1,4 @@
-"""One event loop, tiny models, one vLLM engine and one vLLM server for the whole session (15 s each
-to start).
-"""
+"""Share one event loop, tiny models, one vLLM engine and one vLLM server (15 s each to start)."""
 
 from __future__ import annotations
 
@@ -82,14 +80,14 @@ def adapters(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> list
 
 @pytest.fixture(scope="session")
 def running_vllm(run: Run[None], folders: Folders) -> Iterator[Engine]:
-    """The one vLLM engine that most tests share."""
+    """Start the one vLLM engine that most tests share."""
     with running(CPU_ENGINE, run, folders) as engine:
         yield engine
 
 
 @contextmanager
 def running(config: VllmConfig, run: Run[None], folders: Folders) -> Iterator[Engine]:
-    """An engine of its own. Its end must leave no process behind."""
+    """Start an engine of its own, whose end must leave no process behind."""
     before = set(psutil.Process().children(recursive=True))
     engine = build_engine(config, folders.first, FIRST)
     run(engine.start())
@@ -105,8 +103,9 @@ def running(config: VllmConfig, run: Run[None], folders: Folders) -> Iterator[En
 
 
 def is_vllm(process: psutil.Process) -> bool:
-    """Whether it is one of vLLM's that lives. A zombie has ended: only its parent has not asked for
-    the outcome yet.
+    """Return whether a process is a living one of vLLM's.
+
+    A zombie has ended: its parent has not collected its exit code yet.
     """
     try:
         return (
@@ -120,7 +119,7 @@ def is_vllm(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def vllm_engine(running_vllm: Engine, run: Run[None], folders: Folders) -> Iterator[Engine]:
-    """The vLLM engine as it was at its start."""
+    """Return the vLLM engine in its first state."""
     yield running_vllm
     run(running_vllm.resume())
     run(running_vllm.load_weights(folders.first, FIRST))
@@ -139,7 +138,7 @@ def simulated_engine(run: Run[None]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def server_url(folders: Folders) -> Iterator[str]:
-    """A real `vllm serve` on loopback."""
+    """Start a real `vllm serve` on loopback."""
     with vllm_server(folders.first) as url:
         yield url
 
@@ -154,7 +153,7 @@ def running_http(run: Run[None], folders: Folders, server_url: str) -> Iterator[
 
 @pytest.fixture
 def http_engine(running_http: Engine, run: Run[None], folders: Folders) -> Iterator[Engine]:
-    """The engine over HTTP as it was at its start."""
+    """Return the engine over HTTP in its first state."""
     yield running_http
     run(running_http.resume())
     run(running_http.load_weights(folders.first, FIRST))
@@ -162,7 +161,7 @@ def http_engine(running_http: Engine, run: Run[None], folders: Folders) -> Itera
 
 @pytest.fixture
 def announced(folders: Folders) -> Iterator[tuple[TensorServer, Announcement]]:
-    """The second weights, in the memory of a trainer."""
+    """Announce the second weights from the memory of a trainer."""
     server = TensorServer("127.0.0.1", "gloo")
 
     def save(folder: Path) -> None:

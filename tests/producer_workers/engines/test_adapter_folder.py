@@ -1,6 +1,4 @@
-"""What a worker refuses of an adapter before its engine sees it: all of it by name, the old weights
-stay.
-"""
+"""Test what a worker refuses of an adapter before its engine reads it; the old weights stay."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def check(model: Path) -> AdapterCheck:
 
 
 def write(folder: Path, base: str, change: Change = lambda *_: None) -> Path:
-    """An adapter of rank 2 for the model of checksum `base`, after `change`."""
+    """Write an adapter of rank 2 for the model of checksum `base`, after `change`."""
     folder.mkdir()
     config: dict[str, Any] = {"r": 2, "lora_alpha": 4, "alpha_pattern": {}, "use_dora": False}
     tensors = {
@@ -76,13 +74,13 @@ def test_an_adapter_that_fits_passes_and_is_no_whole_model(
     [
         (
             lambda _, __, metadata: metadata.update({BASE_CHECKSUM: "0" * 32}),
-            "for another model: for weights 0000",
+            "its base has checksum 0000",
         ),
         (lambda config, *_: config.update(r=16), "of rank 16"),
         (lambda config, *_: config.pop("r"), "holds no LoRA adapter"),
         (
             lambda config, *_: config.update(alpha_pattern={"q_proj": 9}),
-            "no plain LoRA adapter: it has alpha_pattern",
+            "not a plain LoRA adapter: it has alpha_pattern",
         ),
         (
             lambda _, tensors, __: tensors.update(
@@ -110,5 +108,5 @@ def test_an_adapter_of_another_file_name_is_refused(
 ) -> None:
     adapter = write(tmp_path / "renamed", model_checksum(model))
     (adapter / "adapter_model.safetensors").rename(adapter / "model.safetensors")
-    with pytest.raises(WeightsError, match="does not say for which model"):
+    with pytest.raises(WeightsError, match="does not name its base model"):
         check.check(adapter)

@@ -1,6 +1,4 @@
-"""What the engine over HTTP refuses, does without vLLM's endpoints for weights, and notices of its
-server.
-"""
+"""Test what the HTTP engine refuses, notices of its server, and does without vLLM's endpoints."""
 
 from __future__ import annotations
 
@@ -280,8 +278,9 @@ def test_a_server_that_a_dead_worker_left_paused_is_taken_over(
 
 
 class TestAdapters(AdapterContract):
-    """Over a server that may be given adapters. The last of this file: other engines see their
-    weights gone.
+    """The contract over a server that accepts adapters.
+
+    It is the last of this file: other engines find their weights replaced.
     """
 
     @pytest.fixture

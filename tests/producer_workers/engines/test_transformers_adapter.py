@@ -71,7 +71,7 @@ class TestTransformers(AdapterContract):
         async def scenario() -> list[Generation]:
             made = []
             for whole in adapters:
-                with pytest.raises(WeightsError, match="other tensors than its config says"):
+                with pytest.raises(WeightsError, match="other tensors than its config describes"):
                     await engine.load_weights(less, NEXT)
                 made.append(await generate(engine, sampling(30, seed=3)))
                 await engine.load_weights(whole, NEXT)

@@ -64,8 +64,9 @@ def mixture(run: Run[None], mixtures: tuple[Path, Path]) -> Iterator[Engine]:
 
 
 def check_experts(experts: Any, tokens: list[int], folders: list[Path]) -> None:
-    """`folders`: by which weights each token but the last was read when the one behind it was
-    sampled.
+    """Check the recorded experts against plain forward passes.
+
+    `folders` are the weights that read each token but the last, when the one behind it was sampled.
     """
     assert experts.dtype == np.int16
     assert experts.shape == (len(tokens) - 1, 2, 2)
@@ -119,7 +120,7 @@ def test_routed_experts_of_a_rollout_that_goes_on_elsewhere_are_of_the_whole(
 def test_routed_experts_of_a_model_without_any_are_refused(
     run: Run[None], folders: Folders
 ) -> None:
-    with pytest.raises(EngineError, match="no gates that say which experts"):
+    with pytest.raises(EngineError, match="no gates that report the chosen experts"):
         run(build_engine(TransformersConfig(routed_experts=True), folders.first, FIRST).start())
 
 

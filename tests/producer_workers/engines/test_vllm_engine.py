@@ -1,6 +1,4 @@
-"""What vLLM inside the worker adds to the conformance suite: wrong weights, cancelled updates,
-older versions.
-"""
+"""Test vLLM inside the worker: wrong weights, cancelled updates, older versions."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm import engine as module
-from producer_workers.engines.vllm.api import is_cpu_build
-from producer_workers.engines.vllm.images import generation_of
+from producer_workers.engines.vllm.api import generation_of, is_cpu_build
 from tests.producer_workers.engines.conformance import (
     LONG,
     NEXT,
@@ -114,8 +111,10 @@ def test_weights_from_a_trainers_memory_come_while_tokens_flow(
     folders: Folders,
     announced: tuple[TensorServer, Announcement],
 ) -> None:
-    """Each token names the weights that made it, and then the engine is as if it had read the file,
-    to the bit.
+    """Load weights from memory while requests run.
+
+    Each token names the weights that made it, and then the engine is as if it had read the file, to
+    the bit.
     """
     assert isinstance(vllm_engine, ReceivesWeights)
     engine = vllm_engine
@@ -217,8 +216,9 @@ def test_waking_up_leaves_a_paused_engine_paused(
 def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
     vllm_engine: Engine, run: Run[list[RolloutState]], folders: Folders
 ) -> None:
-    """Three turns of a real client; what is recorded is what a plain forward pass of the same
-    tokens says.
+    """Run three turns of a real client.
+
+    What is recorded equals a plain forward pass of the same tokens.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,5 +1,4 @@
-"""The experts that vLLM says were chosen are those of the same tokens in transformers, whatever
-happened meanwhile.
+"""Test that the experts which vLLM reports are those of the same tokens in transformers.
 
 Runs where vLLM has Triton: on a CUDA build (`make test-modes`). By hand also on a CPU build, in
 Triton's interpreter (`pip install triton`, TRITON_INTERPRET=1, VLLM_USE_V2_MODEL_RUNNER=1, and a

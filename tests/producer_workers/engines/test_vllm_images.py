@@ -1,6 +1,4 @@
-"""vLLM shows images to its model: the prompt is token-exact, logprobs are those of the same pixels
-elsewhere.
-"""
+"""Test images in vLLM: the prompt is token-exact, logprobs are those of the same pixels."""
 
 from __future__ import annotations
 
@@ -16,10 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from buffer.config.config import ProducingConfig, TrainingConfig
 from buffer.config.dataset import ImagesSection
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
-from buffer.config.worker import ProducingConfig
+from buffer.config.load import load_config
 from buffer.errors import MediaError
 from buffer.model.rollout import MediaRef, PolicyVersion, SampleParams
 from buffer.monitoring.history import StepLog
@@ -135,8 +132,9 @@ def worst_difference(folder: Path, made: Generation, images: Any = PICTURES) -> 
 
 
 def without_image_tokens(made: Generation) -> Generation:
-    """A random model may sample the placeholder, which no forward pass elsewhere takes for a mere
-    token.
+    """Exclude the placeholder, which a random model may sample.
+
+    No forward pass elsewhere reads it as a mere token.
     """
     assert not set(made.token_ids.tolist()) & {IMAGE, FIRST_OF, LAST_OF, 383}, "choose another seed"
     return made
@@ -197,7 +195,7 @@ def test_what_was_aborted_goes_on_behind_its_tokens_as_if_it_had_not_been(
 
 
 async def interrupted(engine: VllmEngine, params: SampleParams) -> Generation:
-    """The same, aborted while some but not all tokens are made."""
+    """Abort the same while some but not all tokens are made."""
     for wait_s in (0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 0.1, 0.1, 3.2, 6.4):
         task = asyncio.create_task(generate(engine, params))
         await asyncio.sleep(wait_s)
@@ -213,8 +211,10 @@ async def interrupted(engine: VllmEngine, params: SampleParams) -> Generation:
 def test_new_weights_see_the_images_anew_while_requests_run(
     engine: VllmEngine, run: Run[Any], refs: list[MediaRef], models: tuple[Path, Path]
 ) -> None:
-    """What an old vision tower made of an image must not be found in any cache; the requests beside
-    it live on.
+    """Update weights while requests with images run.
+
+    What an old vision tower made of an image must not be found in any cache; other requests
+    continue.
     """
 
     async def scenario() -> tuple[Generation, list[Generation]]:
@@ -244,7 +244,7 @@ def test_new_weights_see_the_images_anew_while_requests_run(
     [
         ({"tokens": 3}, GenerationError, "no 3 tokens 320 in a row for image 0"),
         ({"tokens": 0}, GenerationError, "no 0 tokens"),
-        ({"kind": "video"}, MediaError, "is video; only images are shown"),
+        ({"kind": "video"}, MediaError, "is video; only images are supported"),
         (
             {"uri": "http://127.0.0.1:9/0.png"},
             MediaError,
@@ -308,8 +308,9 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
     engine: VllmEngine, run: Run[Any], server: Server, run_name: str, models: tuple[Path, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The trainer computes the logprobs anew, with the pixels that payloads refer to: before and
-    after an update.
+    """Compute the logprobs in the trainer, with the pixels that payloads refer to.
+
+    It does so before and after an update.
     """
     monkeypatch.setattr("buffer.maintenance.media_sweep.PASS_S", 0.0)
     for n in range(2):

@@ -25,15 +25,16 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, Any], Path]]:
-    """A mixture of experts."""
+    """Start the owner of an engine with a mixture of experts."""
     with _owning(tmp_path_factory.mktemp("experts"), architecture="qwen3_moe") as owned:
         yield owned
 
 
 @contextmanager
 def _owning(root: Path, **model: Any) -> Iterator[tuple[Any, dict[str, Any], Path]]:
-    """A process whose engine started with one checkpoint and went on with a second: itself, its
-    report, the second.
+    """Start a process whose engine loads one checkpoint, then a second.
+
+    Yields the process, its report, and the second checkpoint.
     """
     first = write_tiny_model(root / "first", seed=1, **model)
     second = write_tiny_model(root / "second", seed=2, **model)
@@ -59,8 +60,9 @@ def test_a_mixture_of_experts_runs_its_new_weights_after_an_update(
 
 
 def test_a_tied_head_runs_its_new_weights_after_an_update(tmp_path: Path) -> None:
-    """The file names no tensor of the head, so nothing but the embeddings tells vLLM that it has
-    changed.
+    """Update a model with a tied head.
+
+    The file names no tensor of the head, so only the embeddings show vLLM that it has changed.
     """
     with _owning(tmp_path, tied=True) as (_, report, second):
         reference = reference_logprobs(second, [40, 41, 42], report["token_ids"])

@@ -1,8 +1,7 @@
-"""vLLM in several processes: each loads its own part of new weights, all or none; one that hangs
-ends the engine.
+"""Test vLLM in several processes: each loads its part of new weights, all or none.
 
-The engine of a pair of tensor-parallel shards belongs to `make test`; the other sizes to `make
-test-modes`.
+One that hangs ends the engine. The engine of a pair of tensor-parallel shards belongs to `make
+test`; the other sizes to `make test-modes`.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def sharded(run: Run[None], folders: Folders, request: pytest.FixtureRequest) ->
     if not is_cpu_build() and count_gpus() < config.shards:
         pytest.skip(f"needs {config.shards} GPUs")
     with pytest.MonkeyPatch.context() as often:
-        often.setattr(module, "PULSE_S", 1.0)
+        often.setattr(module, "HEALTH_CHECK_S", 1.0)
         with running(config, run, folders) as engine:
             yield engine
 
@@ -85,8 +84,9 @@ def engine(sharded: Engine, run: Run[None], folders: Folders) -> Iterator[Engine
 
 
 class TestShards(ModelContract):
-    """The contract, with responses that are short: shards that share a core wait for each other in
-    every layer.
+    """The contract with short responses.
+
+    Shards that share a core wait for each other in every layer.
     """
 
     long = 200
@@ -101,7 +101,9 @@ def test_weights_that_some_shards_refuse_reach_none(
     monkeypatch: pytest.MonkeyPatch,
     layer: int,
 ) -> None:
-    """Half a matrix is all that the first tensor-parallel shard reads; a stage reads its own layers
+    """Offer weights that only some shards refuse.
+
+    Half a matrix is all that the first tensor-parallel shard reads; a stage reads its own layers
     alone.
     """
     monkeypatch.setattr(module, "check_same_tensors", lambda *_, **__: None)
@@ -171,8 +173,9 @@ def halve(folder: Path, name: str) -> None:
 def test_a_shard_that_hangs_is_noticed_and_leaves_nothing_behind(
     sharded: Engine, run: Run[Any]
 ) -> None:
-    """Last: `sharded` is dead afterwards; that its processes are gone is checked when it is shut
-    down.
+    """Stop one shard. It is the last test, since `sharded` is dead afterwards.
+
+    Its shutdown checks that its processes are gone.
     """
     shard = max(
         (child for child in psutil.Process().children(recursive=True) if holds_weights(child)),

@@ -1,5 +1,6 @@
-"""vLLM's sleep: its memory is free meanwhile, and it wakes up as it was. On a CUDA GPU alone: `make
-test-modes`.
+"""Test vLLM's sleep on a CUDA GPU: its memory is free, and it wakes up as it was.
+
+Part of `make test-modes`.
 """
 
 from __future__ import annotations

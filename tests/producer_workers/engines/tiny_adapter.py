@@ -14,8 +14,9 @@ ALPHA = 8
 
 
 def write_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """A random adapter of all projections of q and v, and beside it, in "merged", the model with it
-    added.
+    """Write a random adapter of all projections of q and v.
+
+    Beside it, "merged" is the model with the adapter added.
     """
     folder.mkdir()
     weights = load_file(model / "model.safetensors")

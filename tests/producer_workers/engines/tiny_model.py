@@ -83,11 +83,10 @@ def reference_logprobs(
 
 
 def gates_choose(folder: Path, tokens: list[int], experts: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Whether `experts`, of the first tokens, are the best by their logits in a plain forward pass:
-    bool[rows].
+    """Return whether `experts`, of the first tokens, are the best in a plain forward pass.
 
-    To 0.001: sums in another order decide between two that are as good. A layer without experts has
-    zeros.
+    bool[rows], by their logits, to 0.001: sums in another order decide between two that are as
+    good. A layer without experts has zeros.
     """
     import torch
     from transformers import AutoModelForCausalLM

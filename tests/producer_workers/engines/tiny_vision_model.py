@@ -1,8 +1,8 @@
-"""Tiny random vision-language folders: patches of 14 pixels, four to a token, three-dimensional
-positions.
+"""Make tiny random vision-language folders.
 
-The architecture is PaddleOCR-VL's, which is Qwen2-VL's in small, because its processor needs no
-torchvision: there is none that fits the CPU build of torch.
+Patches have 14 pixels, four to a token, with three-dimensional positions. The architecture is
+PaddleOCR-VL's, which is Qwen2-VL's in small, because its processor needs no torchvision: there is
+none that fits the CPU build of torch.
 """
 
 from __future__ import annotations
@@ -112,11 +112,10 @@ def write_tiny_vision_model(folder: Path, *, seed: int) -> Path:
 def reference_logprobs(
     folder: Path, prompt: list[int], images: list[Image.Image], response: list[int]
 ) -> list[float]:
-    """Logprobs of `response` after `prompt`, which shows `images`, by a plain transformers forward
-    pass in float32.
+    """Return logprobs of `response` after `prompt`, which shows `images`.
 
-    The stop token is left out of the distribution, as it was for a response whose min_tokens
-    forbade it.
+    They are of a plain transformers forward pass in float32. The stop token is left out of the
+    distribution, as it was for a response whose min_tokens forbade it.
     """
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor

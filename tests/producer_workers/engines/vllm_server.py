@@ -39,7 +39,7 @@ START_S = 110.0
 
 @contextmanager
 def vllm_server(model: Path) -> Iterator[str]:
-    """The URL of a server that answers. Nothing of it is left at the end."""
+    """Start a server, yield its URL once it answers, and leave no process behind."""
     log = model.parent / "server.log"
     for _ in range(3):  # somebody may take the port before the server does
         process, url = _start(model, log)
@@ -93,7 +93,7 @@ def _is_up(process: subprocess.Popen[bytes], url: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The server and the processes that it has started: they share its session."""
+    """End the server and the processes that it has started, which share its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

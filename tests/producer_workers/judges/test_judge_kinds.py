@@ -1,6 +1,4 @@
-"""Judges at a URL, of whole groups, put together, of mathematics, and of programs that a model
-wrote.
-"""
+"""Test judges at a URL, of groups, composed ones, of mathematics and of programs."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import numpy as np
 import orjson
 import pytest
 
-from buffer.config.run import JudgingSection, TaskSection
+from buffer.config.task import JudgingSection, TaskSection
 from buffer.errors import JudgeError
 from buffer.model.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -32,8 +30,9 @@ from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 
 
 class Service(ThreadingHTTPServer):
-    """Answers with each of `answers` once, (status, body), then with the last one for ever; status
-    0 keeps silent.
+    """Gives each of `answers` (status, body) once, then the last one again and again.
+
+    Status 0 sends no answer.
     """
 
     daemon_threads = True
@@ -97,7 +96,7 @@ def test_a_judge_at_a_url_is_asked_again_until_it_answers() -> None:
     [
         ((500, b""), "status 500", 2),
         ((404, b"no such judge"), "refused with status 404: no such judge", 1),
-        ((200, b"<html>"), "answered no JSON", 1),
+        ((200, b"<html>"), "not valid JSON", 1),
         ((200, b'{"score": "high"}'), "returned 'score' = 'high'", 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Draws: the same number gives the same group, whoever asks and whenever."""
+"""Draws: the same number gives the same group, in every process and at any time."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_rollouts_have_no_seed_when_the_task_has_none(rows: JsonlDataset, tokeni
     assert [state.sample_params.seed for state in drawn(make(rows, tokenizer), 0)] == [None] * 4
 
 
-def test_draw_says_too_long_when_the_prompt_is(rows: JsonlDataset, tokenizer: Any) -> None:
+def test_draw_is_too_long_when_its_prompt_is(rows: JsonlDataset, tokenizer: Any) -> None:
     lengths = [len(encoded(drawn(make(rows, tokenizer, shuffle=False), n)[0])) for n in range(6)]
     sampler = make(rows, tokenizer, shuffle=False, max_prompt_tokens=lengths[4])
     assert isinstance(sampler.draw(4), list)
@@ -133,7 +133,7 @@ def encoded(state: RolloutState) -> list[int]:
     return list(state.prompt_ids)
 
 
-def test_draw_says_which_row_when_the_template_refuses_it(tmp_path: Path, tokenizer: Any) -> None:
+def test_draw_names_the_row_when_the_template_refuses_it(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"messages": [{"role": "robot", "content": "hi"}]}\n')
     with pytest.raises(
@@ -154,9 +154,7 @@ def test_draw_refuses_a_row_when_its_columns_have_names_of_ours(
 def test_draw_keeps_a_row_to_its_own_structure_and_any_other_to_the_tasks(
     tmp_path: Path, tokenizer: Any
 ) -> None:
-    """As an object, as the text of a table, or nothing; with a seed of each rollout, and through
-    the wire.
-    """
+    """Accept structures as an object, as the text of a table, or none, with a seed per rollout."""
     path = tmp_path / "rows.jsonl"
     given = [{"choice": ["yes", "no"]}, '{"json_schema": {"type": "object"}}', None]
     lines = [

@@ -1,6 +1,4 @@
-"""How far strategies run ahead: targets as the reference computes them, and whose settings a task
-has.
-"""
+"""How far strategies run ahead: the reference's targets, and whose settings a task has."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.config.loader import load_config
-from buffer.config.worker import ProducingConfig
+from buffer.config.config import ProducingConfig
+from buffer.config.load import load_config
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
@@ -124,9 +122,7 @@ def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
 
 
 def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
-    """Batch 4, one extra batch: 8 of weights 0 and 4 beyond; once 3 expired groups wait, only the
-    8, these first.
-    """
+    """Want 8 groups of weights 0 and 4 beyond; with 3 expired groups only the 8, these first."""
     strategy = AsyncProduceStrategy(
         "math", limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=3)
     )
@@ -154,7 +150,7 @@ def test_what_a_batch_was_short_of_is_not_made_later(
     assert (full.target, short.target) == (8, 7)
 
 
-def test_should_continue_is_asked_what_is_ready_of_what_is_wanted_and_may_say_enough() -> None:
+def test_should_continue_gets_what_is_ready_and_wanted_and_may_answer_enough() -> None:
     asked: list[tuple[int, int, int]] = []
 
     def below_three(completed: int, wanted: int, *, progress: TaskProgress) -> bool:
@@ -217,7 +213,7 @@ def test_changes_long_past_may_be_forgotten_but_for_their_sum(
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("strategy.kind=sync", "sync starts exactly the batch"),
         ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
@@ -225,8 +221,8 @@ def test_changes_long_past_may_be_forgotten_but_for_their_sum(
         ("strategy.should_continue_fn=half", "expected package.module:function"),
     ],
 )
-def test_a_wrong_setting_is_named(tmp_path: Path, override: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_setting_is_named(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config(tmp_path, override)
 
 

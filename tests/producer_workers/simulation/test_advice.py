@@ -51,7 +51,7 @@ def test_advice_tells_workers_to_hold_more_groups_when_finished_rollouts_leave_p
     None
 ):
     advice = advise([simulated(1, 1000, busy=0.5)])
-    assert "concurrency 4 instead of 2" in advice.reasons[1]
+    assert "concurrency to 4 instead of 2" in advice.reasons[1]
 
 
 def test_candidates_leave_out_what_makes_no_difference() -> None:

@@ -11,9 +11,7 @@ from producer_workers.simulation.setting import Setting
 
 
 def setting(**changes: object) -> Setting:
-    """One worker, one sequence, one rollout per group, one group per batch; a token and a second
-    are the same.
-    """
+    """Return one worker, sequence, rollout per group and group per batch; a token takes 1 s."""
     alone = {"workers": 1, "sequences": 1, "concurrency": 1, "group_size": 1, "batch_size": 1}
     return Setting.model_validate(
         alone | {"token_s": 1.0, "first_token_s": 1.0, "step_s": 5.0} | changes
@@ -74,8 +72,9 @@ def test_model_waits_for_running_groups_when_an_update_drains() -> None:
 
 
 def test_model_wastes_what_is_too_old_when_it_is_done() -> None:
-    """Two are started for a batch of one; the long one is done when weights 0 may not serve any
-    more.
+    """Start two groups for a batch of one.
+
+    The long one is done when weights 0 may not serve any more.
     """
     lengths = [[10], [100]]
     fleet = setting(workers=2, over_sample_threshold=1.0)

@@ -1,6 +1,4 @@
-"""The controller finds an engine's width from anywhere, keeps it full with next to no queue, and
-keeps its bounds.
-"""
+"""The controller finds an engine's width, keeps it full with almost no queue, within bounds."""
 
 from __future__ import annotations
 
@@ -8,13 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producer_workers.engines.base import EngineLoad
-from producer_workers.worker.capacity import LOOKS, AdaptiveConcurrency
+from producer_workers.worker.capacity import QUEUED_POLLS, AdaptiveConcurrency
 
 
 class Fleet:
-    """An engine with `places` for requests, a queue behind it, and groups of `k` that end at
-    random.
-    """
+    """An engine with `places` slots, a queue behind it, and groups of `k` that end at random."""
 
     def __init__(self, places: int, k: int, controller: AdaptiveConcurrency) -> None:
         self.places = places
@@ -28,7 +24,7 @@ class Fleet:
         requests = self.held * self.k
         running = min(self.places, requests)
         load = EngineLoad(running, requests - running, 0.0)
-        self.controller.look(load, self.held)
+        self.controller.observe(load, self.held)
         return load
 
 
@@ -43,9 +39,9 @@ def test_engine_is_full_and_hardly_queues_wherever_the_search_begins(
     places: int, k: int, start: int, ends: list[int]
 ) -> None:
     fleet = Fleet(places, k, AdaptiveConcurrency(start))
-    for look in range(1600):  # at one group a look it must first end 1,024 of them
-        fleet.step(ends[look % len(ends)])
-    seen = [fleet.step(ends[look % len(ends)]) for look in range(60)]
+    for poll in range(1600):  # at one group a poll it must first end 1,024 of them
+        fleet.step(ends[poll % len(ends)])
+    seen = [fleet.step(ends[poll % len(ends)]) for poll in range(60)]
     width = max(1, places // k)
     assert (
         min(load.running for load in seen) >= min(places, (width - 1) * k) * 0.9 or places < 2 * k
@@ -64,35 +60,39 @@ def test_engine_is_full_and_hardly_queues_wherever_the_search_begins(
     st.integers(50, 200),
 )
 def test_limit_stays_in_its_bounds_whatever_an_engine_says(
-    looks: list[tuple[int, int, float, int]], least: int, most: int
+    polls: list[tuple[int, int, float, int]], least: int, most: int
 ) -> None:
     controller = AdaptiveConcurrency(50, least, most)
-    for running, waiting, kv_usage, held in looks:
-        assert least <= controller.look(EngineLoad(running, waiting, kv_usage), held) <= most
+    for running, waiting, kv_usage, held in polls:
+        assert least <= controller.observe(EngineLoad(running, waiting, kv_usage), held) <= most
 
 
 def test_what_is_not_used_up_is_not_raised() -> None:
     controller = AdaptiveConcurrency(8)
     for _ in range(20):
-        controller.look(EngineLoad(10, 0, 0.1), held=7)
+        controller.observe(EngineLoad(10, 0, 0.1), held=7)
     assert controller.limit == 8
-    assert [controller.look(EngineLoad(64, 0, 0.1), held) for held in (8, 16, 32)] == [16, 32, 64]
+    assert [controller.observe(EngineLoad(64, 0, 0.1), held) for held in (8, 16, 32)] == [
+        16,
+        32,
+        64,
+    ]
 
 
 def test_a_moments_queue_is_no_reason_and_a_full_cache_is_one() -> None:
     controller = AdaptiveConcurrency(64)
     for _ in range(10):
-        controller.look(EngineLoad(512, 40, 0.5), held=64)
-        controller.look(EngineLoad(512, 0, 0.5), held=40)
+        controller.observe(EngineLoad(512, 40, 0.5), held=64)
+        controller.observe(EngineLoad(512, 0, 0.5), held=40)
     assert controller.limit == 64
-    for _ in range(LOOKS):
-        controller.look(EngineLoad(512, 0, 0.97), held=64)
+    for _ in range(QUEUED_POLLS):
+        controller.observe(EngineLoad(512, 0, 0.97), held=64)
     assert controller.limit == 56
 
 
 def test_a_decrease_has_its_effect_before_the_next_one() -> None:
-    """32 of 64 groups queue: the limit is halved once, and waits until so many have ended."""
+    """32 of 64 groups queue: the limit is halved once, and waits until that many have ended."""
     controller = AdaptiveConcurrency(64)
     for held in (64, 64, 63, 60, 50, 40, 33):
-        controller.look(EngineLoad(256, 8 * held - 256, 0.5), held)
+        controller.observe(EngineLoad(256, 8 * held - 256, 0.5), held)
     assert controller.limit == 32

@@ -60,7 +60,7 @@ def test_nothing_listens_at_the_url() -> None:
     check(
         rolloutmq("status", "--redis-url", f"redis://127.0.0.1:{port}/0"),
         3,
-        "nothing listens there",
+        "no server listens there",
     )
 
 

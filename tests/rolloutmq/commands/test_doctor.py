@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from buffer.model.rollout import PolicyVersion
 from buffer.store.store import Store
-from buffer.weights import manifest as weights_manifest
+from buffer.weights import folder_manifest as weights_manifest
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.commands import diagnosis
 from tests.rolloutmq.conftest import Command, json_of

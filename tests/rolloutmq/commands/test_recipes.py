@@ -1,6 +1,4 @@
-"""Every `redis-cli` line of the README, given to the real redis-cli as it stands, says what the
-command says.
-"""
+"""Every `redis-cli` line of docs/pages/commands.md, as it stands, answers what the command answers."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _TABLE = re.compile(
 )
 RECIPES = {
     found["question"]: found["line"]
-    for found in _TABLE.finditer((ROOT / "README.md").read_text("utf-8"))
+    for found in _TABLE.finditer((ROOT / "docs" / "pages" / "commands.md").read_text("utf-8"))
 }
 
 
@@ -75,23 +73,27 @@ def scored(*command: str, key: str = "gid") -> Callable[[Answer, Told], bool]:
 
 
 CHECKS: dict[str, Callable[[Answer, Told], bool]] = {
-    "how is the run?": how_is_the_run,
-    "what waits?": lambda answer, told: int(answer[0]) == len(told("ls", "--stage", "waiting")),
-    "what runs, until when?": scored("ls", "--stage", "running"),
-    "what is ready, how old?": scored("ls", "--stage", "pool", "--status", "completed"),
-    "one group": one_group,
-    "what did step 7 consume?": a_batch,
-    "counters of a task": counters,
-    "who works?": scored("workers", key="id"),
-    "what happened?": lambda answer, told: (
+    "How is the run?": how_is_the_run,
+    "Which groups wait?": lambda answer, told: (
+        int(answer[0]) == len(told("ls", "--stage", "waiting"))
+    ),
+    "Which groups run, and until when are they leased?": scored("ls", "--stage", "running"),
+    "Which groups are ready, and how old are they?": scored(
+        "ls", "--stage", "pool", "--status", "completed"
+    ),
+    "What is in one group?": one_group,
+    "What did step 7 consume?": a_batch,
+    "What are the counters of a task?": counters,
+    "Which workers are alive?": scored("workers", key="id"),
+    "What happened?": lambda answer, told: (
         len([line for line in answer if re.fullmatch(r"\d+-\d+", line)]) == 10
     ),
-    "what failed, and why?": scored("dead"),
-    "what do judges of kind rq do?": lambda answer, told: answer == ["0"],
-    "which runs are there? remove one": lambda answer, told: (
+    "Which groups failed, and why?": scored("dead"),
+    "How many rollouts wait for judges of kind rq?": lambda answer, told: answer == ["0"],
+    "Which runs are on the server?": lambda answer, told: (
         answer == ["rmq:{demo}:meta"] and [run["run"] for run in told("runs")] == ["demo"]
     ),
-    "who may do what?": lambda answer, told: answer[0].startswith("user default on "),
+    "Who may do what?": lambda answer, told: answer[0].startswith("user default on "),
 }
 
 

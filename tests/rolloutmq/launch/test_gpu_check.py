@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from buffer.config.loader import load_config
-from buffer.config.trainer import TrainingConfig
+from buffer.config.config import TrainingConfig
+from buffer.config.load import load_config
 from buffer.errors import ModelError
 from consumer.models.model_folder import load_model
 from consumer.models.tiny_model import build_tiny_model

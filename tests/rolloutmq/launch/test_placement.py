@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.config.config import LaunchSection
+from buffer.config.engine import SimulatedConfig, VllmConfig
+from buffer.config.run_settings import LaunchSection
 from buffer.errors import ConfigError
-from rolloutmq.launch.placement import Placement, count_gpus, gpus_of_engine, place
+from rolloutmq.launch.placement import Placement, count_gpus, place
 
 CASES = [
     # machine without GPUs: nobody gets any
@@ -70,9 +71,9 @@ def test_place_says_why_it_cannot(
 
 
 def test_a_worker_needs_a_gpu_for_each_shard_of_its_engine() -> None:
-    assert gpus_of_engine({"kind": "vllm", "tensor_parallel_size": 2, "data_parallel_size": 3}) == 6
-    assert gpus_of_engine({"kind": "vllm", "pipeline_parallel_size": 2}) == 2
-    assert gpus_of_engine({"kind": "simulated"}) == gpus_of_engine(None) == 1
+    assert VllmConfig(tensor_parallel_size=2, data_parallel_size=3).shards == 6
+    assert VllmConfig(pipeline_parallel_size=2).shards == 2
+    assert VllmConfig().shards == SimulatedConfig().shards == 1
 
 
 def test_environment_names_gpus_only_where_there_are_any() -> None:

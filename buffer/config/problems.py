@@ -1,9 +1,8 @@
-"""What is wrong with a config, told in the words of the file: dotted path, what is there, what is
-expected.
+"""Describes the mistakes in a config by dotted path, value and what was expected.
 
-pydantic locates an error in the model; a location may name union members that nobody wrote, or
-values that were filled in from another section. Both are translated back to the file here. Which
-keys are known is read from the model's JSON schema.
+pydantic locates an error in the model: a location may contain members of unions, and values that
+were copied from another section, which the file does not have. Locations are translated back to the
+file here. The known keys are read from the model's JSON schema.
 """
 
 from __future__ import annotations
@@ -20,7 +19,12 @@ from pydantic_core import ErrorDetails, to_json
 from buffer.store.url import mask_url
 
 FIXED = "x-fixed"
-"""Key of a section's JSON schema: names of what cannot change while a run goes on, and why."""
+"""Key of a section's JSON schema: the names of what cannot change while a run continues, and why.
+"""
+
+_SIZE = 'expected a number of bytes, or text like "8GiB" or "500MB"'
+_MESSAGES = {"byte_size": _SIZE, "byte_size_unit": _SIZE}
+"""By type of pydantic's error, where its own message says too little."""
 
 Location = Sequence[str | int]
 
@@ -28,15 +32,15 @@ Location = Sequence[str | int]
 def describe_problems(
     model: type[BaseModel], tree: Mapping[str, Any], error: ValidationError
 ) -> list[str]:
-    """One line per mistake, in the order of the model. `tree` is the file as it was read."""
+    """Return one line per mistake, in the order of the model. `tree`: the file as it was read."""
     found = [
         _locate(tree, details)
         for details in error.errors(include_url=False)
         if details["type"] != "default_factory_not_called"  # follows from another mistake
     ]
-    # A section that was filled in from another one repeats the mistakes of that one.
+    # a section that was completed from another one repeats the mistakes of that one
     written = [problem for problem in found if problem.is_written] or found
-    return list(dict.fromkeys(_tell(model, problem) for problem in written))
+    return list(dict.fromkeys(_describe(model, problem) for problem in written))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,8 @@ def _locate(tree: Mapping[str, Any], details: ErrorDetails) -> _Problem:
         if _has(node, part):
             node = node[part]
             path.append(part)
-        elif (
-            isinstance(node, dict) and part not in node.values()
-        ):  # else: the tag of a union's member
+        elif isinstance(node, dict) and part not in node.values():
+            # a value among the siblings would be the tag of a union's member
             return _Problem(details, [*path, part], details["input"], is_written=False)
     if details["type"] == "missing":
         return _Problem(details, [*path, last], None, is_written=True)
@@ -73,23 +76,21 @@ def _has(node: Any, part: str | int) -> bool:
     return isinstance(node, dict) and part in node
 
 
-def _tell(model: type[BaseModel], problem: _Problem) -> str:
+def _describe(model: type[BaseModel], problem: _Problem) -> str:
     where = _dotted(problem.path) or "the file"
     context = problem.details.get("ctx", {})
+    tag = f"{where}.{context.get('discriminator', '')}".replace("'", "")
     match problem.details["type"]:
         case "missing":
-            return f"{where}: missing"
+            return f"{where}: missing; this key is required"
         case "extra_forbidden":
             return f"{where}: {_suggest(model, problem.details['loc'])}"
         case "union_tag_invalid":
-            key = str(context["discriminator"]).strip("'")
-            return (
-                f"{where}.{key} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
-            )
+            return f"{tag} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
         case "union_tag_not_found":
-            return f"{where}.{str(context['discriminator']).strip(chr(39))}: missing"
+            return f"{tag}: missing; this key is required"
     got = "" if isinstance(problem.got, dict) else f" = {_shorten(problem.got)}"
-    return f"{where}{got}: {mask_url(_expectation(problem.details['msg']))}"
+    return f"{where}{got}: {mask_url(_expectation(problem.details))}"
 
 
 def _dotted(path: Location) -> str:
@@ -108,13 +109,13 @@ def _shorten(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def _expectation(message: str) -> str:
-    """pydantic's "Input should be a valid integer" as "expected a valid integer"."""
-    return re.sub(r"^Input should be ", "expected ", message.removeprefix("Value error, "))
+def _expectation(details: ErrorDetails) -> str:
+    """Return "expected a valid integer" for pydantic's "Input should be a valid integer"."""
+    message = _MESSAGES.get(details["type"], details["msg"]).removeprefix("Value error, ")
+    return re.sub(r"^Input should be ", "expected ", message)
 
 
-# which keys would have been known
-# ---------------------------------------------------------------------
+# -- the known keys -------------------------------------------------------------------------------
 
 
 def _suggest(model: type[BaseModel], location: Location) -> str:
@@ -123,7 +124,7 @@ def _suggest(model: type[BaseModel], location: Location) -> str:
     node = _descend(schema, parents)
     key = str(last)
     if why := node.get(FIXED, {}).get(key):
-        return f"cannot change while a run goes on: {why}"
+        return f"cannot change while a run continues: {why}"
     return f"unknown key{_suggest_known(schema, node, key)}"
 
 
@@ -144,7 +145,7 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _descend(schema: Mapping[str, Any], location: Location) -> dict[str, Any]:
-    """The schema at a pydantic location; {} where it says nothing about names."""
+    """Return the schema at a pydantic location; {} where it has no names."""
     node = _resolve(schema, dict(schema))
     for part in location:
         node = _resolve(schema, _child(node, part))

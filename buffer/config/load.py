@@ -1,8 +1,8 @@
-"""Config files: TOML into frozen pydantic sections, and every mistake in one readable error.
+"""Reads a config from TOML and `section.key=value` assignments into pydantic models.
 
-Defaults < file < `--set section.key=value`. Values are checked strictly (a TOML string is not a
-number), an unknown key is an error with the closest known one, and all mistakes of a file are
-reported at once: nobody should have to start a run five times to find five typos.
+An assignment replaces the value of the file, which replaces the default. Values are checked
+strictly (a TOML string is not a number), and all mistakes are reported in one error, so that a run
+need not be started five times to find five typos.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from buffer.config.errors import describe_problems
+from buffer.config.problems import describe_problems
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import search_in
 from buffer.store.url import mask_url
@@ -24,29 +24,17 @@ from buffer.store.url import mask_url
 M = TypeVar("M", bound=BaseModel)
 
 
-class Section(BaseModel):
-    """Base of every part of a config: frozen, unknown keys refused, defaults checked like given
-    values.
-
-    The string under a field is its description, in `--help`, in the docs and in the JSON schema.
-    """
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
 def load_config(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
-    """Read a TOML file into `model`, with `overrides` like `lease.lease_ms=5000` applied on top.
+    """Read a TOML file into `model`, with `overrides` like "lease.lease_ms=5000" applied on top.
 
-    Modules that it names are found beside it.
+    Modules that the config names are searched for in the folder of the file, too.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or does not fit; names every wrong key.
+
+    Usage:
+
+        config = load_config(Config, Path("configs/demo.toml"), ["run.name=mine"])
     """
     tree = _read_toml(path)
     for override in overrides:
@@ -55,19 +43,10 @@ def load_config(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     return _validated(model, tree, str(path))
 
 
-def _validated(model: type[M], tree: dict[str, Any], where: str) -> M:
-    try:
-        # Through JSON, because pydantic's strict mode takes paths and enums as text only there.
-        return model.model_validate_json(to_json(tree, inf_nan_mode="constants"), strict=True)
-    except ValidationError as error:
-        lines = describe_problems(model, tree, error)
-        count = f"{len(lines)} problem{'s' * (len(lines) > 1)}"
-        raise ConfigError("\n  ".join([f"{where}: {count}", *lines])) from None
-
-
 def parse_settings(model: type[M], assignments: Sequence[str]) -> M:
-    """`model` from assignments like `max_staleness=2` alone. Raises ConfigError with every wrong
-    one.
+    """Return `model` made from assignments like "max_staleness=2".
+
+    Raises ConfigError, which names every wrong assignment.
     """
     tree: dict[str, Any] = {}
     for assignment in assignments:
@@ -75,15 +54,26 @@ def parse_settings(model: type[M], assignments: Sequence[str]) -> M:
     return _validated(model, tree, "settings")
 
 
+def _validated(model: type[M], tree: dict[str, Any], where: str) -> M:
+    try:
+        # through JSON, because only there pydantic's strict mode accepts paths and enums as text
+        return model.model_validate_json(to_json(tree, inf_nan_mode="constants"), strict=True)
+    except ValidationError as error:
+        lines = describe_problems(model, tree, error)
+        count = f"{len(lines)} problem{'s' * (len(lines) > 1)}"
+        raise ConfigError("\n  ".join([f"{where}: {count}", *lines])) from None
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot read the config: {error.strerror}", hint="see configs/ for examples"
+            f"{path}: cannot read the config: {error.strerror}",
+            hint="give the path of a TOML file; configs/ has examples",
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
+        raise ConfigError(f"{path}: not a text file in UTF-8 (see byte {error.start})") from error
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -105,7 +95,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for name in sections:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"--set {mask_url(override)}: `{name}` is a value, not a section")
+            raise ConfigError(
+                f"--set {mask_url(override)}: `{name}` is a value, not a section, and has no keys"
+            )
     node[key] = _parse_value(override.partition("=")[2].strip())
 
 
@@ -117,7 +109,8 @@ def _key_path(override: str) -> list[str]:
         node: Any = tomllib.loads(f"{key} = 0")
     except ValueError as error:  # TOMLDecodeError is one
         raise ConfigError(
-            f"--set {mask_url(override)}: expected section.key=value, for example lease.lease_ms=5000"
+            f"--set {mask_url(override)}: expected section.key=value, "
+            "for example lease.lease_ms=5000"
         ) from error
     path = []
     while isinstance(node, dict):
@@ -127,7 +120,8 @@ def _key_path(override: str) -> list[str]:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value, or the text itself: quotes around a word on a command line are easily lost."""
+    """Return the TOML value of `text`, or `text` itself where it is none."""
+    # a shell removes the quotes around a word, so a word without them is a string
     try:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

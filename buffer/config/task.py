@@ -1,0 +1,237 @@
+"""[tasks.<name>]: the tasks of a run, how their responses are sampled, and what judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from buffer.config.dataset import DatasetSection, ImagesSection
+from buffer.config.run_settings import Name
+from buffer.config.section import Section
+from buffer.config.strategy import StrategySection
+from buffer.model.dotted_path import is_dotted_path
+from buffer.model.rollout import SampleParams, StructuredOutput
+
+HELD_OUT = "held_out"
+"""The split of a training task's data set that its `eval_of` task reads."""
+
+
+class BuiltInJudge(NamedTuple):
+    """A judge that a config calls by a name of its own."""
+
+    path: str
+    """its function, as package.module:function"""
+    meaning: str
+    is_unsafe: bool = False
+    """it may run forever, or runs what a model wrote: only allowed in a process of its own"""
+
+
+_FUNCTIONS = "producer_workers.judges.built_in"
+
+JUDGES = {
+    "reasoning_gym": BuiltInJudge(
+        f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"
+    ),
+    "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text"),
+    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal last number"),
+    "math_verify": BuiltInJudge(
+        f"{_FUNCTIONS}:math_verify", "mathematical equality (`rolloutmq[math]`)", is_unsafe=True
+    ),
+    "python_tests": BuiltInJudge(
+        f"{_FUNCTIONS}:python_tests",
+        "the tests that a program passes, in a sandbox",
+        is_unsafe=True,
+    ),
+}
+"""The judges with a name. To add one, write its function and add it here."""
+
+NO_JUDGE = "environment"
+"""The name for no judge: the environment of a loop, or the agent of a gateway, gives the reward."""
+
+JudgeSpec = str | dict[str, str | dict[str, float]]
+"""A judge; or judges by pattern of the data source, each one judge or several with weights."""
+
+
+def is_url(judge: str) -> bool:
+    """Return whether a judge is a service at a URL."""
+    return judge.startswith(("http://", "https://"))
+
+
+def judge_names(spec: JudgeSpec) -> list[str]:
+    """Return the names of all judges in `spec`."""
+    if isinstance(spec, str):
+        return [spec]
+    names: list[str] = []
+    for judges in spec.values():
+        names += [judges] if isinstance(judges, str) else judges
+    return names
+
+
+class SampleParamsSection(Section):
+    """[tasks.<name>.sample]: how responses are sampled."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """nucleus sampling; 1 turns it off"""
+    top_k: int = Field(0, ge=0)
+    """sample only from the k most likely tokens; 0 turns it off"""
+    max_tokens: int = Field(2048, ge=1)
+    """largest number of tokens of a response"""
+    min_tokens: int = Field(0, ge=0)
+    """smallest number of tokens of a response. Like top_p, top_k and structured, it restricts the
+    tokens that may be sampled: the engine's logprobs are over the allowed tokens, the trainer's
+    over all tokens, so the mismatch between the two grows
+    """
+    stops: list[str] = Field(default_factory=list)
+    """strings that end a response"""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """tokens that end a response"""
+    seed: int | None = None
+    """every rollout gets a seed of its own, derived from this one, the run's seed, the group and
+    the index in it, so that the same weights sample the same response again; default: no seeds
+    """
+    structured: StructuredOutput | None = None
+    """form that a response is kept to while it is sampled: {choice = [...]}, {regex = "..."} or
+    {json_schema = {...}}; only engines vllm and http; default: any text
+    """
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> SampleParamsSection:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens = {self.min_tokens} must not exceed max_tokens = {self.max_tokens}"
+            )
+        return self
+
+    def to_params(self) -> SampleParams:
+        """Return these settings as a rollout carries them."""
+        return SampleParams(**self.model_dump())
+
+
+class JudgingSection(Section):
+    """[tasks.<name>.judging]: where the judge runs, and its limits.
+
+    All limits apply to kind rq; timeout_s and retries also apply to a judge at a URL. Any other
+    judge of kind inline has no limits.
+    """
+
+    kind: Literal["inline", "rq"] = "inline"
+    """inline: in the rollout worker. rq: in a forked process of `rolloutmq judge`, for slow or
+    unsafe judges
+    """
+    timeout_s: float = Field(60.0, gt=0)
+    """time after which a judge is killed"""
+    memory_mb: int = Field(4096, ge=256)
+    """address space of the process that judges; Python raises MemoryError beyond it"""
+    retries: int = Field(2, ge=0)
+    """further attempts after a judge failed, was killed or was lost, before the rollout fails"""
+
+
+class TaskSection(Section):
+    """[tasks.<name>]: one kind of problem; a run mixes its training tasks by weight."""
+
+    weight: float = Field(1.0, ge=0)
+    """share of this task in a batch, relative to the others"""
+    prompt_repeat_k: int = Field(8, ge=1)
+    """rollouts per prompt: the size of a group"""
+    sample: SampleParamsSection = SampleParamsSection()
+    """how responses are sampled"""
+    dataset: DatasetSection
+    """source of the prompts"""
+    judge: JudgeSpec
+    """what scores a response: the name of a built-in judge, a function of yours as
+    package.module:function, a URL, or environment (no judge: environment or agent give the reward);
+    or a table of judges by data source, each entry one judge or several with weights
+    """
+    judging: JudgingSection = JudgingSection()
+    """where the judge runs, and its limits"""
+    eval_of: str | None = None
+    """makes this an evaluation task: the training task whose held-out problems are answered once
+    each, greedily; keys that are left out are taken from that task
+    """
+    shuffle: bool = True
+    """shuffle the prompts anew in every epoch"""
+    agent_loop: str | None = None
+    """agent loop that generates the groups of this task; default: [worker] agent_loop"""
+    agent_loop_options: dict[str, Any] = Field(default_factory=dict)
+    """arguments of that loop, for example tools = ["my_tools:search"], max_turns = 4"""
+    strategy: StrategySection | None = None
+    """the keys of [strategy] with other values for this task"""
+
+    @field_validator("judge")
+    @classmethod
+    def _check_judge(cls, judge: JudgeSpec) -> JudgeSpec:
+        if judge == NO_JUDGE:
+            return judge
+        for name in judge_names(judge):
+            if name not in JUDGES and not is_dotted_path(name) and not is_url(name):
+                known = ", ".join((*JUDGES, NO_JUDGE))
+                raise ValueError(
+                    f"expected {known}, package.module:function or a URL, not {name!r}"
+                )
+        return judge
+
+    @model_validator(mode="after")
+    def _check_judging(self) -> TaskSection:
+        unsafe = [name for name in self.judges if name in JUDGES and JUDGES[name].is_unsafe]
+        if unsafe and self.judging.kind == "inline":
+            raise ValueError(
+                f"judge {', '.join(unsafe)} needs a process of its own: "
+                'set judging = { kind = "rq" }'
+            )
+        return self
+
+    @property
+    def judges(self) -> list[str]:
+        """Return the names of all judges of the task."""
+        return [] if self.judge == NO_JUDGE else judge_names(self.judge)
+
+    @property
+    def images(self) -> ImagesSection | None:
+        """Return the limits of images that rows may name; None for a task of texts."""
+        return getattr(self.dataset, "images", None)
+
+    @property
+    def lane(self) -> Literal["fresh", "eval"]:
+        """Return the lane of the task's new jobs."""
+        return "eval" if self.eval_of else "fresh"
+
+    @property
+    def split(self) -> str | None:
+        """Return the split of the data set to read; None is the training split."""
+        return HELD_OUT if self.eval_of else None
+
+
+def inherit_held_out(tasks: Any) -> Any:
+    """Complete each `eval_of` task with the values of its training task, sampled once and greedily.
+
+    Raises ValueError where `eval_of` names no training task.
+    """
+    if not isinstance(tasks, Mapping):
+        return tasks
+    return {name: _inherit(name, task, tasks) for name, task in tasks.items()}
+
+
+def _inherit(name: str, task: Any, tasks: Mapping[str, Any]) -> Any:
+    if not isinstance(task, Mapping):
+        return task
+    eval_of = task.get("eval_of")
+    if not isinstance(eval_of, str):
+        return task
+    base = tasks.get(eval_of)
+    if not isinstance(base, Mapping) or base.get("eval_of") is not None:
+        training = [other for other, section in tasks.items() if "eval_of" not in section]
+        raise ValueError(
+            f'eval_of = "{eval_of}" of task {name} is not a training task; '
+            f"known: {', '.join(training)}"
+        )
+    sample = {**base.get("sample", {}), "temperature": 0.0, **task.get("sample", {})}
+    once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False}
+    return {**base, **once, **task, "sample": sample}
+
+
+Tasks = Annotated[dict[Name, TaskSection], BeforeValidator(inherit_held_out), Field(min_length=1)]
+"""All [tasks.<name>] of a config, with evaluation tasks completed from their training tasks."""

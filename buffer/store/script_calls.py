@@ -1,0 +1,151 @@
+"""Calls of scripts on one server: one, several in one round trip, or behind payloads.
+
+Nothing is retried here: `buffer.store.store` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from redis.exceptions import NoScriptError, ResponseError
+
+from buffer.errors import ScriptError
+from buffer.store.bulk_io import Command, pipelined, send
+from buffer.store.durability import Durability
+from buffer.store.scripts import Arg, KeysByName, Script
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 32 * 2**10
+"""From this size on, a server reads a value by itself; smaller ones are read together."""
+
+
+class ScriptCall(NamedTuple):
+    """Keys and arguments of a script by the names in its header; see `Script.arrange`."""
+
+    keys: KeysByName
+    args: Mapping[str, Arg]
+    tail_keys: Sequence[str | KeysByName] = ()
+    tail_args: Sequence[Arg] = ()
+
+
+Upload = tuple[Sequence[Command], ScriptCall]
+"""The commands that store a payload, and the call of the script that accepts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRunner:
+    """Runs scripts of a library through one client.
+
+    Replies are lists whose strings are decoded. Raises ScriptError where a script refused its keys
+    or arguments, and redis.RedisError.
+    """
+
+    client: Any
+    scripts: Mapping[str, Script]
+    durability: Durability
+
+    def call(self, script: Script, command: Command, *, durable: bool = False) -> list[Any]:
+        """Run one call of a script (see `command_of`); a durable one returns once it is safe."""
+        waits = self._waits(str(command[FIRST_KEY])) if durable else []
+
+        def attempt() -> list[Any]:
+            if waits:
+                return pipelined(self.client, [command, *waits])
+            return [self.client.execute_command(*command)]
+
+        reply, *waited = self._run(script, [command], attempt)
+        self._check(waited)
+        return _decoded(reply)
+
+    def call_many(self, script: Script, commands: Sequence[Command]) -> list[list[Any]]:
+        """Run calls of a read-only script in one round trip, and return the replies."""
+        replies = self._run(script, commands, lambda: pipelined(self.client, commands))
+        return [_decoded(reply) for reply in replies]
+
+    def upload(self, script: Script, key: str, uploads: Sequence[Upload]) -> list[list[Any]]:
+        """Store payloads and call a script for each, durably, in one round trip.
+
+        On one connection, a payload is stored before its script runs. `key` is any key of the run.
+        """
+        payloads = [command for payload, _ in uploads for command in payload]
+        # large ones first: a server that writes to disk before it answers would write once for each
+        # small command that stands between two large ones
+        payloads.sort(key=_is_large, reverse=True)
+        calls = [command_of(script, call) for _, call in uploads]
+        waits = self._waits(key)
+        answers = self._run(script, calls, lambda: send(self.client, [*payloads, *calls, *waits]))
+        replies = answers[len(payloads) :]
+        self._check(replies[len(calls) :])
+        return [_decoded(reply) for reply in replies[: len(calls)]]
+
+    def _run(
+        self, script: Script, calls: Sequence[Command], attempt: Callable[[], list[T]]
+    ) -> list[T]:
+        """Return the answers to an attempt; load the scripts for it if the server lacks them."""
+        try:
+            try:
+                return attempt()
+            except NoScriptError:
+                for missing in (script, self.scripts["sync"]):
+                    self.client.script_load(missing.source)
+                return attempt()
+        except ResponseError as error:
+            raise self._explain(script, _keys(calls), error) from error
+
+    def _waits(self, key: str) -> list[Command]:
+        if not self.durability.must_wait:
+            return []
+        return self.durability.behind_script(self.scripts["sync"].sha, key)
+
+    def _check(self, waited: Sequence[Any]) -> None:
+        if waited:
+            self.durability.check(waited)
+
+    def _explain(self, script: Script, keys: Sequence[str], error: ResponseError) -> Exception:
+        """Return what to raise for a script that failed."""
+        text = str(error)
+        if text.startswith("RMQ_ARG "):
+            return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
+        if not text.startswith("WRONGTYPE"):
+            return error
+        kinds = [kind.decode() for kind in pipelined(self.client, [("TYPE", key) for key in keys])]
+        expected = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
+        wrong = [
+            f"{key} is a {kind}"
+            for key, kind, wanted in zip(keys, kinds, expected, strict=True)
+            if kind.upper() not in (wanted, "NONE")
+        ]
+        return ScriptError(
+            f"{script.name}: {', '.join(wrong) or 'a record'}, "
+            "and not what buffer/store/keys.py says",
+            hint="something else wrote to the keys of this run",
+        )
+
+
+FIRST_KEY = 3
+"""Position of the first key in EVALSHA sha count key …"""
+
+
+def command_of(script: Script, call: ScriptCall) -> Command:
+    """Return the command that makes a call; ScriptError where its names are not the header's."""
+    keys, args = script.arrange(*call)
+    return ("EVALSHA", script.sha, len(keys), *keys, *args)
+
+
+def _keys(calls: Sequence[Command]) -> list[str]:
+    """Return the keys of the last call; a wrong type under one of them is usually in all calls."""
+    if not calls:
+        return []
+    count = int(calls[-1][FIRST_KEY - 1])
+    return [str(key) for key in calls[-1][FIRST_KEY : FIRST_KEY + count]]
+
+
+def _is_large(command: Command) -> bool:
+    return any(isinstance(part, memoryview) and len(part) >= _LARGE_BYTES for part in command)
+
+
+def _decoded(reply: Sequence[Any]) -> list[Any]:
+    return [item.decode() if isinstance(item, bytes) else item for item in reply]

@@ -1,0 +1,44 @@
+"""Groups that are submitted together: one round trip, and each for itself."""
+
+from __future__ import annotations
+
+from buffer.errors import Fenced, WireError
+from buffer.groups.submit import Stored
+from buffer.model.job import Result
+from buffer.model.rollout import Status, VersionSpan
+from tests.buffer.scene import FIRST, Scene, extend
+
+
+def finished(scene: Scene, count: int) -> list[Result]:
+    scene.enqueue(count)
+    jobs = scene.claim(count)
+    groups = [extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST) for job in jobs]
+    return [Result(job, group, 4) for job, group in zip(jobs, groups, strict=True)]
+
+
+def test_groups_that_are_submitted_together_do_not_hold_up_each_other(scene: Scene) -> None:
+    results = finished(scene, 40)
+    scene.expire_leases(results[1].job.gid, results[35].job.gid)
+    scene.run.jobs.reap()
+    outcomes = scene.run.buffer.submit_many("w0", results)
+    fenced = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Fenced)]
+    assert fenced == [1, 35]
+    assert outcomes[2:4] == [Stored(Status.COMPLETED, 2), Stored(Status.COMPLETED, 3)]
+    scene.check()
+    arrivals = [gid for gid, _ in scene.pool("completed")]
+    assert arrivals == [r.job.gid for n, r in enumerate(results) if n not in (1, 35)]
+
+
+def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) -> None:
+    results = finished(scene, 3)
+    results[1].group.members[0]["spans"] = [list(VersionSpan(0, 99, 0, "l0"))]
+    first, second, third = scene.run.buffer.submit_many("w0", results)
+    assert (first, third) == (Stored(Status.COMPLETED, 1), Stored(Status.COMPLETED, 2))
+    assert isinstance(second, WireError)
+    assert "outside of" in str(second)
+    assert scene.record(results[1].job.gid)["stage"] == "running"
+    scene.check()
+
+
+def test_nothing_is_sent_for_no_results(scene: Scene) -> None:
+    assert scene.run.buffer.submit_many("w0", []) == []

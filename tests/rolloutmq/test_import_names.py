@@ -1,0 +1,100 @@
+"""Files of the user's that are called like our packages break neither the command nor a script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rolloutmq.conftest import ROOT
+
+THEIRS = "OWNER = 'the user'\n\n\ndef score(*, response, ground_truth, state):\n    return 1.0\n"
+CONFIG = """
+[run]
+name = "mine"
+
+[plan]
+steps = 1
+batch_size = 1
+
+[policy]
+model = "model"
+
+[tasks.sums]
+prompt_repeat_k = 2
+judge = "{judge}"
+dataset = {{ kind = "python", factory = "configs:rows" }}
+
+[engine]
+kind = "simulated"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a consumer.py, a buffer/ and a configs.py of the user's."""
+    (tmp_path / "buffer").mkdir()
+    for file in ("consumer.py", "buffer/__init__.py"):
+        (tmp_path / file).write_text(THEIRS, encoding="utf-8")
+    rows = "def rows():\n    return [{'question': '1 + 1', 'answer': '2'}]\n"
+    (tmp_path / "configs.py").write_text(THEIRS + rows, encoding="utf-8")
+    return tmp_path
+
+
+def python(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def run_script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(code, encoding="utf-8")
+    return python(folder, "script.py")
+
+
+def test_the_command_starts_beside_them(folder: Path) -> None:
+    done = python(folder, "-c", "from rolloutmq.cli import main; main()", "--help")
+    assert "Exit codes" in done.stdout, done.stderr
+
+
+def test_the_module_starts_beside_them(folder: Path) -> None:
+    done = python(folder, "-m", "rolloutmq", "--help")
+    assert "Exit codes" in done.stdout, done.stderr
+
+
+def test_a_config_finds_a_module_of_the_users_folder(folder: Path) -> None:
+    (folder / "run.toml").write_text(CONFIG.format(judge="configs:score"), encoding="utf-8")
+    done = python(folder, "-m", "rolloutmq", "problems", "run.toml")
+    assert done.stdout == "sums: 1 problems\n", done.stderr
+
+
+def test_the_users_folder_is_searched_last(folder: Path) -> None:
+    code = "from buffer.model.dotted_path import load_object\n"
+    done = python(folder, "-P", "-c", code + "load_object('consumer:score', kind='judge')")
+    assert "module 'consumer' has no 'score'" in done.stderr
+    assert str(ROOT / "consumer" / "__init__.py") in done.stderr
+    found = python(folder, "-P", "-c", code + "print(load_object('configs:OWNER', kind='judge'))")
+    assert found.stdout == "the user\n"
+
+
+def test_a_script_beside_them_imports_rolloutmq(folder: Path) -> None:
+    done = run_script(folder, "from rolloutmq import BatchDataset, Run\nimport configs\n"
+                      "print(BatchDataset.__module__, configs.OWNER)")  # fmt: skip
+    assert done.stdout == "consumer.batches.torch_dataset the user\n", done.stderr
+
+
+def test_a_script_that_has_imported_one_of_them_is_told_which_file_to_rename(folder: Path) -> None:
+    done = run_script(folder, "import consumer\nimport rolloutmq")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {folder / 'consumer.py'} was imported as 'consumer', which is the name of a "
+        "package of rolloutmq: rename that file"
+    )

@@ -1,0 +1,63 @@
+"""The public names: frozen, importable, light, and the only ones that the docs import."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rolloutmq
+from tests.rolloutmq.conftest import ROOT
+
+PUBLIC = """
+    AgentLoop AgentLoopManager Answer AsyncRolloutConsumer Batch BatchDataset CheckpointFolder
+    ConfigError Dataset EmbeddedServer Engine Environment FolderSender GroupJudge Judge Manifest
+    MediaRef Mode MultiTurnAgentLoop NotReady PolicyVersion Position RehearsalError ReplayBuffer
+    RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams
+    ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker
+    padded_tensors publish rehearse run_all
+"""
+NAMES = PUBLIC.split()
+HEAVY = {"torch", "vllm", "rq", "transformers", "fakeredis"}
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/pages/*.md")]
+    if not path.is_relative_to(ROOT / "tests")
+)
+
+
+def test_the_public_names_are_these() -> None:
+    assert rolloutmq.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_there(name: str) -> None:
+    assert getattr(rolloutmq, name).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["Nothing"])
+def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
+    with pytest.raises(AttributeError, match="module 'rolloutmq' has no attribute 'Nothing'"):
+        getattr(rolloutmq, name)
+
+
+def test_importing_rolloutmq_loads_nothing_heavy() -> None:
+    code = "import sys, rolloutmq; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not HEAVY & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docs_import_public_names_only(page: Path) -> None:
+    for code in re.findall(r"^```python.*?\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
+        assert not re.search(
+            r"^\s*(?:from|import) (?:buffer|consumer|producer_workers)\b", code, re.M
+        )
+        for names in re.findall(r"^from rolloutmq import (.+)$", code, re.M):
+            assert set(names.split(", ")) <= set(NAMES)
+        assert not re.search(r"^\s*(?:from|import) rolloutmq\.", code, re.M)
