@@ -1,8 +1,8 @@
 """A worker's own connection for hints of control changes and for its receipts (I10).
 
-With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening it
-blocks, so an event loop can use it directly: no thread is waited for between a hint and its receipt.
-It is never needed: a worker without it exchanges the same with its heartbeats.
+With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening
+it blocks, so an event loop can use it directly: no thread is waited for between a hint and its
+receipt. It is never needed: a worker without it exchanges the same with its heartbeats.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _read_hint(message: bytes) -> ControlState | None:
 def _parse_reply(reply: list[bytes]) -> ControlState | None:
     """Return the state in a reply of `receipt`; None for UNKNOWN and REPLACED."""
     code, *fields = [part.decode(errors="replace") for part in reply]
-    return ControlState.parse(fields) if code == "OK" else None
+    return None if code in ("UNKNOWN", "REPLACED") else ControlState.parse(fields)
 
 
 class ControlLine:

@@ -1,9 +1,9 @@
-"""The workers of a run: what each reports with its heartbeats, and the record that the server keeps.
+"""The workers of a run: what each reports with its heartbeats, and the record that is kept.
 
-A number of a heartbeat is a field of `WorkerNumbers`, an argument of `lua/heartbeat.lua`, and a value
-that the worker fills in (`producer_workers/worker/heartbeat.py`); the views read it from
-`WorkerRecord`. A worker of another language may write anything into its record: what is not a valid
-number counts as not written, and texts are kept as they are.
+A number of a heartbeat is a field of `WorkerNumbers`, an argument of `lua/heartbeat.lua`, and a
+value that the worker fills in (`producer_workers/worker/heartbeat.py`); the views read it from
+`WorkerRecord`. A worker of another language may write anything into its record: what is not a
+valid number counts as not written, and texts are kept as they are.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class WorkerRecord(WorkerNumbers):
 
 
 OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "facts")
-"""Fields that do not come from the worker's hash; what it writes there under these names is ignored."""
+"""Fields that do not come from the worker's hash; these names are ignored there."""
 
 _PRIVATE = ("nonce", "claim", "claimed")
 
@@ -269,7 +269,7 @@ class Fleet:
                 raise ScriptError(f"heartbeat: an empty reply for worker {worker!r}")
 
     def open_line(self, worker: str, nonce: str) -> ControlLine:
-        """Open a connection for a registered worker's hints and receipts. Raises redis.RedisError."""
+        """Open a connection for a worker's hints and receipts. Raises redis.RedisError."""
         return ControlLine(self._store, self._keys, worker, nonce)
 
     def deregister(self, worker: str, nonce: str) -> bool:

@@ -5,8 +5,8 @@ or by the script `receipt`. One policy holds for workers without one, whoever wa
 
 * A worker whose last heartbeat is older than a lease is dead. It is not waited for: its leases have
   run out, and the next sweep takes its groups back.
-* A worker that lives and stays silent for `pause_timeout_s` is fenced where the caller asks for that
-  (the trainer does): its groups wait again. Otherwise PauseTimeout names it (the commands do).
+* A worker that lives and stays silent for `pause_timeout_s` is fenced where the caller asks for
+  that (the trainer does): its groups wait again. Otherwise PauseTimeout names it (for commands).
 * Time during which the server did not answer does not count: nobody could send a receipt.
 """
 
@@ -39,7 +39,7 @@ OPERATOR_POLL_S = 0.05
 def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
     return PauseTimeout(
         f"no receipt after {seconds:.1f} s from {', '.join(silent)}",
-        hint="`rolloutmq fence WORKER --yes` takes their groups back; or wait until their heartbeats stop",
+        hint="`rolloutmq fence WORKER --yes` takes a worker's groups back",
     )
 
 

@@ -1,15 +1,15 @@
-"""Whether more is produced for a task and for a train step, as producer and trainer both see it (I11).
+"""Whether more is produced for a task and a train step, as producer and trainer see it (I11).
 
-The producer reports a task of which it starts nothing more as a `Halt`, so that a trainer that waits
-for it knows why:
+The producer reports a task of which it starts nothing more as a `Halt`, so that a trainer that
+waits for it knows why:
 
     enough   the user's `should_continue_fn` ended the batch: it is complete, up to a train step
     broken   prompts can no longer be drawn: the task is stopped until `rolloutmq continue --task`
 
 Too many failures in a row are counted by the scripts themselves (`JobQueue.failures`).
 
-`ProduceBatchStatus` (XTuner's name) is neither stored nor sent: it follows from the control state, the
-train step and the limits. Both sides read these, so they cannot disagree.
+`ProduceBatchStatus` (XTuner's name) is neither stored nor sent: it follows from the control state,
+the train step and the limits. Both sides read these, so they cannot disagree.
 """
 
 from __future__ import annotations
