@@ -155,7 +155,7 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
         return
     level: Level = "stuck" if len(behind) == len(snap.live_workers) else "note"
     names = ", ".join(f"{worker.id} has {worker.weights or 'none'}" for worker in behind)
-    what = f"the newest weights are {newest}, but {names}; such a worker claims nothing"
+    what = f"the newest weights are {newest}, but {names}; they claim nothing"
     since = (
         max(0, snap.now_ms - int(snap.control["weights_ms"]))
         if "weights_ms" in snap.control
