@@ -1,5 +1,4 @@
-"""Processor time that workers cost the server, from 1 to 1,000 of them with 32 groups each: index
-data only.
+"""Measure the server's processor time for 1 to 1,000 workers with 32 groups each, index data only.
 
 The client's calls are the real ones, but come as fast as they can from one process, some at once,
 as those of a fleet do: what comes together, a durable server writes to disk together. Only the
@@ -73,7 +72,7 @@ def scale(server: BenchServer, sizes: tuple[int, ...]) -> Iterator[Figure]:
 
 
 def rates(workers: int) -> dict[str, float]:
-    """Calls per second of a fleet, its producer and its trainer."""
+    """Return the calls per second of a fleet, its producer and its trainer."""
     groups = workers * HELD / GROUP_S
     return {
         "heartbeat": workers / HEARTBEAT_S,

@@ -1,5 +1,4 @@
-"""Producer and worker of a trial in one loop: it claims, samples and submits through the real
-scripts.
+"""Run producer and worker of a trial in one loop, through the real scripts.
 
 As a program: `python -m benchmarks.learning.fleet URL RUN MODEL K BATCH SEED`, until the run is
 finished.
@@ -74,9 +73,7 @@ class Fleet:
         return bool(jobs)
 
     def serve(self) -> None:
-        """Until the run is finished. `busy_s` counts the seconds of a core in which groups were
-        made.
-        """
+        """Work until the run is finished; `busy_s` counts the processor time of making groups."""
         while self._run.control.state().mode is not Mode.FINISH:
             used = time.thread_time()
             if self.turn():

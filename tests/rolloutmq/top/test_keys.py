@@ -103,7 +103,7 @@ def test_keys_pause_and_continue_a_run_and_open_a_group(
         terminal.until("p pause")
         until(lambda: not termios.tcgetattr(its)[3] & termios.ECHO)
         for keys, words, mode in (
-            ("p", "any other key: no", Mode.RUN),
+            ("p", "any other key: no pause", Mode.RUN),
             ("x", "not paused", Mode.RUN),
             ("pd", "paused by the operator", Mode.DRAIN),
             ("c", "continued", Mode.RUN),
