@@ -47,10 +47,8 @@ def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     run = BenchRun(server)
     run.make_ready(groups)
     run.check()
-    consumer = RolloutConsumer(
-        run.run, prefetch_bytes=0
-    )  # it would read what is measured before the clock runs
-    consumer.nonce = run.trainer
+    # a prefetcher would read what is measured before the clock runs
+    consumer = RolloutConsumer(run.run, prefetch_bytes=0, nonce=run.trainer)
 
     def raw_get(names: list[str], depth: int) -> Way:
         return Way(lambda _: _mget(server.raw, names, depth))

@@ -82,15 +82,18 @@ class RolloutConsumer:
     """Represents the trainer of a run.
 
     One thread opens and closes it; all threads of the process may call the rest. `prefetch_bytes`:
-    payloads that are read ahead while a batch is trained; 0 reads none.
+    payloads that are read ahead while a batch is trained; 0 reads none. `nonce`: that of a trainer
+    which is already open; without it, call `open`.
     """
 
     producer_timeout_s: float | None = 120.0
     """how long to wait for a batch while no producer is alive; None: forever"""
 
-    def __init__(self, run: Run, *, prefetch_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self, run: Run, *, prefetch_bytes: int = 64 * 2**20, nonce: str | None = None
+    ) -> None:
         self._run = run
-        self.nonce = new_nonce()
+        self.nonce = nonce or new_nonce()
         self._taker = BatchTaker(run, self.nonce, self._check)
         self.lineage = secrets.token_hex(4)
         self.pauses = PauseTimes()
@@ -190,6 +193,7 @@ class RolloutConsumer:
         ExpiredBatch, NoBatch, ProducerGone if waiting is useless (see `consumer.batches.outlook`);
         TaskStopped if nothing more is produced of a task that is short.
         """
+        # before the take: groups that left the pool would be forgotten as unwanted
         self._prefetcher.end()
         started = time.monotonic()
         options = WaitOptions(deadline_s, self.producer_timeout_s, waiting, checkpoint)
@@ -247,7 +251,7 @@ class RolloutConsumer:
         """
         self._run.ledger.commit(self.nonce, step, keep)
 
-    # -- control -------------------------------------------------------------
+    # -- control -------------------------------------------------------------------------
 
     @contextmanager
     def paused(self, mode: PauseMode) -> Iterator[float]:
@@ -295,7 +299,7 @@ class RolloutConsumer:
         self._run.control.publish_weights(self.nonce, weights, path, checksum)
         return weights
 
-    # -- evaluation ----------------------------------------------------------
+    # -- evaluation ----------------------------------------------------------------------
 
     def evaluate(
         self,
@@ -332,7 +336,7 @@ class RolloutConsumer:
         options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
         return pending.finish(options, allows_newer=True)
 
-    # -- metrics and events --------------------------------------------------
+    # -- metrics and events --------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics take/*, prefetch/* and pause/* of this trainer so far.
@@ -357,7 +361,7 @@ class RolloutConsumer:
         """
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
 
-    # -- the heartbeat -------------------------------------------------------
+    # -- the heartbeat -------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
         # continues after `stop`, while the last step ends: the role is held until `close`

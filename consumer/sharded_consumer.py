@@ -138,7 +138,7 @@ class ShardedConsumer:
 
         self._on_leader(commit)
 
-    # -- shares ----------------------------------------------------------------
+    # -- shares --------------------------------------------------------------------------
 
     def _tokens(self, manifest: Manifest) -> list[int]:
         """Return the generated tokens of each group by its record, or its bytes if it has none."""
@@ -159,6 +159,7 @@ class ShardedConsumer:
         """
         entries = tuple(manifest.entries[position] for position in share)
         try:
+            # the header of the whole batch: it defines which tokens are masked
             return self._run.buffer.load(Manifest(manifest.step, manifest.header, entries)), {}
         except (WireError, PayloadMissing):
             return [], self._find_bad(entries)
@@ -179,7 +180,7 @@ class ShardedConsumer:
         manifest = self.leader.quarantine(step, bad)
         return manifest.lines, self._tokens(manifest)
 
-    # -- agreement -------------------------------------------------------------
+    # -- agreement -----------------------------------------------------------------------
 
     def _agree(self, manifest: Manifest, problems: dict[str, str]) -> dict[str, str]:
         """Return the unreadable groups of all ranks by gid, with the reasons.
@@ -212,6 +213,7 @@ class ShardedConsumer:
                 answer = {"error": type(raised).__name__, "reason": str(raised)}
         answer = self.ranks.gather(answer)[0]
         if error:
+            # after the exchange: the other ranks wait for it
             raise error
         if "error" in answer:
             kind = SHARED_ERRORS.get(answer["error"], StepFailed)

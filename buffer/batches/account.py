@@ -185,13 +185,13 @@ class Account:
         return audit
 
     def _check(self, audit: Audit, gids: Sequence[str], cursor: int) -> None:
-        for gid, places in zip(gids, self.places_of(gids), strict=True):
+        for gid, stages in zip(gids, self.places_of(gids), strict=True):
             audit.checked += 1
             # a draw from the cursor on need not have entered yet
-            if not places and not cursor <= split_group_id(gid)[1] < IMPORTED_FROM:
+            if not stages and not cursor <= split_group_id(gid)[1] < IMPORTED_FROM:
                 audit.lost.append(gid)
-            elif len(places) > 1:
-                audit.doubled.append(f"{gid} ({', '.join(places)})")
+            elif len(stages) > 1:
+                audit.doubled.append(f"{gid} ({', '.join(stages)})")
 
     def places(self, task: str, draw: int) -> list[str]:
         """Return the stages of a draw, from all structures at one instant; exactly one is right."""
@@ -203,7 +203,7 @@ class Account:
         Each group is checked at one instant, but not all of them at the same one.
         """
         replies = self._store.call_many("check", [self._check_call(gid) for gid in gids])
-        return [[str(place) for place in reply[2:]] for reply in replies]
+        return [[str(stage) for stage in stages] for _ok, _recorded, *stages in replies]
 
     def _check_call(self, gid: str) -> tuple[SlotKeys, dict[str, Arg]]:
         task, draw = split_group_id(gid)
@@ -218,27 +218,31 @@ class Account:
                 audit.faults.append(f"the manifest of {ledger.name} step {step} is gone")
             gids = manifest.gids if manifest else []
             seen.update(gids)
-            for gid, places in zip(gids, self._places_in_slices(gids), strict=True):
+            for gid, stages in zip(gids, self._stages_in_slices(gids), strict=True):
                 # a group may be archived between the two reads, but never leaves a batch otherwise
-                if places not in (["taken"], ["archived"]):
+                if stages not in (["taken"], ["archived"]):
                     audit.doubled.append(
-                        f"{gid} (batch {step} of {ledger.name}; {', '.join(places) or 'nowhere'})"
+                        f"{gid} (batch {step} of {ledger.name}; {', '.join(stages) or 'nowhere'})"
                     )
         audit.doubled += [f"{gid} (in {n} batches)" for gid, n in seen.items() if n > 1]
 
-    def _places_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
+    def _stages_in_slices(self, gids: Sequence[str]) -> Iterator[list[str]]:
         for start in range(0, len(gids), SLICE):
             yield from self.places_of(gids[start : start + SLICE])
 
 
 def _task(name: str, row: list[int]) -> TaskAccount:
-    counters = dict(zip(_COUNTERS, row[6:20], strict=True))
+    numbers = iter(row)
+    waiting = sum(islice(numbers, len(LANES)))
+    completed, aborted, expired = islice(numbers, len(POOLS))
+    counters = dict(zip(_COUNTERS, islice(numbers, len(_COUNTERS)), strict=True))
+    archived, filtered, dropped = numbers
     return TaskAccount(
         task=name,
-        waiting=sum(row[:3]),
-        completed=row[3],
-        aborted=row[4],
-        expired=row[5],
-        ended_bits=(row[20], row[21], row[22]),
+        waiting=waiting,
+        completed=completed,
+        aborted=aborted,
+        expired=expired,
+        ended_bits=(archived, filtered, dropped),
         **counters,
     )

@@ -91,6 +91,7 @@ class DrawAssertion:
             "draws",
             [
                 ("HMGET", progress, "cursor", "reach", "lost_to", "put", "imported"),
+                # one bitmap: imported groups are numbered from IMPORTED_FROM on
                 ("GETRANGE", archived, 0, IMPORTED_FROM // 8 - 1),
                 ("GETRANGE", archived, IMPORTED_FROM // 8, -1),
             ],

@@ -76,6 +76,7 @@ class BatchLedger:
             "nonce": nonce,
             "step": step,
             "strict": int(strict),
+            # an evaluation chooses its weights itself: its groups never become too old
             "threshold": limits.stale_threshold if training else "",
             "policy": limits.order if training else "staleness",
             "tokens": "",
@@ -163,6 +164,7 @@ class BatchLedger:
         Raises Fenced, LedgerError.
         """
         task, _ = split_group_id(entry.gid)
+        # messages may contain lone surrogates, which JSON cannot contain
         text = reason[:2000].encode(errors="replace").decode()
         reply = self._call_in_order(
             "quarantine",
@@ -177,7 +179,7 @@ class BatchLedger:
                 "window_ms": BAD_WINDOW_MS,
             },
         )
-        _expect_changed(reply, step, entry.gid)
+        _accepted(reply, step, entry.gid)
         return self.recorded(step)
 
     def refill(self, nonce: str, step: int) -> Manifest | NotReady:
@@ -193,9 +195,9 @@ class BatchLedger:
                 self._keys.slots(ledger=self.name, step=step, task=task),
                 {"nonce": nonce, "step": step, "task": task},
             )
-            _expect_changed(reply, step, task)
-            if empty := int(reply[2]):
-                still_empty[task] = (0, empty)
+            _filled, empty = _accepted(reply, step, task)
+            if int(empty):
+                still_empty[task] = (0, int(empty))
         return NotReady(still_empty) if still_empty else self.recorded(step)
 
     # -- commit ----------------------------------------------------------------------------------
@@ -267,11 +269,14 @@ def _missing(rows: Sequence[Any]) -> dict[str, tuple[int, int]]:
     return dict(zip(tasks, numbers, strict=True))
 
 
-def _expect_changed(reply: list[Any], step: int, what: str) -> None:
-    """Raise what `quarantine` of a group, or `refill` of a task, refused."""
+def _accepted(reply: list[Any], step: int, what: str) -> list[Any]:
+    """Return the fields of an OK reply to `quarantine` of a group or `refill` of a task.
+
+    Raises Fenced, and LedgerError for every other reply.
+    """
     match unfenced(reply, "trainer"):
-        case ["OK", *_]:
-            return
+        case ["OK", *fields]:
+            return fields
         case ["RECOVERING"]:
             raise LedgerError(
                 f"{what} stays in step {step}: the run is recovering from a fork",

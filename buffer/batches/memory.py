@@ -120,6 +120,7 @@ class Memory:
         for task in self._limits.tasks:
             for gid, record in walk.records(task):
                 total += int(record.get("prompt", 0))
+                # before the first result, the payload is the prompt, which is counted already
                 if record["payload"] != "init":
                     total += int(record["size"])
                     seen.add(gid)

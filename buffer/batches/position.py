@@ -61,6 +61,7 @@ class DrawSet(BaseModel):
         byte, bit = divmod(draw - self.low, 8)
         self.bits.extend(bytes(max(0, byte + 1 - len(self.bits))))
         self.bits[byte] |= 0x80 >> bit
+        # complete leading bytes move into the mark, so that the bitmap stays short
         if self.bits[0] == 0xFF:
             left = self.bits.lstrip(b"\xff")
             self.low += 8 * (len(self.bits) - len(left))

@@ -20,6 +20,7 @@ trainer compares again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from buffer.batches.draw_assertion import DrawAssertion, expect_ok, numbers_of
@@ -30,6 +31,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
+from buffer.store.scripts import Arg
 from buffer.store.store import Store
 
 
@@ -129,6 +131,7 @@ class Reassertion:
         Stops at the first, from S downwards, of which a record or bytes are missing.
         """
         found: list[Manifest] = []
+        # a ledger has no holes: below the first incomplete batch, none can be delivered
         for step in range(self._position.step, taken, -1):
             manifest = self._position.manifest(step)
             if manifest is None or not self._is_whole(manifest):
@@ -144,25 +147,26 @@ class Reassertion:
         return all(records) and self._payloads.pin(_payloads(manifest))
 
     def _restore(self, manifest: Manifest) -> None:
-        reply = self._store.call(
-            "restore_batch",
-            self._keys.slots(ledger=self._ledger.name, step=manifest.step),
-            {"nonce": self._nonce, "step": manifest.step, "header": manifest.header},
-            tail_args=manifest.lines[1:],
-            durable=True,
-        )
-        expect_ok("restore_batch", reply)
+        header, *entries = manifest.lines
+        step = manifest.step
+        self._call("restore_batch", {"step": step, "header": header}, entries, step=step)
         self._done.restored += 1
 
     def _dissolve_one(self, step: int) -> None:
-        reply = self._store.call(
-            "dissolve_batch",
-            self._keys.slots(ledger=self._ledger.name, step=step),
-            {"nonce": self._nonce, "step": step, "lag": self._limits.lag},
-            durable=True,
-        )
-        expect_ok("dissolve_batch", reply)
+        self._call("dissolve_batch", {"step": step, "lag": self._limits.lag}, step=step)
         self._done.dissolved += 1
+
+    def _call(
+        self,
+        script: str,
+        args: Mapping[str, Arg],
+        tail_args: Sequence[Arg] = (),
+        **facts: int,
+    ) -> None:
+        keys = self._keys.slots(ledger=self._ledger.name, **facts)
+        named = {"nonce": self._nonce, **args}
+        reply = self._store.call(script, keys, named, tail_args=tail_args, durable=True)
+        expect_ok(script, reply)
 
     # -- up to the checkpoint ----------------------------------------------------------------------
 
@@ -175,7 +179,7 @@ class Reassertion:
         living = {gid for step in range(freed + 1, taken + 1) for gid in self._gids(step)}
         living |= {gid for manifest in restorable for gid in manifest.gids}
         if has_gap:
-            # batches before the gap can no longer be delivered: a ledger has no holes
+            # neither can those before the gap
             self._ledger.commit(self._nonce, taken, taken)
         self._draws.end(position, living)
         self._revive()
@@ -221,14 +225,8 @@ class Reassertion:
             task: position.trained.count(task) - len(numbers_of(task, later))
             for task in self._limits.training_tasks
         }
-        reply = self._store.call(
-            "reset_ledger",
-            self._keys.slots(ledger=self._ledger.name),
-            {"nonce": self._nonce, "step": step, "committed": position.step},
-            tail_args=[value for pair in used.items() for value in pair],
-            durable=True,
-        )
-        expect_ok("reset_ledger", reply)
+        pairs = [value for pair in used.items() for value in pair]
+        self._call("reset_ledger", {"step": step, "committed": position.step}, pairs)
 
 
 def _payloads(manifest: Manifest) -> list[PayloadRef]:

@@ -69,6 +69,7 @@ class EvaluationRound:
     def _read(self, manifest: Manifest, allows_newer: bool) -> list[RolloutGroup] | None:
         """Read the groups and commit their step; return None if they are not of this round."""
         _, groups = self._taker.read(self._run.evaluations, manifest)
+        # also if they are discarded: the step must end before the next one can be taken
         self._run.evaluations.commit(self._nonce, self._step, self._step)
         tasks = {split_group_id(entry.gid)[0] for entry in manifest.entries}
         if tasks != {self.task} or len(manifest.entries) != self._count:

@@ -45,7 +45,7 @@ POLL_S = 0.5
 """Seconds before the first check, and between two: every submitted group wakes the trainer."""
 
 HEARTBEATS = 3
-"""A producer sends one heartbeat a round: within so many distinct ones lies a whole round."""
+"""A producer sends one heartbeat a round: three different ones enclose a whole round."""
 
 _STATUS_REASONS = {
     ProduceBatchStatus.FINISH: "the run is finished: nothing more is produced",

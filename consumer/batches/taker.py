@@ -64,7 +64,7 @@ class BatchTaker:
         self.quarantined = 0
         """groups that were quarantined so far"""
 
-    # -- take ----------------------------------------------------------------------------------
+    # -- take ----------------------------------------------------------------------------
 
     def take(
         self,
@@ -113,7 +113,7 @@ class BatchTaker:
         strict: bool,
         refills: bool,
     ) -> Manifest:
-        """Ask the ledger, after each wake-up and at least once a second, until the batch is ready."""
+        """Ask the ledger until the batch is ready: after each wake-up, at least once a second."""
         trains = ledger.name == "train"
         outlook = BatchOutlook(self._run, step, options.producer_timeout_s, trains=trains)
         limit_s = float("inf") if options.deadline_s is None else options.deadline_s
@@ -142,7 +142,7 @@ class BatchTaker:
             self._run.store.wait_bell(self._run.keys.bell("trainer"), min(POLL_S, deadline - now))
             self._check()
 
-    # -- read ----------------------------------------------------------------------------------
+    # -- read ----------------------------------------------------------------------------
 
     def read(
         self, ledger: BatchLedger, manifest: Manifest, known: Known | None = None

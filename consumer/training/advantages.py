@@ -6,11 +6,6 @@ standard deviation would turn rounding errors into advantages.
 
 All functions take the scores of a batch, one float32[k] per group (k may differ), and return
 float32[sum k] in the order of the groups. They raise WireError where a score is not finite.
-
-Overlong reward shaping: a response close to its token limit loses score, softly at first.
-
-(DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.) It replaces a hard cut, which punishes
-correct reasoning at random because of its length.
 """
 
 from __future__ import annotations
@@ -212,7 +207,10 @@ def _join(groups: list[Floats]) -> NDArray[np.float32]:
 def overlong_penalty(
     lengths: NDArray[np.int32], max_tokens: NDArray[np.int32], buffer_tokens: int
 ) -> NDArray[np.float32]:
-    """Return what to add to the scores, float32[k], in [-1, 0].
+    """Return the penalty of responses close to their token limit, float32[k], in [-1, 0].
+
+    It is added to the scores (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13), and replaces a
+    hard cut, which punishes correct reasoning at random because of its length.
 
     `lengths`, `max_tokens`: int32[k], of each response. The penalty is 0 up to
     `max_tokens - buffer_tokens`, falls linearly to -1 at `max_tokens`, and is -1 above.

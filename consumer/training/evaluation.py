@@ -7,7 +7,7 @@ exclusive            waits for the result    are paused: after the new weights a
 background           continues               continue, behind those of the evaluation; the result
                                              comes some steps later
 
-Metrics of evaluation rollouts, which workers generated on the `eval` lane.
+Workers generate the rollouts of all three on the `eval` lane; `Evaluator` computes their metrics.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from buffer.model.rollout import VersionSpan
 from consumer.batches.evaluation_round import EvaluationRound
 from consumer.rollout_consumer import RolloutConsumer
 from consumer.training.step_log import StepWriter
+
+log = logging.getLogger("rolloutmq.trainer")
 
 FULL_SCORE = 1.0 - 1e-6
 """Verifiers may give partial credit: only a full score counts as right."""
@@ -91,9 +93,6 @@ def _probability(right: NDArray[np.bool_], k: int) -> float:
     """Return the probability that one of k rollouts, drawn without replacement, is right."""
     wrong = int((~right).sum())
     return 1.0 - comb(wrong, k) / comb(len(right), k)
-
-
-log = logging.getLogger("rolloutmq.trainer")
 
 
 class EvaluationPlan:

@@ -33,12 +33,17 @@ from consumer.models.model_folder import load_model, save_model
 from consumer.ranks import ALONE, Ranks
 from consumer.training.importance import Samples
 from consumer.training.learner_state import capture, restore
-from consumer.training.logprobs import TargetLogits, TokenLogprobs, token_logprobs
+from consumer.training.logprobs import (
+    TargetLogits,
+    TokenLogprobs,
+    keeps_samples_apart,
+    token_logprobs,
+)
 from consumer.training.lora import Adapter
 from consumer.training.losses import TokenColumns, derived_metrics, policy_loss, token_weights
 from consumer.training.packing import GroupColumns, MicroBatch, Packer
 from consumer.training.routing_replay import RoutingReplay
-from consumer.training.sharding import gather, keeps_samples_apart, shard, write_weights
+from consumer.training.sharding import gather, shard, write_weights
 from consumer.training.train_batch import TrainBatch, Update
 
 
@@ -94,7 +99,7 @@ class Learner:
             fused=True,
         )
 
-    # -- the parts of a train step ---------------------------------------------
+    # -- the parts of a train step -------------------------------------------------------
 
     def keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:
         """Return which rollouts need a forward pass, bool[sum k]; None: all of them.
@@ -191,7 +196,7 @@ class Learner:
         """Return the log-probabilities of the targets under the current weights, float32[N]."""
         return self._score(self._policy, batch).logprobs
 
-    # -- state and weights -----------------------------------------------------
+    # -- state and weights ---------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return everything that a resume of this rank needs, on the CPU.
@@ -242,7 +247,7 @@ class Learner:
             return None
         return torch.cuda.max_memory_allocated(self.device)
 
-    # -- models ----------------------------------------------------------------
+    # -- models --------------------------------------------------------------------------
 
     def _score(
         self, policy: TargetLogits, batch: MicroBatch, *, entropy_gradient: bool = True
@@ -281,7 +286,7 @@ class Learner:
         policy = TargetLogits(model, replay)
         return shard(policy, self.device) if self.ranks.size > 1 else policy
 
-    # -- one optimizer step ----------------------------------------------------
+    # -- one optimizer step --------------------------------------------------------------
 
     def _pack_update(
         self, groups: Sequence[GroupColumns], keep: NDArray[np.bool_], first: int

@@ -1,10 +1,12 @@
 """Log-probabilities of the sampled tokens under a model, for a packed micro-batch.
 
-The part of a causal language model that training uses, as one module that FSDP can shard.
+`TargetLogits` is the part of a causal language model that training uses, as one module that FSDP
+can shard. `keeps_samples_apart` tests whether samples may share a row.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple, cast
 
 import torch
@@ -13,6 +15,15 @@ from transformers import PreTrainedModel
 
 from consumer.training.packing import MicroBatch
 from consumer.training.routing_replay import RoutingReplay
+
+log = logging.getLogger("rolloutmq.trainer")
+
+FIRST = 4
+SECOND = 6
+"""Tokens of the two samples that `keeps_samples_apart` compares."""
+
+TOLERANCE = 1e-4
+"""Share of the largest hidden value: above rounding, far below the effect of another token."""
 
 
 class TargetLogits(nn.Module):
@@ -88,3 +99,39 @@ def token_logprobs(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(-1)
     return TokenLogprobs(logprobs, entropy)
+
+
+@torch.no_grad()
+def keeps_samples_apart(model: PreTrainedModel) -> bool:
+    """Return whether the second sample of a row is independent of the tokens of the first.
+
+    This is tested, not derived from the architecture: a leak between samples would go unnoticed.
+    transformers finds the borders where positions start again and no mask is given. Linear
+    attention (Qwen3-Next, Mamba) carries its state across them, and some older models (OPT, Bloom)
+    ignore positions in their mask.
+    """
+    was_training = model.training
+    model.eval()
+    hidden = _hidden(model, first_id=0)
+    other = _hidden(model, first_id=1)
+    model.train(was_training)
+    is_apart = bool((hidden - other).abs().max() <= TOLERANCE * hidden.abs().max())
+    if not is_apart:
+        log.warning(
+            "attention of %s crosses samples that share a row: each sample gets a row of its own",
+            type(model).__name__,
+        )
+    return is_apart
+
+
+def _hidden(model: PreTrainedModel, first_id: int) -> Tensor:
+    """Return the hidden states of the second sample, float32[SECOND, width].
+
+    All tokens of the first sample are `first_id`.
+    """
+    ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
+    hidden: Tensor = model.base_model(
+        input_ids=ids.to(model.device), position_ids=positions.to(model.device), use_cache=False
+    ).last_hidden_state
+    return hidden[0, FIRST:].float()

@@ -3,14 +3,6 @@
 Shapes: N response tokens of a micro-batch, S samples. Nothing here depends on models or packing.
 The weight of a token in the loss is determined for the whole batch before it is divided into
 micro-batches (`token_weights`), so the gradient does not depend on that division.
-
-Per-token estimates of KL(policy, reference) from the log-probability of the sampled token alone.
-
-With d = logprob - reference (Schulman 2020, "Approximating KL divergence"):
-    k1   d                  unbiased, of either sign
-    abs  |d|                not an estimate of KL; a robust distance
-    k2   d^2 / 2            biased, low variance
-    k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
 """
 
 from __future__ import annotations
@@ -28,11 +20,19 @@ from consumer.training.importance import Correction, Samples, correct
 
 KlKind = Literal["k1", "abs", "k2", "k3"]
 
+MAX_LOG_PPL = 80.0
+"""Log-perplexities are clamped to this before exponentiation: e^80 still fits into a float32."""
+
 
 def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return the estimate of that kind, float32[N] from float32[N].
+    """Estimate KL(policy, reference) per token, from the logprobs of the sampled tokens alone.
 
-    It carries the gradient of `logprobs`.
+    float32[N] from float32[N]; it carries the gradient of `logprobs`. With d = logprob - reference
+    (Schulman 2020, "Approximating KL divergence"):
+        k1   d                  unbiased, of either sign
+        abs  |d|                not an estimate of KL; a robust distance
+        k2   d^2 / 2            biased, low variance
+        k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
     """
     difference = logprobs - ref_logprobs
     match kind:
@@ -43,10 +43,6 @@ def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         case "k2":
             return difference.square() / 2
     return (-difference).exp() - 1 + difference
-
-
-MAX_LOG_PPL = 80.0
-"""Log-perplexities are clamped to this before exponentiation: e^80 still fits into a float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Further destinations of a step's metrics beside `steps.jsonl`: TensorBoard, Weights & Biases.
+"""Destinations of a step's metrics beside `steps.jsonl`.
 
-A progress bar of training on a terminal; elsewhere, log lines report the progress.
+TensorBoard, Weights & Biases, and a progress bar on a terminal; without a terminal, log lines
+report the progress.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class MetricWriter(Protocol):
 
         for writer in open_writers(("tensorboard",), folder, run.name, first=1):
             writer.write(step, metrics)
-            writer.close()
     """
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+
+    def close(self) -> None:
+        """Write what is buffered, and release the destination."""
 
 
 def open_writers(

@@ -6,10 +6,8 @@ about the policy. So the recorded choice is used, while the weights of the chose
 trainer's own, with their gradient. A gate runs its own code: only the result of its top-k is
 replaced.
 
-The experts that workers recorded for rollouts: checked, and assigned to a micro-batch's tokens.
-
-The data comes from outside, as columns or as files. No more is read than a rollout of its length
-can have.
+Workers record the experts of rollouts, as columns or as files. `RecordedExperts` checks them and
+assigns them to the tokens of a micro-batch; it reads no more than a rollout of its length can have.
 """
 
 from __future__ import annotations
@@ -53,7 +51,8 @@ class RoutedGroup(Protocol):
     prompt_ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
 
-    def experts(self) -> list[Recorded]: ...
+    def experts(self) -> list[Recorded]:
+        """Return the recorded experts of each rollout."""
 
 
 class RecordedExperts:

@@ -1,9 +1,8 @@
 """The trainer's log of train steps and evaluations: two JSONL files in the run's folder.
 
 A step that is trained again after a restart is logged again; the reader
-(`buffer.monitoring.history`) decides which entry counts.
-
-The metrics of held-out problems, as the trainer logged them.
+(`buffer.monitoring.history`) decides which entry counts. Of the evaluations of one task and step,
+the last one counts.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 
 import orjson
 
-FILE = "evaluations.jsonl"
+STEPS_FILE = "steps.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 Evaluations = dict[tuple[str, int], dict[str, float]]
 """Metrics by (task, train step)."""
@@ -25,7 +25,7 @@ def read_evaluations(folder: Path) -> Evaluations:
 
     An incomplete line is skipped.
     """
-    file = folder / FILE
+    file = folder / EVALUATIONS_FILE
     found: Evaluations = {}
     for line in file.read_bytes().splitlines() if file.exists() else []:
         found |= _parse(line)
@@ -56,11 +56,11 @@ class StepWriter:
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
         """Append one train step; it is on disk when the call returns."""
         entry = {"step": step, "lineage": lineage, "gids": gids, "metrics": metrics}
-        _append(self._folder / "steps.jsonl", entry)
+        _append(self._folder / STEPS_FILE, entry)
 
     def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
         """Append one evaluation of a held-out task; it is on disk when the call returns."""
-        _append(self._folder / FILE, {"step": step, "task": task, "metrics": metrics})
+        _append(self._folder / EVALUATIONS_FILE, {"step": step, "task": task, "metrics": metrics})
 
     def evaluations(self) -> Evaluations:
         """Return all evaluations logged so far."""

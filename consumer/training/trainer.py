@@ -144,7 +144,7 @@ class Trainer:
         log.info("resuming", extra={"step": position.step})
         return position
 
-    # -- one step ------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------
 
     def _train(self) -> None:
         while self._position.step < self._run.limits.steps:
@@ -244,7 +244,7 @@ class Trainer:
             metrics["memory/peak_bytes"] = float(peak)
         return metrics
 
-    # -- weights and evaluation ------------------------------------------------
+    # -- weights and evaluation ----------------------------------------------------------
 
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:
         """Publish the weights, and evaluate them in the same pause where evaluations are exclusive.
@@ -276,7 +276,7 @@ class Trainer:
         self._learner.save_weights(folder, to_publish=to_publish)
         copy_tokenizer(self._model_dir, folder)
 
-    # -- checkpoints -----------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
         """Write a checkpoint, then commit: in the other order a crash would lose batches (I6)."""

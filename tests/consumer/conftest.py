@@ -42,7 +42,7 @@ def server(request: pytest.FixtureRequest, server_of: Callable[[str], Server]) -
 
 @pytest.fixture(autouse=True)
 def quick_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A take that waits hears of a stop, or of another trainer, between two waits."""
+    """Let a waiting take notice a stop, or another trainer, soon."""
     monkeypatch.setattr(taker, "POLL_S", 0.2)
 
 
@@ -55,7 +55,7 @@ def store(server: Server) -> Iterator[Store]:
 
 @pytest.fixture
 def make_run(store: Store, run_name: str) -> Callable[..., Run]:
-    """The run of this test, with other limits: `make_run(lease_ms=1000)`."""
+    """Create the run of this test, with other limits: `make_run(lease_ms=1000)`."""
     nonce = new_nonce()
 
     def make(**changes: object) -> Run:

@@ -1,8 +1,6 @@
-"""A producer and a worker in threads of their own: prepared groups, handed in through the real
-scripts.
+"""A producer and a worker in threads: prepared groups, submitted by the real scripts.
 
-What they make of a draw depends on the draw alone, so that two runs see the same groups whatever
-happens in between.
+They depend on the draw alone, so that two runs get the same groups whatever happens in between.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ MEMBERS = 4
 
 
 def prompt(gid: str) -> bytes:
-    """An INIT payload of 4 rollouts."""
+    """Return an INIT payload of 4 rollouts."""
     draw = np.random.default_rng(split_group_id(gid)[1])
     ids = draw.integers(6, 90, PROMPT)
     states = [RolloutState(index=i, prompt_ids=ids, messages=[]) for i in range(MEMBERS)]
@@ -36,9 +34,9 @@ def prompt(gid: str) -> bytes:
 
 
 def answer(group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:
-    """The group with random tokens, and scores 0, 1, 0, 1."""
+    """Return the group with random tokens, and scores 0, 1, 0, 1."""
     draw = np.random.default_rng(split_group_id(group.gid)[1] + 10_000)
-    for place, state in enumerate(group.states):
+    for position, state in enumerate(group.states):
         length = int(draw.integers(1, 6))
         span = VersionSpan(0, length, weights.version, weights.lineage)
         state.append(
@@ -48,23 +46,23 @@ def answer(group: RolloutGroup, weights: PolicyVersion) -> RolloutGroup:
         )
         state.status = Status.COMPLETED
         state.finish_reason = "stop"
-        state.reward = {"score": float(place % 2)}
+        state.reward = {"score": float(position % 2)}
     return RolloutGroup(group.gid, group.task, group.states)
 
 
 class Crew:
-    """Serves `run` until `stop`. `targets`: groups of each training task, in all; evaluations set
-    their own.
+    """Serves `run` until `stop`.
 
-    `deaf`: confirms nothing. `stamp`: what the tokens say made them; default: the newest weights.
+    `targets`: groups of each training task in total; evaluations set their own. `silent`: sends no
+    receipts. `stamp`: the version of the weights of all tokens; default: the newest.
     """
 
     def __init__(
-        self, run: Run, targets: dict[str, int], *, deaf: bool = False, stamp: int | None = None
+        self, run: Run, targets: dict[str, int], *, silent: bool = False, stamp: int | None = None
     ) -> None:
         self._run = run
         self._targets = targets
-        self.deaf = deaf
+        self.silent = silent
         self._stamp = stamp
         self.producer = new_nonce()
         self._nonce = new_nonce()
@@ -110,7 +108,7 @@ class Crew:
                 self.claimed.append((job.lane, state.mode))
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
-        if not self.deaf:
+        if not self.silent:
             pulse = Pulse(state.epoch, state.weights, WorkerState.IDLE)
             if not self._run.fleet.heartbeat(self.worker, self._nonce, pulse, []).known:
                 self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
@@ -142,10 +140,10 @@ class Crew:
 
 @contextmanager
 def at_work(
-    run: Run, *, deaf: bool = False, stamp: int | None = None, **targets: int
+    run: Run, *, silent: bool = False, stamp: int | None = None, **targets: int
 ) -> Iterator[Crew]:
-    """A crew that works while the test does; its own failure is the test's."""
-    crew = Crew(run, targets, deaf=deaf, stamp=stamp)
+    """Run a crew during the test, and raise its failure in the test."""
+    crew = Crew(run, targets, silent=silent, stamp=stamp)
     crew.start()
     try:
         yield crew

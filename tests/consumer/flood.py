@@ -1,4 +1,4 @@
-"""A worker as a process of its own that hands in garbage as fast as it can, whatever it is told.
+"""A worker as a process of its own that submits garbage as fast as it can, whatever it is answered.
 
 usage: python -m tests.consumer.flood URL RUN NAME SEED
 """
@@ -25,8 +25,8 @@ def garbage(dice: random.Random, good: bytes) -> bytes:
     )
 
 
-def hand_in(run: Run, worker: str, job: Job, data: bytes) -> None:
-    """What a good group would say of itself, with other bytes behind it."""
+def submit(run: Run, worker: str, job: Job, data: bytes) -> None:
+    """Submit the description of a good group, with other bytes as its payload."""
     group = extend(run.buffer.read(job.prompt), Status.COMPLETED, run.control.state().weights)
     ref, commands = run.payloads.commands(job.gid, job.token, data)
     run.store.write("payload write", commands)
@@ -45,7 +45,7 @@ def main(url: str, name: str, worker: str, seed: str) -> None:
             run.fleet.register(worker, nonce, {"engine": "none"})
         for job in claim.jobs:
             try:
-                hand_in(run, worker, job, garbage(dice, bytes(run.payloads.read(job.prompt))))
+                submit(run, worker, job, garbage(dice, bytes(run.payloads.read(job.prompt))))
             except Fenced:
                 continue
         if not claim.jobs:

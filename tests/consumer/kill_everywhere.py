@@ -1,8 +1,7 @@
-"""Run as a program: write a checkpoint, killed at the n-th thing it does to the disk, for every n
-until none is left.
+"""Run as a program: write a checkpoint, killed at its n-th disk operation, for every n.
 
-argv: a folder to work in, and the step to write (30: a new one; 20: one that is there). Prints a
-JSON list: after each kill, the steps that look whole, those of them that are, and what `clear`
+argv: a folder to work in, and the step to write (30: a new one; 20: an existing one). Prints a JSON
+list: after each kill, the steps that look complete, those of them that are, and what `clear`
 leaves. Single-threaded, so that it may fork.
 """
 

@@ -1,12 +1,11 @@
-"""A trainer that dies at lines drawn by chance, again and again, while its disk and its server lose
-what they may lose.
+"""A trainer that dies at random lines, again and again, while disk and server lose what they may.
 
 usage: python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES
 Forks, from one warm process, a crew and a trainer for each life; in turns they publish from memory
 and by folder. SIGKILL ends the trainer at a line of the files that take, train, write a checkpoint,
-commit and publish; then the server is killed, too. Between two lives, by chance, the server is put
-back to the end of the life before, the newest checkpoint is lost, or all of them are. Prints a line
-for each life, and at last {"deaths": …, "places": …, "moved": …, "differs": …}: how far the last
+commit and publish; then the server is killed as well. Between two lives, at random, the server is
+reset to the end of the life before, the newest checkpoint is lost, or all of them are. Prints a
+line for each life, and in the end {"deaths": …, "lines": …, "moved": …, "differs": …}: how far the
 checkpoint is from a learner that trained the same batches and never died.
 """
 
@@ -47,7 +46,7 @@ from tests.consumer.models.tiny import train_step
 STEPS = 6
 GROUPS = 3
 LINES = 1500
-"""A life ends at one of so many lines; a whole run has 2300."""
+"""A life ends at one of these lines; a whole run has 2300."""
 REFUSED = 7
 CHANGED = 99
 """Exit codes: the server has freed or lost what this trainer needs; a batch that came again was
@@ -63,7 +62,7 @@ FILES = {
         "consumer/training/step_log.py",
         "consumer/models/model_folder.py",
         "consumer/rollout_consumer.py",
-        "consumer/batches/reader.py",
+        "consumer/batches/taker.py",
         "consumer/publication.py",
         "buffer/weights/new_folder.py",
         "buffer/weights/shared_folder.py",
@@ -91,7 +90,7 @@ class Lives:
         self.deliveries.mkdir(parents=True)
         self.config = make_config(folder, model, "folder")
         self.checkpoints = CheckpointFolder(self.config.run.folder / "checkpoints")
-        self.places: list[str] = []
+        self.lines: list[str] = []
 
     def run(self) -> None:
         """Lives until one comes to its end; for the last of them no death is appointed."""
@@ -122,7 +121,7 @@ class Lives:
             if code not in (0, REFUSED, -signal.SIGKILL):
                 raise SystemExit(f"life {number} ended with {code}")
 
-    # -- the processes ---------------------------------------------------------
+    # -- the processes -------------------------------------------------------------------
 
     def serve(self) -> None:
         crew = Crew(wait_for_run(Store(self.server.url), "lives"), {"math": 40 * GROUPS}, stamp=0)
@@ -142,9 +141,7 @@ class Lives:
             os._exit(REFUSED)
 
     def noting(self, take: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Every batch is written down; a step that is delivered again must be what it was, and so
-        must a group.
-        """
+        """Record every batch; a step or group that is delivered again must be the same."""
 
         def noted(step: int, *args: Any, **more: Any) -> Batch:
             batch = take(step, *args, **more)
@@ -167,14 +164,15 @@ class Lives:
         file = self.folder / "place"
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         file.unlink(missing_ok=True)
-        self.places += [text] if text else []
+        self.lines += [text] if text else []
         return text
 
-    # -- what is lost ----------------------------------------------------------
+    # -- what is lost --------------------------------------------------------------------
 
     def lose(self) -> str:
-        """One of the faults, while the server is down. What need not come back as it was is no
-        longer compared.
+        """Cause one of the faults while the server is down.
+
+        What may differ afterwards is no longer compared.
         """
         fault = self.draw.choice(
             ["nothing", "nothing", "second", "checkpoint", "both", "all checkpoints"]
@@ -195,14 +193,12 @@ class Lives:
         return fault
 
     def forget(self, step: int) -> None:
-        """What is behind the oldest checkpoint may be made of other groups: their bytes may be
-        gone, too.
-        """
+        """Forget the batches behind the oldest checkpoint: they may be made of other groups."""
         for file in self.deliveries.glob("step-*"):
             if int(file.name.removeprefix("step-")) > step:
                 file.unlink()
 
-    # -- judging ---------------------------------------------------------------
+    # -- judging -------------------------------------------------------------------------
 
     def judge(self) -> None:
         log = StepLog(self.config.run.folder / "steps.jsonl")
@@ -219,7 +215,7 @@ class Lives:
         self.server.kill()
         assert audit.clean, audit.faults
         assert trained == self.checkpoints.steps()[0] * GROUPS, trained
-        say({"deaths": len(self.places), "places": sorted(set(self.places))} | self.replay(log))
+        say({"deaths": len(self.lines), "lines": sorted(set(self.lines))} | self.replay(log))
 
     def replay(self, log: StepLog) -> dict[str, float]:
         learner = Learner(self.model, self.config.learner, device="cpu", seed=self.config.run.seed)
@@ -283,7 +279,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """A child that does it, and ends without any clean-up."""
+    """Run a function in a child process that ends without any clean-up."""
     child = os.fork()
     if child:
         return child

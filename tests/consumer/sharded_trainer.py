@@ -1,8 +1,7 @@
-"""Run as a program: lives of a data-parallel trainer of two ranks that trains nothing, and says
-what it was given.
+"""Run as a program: lives of a data-parallel trainer of two ranks that only records its batches.
 
 argv: JSON with url, run, folder, and lives: of each the first and last step, and die_at: the step
-after whose take rank 1 ends without a word. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0
+after whose take rank 1 exits. Writes `<folder>/<life>/<step>-<rank>.json`; rank 0
 keeps its position. Prints how each rank ended. Single-threaded, so that it may fork: torch is
 loaded once.
 """
@@ -32,13 +31,13 @@ RANKS = 2
 
 
 def note(batch: Batch, folder: Path, rank: int) -> None:
-    said = {
+    part = {
         "manifest": batch.manifest.gids,
         "gids": [group.gid for group in batch.groups],
         "content": [checksum(wire.encode(group)) for group in batch.groups],
         "tokens": int(sum(group.lengths.sum() for group in batch.groups)),
     }
-    (folder / f"{batch.step}-{rank}.json").write_bytes(orjson.dumps(said))
+    (folder / f"{batch.step}-{rank}.json").write_bytes(orjson.dumps(part))
 
 
 def train(order: dict[str, Any], life: int, rank: int) -> None:

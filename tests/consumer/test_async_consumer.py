@@ -1,4 +1,4 @@
-"""The awaited face: an event loop that goes on, cancelled calls that lose nothing, reasons, events."""
+"""The asynchronous consumer: no blocked event loop, harmless cancellation, reasons, events."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def drive(run: Run, story: Callable[[AsyncRolloutConsumer], Awaitable[None]]) ->
     asyncio.run(main())
 
 
-def test_a_cancelled_take_loses_nothing_and_the_loop_goes_on_meanwhile(run: Run) -> None:
-    """It is cancelled again and again while groups come in, so sometimes just after the batch was
-    recorded.
+def test_a_cancelled_take_loses_nothing_and_the_loop_continues_meanwhile(run: Run) -> None:
+    """Cancel the take again and again while groups are submitted.
+
+    Sometimes that is just after the batch was recorded.
     """
     turns = 0
 
@@ -105,14 +106,14 @@ def test_a_commit_goes_through_while_a_batch_is_awaited(run: Run) -> None:
     drive(run, story)
 
 
-def test_a_wait_tells_what_is_missing_and_who_could_make_it(run: Run) -> None:
-    heard: list[WaitReason] = []
+def test_a_wait_reports_what_is_missing_and_who_could_generate_it(run: Run) -> None:
+    reasons: list[WaitReason] = []
 
     async def story(consumer: AsyncRolloutConsumer) -> None:
         with pytest.raises(
             TimeoutError, match=r"math 0 of 3; of math, 0 wait and 0 run; there is no live worker$"
         ):
-            await consumer.take_batch(1, {"math": 3}, deadline_s=0.05, waiting=heard.append)
+            await consumer.take_batch(1, {"math": 3}, deadline_s=0.05, waiting=reasons.append)
         await consumer.pause("keep")
         with pytest.raises(TimeoutError, match="the run is paused"):
             await consumer.take_batch(1, {"math": 3}, deadline_s=0.05)
@@ -121,5 +122,5 @@ def test_a_wait_tells_what_is_missing_and_who_could_make_it(run: Run) -> None:
         assert "control" in names
 
     drive(run, story)
-    assert heard[0].workers == 0
-    assert heard[0].started == {"math": (0, 0)}
+    assert reasons[0].workers == 0
+    assert reasons[0].started == {"math": (0, 0)}

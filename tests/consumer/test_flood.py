@@ -1,5 +1,6 @@
-"""Workers that hand in garbage as fast as they can: the trainer goes on with whole batches, they
-claim nothing more.
+"""Workers submit garbage as fast as they can.
+
+The trainer continues with whole batches, and they are barred.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ LONG = {"lease_ms": 60_000, "worker_timeout_ms": 600_000, "role_timeout_ms": 60_
 
 @contextmanager
 def flooding(store: Store, run: Run, *workers: str) -> Iterator[None]:
-    """Processes that have spoiled all of the first TARGET groups when the context begins, and go
-    on.
-    """
+    """Start processes that spoil all of the first TARGET groups before the block, and continue."""
     url = store.servers.masters()[0][0]
     floods = list[subprocess.Popen[bytes]]()
     try:

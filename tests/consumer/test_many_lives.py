@@ -1,6 +1,4 @@
-"""A trainer that is killed between any two lines, and loses checkpoints and server state on top of
-it.
-"""
+"""A trainer is killed between any two lines, and loses checkpoints and server state as well."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
     model_dir: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Every group at most once, none that was committed missing, batches that come again the same:
-    many_lives judges.
+    """Check that no group is trained twice, none that was committed is missing, and batches repeat.
 
     More seeds, by hand: `python -m tests.consumer.many_lives FOLDER MODEL SEED LIVES`.
     """

@@ -36,20 +36,20 @@ def content(batch: Batch) -> list[bytes]:
     return [wire.encode(group) for group in batch.groups]
 
 
-# -- take and commit ---------------------------------------------------------------------------------
+# -- take and commit ---------------------------------------------------------------------
 
 
 @on_both
-def test_take_blocks_until_groups_are_ready_and_hears_why(run: Run, trainer: Trainers) -> None:
+def test_take_blocks_until_groups_are_ready_and_reports_why(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
-    heard: list[str] = []
+    reasons: list[str] = []
     with at_work(run, math=2):
         wait_until(lambda: run.buffer.count("math") == 2, "two groups")
         with pytest.raises(TimeoutError, match="math 2 of 3"):
             consumer.take_batch(
-                1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: heard.append(str(reason))
+                1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: reasons.append(str(reason))
             )
-    assert heard == ["waiting for groups: math 2 of 3; of math, 0 wait and 0 run; 1 live workers"]
+    assert reasons == ["waiting for groups: math 2 of 3; of math, 0 wait and 0 run; 1 live workers"]
     with at_work(run, math=3):
         batch = consumer.take_batch(1, {"math": 3})
     assert batch.step == 1
@@ -94,7 +94,7 @@ def test_commit_frees_batches_up_to_the_oldest_checkpoint_kept(run: Run, trainer
     assert run.account.fsck().clean
 
 
-# -- groups that cannot be used ----------------------------------------------------------------------
+# -- groups that cannot be used ----------------------------------------------------------
 
 
 def spoil(run: Run, gid: str, data: bytes | None) -> None:
@@ -182,7 +182,7 @@ def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(
     assert run.account.fsck().clean
 
 
-# -- restarts ----------------------------------------------------------------------------------------
+# -- restarts ----------------------------------------------------------------------------
 
 
 @on_both
@@ -227,7 +227,7 @@ def test_open_is_refused_when_the_server_holds_another_run(run: Run, trainer: Tr
     trainer(run, run_nonce=run.nonce)
 
 
-# -- the role ----------------------------------------------------------------------------------------
+# -- the role ----------------------------------------------------------------------------
 
 
 def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_is_busy(
@@ -305,7 +305,7 @@ def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(
 
 
 @on_both
-def test_heartbeat_tells_of_a_server_that_refuses(
+def test_heartbeat_reports_a_server_that_refuses(
     server: Server, run: Run, trainer: Trainers, store: Store
 ) -> None:
     raw: Any = store.control
@@ -329,7 +329,7 @@ def test_heartbeat_tells_of_a_server_that_refuses(
         limited.close()
 
 
-# -- pause, publish, continue ------------------------------------------------------------------------
+# -- pause, publish, continue ------------------------------------------------------------
 
 
 @on_both
@@ -358,15 +358,15 @@ def test_pause_fences_a_worker_that_stays_silent(
 ) -> None:
     run = make_run(pause_timeout_s=0.3, lease_ms=60_000, worker_timeout_ms=600_000)
     consumer = trainer(run)
-    with at_work(run, math=0, deaf=True):
+    with at_work(run, math=0, silent=True):
         assert [w.id for w in run.fleet.workers()] == ["w0"]
         assert consumer.pause("abort") >= 0.3
         assert run.fleet.workers() == []
 
 
-def test_pause_hears_stop_while_it_waits_for_a_silent_worker(run: Run, trainer: Trainers) -> None:
+def test_pause_is_stopped_while_it_waits_for_a_silent_worker(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
-    with at_work(run, math=0, deaf=True):
+    with at_work(run, math=0, silent=True):
         consumer.stop()
         with pytest.raises(Stopped):
             consumer.pause("keep")
@@ -378,15 +378,16 @@ def test_finish_is_what_workers_and_producer_see(run: Run, trainer: Trainers) ->
     assert run.control.state().mode is Mode.FINISH
 
 
-# -- evaluation --------------------------------------------------------------------------------------
+# -- evaluation --------------------------------------------------------------------------
 
 
 @on_both
 def test_evaluate_returns_exactly_what_was_asked_for_of_several_tasks_and_again(
     run: Run, trainer: Trainers
 ) -> None:
-    """Each task counts for itself: a later evaluation of another task or size asks for no more, and
-    gets all.
+    """Each task counts for itself.
+
+    A later evaluation of another task or size requests no more, and gets all.
     """
     consumer = trainer(run)
     with at_work(run, math=0):
@@ -399,7 +400,7 @@ def test_evaluate_returns_exactly_what_was_asked_for_of_several_tasks_and_again(
     assert run.ledger.steps() == (0, 0, 0)
 
 
-def test_an_evaluation_in_the_background_goes_on_although_another_one_took_its_groups(
+def test_a_background_evaluation_continues_although_another_one_took_its_groups(
     run: Run, trainer: Trainers
 ) -> None:
     consumer = trainer(run)
@@ -424,7 +425,7 @@ def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_sam
     assert run.progress("quiz")["enqueued"] == "4"
 
 
-def test_evaluate_puts_away_what_older_weights_or_another_task_left(
+def test_evaluate_discards_what_older_weights_or_another_task_left(
     run: Run, trainer: Trainers
 ) -> None:
     consumer = trainer(run)
@@ -441,11 +442,11 @@ def test_evaluate_puts_away_what_older_weights_or_another_task_left(
     assert run.account.fsck().clean
 
 
-# -- memory -------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------
 
 
 @on_both
-def test_full_memory_asks_for_a_checkpoint_and_goes_on_after_it(
+def test_full_memory_asks_for_a_checkpoint_and_continues_after_it(
     make_run: Callable[..., Run], trainer: Trainers
 ) -> None:
     run = make_run(low_bytes=3000, high_bytes=9000)
@@ -463,7 +464,7 @@ def test_full_memory_asks_for_a_checkpoint_and_goes_on_after_it(
     assert run.account.fsck().clean
 
 
-def test_full_memory_is_an_error_for_who_gives_no_way_to_write_a_checkpoint(
+def test_full_memory_is_an_error_without_a_way_to_write_a_checkpoint(
     make_run: Callable[..., Run], trainer: Trainers
 ) -> None:
     consumer = trainer(make_run(low_bytes=3000, high_bytes=9000))

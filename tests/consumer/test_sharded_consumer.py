@@ -1,4 +1,4 @@
-"""A data-parallel trainer of two real processes: whole steps, balanced shares, and one that dies."""
+"""A data-parallel trainer of two processes: whole steps, balanced shares, and one that dies."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def read(folder: Path, life: int, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def check_step(said: list[dict[str, Any]]) -> None:
+def check_step(parts: list[dict[str, Any]]) -> None:
     """Every group on one rank, and both hold the same manifest."""
-    assert said[0]["manifest"] == said[1]["manifest"]
-    assert sorted(said[0]["gids"] + said[1]["gids"]) == sorted(said[0]["manifest"])
-    assert abs(said[0]["tokens"] - said[1]["tokens"]) <= 20  # a group has at most 4 x 5
+    assert parts[0]["manifest"] == parts[1]["manifest"]
+    assert sorted(parts[0]["gids"] + parts[1]["gids"]) == sorted(parts[0]["manifest"])
+    assert abs(parts[0]["tokens"] - parts[1]["tokens"]) <= 20  # a group has at most 4 x 5
 
 
 @pytest.mark.timeout(300)
@@ -63,13 +63,13 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
         server.url, run, tmp_path, {"first": 1, "last": 4, "die_at": 3}, {"first": 3, "last": 4}
     )
     assert ends[0][1] == KILLED
-    assert ends[0][0] not in (0, KILLED)  # it noticed, and did not go on alone
+    assert ends[0][0] not in (0, KILLED)  # it noticed, and did not continue alone
     assert ends[1] == [0, 0]
     steps = [read(tmp_path, 0, step) for step in (1, 2, 3)] + [read(tmp_path, 1, 4)]
     assert read(tmp_path, 1, 3) == steps[2]
-    for said in steps:
-        check_step(said)
-    trained = [gid for said in steps for gid in said[0]["manifest"]]
+    for parts in steps:
+        check_step(parts)
+    trained = [gid for parts in steps for gid in parts[0]["manifest"]]
     assert len(set(trained)) == len(trained) == 16
     assert bad not in trained
     assert "WireError" in run.dead_letters.reason(bad)["reason"]
@@ -78,13 +78,13 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
-def test_balanced_shares_hold_every_place_once_and_are_within_four_thirds(
+def test_balanced_shares_hold_every_position_once_and_are_within_four_thirds(
     weights: list[int], ranks: int
 ) -> None:
     shares = balanced_shares(weights, ranks)
     assert len(shares) == ranks
-    assert sorted(place for share in shares for place in share) == list(range(len(weights)))
-    loads = [sum(weights[place] for place in share) for share in shares]
+    assert sorted(position for share in shares for position in share) == list(range(len(weights)))
+    loads = [sum(weights[position] for position in share) for share in shares]
     best = max(max(weights, default=0), sum(weights) / ranks)
     assert max(loads) <= best + max(weights, default=0)
     assert max(loads) - min(loads) <= max(weights, default=0)

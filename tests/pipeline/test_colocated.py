@@ -20,8 +20,7 @@ STEPS = 4
 
 @on_both
 def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batch(yard: Yard) -> None:
-    consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # nobody closes it
-    consumer.nonce = yard.trainer
+    consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)  # nobody closes it
     consumer.lineage = "l1"
     weights = {step: yard.write_weights(step) for step in range(1, STEPS + 1)}
     yard.enqueue(15 * STEPS, tokens=(30, 60))

@@ -43,8 +43,7 @@ def dataset(tmp_path: Path) -> Path:
 
 def consumer_of(yard: Yard) -> RolloutConsumer:
     """The handle of the trainer that the yard has opened."""
-    consumer = RolloutConsumer(yard.run, prefetch_bytes=0)  # nobody closes it
-    consumer.nonce = yard.trainer
+    consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)  # nobody closes it
     consumer.lineage = LINEAGE
     return consumer
 

@@ -116,8 +116,7 @@ def test_a_broken_task_is_stopped_and_the_trainer_is_told_instead_of_waiting(
                 assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
 
     asyncio.run(scenario())
-    consumer = RolloutConsumer(yard.run)
-    consumer.nonce = yard.trainer
+    consumer = RolloutConsumer(yard.run, nonce=yard.trainer)
     with pytest.raises(TaskStopped, match=r"task sums is stopped: \d+ tries failed") as caught:
         consumer.take_batch(1, {TASK: 2})
     assert "rolloutmq continue --task sums" in str(caught.value.hint)

@@ -18,7 +18,7 @@ WAITING, RUNNING, READY, ABORTED, TAKEN, ARCHIVED, FILTERED, DEAD, DROPPED = (
 
 @pytest.fixture
 def busy(make_scene: Callable[..., Scene]) -> Scene:
-    """A run with one group in every place."""
+    """Return a run with one group in every stage."""
     scene = make_scene(max_tries=1)
     scene.open_trainer()
     scene.enqueue(9, samples=[2] * 8 + [0])
@@ -48,8 +48,8 @@ def member(scene: Scene, gid: str) -> str:
 
 
 def test_account_names_every_place(busy: Scene) -> None:
-    places = [busy.run.account.places("math", i) for i in range(9)]
-    assert places == [
+    stages = [busy.run.account.places("math", i) for i in range(9)]
+    assert stages == [
         ["waiting"],
         ["running"],
         ["pool"],
@@ -74,7 +74,7 @@ def test_fsck_finds_a_lost_waiting_job(busy: Scene) -> None:
     assert found.faults == ["math: 9 enqueued, but 8 in all stages"]
 
 
-def test_fsck_tells_entries_of_two_lanes_apart_that_have_the_same_id(scene: Scene) -> None:
+def test_fsck_separates_entries_of_two_lanes_that_have_the_same_id(scene: Scene) -> None:
     """Streams number entries by the millisecond, each for itself."""
     scene.enqueue(2)
     fresh = group_id("math", 0)
@@ -120,17 +120,17 @@ def test_fsck_finds_a_lost_manifest(busy: Scene) -> None:
     assert found.faults == ["the manifest of train step 2 is gone"]
 
 
-@pytest.mark.parametrize("place", ["archived", "filtered", "dropped"])
-def test_fsck_finds_a_bit_too_few_and_too_many(busy: Scene, place: str) -> None:
-    key = busy.keys.ended("math", place)
-    draw = {"archived": 5, "filtered": 6, "dropped": 8}[place]
+@pytest.mark.parametrize("stage", ["archived", "filtered", "dropped"])
+def test_fsck_finds_a_bit_too_few_and_too_many(busy: Scene, stage: str) -> None:
+    key = busy.keys.ended("math", stage)
+    draw = {"archived": 5, "filtered": 6, "dropped": 8}[stage]
     busy.raw.setbit(key, draw, 0)
     found = audit(busy)
     assert found.lost == [group_id("math", draw)]
-    assert found.faults == [f"math: 1 counted as {place}, 0 in the bitmap"]
+    assert found.faults == [f"math: 1 counted as {stage}, 0 in the bitmap"]
     busy.raw.setbit(key, draw, 1)
     busy.raw.setbit(key, 0, 1)
-    assert audit(busy).doubled == [f"{WAITING} (waiting, {place})"]
+    assert audit(busy).doubled == [f"{WAITING} (waiting, {stage})"]
 
 
 @pytest.mark.parametrize("pool", ["aborted", "expired"])

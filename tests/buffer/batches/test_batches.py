@@ -155,7 +155,7 @@ def test_refresh_keeps_prompts_for_another_try_when_expired_groups_are_retried(
     scene.check()
 
 
-def test_refresh_goes_on_until_nothing_is_left_when_slices_are_small(scene: Scene) -> None:
+def test_refresh_continues_until_nothing_is_left_when_slices_are_small(scene: Scene) -> None:
     scene.open_trainer()
     scene.ready(*[0] * 7)
     scene.take(1), scene.take(2)

@@ -28,11 +28,12 @@ def test_a_fork_since_the_batch_was_taken_counts(
 
 
 @pytest.mark.parametrize(("tokens", "score"), [(None, 0), (2, -1)])
-def test_tokens_that_no_record_tells_of_count_as_old_as_they_may_be(
+def test_tokens_without_a_record_count_as_old_as_they_may_be(
     make_scene: Callable[..., Scene], tokens: int | None, score: int
 ) -> None:
-    """A batch came back with bytes whose submit the server had forgotten: no manifest says whose
-    tokens they are.
+    """Restore a batch with bytes whose submit the server lost.
+
+    No manifest states whose tokens they are.
     """
     scene = make_scene(stale_threshold=3, token_threshold=tokens)
     scene.open_producer()
@@ -55,9 +56,7 @@ def test_tokens_that_no_record_tells_of_count_as_old_as_they_may_be(
 def test_a_group_that_was_trained_in_a_later_step_is_let_go_by_an_earlier_batch(
     scene: Scene,
 ) -> None:
-    """Swapped out of batch 1, generated again and trained in step 2; the server went back to before
-    all that.
-    """
+    """Quarantine a group of batch 1, train it in step 2; then the server loses it all."""
     scene.open_producer()
     trainer = Trainer(scene)
     again, _ = scene.ready(0, 0)

@@ -1,6 +1,4 @@
-"""A server at its maxmemory: nothing new is started, what was begun ends, nothing is lost, and it
-goes on (I12).
-"""
+"""A server at its maxmemory starts nothing new, ends what was begun, and loses nothing (I12)."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ BATCH = 8
 
 @pytest.fixture(params=["valkey", "redis"])
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
-    """A run on a server of its own that has little memory; 60 groups of it are claimed."""
+    """Return a run on a server of its own with little memory; 60 of its groups are claimed."""
     server = Mortal(request.param, tmp_path)
     server.start()
     store = Store(f"unix://{server.socket}", deadline_s=30.0)
@@ -42,7 +40,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     server.kill()
 
 
-def hand_in(scene: Scene, job: Any) -> bool:
+def submit(scene: Scene, job: Any) -> bool:
     """As a worker does: where there is no room, the result is kept."""
     try:
         scene.run.buffer.submit("w0", job, large_group(job.gid, job.payload.size), 4)
@@ -56,14 +54,14 @@ def fill(scene: Scene) -> tuple[list[Any], list[Any]]:
     jobs = scene.claim(GROUPS)
     assert len(jobs) == GROUPS
     scene.store.deadline_s = 0.0
-    done = [job for job in jobs if hand_in(scene, job)]
+    done = [job for job in jobs if submit(scene, job)]
     scene.store.deadline_s = 30.0
     held = [job for job in jobs if job not in done]
     assert BATCH <= len(done) < GROUPS
     return done, held
 
 
-def test_nothing_new_is_started_and_nobody_waits_to_hear_that(scene: Scene) -> None:
+def test_nothing_new_is_started_and_refusals_do_not_wait(scene: Scene) -> None:
     done, held = fill(scene)
     scene.store.deadline_s = 3600.0
     scene.raw.config_set("maxmemory", 1)
@@ -82,7 +80,7 @@ def test_nothing_new_is_started_and_nobody_waits_to_hear_that(scene: Scene) -> N
     scene.check()
 
 
-def test_all_that_was_begun_is_handed_in_as_the_trainer_frees_and_the_run_goes_on(
+def test_all_begun_groups_are_submitted_as_the_trainer_frees_and_the_run_continues(
     scene: Scene,
 ) -> None:
     _, held = fill(scene)
@@ -96,13 +94,13 @@ def test_all_that_was_begun_is_handed_in_as_the_trainer_frees_and_the_run_goes_o
         scene.run.janitor.sweep()
         scene.beat(held)
         scene.store.deadline_s = 0.0
-        held = [job for job in held if not hand_in(scene, job)]
+        held = [job for job in held if not submit(scene, job)]
         scene.store.deadline_s = 30.0
     assert sorted(taken) == sorted({f"math-{draw:010d}" for draw in range(GROUPS)})
     scene.check()
     assert scene.run.memory.count().held == 0
     assert scene.enqueue(2).count == 2
     for job in scene.claim(2):
-        assert hand_in(scene, job)
+        assert submit(scene, job)
     assert len(scene.take(step + 1, math=2).gids) == 2
     scene.check()

@@ -1,5 +1,6 @@
-"""Memory is bounded in bytes (I12): what a group costs, that every byte is counted, and who waits
-for room.
+"""Memory is bounded in bytes (I12).
+
+What a group costs, that every byte is counted, and who waits for room.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def test_group_of_165_kb_costs_less_than_a_tenth_more_than_its_bytes(scene: Scen
     assert cost < 1.1 * payload_bytes
 
 
-# -- the count -------------------------------------------------------------------------------------
+# -- the count ---------------------------------------------------------------------------
 
 
 def test_bytes_are_those_of_prompts_and_results_and_none_are_left_at_the_end(scene: Scene) -> None:
@@ -100,7 +101,7 @@ def test_fsck_finds_a_byte_that_is_counted_wrong(scene: Scene, by: int) -> None:
 def test_fsck_of_the_bytes_holds_while_groups_move(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What moves between the two looks may be seen or not; it is no fault either way."""
+    """What moves between the two reads may be seen or not; neither is a fault."""
     scene.open_trainer()
     scene.ready(0, 0, 0)
     weigh = Memory.weigh
@@ -120,13 +121,14 @@ def test_fsck_of_the_bytes_holds_while_groups_move(
         assert scene.run.memory.faults() == []
 
 
-# -- the marks ---------------------------------------------------------------------------------------
+# -- the marks ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def bounded(make_scene: Callable[..., Scene]) -> Callable[[int, int], Scene]:
-    """A run with ready, waiting (fresh and resume), aborted groups, then marks that many bytes from
-    what it holds.
+    """Return a run with ready, waiting (fresh and resume) and aborted groups.
+
+    Its marks are that many bytes from what it holds.
     """
 
     def make(low: int, high: int) -> Scene:
@@ -213,7 +215,7 @@ def test_who_was_refused_is_rung_when_bytes_are_freed(bounded: Callable[[int, in
     assert scene.enqueue(1).count == 1
 
 
-def test_import_stops_at_the_high_mark_and_says_where(
+def test_import_stops_at_the_high_mark_and_reports_where(
     bounded: Callable[[int, int], Scene], tmp_path: Path
 ) -> None:
     scene = bounded(0, 10_000)
@@ -227,12 +229,12 @@ def test_import_stops_at_the_high_mark_and_says_where(
     scene.check()
 
 
-# -- batches that only a checkpoint frees ----------------------------------------------------------
+# -- batches that only a checkpoint frees ------------------------------------------------
 
 
 @pytest.fixture
 def taken(make_scene: Callable[..., Scene]) -> Scene:
-    """A run whose bytes are those of one taken batch; `limit(scene, …)` sets its marks."""
+    """Return a run whose bytes are those of one taken batch; `limit(scene, …)` sets its marks."""
     scene = make_scene()
     scene.open_trainer()
     scene.ready(0)
@@ -241,7 +243,7 @@ def taken(make_scene: Callable[..., Scene]) -> Scene:
 
 
 def limit(scene: Scene, low: int, high: int) -> None:
-    """Marks so many bytes from what the run holds now."""
+    """Set the marks to a distance from what the run holds now."""
     held = scene.run.memory.count().held
     scene.run.limits.adopt(
         scene.run.limits.model_copy(update={"low_bytes": held + low, "high_bytes": held + high})
@@ -290,7 +292,7 @@ def test_evaluation_is_not_waited_for_behind_batches_either(taken: Scene) -> Non
     assert answer.checkpoint_now
 
 
-# -- never for ever ----------------------------------------------------------------------------------
+# -- never for ever ----------------------------------------------------------------------
 
 
 def test_prompts_that_fill_the_memory_by_themselves_are_claimed_one_by_one(
@@ -341,7 +343,7 @@ def test_one_call_starts_no_more_prompts_than_fit_below_the_mark(
     assert scene.run.memory.use().refuses_fresh
 
 
-# -- compression ---------------------------------------------------------------------------------------
+# -- compression -------------------------------------------------------------------------
 
 
 def test_run_with_zstd_stores_less_and_gives_the_same(

@@ -1,5 +1,6 @@
-"""The server loses what the trainer's checkpoint knows: it is told again, and nothing is trained
-twice (I6).
+"""The server loses what the trainer's checkpoint records.
+
+It is restored, and nothing is trained twice (I6).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def gids(*draws: int) -> list[str]:
     return [group_id("math", draw) for draw in draws]
 
 
-def place(scene: Scene, draw: int) -> list[str]:
+def stage(scene: Scene, draw: int) -> list[str]:
     return scene.run.account.places("math", draw)
 
 
@@ -69,7 +70,7 @@ def test_a_batch_comes_back_as_it_was_when_its_bytes_are_there(
     kept = trainer.train(1, math=2)
     trainer.save(keep=0)
     trainer.lose_all_since(moment | payload)
-    assert [place(scene, draw) for draw in (0, 1, 2)] == [["pool"], ["running"], ["waiting"]]
+    assert [stage(scene, draw) for draw in (0, 1, 2)] == [["pool"], ["running"], ["waiting"]]
 
     opening = trainer.open()
     assert (opening.recovery.restored, opening.recovery.oldest) == (1, None)
@@ -103,7 +104,7 @@ def test_a_batch_without_its_bytes_is_archived_and_older_checkpoints_only_open_b
     opening = trainer.open(position)
     assert (opening.taken, opening.committed, opening.freed) == (2, 2, 2)
     assert opening.recovery.oldest == 2
-    assert [place(scene, draw) for draw in range(4)] == [["archived"]] * 3 + [["waiting"]]
+    assert [stage(scene, draw) for draw in range(4)] == [["archived"]] * 3 + [["waiting"]]
     assert scene.counters()["consumed"] == "3"
     scene.check()
     with pytest.raises(Fenced):
@@ -113,7 +114,7 @@ def test_a_batch_without_its_bytes_is_archived_and_older_checkpoints_only_open_b
         trainer.open(first)
     trainer.open(first, regenerate=True)
     assert scene.run.ledger.steps() == (1, 1, 1)
-    assert [place(scene, draw) for draw in range(4)] == [["archived"], [], [], ["waiting"]]
+    assert [stage(scene, draw) for draw in range(4)] == [["archived"], [], [], ["waiting"]]
     scene.check()
     assert scene.run.jobs.next_draw(scene.producer, "math") == 1
     assert scene.enqueue(3).count == 2
@@ -142,7 +143,7 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
     scene.run.jobs.release("w0", dead, "failed")
     scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000, limit=1)
     moment = trainer.now()
-    places = [place(scene, draw) for draw in range(8)]
+    places = [stage(scene, draw) for draw in range(8)]
     assert places == [
         ["pool"],
         ["pool"],
@@ -163,8 +164,8 @@ def test_groups_that_came_back_to_life_anywhere_are_archived(
     trainer.lose_all_since(moment)
     opening = trainer.open()
     assert (opening.recovery.changed, opening.recovery.lost) == (10, 5)
-    assert [place(scene, draw) for draw in (*range(8), 9, 12)] == [["archived"]] * 10
-    assert [place(scene, draw) for draw in (8, 10, 11, 13)] == [[]] * 4
+    assert [stage(scene, draw) for draw in (*range(8), 9, 12)] == [["archived"]] * 10
+    assert [stage(scene, draw) for draw in (8, 10, 11, 13)] == [[]] * 4
     assert scene.run.account.totals().tasks[0].places == dict.fromkeys(places_of(scene), 0) | {
         "archived": 10
     }
@@ -229,12 +230,12 @@ def test_an_empty_server_with_the_nonce_of_the_run_is_refused_too(
     with pytest.raises(LostRun, match="no trainer has ever opened"):
         trainer.open(position)
     trainer.open(position, regenerate=True)
-    # once it is told, it is a run like any other
+    # once it is restored, it is a run like any other
     trainer.open(position)
     scene.check()
 
 
-def test_another_run_of_the_name_is_never_told_what_this_one_trained(
+def test_another_run_of_the_name_never_gets_what_this_one_trained(
     scene: Scene, trainer: Trainer
 ) -> None:
     scene.ready(0)
@@ -261,7 +262,7 @@ def test_going_back_below_what_is_freed_generates_what_came_after(
     assert scene.run.ledger.steps() == (1, 1, 1)
     assert opening.recovery.dissolved == 1
     # the bytes of 4 were kept: it is ready, and not generated again
-    assert [place(scene, draw) for draw in range(5)] == [["archived"], [], [], ["pool"], ["pool"]]
+    assert [stage(scene, draw) for draw in range(5)] == [["archived"], [], [], ["pool"], ["pool"]]
     assert scene.counters()["regenerated"] == "2"
     scene.check()
     assert scene.enqueue(3).cursor == 4
@@ -281,9 +282,7 @@ def test_going_back_below_what_is_freed_generates_what_came_after(
 def test_what_was_trained_only_before_a_regenerate_that_the_server_forgot_is_drawn_again(
     scene: Scene, trainer: Trainer
 ) -> None:
-    """All checkpoints were lost, training began anew with other groups, and the server fell back to
-    before that.
-    """
+    """Lose all checkpoints, train anew with other groups, and reset the server to before that."""
     scene.ready(0, 0)
     trainer.train(1)
     trainer.save()
@@ -292,10 +291,10 @@ def test_what_was_trained_only_before_a_regenerate_that_the_server_forgot_is_dra
     assert trainer.train(1).gids == gids(1)
     trainer.save()
     trainer.lose_all_since(moment)
-    assert place(scene, 0) == ["archived"]
+    assert stage(scene, 0) == ["archived"]
 
     trainer.open()
-    assert [place(scene, draw) for draw in (0, 1)] == [[], ["archived"]]
+    assert [stage(scene, draw) for draw in (0, 1)] == [[], ["archived"]]
     assert scene.run.jobs.cursor("math") == 0
     scene.check()
     scene.ready(0)
@@ -312,7 +311,7 @@ def test_imported_groups_that_the_server_forgot_are_dropped_unless_they_were_tra
     )
     trainer.position.forget(1)
     trainer.open()
-    assert [place(scene, IMPORTED_FROM + number) for number in range(4)] == [
+    assert [stage(scene, IMPORTED_FROM + number) for number in range(4)] == [
         ["archived"],
         ["dropped"],
         ["archived"],
@@ -364,13 +363,13 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
     trainer.train(3, math=1)
     position = trainer.save(keep=1)
     die_after = 0
-    said = list[str]()
+    scripts = list[str]()
     call = Store.call
 
     def dying(store: Store, script: str, *args: Any, **options: Any) -> Any:
         reply = call(store, script, *args, **options)
-        said.append(script)
-        if len(said) == die_after:
+        scripts.append(script)
+        if len(scripts) == die_after:
             raise Died
         return reply
 
@@ -378,21 +377,21 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
     outcomes = []
     while True:
         die_after += 1
-        said.clear()
+        scripts.clear()
         trainer.lose_all_since(moment)
         with contextlib.suppress(Died):
             trainer.open(position)
             break
         holder = scene.raw.hget(scene.keys.control, "trainer").decode()
-        if said[-1] != "rescore":
+        if scripts[-1] != "rescore":
             assert scene.run.ledger.take(holder, 4, {"math": 1}) == NotReady({}, recovering=True)
         scene.check()
         trainer.open(position)
         scene.check()
         assert scene.run.ledger.steps() == (3, 3, 3)
-        outcomes.append([place(scene, draw) for draw in range(12)])
-    assert {"commit", "reassert", "reset_ledger", "rescore"} <= set(said)
-    assert len(outcomes) == len(said) > 8
+        outcomes.append([stage(scene, draw) for draw in range(12)])
+    assert {"commit", "reassert", "reset_ledger", "rescore"} <= set(scripts)
+    assert len(outcomes) == len(scripts) > 8
     assert outcomes == [[["archived"]] * 8 + [["waiting"]] * 4] * len(outcomes)
 
 

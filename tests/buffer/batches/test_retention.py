@@ -15,7 +15,7 @@ from tests.buffer.scene import Scene
 
 
 def train(scene: Scene, steps: range) -> dict[int, Manifest]:
-    """Steps of two groups each, committed one by one."""
+    """Commit steps of two groups each, one by one."""
     batches = {}
     for step in steps:
         scene.ready(step, step, lineage="l1")
@@ -64,7 +64,7 @@ def test_the_last_batches_stay_readable_until_they_fall_out(
     scene.check()
 
 
-def test_a_restart_goes_on_from_its_checkpoint_with_retained_batches_behind_it(
+def test_a_restart_continues_from_its_checkpoint_with_retained_batches_behind_it(
     make_scene: Callable[..., Scene],
 ) -> None:
     scene = make_scene(retain_batches=3)

@@ -1,5 +1,6 @@
-"""Token-level staleness: old tokens are masked, and a rollout with no other ones expires its group
-(I5, I8).
+"""Token-level staleness (I5, I8).
+
+Old tokens are masked, and a rollout without newer ones expires its group.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def state(
 
 
 def old_and_new(old: int, new: int, lineage: str = "l1") -> list[RolloutState]:
-    """A rollout of two weights, and one of the newer ones."""
+    """Return a rollout of two weights, and one of the newer weights only."""
     return [
         state(0, [(0, 2, old, lineage), (2, 2, new, lineage)]),
         state(1, [(0, 4, new, lineage)]),
@@ -44,7 +45,7 @@ def old_and_new(old: int, new: int, lineage: str = "l1") -> list[RolloutState]:
 
 @pytest.fixture
 def scene(make_scene: Make) -> Scene:
-    """Groups expire at staleness 3, tokens at 1."""
+    """Return a run whose groups expire at staleness 3, and whose tokens expire at 1."""
     scene = make_scene(stale_threshold=3, token_threshold=1, tail_batch_trigger_size=0)
     scene.open_trainer()
     return scene

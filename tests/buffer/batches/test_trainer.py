@@ -71,7 +71,7 @@ def test_trainer_is_refused_while_another_beats_unless_it_takes_over(
     scene.open_trainer(lineage="l4")
 
 
-def test_trainer_is_told_when_the_server_holds_another_run(scene: Scene) -> None:
+def test_trainer_is_refused_when_the_server_holds_another_run(scene: Scene) -> None:
     with pytest.raises(LostRun, match="this server holds run"):
         scene.open_trainer(run_nonce=new_nonce())
     with pytest.raises(LostRun):

@@ -47,8 +47,8 @@ def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(
         assert ahead.held_bytes == sum(sizes[:2])
         run.jobs.drop(
             group_id("math", 0)
-        )  # the first one leaves: the third takes its place, if it fits
-        wait_until(lambda: ahead.held_bytes != sum(sizes[:2]) or ahead.read == 3, "another look")
+        )  # the first one leaves: the third takes its slot, if it fits
+        wait_until(lambda: ahead.held_bytes != sum(sizes[:2]) or ahead.read == 3, "another peek")
         ahead.end()
         manifest = consumer.take_batch(1, {"math": 5}).manifest
         refs = [entry.payload for entry in manifest.entries]
@@ -87,7 +87,7 @@ def test_reading_ahead_ends_with_the_trainer_and_can_be_switched_off(run: Run) -
     assert ahead._thread is None
     ahead.close()
     other = Prefetcher(run, 1000, threading.Event())
-    other.begin({new_nonce(): 3})  # no such task: told of by the take
+    other.begin({new_nonce(): 3})  # no such task: the take reports it
     other.close()
     assert other._thread is not None
     assert not other._thread.is_alive()

@@ -21,5 +21,5 @@ def test_histogram_counts_every_pause_at_and_above_its_bound() -> None:
     assert metrics["pause/p99_s"] == pytest.approx(400.0)
 
 
-def test_histogram_says_nothing_before_the_first_pause() -> None:
+def test_histogram_is_empty_before_the_first_pause() -> None:
     assert PauseTimes().metrics() == {}

@@ -1,5 +1,6 @@
-"""The examples, killed and started again; one of them as a user does it: `rolloutmq train` with a
-loop of one's own.
+"""The examples, killed and started again.
+
+One of them as a user does it: `rolloutmq train` with a loop of one's own.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ groups = 2
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nobody catches it."""
+    """Stands for SIGKILL: no handler catches it."""
 
 
 CRASHES: list[tuple[type, str, int]] = [
@@ -101,7 +102,7 @@ class Site:
     def wait(self, process: subprocess.Popen[bytes]) -> int:
         return process.wait(timeout=280)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.file.parent / "train.log").read_text(encoding="utf-8")[-4000:]
 
     def log(self) -> StepLog:
@@ -210,11 +211,11 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
                 "a commit",
                 tries=20_000,
             )
-            assert process.poll() in (None, 0), site.said()
+            assert process.poll() in (None, 0), site.output()
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        assert site.wait(site.start()) == 0, site.said()
+        assert site.wait(site.start()) == 0, site.output()
     check(site)
     newest = site.config.run.folder / "trl" / f"checkpoint-{STEPS}"
     state = orjson.loads((newest / "trainer_state.json").read_bytes())
@@ -227,7 +228,7 @@ def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("site", ["unused:train"], indirect=True)
 def test_ranks_with_sharded_weights_train_every_step_once_although_one_dies(site: Site) -> None:
-    """The other rank notices; started again, both go on from the newest checkpoint that is whole."""
+    """Kill one rank: the other notices, and both continue from the newest complete checkpoint."""
     command = [sys.executable, "-m", "tests.consumer.training.fsdp_ranks", str(site.file), "3"]
     env = os.environ | {"REDIS_URL": site.url}
     with at_work(site.run, math=STEPS * GROUPS):

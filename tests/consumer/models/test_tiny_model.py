@@ -136,7 +136,7 @@ def test_warm_start_gives_the_same_weights_when_the_seed_is_the_same(
     assert one == two
 
 
-def test_warm_start_says_how_many_problems_it_needs(model_dir: Path, tmp_path: Path) -> None:
+def test_warm_start_reports_how_many_problems_it_needs(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="16"):
         warm_start(model_dir, tmp_path / "out", digit_problems(9), QUICK)
 
@@ -160,7 +160,7 @@ def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> Non
     assert not any(parameter.is_meta for model in models for parameter in model.parameters())
 
 
-def test_a_browser_is_told_the_text_of_each_token(model_dir: Path, tmp_path: Path) -> None:
+def test_a_browser_gets_the_text_of_each_token(model_dir: Path, tmp_path: Path) -> None:
     ids = AutoTokenizer.from_pretrained(model_dir).encode(QUESTION, add_special_tokens=False)
     texts = TokenTexts([tmp_path / "no model here", model_dir]).of(ids)
     assert texts is not None

@@ -1,6 +1,4 @@
-"""What the tests of the training side share: a model of some thousand weights, and groups made by
-chance.
-"""
+"""What the tests of the training side share: a tiny model, and random groups."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ SPEC = TinyModelConfig(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=32, in
 
 
 def build_model(folder: Path, *, seed: int = 0) -> Path:
-    """A tiny model folder below `folder`."""
+    """Create a tiny model folder below `folder`."""
     path = folder / f"model-{seed}"
     build_tiny_model(path, SPEC, seed)
     return path
@@ -29,7 +27,7 @@ def build_model(folder: Path, *, seed: int = 0) -> Path:
 def make_group(
     seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1, 4)
 ) -> RolloutGroup:
-    """A group of random tokens, logprobs, masks and scores 0 or 1."""
+    """Return a group of random tokens, logprobs, masks and scores 0 or 1."""
     draw = np.random.default_rng(seed)
     prompt_ids = draw.integers(6, 90, prompt)
     states = [
@@ -50,9 +48,7 @@ def make_group(
 def train_step(
     learner: Learner, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]
 ) -> dict[str, float]:
-    """Train on one batch with given advantages, float32[sum k], by the steps of
-    `TrainController.fit`.
-    """
+    """Train on one batch with given advantages, float32[sum k], as `TrainController.fit` does."""
     batch = learner.pack(groups, keep=learner.keep(advantages))
     batch = learner.compute_old_logprobs(batch)
     batch = learner.compute_ref_logprobs(batch)

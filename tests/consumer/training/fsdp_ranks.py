@@ -1,9 +1,8 @@
-"""Run as a program: two ranks of `consumer.examples.fsdp_loop`; one dies after it took a step, then
-both start again.
+"""Run as a program: two ranks of `consumer.examples.fsdp_loop`, of which one dies in a step.
 
-argv: the config and the step. Prints how each rank of each life ended. As torchrun with
-`--max-restarts` does it, with one store for all attempts; but forks, so that torch is loaded once.
-The parent computes nothing.
+Then both start again, as under torchrun with `--max-restarts`, with one store for all attempts; but
+they are forked, so that torch is loaded once. argv: the config and the step. Prints how each rank
+of each life ended. The parent computes nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ RANKS = 2
 
 
 def live(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -> None:
-    told = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": attempt}
-    os.environ.update({name: str(value) for name, value in (told | elastic).items()})
+    os.environ.update({name: str(value) for name, value in (variables | elastic).items()})
     join()
     loop = FsdpLoop(load_config(TrainingConfig, config, []))
     take = loop.consumer.take_batch
@@ -60,9 +59,7 @@ def fork(config: Path, port: int, attempt: int, rank: int, die_at: int | None) -
 
 
 def host_store() -> tuple[int, int]:
-    """What torchrun's agent holds, in a process of its own, since it has threads: its id and its
-    port.
-    """
+    """Start torchrun's store, which has threads, in a process; yield its id and port."""
     reading, writing = os.pipe()
     if child := os.fork():
         return child, int(os.read(reading, 16))

@@ -1,5 +1,4 @@
-"""Run as a program: the same three train steps by one rank, by two (FSDP2, gloo), and by two that
-were stopped between.
+"""Run as a program: the same three train steps by one rank, by two, and by two with a restart.
 
 argv: a model folder and one to work in. Each life writes `<folder>/<life>-<rank>.json`: the metrics
 of its steps. The checkpoint of the first two ranks goes to `<folder>/state`, their weights to
@@ -46,25 +45,23 @@ def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
     own: list[RolloutGroup] = []
     for half in halves:
         share = balanced_shares([int(group.lengths.sum()) for group in half], ranks)[rank]
-        own += [half[place] for place in share]
+        own += [half[position] for position in share]
     return own
 
 
 def train(folder: Path, model: Path, name: str, ranks: Ranks, first: int, last: int) -> None:
     learner = Learner(model, CONFIG, seed=7, ranks=ranks)
-    controller = TrainController(
-        learner, advantages="reinforce_pp"
-    )  # looks at the scores of all ranks
+    controller = TrainController(learner, advantages="reinforce_pp")  # sees the scores of all ranks
     state = folder / "state" / f"{ranks.rank}.safetensors"
     if first > 1:
         controller.load_state_tensors(load_file(state))
-    told = []
+    metrics = []
     for step in range(first, last + 1):
-        told.append(controller.fit(groups_of(step, ranks.rank, ranks.size)))
+        metrics.append(controller.fit(groups_of(step, ranks.rank, ranks.size)))
         if step == CUT and ranks.size > 1 and first == 1:
             save_file(controller.state_tensors(), state)
     learner.save_weights(folder / "weights" / name)
-    (folder / f"{name}-{ranks.rank}.json").write_bytes(orjson.dumps(told))
+    (folder / f"{name}-{ranks.rank}.json").write_bytes(orjson.dumps(metrics))
 
 
 def in_ranks(folder: Path, model: Path, name: str, first: int) -> Callable[[int], None]:

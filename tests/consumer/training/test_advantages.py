@@ -67,8 +67,8 @@ def test_advantages_are_exactly_zero_where_scores_are_equal(
 def test_rloo_compares_each_rollout_with_the_mean_of_the_others(groups: list[list[float]]) -> None:
     expected = []
     for scores in groups:
-        for place, score in enumerate(scores):
-            others = scores[:place] + scores[place + 1 :]
+        for position, score in enumerate(scores):
+            others = scores[:position] + scores[position + 1 :]
             expected.append(score - sum(others) / len(others) if others else 0.0)
     np.testing.assert_allclose(
         rloo_advantages([column(*scores) for scores in groups]), expected, rtol=1e-4, atol=1e-4
@@ -87,8 +87,9 @@ def test_opo_takes_off_the_mean_weighted_by_length(group: list[tuple[float, int]
     ("n", "right", "k"), [(8, 3, 4), (8, 1, 4), (8, 6, 2), (5, 2, 3), (4, 1, 4), (6, 3, 1)]
 )
 def test_pass_at_k_is_the_mean_over_all_sets_of_k(n: int, right: int, k: int) -> None:
-    """Transcribed from the definition: a set of k is worth 1 where one of it is right; a rollout
-    gets the mean standardized worth of the sets that it is in.
+    """Follow the definition: a set of k is worth 1 if one of it is right, else 0.
+
+    A rollout gets the mean standardized worth of the sets that contain it.
     """
     scores = [1.0] * right + [0.0] * (n - right)
     sets = list(combinations(range(n), k))
@@ -146,9 +147,7 @@ def test_advantages_are_empty_for_an_empty_batch() -> None:
 
 @pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
 def test_a_session_counts_once_however_many_segments_it_has(estimator: AdvantageEstimator) -> None:
-    """Groups of sessions with segments are as groups of whole rollouts, whose advantages their
-    segments share.
-    """
+    """Compare sessions that have segments with whole rollouts: segments share the advantage."""
     dice = np.random.default_rng(5)
     whole, cut = [], []
     for _ in range(30):
@@ -157,7 +156,10 @@ def test_a_session_counts_once_however_many_segments_it_has(estimator: Advantage
         order = dice.permutation(np.repeat(np.arange(4), dice.integers(1, 4, 4)))
         # segments of a session share its length, one way or another
         parts = np.array(
-            [tokens[s] if place == np.argmax(order == s) else 0 for place, s in enumerate(order)],
+            [
+                tokens[s] if position == np.argmax(order == s) else 0
+                for position, s in enumerate(order)
+            ],
             "<i4",
         )
         assert (np.bincount(order, parts) == tokens).all()

@@ -1,6 +1,4 @@
-"""Advantages, losses and their gradients against TRL's `GRPOTrainer`, where both have the same
-formula.
-"""
+"""Compare advantages, losses and gradients with TRL's `GRPOTrainer`, where the formulas agree."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ LONGEST = max(LENGTHS)
 
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """TRL's trainer of a tiny model, whose forward pass says what `columns` holds."""
+    """TRL's trainer of a tiny model, whose forward pass returns what `columns` contains."""
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
@@ -74,9 +72,7 @@ def rows(seed: int) -> dict[str, torch.Tensor]:
 
 
 def correction(trl: Any, table: dict[str, torch.Tensor]) -> torch.Tensor:
-    """As `_generate_and_score_completions` of TRL computes it from its old and the engine's
-    logprobs.
-    """
+    """Compute it as TRL's `_generate_and_score_completions` does, from old and engine logprobs."""
     difference = (table["old"] - table["rollout"]) * table["mask"]
     if trl.vllm_importance_sampling_mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
@@ -224,8 +220,9 @@ def test_loss_and_gradient_are_those_of_trl(
 def test_advantages_are_those_of_trl(
     trl: Any, scores: list[float], scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRL's epsilon is 1e-4. Of equal scores, whose mean may differ from them in the last bit, ours
-    are exactly 0.
+    """TRL's epsilon is 1e-4.
+
+    For equal scores, whose mean may differ from them in the last bit, ours are exactly 0.
     """
 
     def rollouts(prompts: list[Any], *_: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a trainer leaves out: said, counted, and without moving anything else."""
+"""What a trainer leaves out: logged, counted, and nothing else is moved."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_tensorboard_holds_the_steps_of_the_weights_that_exist(tmp_path: Path) -
     assert seen == [(1, 1.1), (2, 2.1), (3, 3.3), (4, 4.3)]
 
 
-def test_a_writer_that_is_not_installed_is_told_of(
+def test_a_writer_that_is_not_installed_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import sys

@@ -1,6 +1,4 @@
-"""A learner that computes in bfloat16: what stays float32, how far its numbers move, and that a
-resume is exact.
-"""
+"""A learner in bfloat16: what stays float32, how far its numbers move, and exact resumes."""
 
 from __future__ import annotations
 
@@ -92,5 +90,5 @@ def test_published_weights_are_the_parameters_rounded_once(
     assert load_model(tmp_path / "published", dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_peak_memory_is_told_of_a_gpu_only(model_dir: Path) -> None:
+def test_peak_memory_is_reported_for_a_gpu_only(model_dir: Path) -> None:
     assert make_learner(model_dir, "cpu").peak_memory_bytes() is None

@@ -1,6 +1,4 @@
-"""A checkpoint is whole or not there, whenever the trainer dies; and which draws it says were
-trained.
-"""
+"""A checkpoint is complete or absent, whenever the trainer dies, and lists the trained draws."""
 
 from __future__ import annotations
 
@@ -46,12 +44,12 @@ def test_killed_write_leaves_every_checkpoint_whole_or_away(tmp_path: Path, step
         check=True,
     )
     outcomes = orjson.loads(done.stdout)
-    assert len(outcomes) > 15  # it was killed in many places, and at last in none
+    assert len(outcomes) > 15  # it was killed at many operations, and in the end at none
     assert [outcome["killed"] for outcome in outcomes] == [True] * (len(outcomes) - 1) + [False]
     for outcome in outcomes:
         assert outcome["steps"] == outcome["whole"]
         assert outcome["left"] == [f"step-{s:06d}" for s in outcome["steps"]]
-        # one to go on from is always there: the oldest only goes after the newest has come
+        # one to continue from always exists: the oldest is deleted after the newest is complete
         assert (20 if step == 30 else 10) in outcome["steps"]
     assert outcomes[-1]["steps"] == sorted({20, step} | ({10} if step == 20 else set()))
 
@@ -90,7 +88,7 @@ def test_read_names_the_file_when_it_is_broken(tmp_path: Path, content: bytes) -
         checkpoints.read(7)
 
 
-def test_prune_keeps_the_newest_and_says_which_is_the_oldest_kept(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_and_returns_the_oldest_kept(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     assert checkpoints.prune(2) == 0
     for step in (3, 12, 7):
@@ -125,7 +123,7 @@ def test_clear_deletes_what_comes_after_and_what_the_dead_left(tmp_path: Path) -
     ]
 
 
-# -- which draws were trained ------------------------------------------------------------------------
+# -- which draws were trained ------------------------------------------------------------
 
 DRAWS = st.tuples(st.sampled_from(["math", "code"]), st.integers(0, 40))
 

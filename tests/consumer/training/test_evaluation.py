@@ -1,4 +1,4 @@
-"""Accuracy counts full scores only; sources are told apart where there are several."""
+"""Accuracy counts full scores only; several sources are measured separately."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_evaluate_counts_full_scores_as_right_and_missing_ones_as_wrong() -> Non
     assert metrics == wanted
 
 
-def test_evaluate_tells_sources_apart() -> None:
+def test_evaluate_separates_sources() -> None:
     metrics = Evaluator().evaluate(
         [group(1.0, source="a"), group(0.0, source="b"), group(1.0, source="b")]
     )

@@ -68,7 +68,7 @@ def test_learner_continues_bit_for_bit_after_save_and_load(
         assert torch.equal(tensor, second.state_tensors()[name]), name
 
 
-def test_state_tensors_do_not_change_when_training_goes_on(model_dir: Path) -> None:
+def test_state_tensors_do_not_change_when_training_continues(model_dir: Path) -> None:
     learner = make_learner(model_dir)
     train_step(learner, *make_batch(0))
     state = learner.state_tensors()

@@ -1,5 +1,6 @@
-"""A LoRA adapter in the learner: it alone is trained and saved, it is nothing when it is off, and
-knows its model.
+"""A LoRA adapter in the learner.
+
+It alone is trained and saved, has no effect when it is off, and is tied to its model.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def make_learner(model_dir: Path, lora: LoraConfig | None = LORA, **options: Any
 
 
 def merged(model_dir: Path, adapter: Path, folder: Path) -> Path:
-    """The model with the adapter added, by hand: W + alpha / rank * B @ A."""
+    """Return the model with the adapter merged by hand: W + alpha / rank * B @ A."""
     shutil.copytree(model_dir, folder)
     weights = load_file(folder / "model.safetensors")
     tensors = load_file(adapter / "adapter_model.safetensors")
@@ -139,9 +140,9 @@ def test_what_does_not_fit_is_refused_by_name(model_dir: Path, tmp_path: Path) -
             make_learner(model_dir, lora).load_state_tensors(state)
     with pytest.raises(
         ModelError, match="no linear layers named lm_head, q for an adapter"
-    ) as told:
+    ) as caught:
         make_learner(model_dir, LoraConfig(target_modules=("lm_head", "q", "q_proj")))
-    assert "v_proj" in told.value.hint
+    assert "v_proj" in caught.value.hint
     (two := Ranks()).size = 2
     with pytest.raises(ConfigError, match="one rank only"):
         Learner(model_dir, LearnerConfig(lora=LORA), ranks=two)

@@ -301,15 +301,15 @@ def test_kl_estimates_are_zero_where_nothing_differs_and_only_k1_is_negative() -
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"aggregation": "fixed_length"}, "needs max_tokens"),
         ({"objective": "gspo", "dual_clip": 3.0}, "dual_clip belongs to objective ppo"),
         ({"importance_floor": 0.5}, "needs importance_mode = mask"),
     ],
 )
-def test_loss_config_refuses_what_does_not_fit(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_loss_config_refuses_what_does_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         LossConfig(**options)
 
 
@@ -348,17 +348,17 @@ def test_mismatch_metrics_equal_their_transcription() -> None:
     config = LossConfig(importance_cap=1.5)
     _, sums = policy_loss(columns, weigh(columns, config), config)
     n = float(columns.mask.sum())
-    told = derived_metrics({name: float(value) / n for name, value in sums.items()})
+    metrics = derived_metrics({name: float(value) / n for name, value in sums.items()})
     trained = [t for t, m in enumerate(columns.mask.tolist()) if m]
     named = (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
     new, old, rollout = (column.detach().tolist() for column in named)
     weights = [min(math.exp(old[t] - rollout[t]), 1.5) for t in trained]
-    assert told["mismatch/ess"] == pytest.approx(
+    assert metrics["mismatch/ess"] == pytest.approx(
         sum(weights) ** 2 / (n * sum(w * w for w in weights))
     )
     trainer_ppl = math.exp(-sum(new[t] for t in trained) / n)
     rollout_ppl = math.exp(-sum(rollout[t] for t in trained) / n)
-    assert told["mismatch/ppl"] == pytest.approx(trainer_ppl)
-    assert told["mismatch/rollout_ppl"] == pytest.approx(rollout_ppl)
-    assert told["mismatch/ppl_ratio"] == pytest.approx(trainer_ppl / rollout_ppl)
+    assert metrics["mismatch/ppl"] == pytest.approx(trainer_ppl)
+    assert metrics["mismatch/rollout_ppl"] == pytest.approx(rollout_ppl)
+    assert metrics["mismatch/ppl_ratio"] == pytest.approx(trainer_ppl / rollout_ppl)
     assert derived_metrics({}) == {}

@@ -1,6 +1,4 @@
-"""The metrics of a step: the reference's worked example of throughput, windows of progress, group
-times.
-"""
+"""The metrics of a step: the reference's throughput example, windows of progress, group times."""
 
 from __future__ import annotations
 
@@ -26,9 +24,10 @@ def group(*scores: float, seconds: float | None) -> RolloutGroup:
 
 
 def test_throughput_is_that_of_the_references_worked_example() -> None:
-    """Train GPUs 3, rollout GPUs 2, 8 s elapsed in all, step 10 s, of it 2 s training, 3 samples,
-    60 tokens. The rollouts' clock is ours: production never stops, so 4 samples are divided by the
-    step's 10 s, not by 4 s.
+    """Check 3 train GPUs, 2 rollout GPUs, 8 s in total, 3 samples, 60 tokens.
+
+    The step takes 10 s, 2 s of it for training. Production never stops here, so 4 samples are
+    divided by the step's 10 s, not by 4 s.
     """
     total = Throughput(train_gpus=3, rollout_gpus=2, elapsed_s=-2.0)
     produced = {"async/produced_samples": 4.0, "async/produced_tokens": 120.0}

@@ -18,9 +18,8 @@ from buffer.model.group import RolloutGroup
 from buffer.model.rollout import RolloutState
 from consumer.models.model_folder import load_model
 from consumer.training.learner import Learner
-from consumer.training.logprobs import TargetLogits, token_logprobs
+from consumer.training.logprobs import TargetLogits, keeps_samples_apart, token_logprobs
 from consumer.training.packing import MicroBatch, Packer
-from consumer.training.sharding import keeps_samples_apart
 from tests.consumer.models.tiny import build_model, make_group
 
 SHAPES = st.lists(

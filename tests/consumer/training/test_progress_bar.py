@@ -33,7 +33,7 @@ def test_a_terminal_shows_how_far_training_is_and_log_lines_stay_whole_above_it(
     )
     os.close(slave)
     shown = b""
-    with suppress(OSError):  # Linux tells so that the other end is closed
+    with suppress(OSError):  # Linux reports a closed other end like this
         while part := os.read(master, 4096):
             shown += part
     os.close(master)

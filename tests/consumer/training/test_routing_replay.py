@@ -1,6 +1,4 @@
-"""Rollout routing replay: the trainer computes with the experts that the engine chose, and its
-gates still learn.
-"""
+"""Rollout routing replay: the trainer uses the experts of the engine, and its gates still learn."""
 
 from __future__ import annotations
 
@@ -32,17 +30,13 @@ ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5], np.float32)
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts whose first layer has none, and whose others have two that are about as
-    good.
-    """
+    """Create a mixture of experts: none in the first layer, elsewhere two about equally good."""
     return write_mixture(tmp_path_factory.mktemp("mixture"), noise=1)
 
 
 @pytest.fixture(scope="module")
 def other_gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with gates that are off by a thousandth, as another machine's arithmetic would
-    have them.
-    """
+    """Create the same model with gates that differ by a thousandth, as on another machine."""
     return write_mixture(tmp_path_factory.mktemp("other"), noise=2)
 
 
@@ -59,7 +53,7 @@ def write_mixture(folder: Path, *, noise: int, twins: bool = True) -> Path:
 
 @pytest.fixture(scope="module")
 def group(mixture: Path) -> RolloutGroup:
-    """Rollouts of the real engine, which also says what the gates chose."""
+    """Rollouts of the real engine, which also returns what the gates chose."""
     return asyncio.run(roll_out(mixture))
 
 
@@ -95,10 +89,10 @@ def test_replay_of_the_trainers_own_choice_changes_nothing(tmp_path: Path) -> No
     )  # no two experts that a sum in another order decides between
     group = asyncio.run(roll_out(folder))
     plain = learner(folder)
-    told = learner(folder, replay_routing=True)
-    assert mismatch(plain, group) == mismatch(told, group) < 1e-4
+    replayed = learner(folder, replay_routing=True)
+    assert mismatch(plain, group) == mismatch(replayed, group) < 1e-4
     for name, weight in plain.parameters.items():
-        assert torch.equal(weight, told.parameters[name]), name
+        assert torch.equal(weight, replayed.parameters[name]), name
 
 
 @pytest.mark.parametrize("budget", [36, 4096], ids=["a row each", "rows shared"])
@@ -115,7 +109,7 @@ def test_replay_brings_trainer_and_engine_together_where_gates_differ(
 def test_replayed_gates_learn_by_the_true_gradient(
     other_gates: Path, group: RolloutGroup, checkpointing: bool, kl: float
 ) -> None:
-    """The slope of the loss along its gradient with respect to a gate, by two more forward passes."""
+    """Return the slope of the loss along its gradient with respect to a gate, numerically."""
     loss = LossConfig(kl_coef=kl)
     trainer = learner(
         other_gates, replay_routing=True, gradient_checkpointing=checkpointing, loss=loss
@@ -141,9 +135,7 @@ def test_replayed_gates_learn_by_the_true_gradient(
 def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     mixture: Path, group: RolloutGroup, tmp_path: Path
 ) -> None:
-    """Column by column, or as files of the run: what is missing or of another model is never passed
-    over.
-    """
+    """Check columns, and files of the run: missing or foreign experts are always reported."""
     media = MediaFolder(tmp_path / "media", "run", "nonce")
     media.claim()
     states = [state.model_copy() for state in group.states]
@@ -188,7 +180,7 @@ def npy(array: np.ndarray[Any, Any]) -> bytes:
 def test_a_group_without_experts_of_this_model_is_left_out_and_ends_no_trainer(
     mixture: Path, group: RolloutGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However they came: what one worker hands in must not be what no trainer gets past."""
+    """In either form: what one worker submits must not stop every trainer."""
     foreign = [state.model_copy(update={"routed_experts": None}) for state in group.states]
     bad = RolloutGroup("moe-0000000002", "moe", foreign)
     once, both = (TrainController(learner(mixture, replay_routing=True)) for _ in range(2))

@@ -1,6 +1,4 @@
-"""FSDP2 with two gloo ranks: the numbers of one rank, exact resumes, and weights that no rank ever
-held whole.
-"""
+"""FSDP2 with two gloo ranks: the numbers of one rank, exact resumes, and sharded weights."""
 
 from __future__ import annotations
 
@@ -34,21 +32,21 @@ def test_two_ranks_train_as_one_does_and_go_on_exactly_where_they_stopped(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
 
-    def told(name: str, rank: int) -> list[dict[str, Any]]:
+    def metrics_of(name: str, rank: int) -> list[dict[str, Any]]:
         steps: list[dict[str, Any]] = orjson.loads((tmp_path / f"{name}-{rank}.json").read_bytes())
         return steps
 
-    one = told("one", 0)
-    two = told("two", 0)
+    one = metrics_of("one", 0)
+    two = metrics_of("two", 0)
     assert len(one) == STEPS
-    assert told("two", 1) == two  # metrics are of all ranks, on all ranks
+    assert metrics_of("two", 1) == two  # metrics are of all ranks, on all ranks
     for alone, shared in zip(one, two, strict=True):
         assert alone.keys() == shared.keys()
         for name, value in alone.items():
             assert shared[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     assert two[0]["optim/grad_norm"] > 0
 
-    resumed = told("resumed", 0)
+    resumed = metrics_of("resumed", 0)
     assert resumed == two[CUT:]
     assert (
         whole(tmp_path / "weights" / "resumed").keys() == whole(tmp_path / "weights" / "two").keys()

@@ -1,6 +1,4 @@
-"""What the trainer writes, and what its readers make of it after it was killed in the middle of a
-line.
-"""
+"""What the trainer logs, and what its readers see after it was killed within a line."""
 
 from __future__ import annotations
 

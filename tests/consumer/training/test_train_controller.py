@@ -1,6 +1,4 @@
-"""The train step in pieces: the same as in one, values and generalized advantages as the papers
-write them.
-"""
+"""The train step in pieces: as in one; values and generalized advantages as in the papers."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_a_critic_is_refused_where_it_would_not_be_the_same_on_all_ranks(model_d
         TrainController(controller.learner, "gae")
 
 
-def test_critic_goes_on_exactly_after_save_and_load(model_dir: Path, tmp_path: Path) -> None:
+def test_critic_continues_exactly_after_save_and_load(model_dir: Path, tmp_path: Path) -> None:
     straight = make_controller(model_dir, critic=True)
     first = make_controller(model_dir, critic=True)
     straight.fit(make_batch(0))

@@ -1,6 +1,4 @@
-"""The trainer dies between any two of its lines, and ends with the very weights of one that never
-died.
-"""
+"""The trainer dies between any two lines, and ends with the weights of one that never died."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from buffer.monitoring.history import StepLog
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.rollout_consumer import RolloutConsumer
+from consumer.training import checkpoint
 from consumer.training.checkpoint import CheckpointFolder
 from consumer.training.learner import Learner
 from consumer.training.step_log import StepWriter, read_evaluations
@@ -38,7 +37,7 @@ DRAWS = 5 * GROUPS + 6
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nobody catches it."""
+    """Stands for SIGKILL: no handler catches it."""
 
 
 with_adapter_too = pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def last_state(config: TrainingConfig) -> dict[str, torch.Tensor]:
 
 
 def published(run: Run) -> list[str]:
-    """The versions of all weights that were published, in order."""
+    """Return the versions of all published weights, in order."""
     rows = [fields for _, fields in run.store.control.xrange(run.keys.events)]
     return [
         row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"
@@ -98,12 +97,12 @@ def ends() -> dict[bool, dict[str, Any]]:
 
 @pytest.fixture
 def undisturbed(ends: dict[bool, dict[str, Any]], config: TrainingConfig) -> dict[str, Any]:
-    """What a trainer that nobody disturbed ends with; made by the first test that asks."""
+    """Return the end of an undisturbed trainer; the first test that needs it creates it."""
     return ends[config.learner.lora is not None]
 
 
 def check_end(run: Run, config: TrainingConfig, undisturbed: dict[str, Any]) -> None:
-    """The account adds up, and history and weights are those of the undisturbed run, bit for bit."""
+    """Check the account, and that history and weights equal those of the undisturbed run."""
     log = history(config)
     state = last_state(config)
     assert [step.step for step in log.steps] == list(range(1, STEPS + 1))
@@ -187,7 +186,7 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
             patch.setattr(owner, method, dying(getattr(owner, method)))
             patch.setattr(
                 RolloutConsumer, "close", lambda self: self._closed.set()
-            )  # the dead say no good-bye
+            )  # a killed trainer does not give up its role
             with pytest.raises(Killed):
                 train(run, config, model_dir)
         assert train(run, config, model_dir)
@@ -221,16 +220,14 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
     check_end(run, config, undisturbed)
 
 
-def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
+def test_stopped_trainer_keeps_its_step_and_continues_from_it(
     run: Run,
     config: TrainingConfig,
     model_dir: Path,
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is stopped while it waits for a worker that confirms no pause: the step is trained, but
-    not published.
-    """
+    """Stop it while it waits for a receipt that never comes: it trains, but does not publish."""
     with at_work(run, stamp=0, math=DRAWS) as crew:
         trainer = Trainer(run, config, model_dir)
         config.run.folder.mkdir()
@@ -239,7 +236,7 @@ def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
         def stop_after(self: Learner, *args: Any) -> dict[str, float]:
             metrics = original(self, *args)
             if self.step == 3:
-                crew.deaf = True
+                crew.silent = True
                 threading.Timer(0.2, trainer.consumer.stop).start()
             return metrics
 
@@ -250,7 +247,7 @@ def test_stopped_trainer_keeps_its_step_and_goes_on_from_it(
         assert (state.mode, state.weights.version) == ("run", 2)
         assert [step.step for step in history(config).steps] == [1, 2, 3]
         assert run.ledger.steps()[1] == 3
-        crew.deaf = False
+        crew.silent = False
         assert train(run, config, model_dir)
     assert history(config).replaced == 0
     log = history(config)
@@ -300,8 +297,9 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
     undisturbed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Engines sleep in an abort without open lanes (tests/pipeline/test_colocated.py); the learner
-    sleeps otherwise.
+    """Engines sleep in an abort without open lanes (tests/pipeline/test_colocated.py).
+
+    The learner sleeps otherwise.
     """
     changes: dict[str, Any] = {
         "policy": {"pause_mode": "abort"},
@@ -335,9 +333,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
 def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_further_step(
     make_run: Callable[..., Run], config: TrainingConfig, model_dir: Path
 ) -> None:
-    """Its config says every 4 steps, and the run that weights serve 2: without that it would wait
-    for ever.
-    """
+    """Its config has 4 steps per publication, but weights of the run serve only 2."""
     run = make_run(stale_threshold=2)
     config = config.model_copy(
         update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})}
@@ -355,9 +351,7 @@ def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What `status` of the batch before had promised was taken away: an operator lowered
-    max_staleness.
-    """
+    """Lower max_staleness: the `status` of the batch before is then no longer true."""
     run = make_run(stale_threshold=4)
     config = config.model_copy(
         update={"policy": config.policy.model_copy(update={"sync_weights_interval": 4})}
@@ -421,7 +415,7 @@ def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
 
 
 @on_both
-def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
+def test_trainer_continues_when_the_server_lost_steps_or_everything(
     run: Run,
     make_run: Callable[..., Run],
     config: TrainingConfig,
@@ -429,7 +423,7 @@ def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
     undisturbed: dict[str, Any],
 ) -> None:
     def train_to(step: int, **options: bool) -> bool:
-        make_run(steps=step)  # it goes on, if it was finished
+        make_run(steps=step)  # it continues, if it was finished
         longer = config.model_copy(update={"plan": config.plan.model_copy(update={"steps": step})})
         config.run.folder.mkdir(exist_ok=True)
         with at_work(run, stamp=None if options else 0, math=DRAWS):
@@ -450,7 +444,7 @@ def test_trainer_goes_on_when_the_server_lost_steps_or_everything(
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
-        make_run(run.store, config, model_dir, regenerate=False)
+        checkpoint.make_run(run.store, config, model_dir, regenerate=False)
     with pytest.raises(LostRun, match="no trainer has ever opened"):
         train_to(STEPS + 1)
     assert train_to(STEPS + 1, regenerate=True)
@@ -472,9 +466,10 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     left: list[int],
     lost: bool,
 ) -> None:
-    """Its disk lost the newest checkpoints, the server perhaps its last second, too. What is kept
-    is delivered again, and the weights are the same; what was freed is generated again, in another
-    order, where that is asked for.
+    """Lose the newest checkpoints, and perhaps the server's last second as well.
+
+    Kept batches are delivered again, and the weights are the same; freed ones are generated
+    again, in another order, if that is requested.
     """
     raw = run.store.at(run.keys.meta).control
     original = StepWriter.add_step
@@ -492,7 +487,7 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
         shutil.rmtree(checkpoints.path(step))
     if lost:
         put_back(raw, run.name, moments[4])
-    make_run(steps=STEPS + 1)  # a finished run goes on when it gets another plan
+    make_run(steps=STEPS + 1)  # a finished run continues when it gets another plan
     make_run(steps=STEPS)
     with at_work(run, stamp=0, math=DRAWS):
         if not left:
