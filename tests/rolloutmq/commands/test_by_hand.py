@@ -75,8 +75,8 @@ def test_what_cannot_be_moved_is_told(scene: Scene, command: Command) -> None:
         (("drop", group_id("math", 99), "--yes"), 2, "has not been started"),
         (("drop", "nonsense", "--yes"), 2, "not a group id"),
         (("requeue", "other-0000000001", "--yes"), 2, "no task"),
-        (("requeue", "--yes"), 2, "GID, or --all-dead"),
-        (("requeue", DEAD, "--all-dead"), 2, "GID, or --all-dead"),
+        (("requeue", "--yes"), 2, "a GID or --all-dead"),
+        (("requeue", DEAD, "--all-dead"), 2, "a GID or --all-dead"),
     ):
         done = command(*arguments)
         assert done.returncode == code, done

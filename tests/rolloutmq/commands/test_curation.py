@@ -42,7 +42,7 @@ def test_export_choose_and_import(scene: Scene, command: Command, tmp_path: Path
     assert "too old" not in command("import", str(tmp_path / "chosen.jsonl")).stdout
     assert json_of(command("show", "math-0033554433", "--json"))["places"] == ["pool"]
     done = command("show", "math-0033554434")
-    assert (done.returncode, "was not imported" in done.stderr) == (2, True)
+    assert (done.returncode, "has not been imported" in done.stderr) == (2, True)
 
 
 def test_import_asks_the_function_of_the_run(

@@ -255,7 +255,8 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
 def test_a_slow_judge_is_seen_at_a_glance(scene: Scene, command: Command) -> None:
     assert "judged" not in command("status").stdout
     scene.beat("w0", ack=1, judging=1)
-    assert "1 group running, of which 1 is being judged" in command("status").stdout
+    status = " ".join(command("status").stdout.split())
+    assert "1 group running, of which 1 is being judged" in status
     assert "running 1, of which 1 is being judged" in command("top", "--count", "1").stdout
     found = json_of(command("status", "--json"))
     assert (found["leases"], found["judging"]) == (1, 1)
