@@ -222,7 +222,7 @@ def test_a_line_that_is_not_json_is_reported_with_file_and_number(
     for verb in ("run", "problems"):
         code, output = site.command(verb)
         assert code == 2
-        assert f"{file}:41: not JSON" in output
+        assert f"{file}:41: not valid JSON" in output
 
 
 def test_a_bad_line_ends_the_producer_and_leaves_the_run_intact(live: Site, tmp_path: Path) -> None:
