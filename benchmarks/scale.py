@@ -17,7 +17,7 @@ from benchmarks import sample
 from benchmarks.bench_run import TASK, WEIGHTS, BenchRun
 from benchmarks.figure import Figure
 from benchmarks.server import BenchServer
-from buffer.control.fleet import Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.maintenance.janitor import IN_TURN
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job
@@ -161,7 +161,7 @@ class _Crowd:
 
     def _beat(self, name: str) -> None:
         self._run.refresh_limits()
-        pulse = Pulse(1, WEIGHTS, WorkerState.WORKING, tokens_per_s=1e4, done=5)
+        pulse = HeartbeatReport(1, WEIGHTS, WorkerState.WORKING, tokens_per_s=1e4, done=5)
         self._run.fleet.heartbeat(name, self._nonces[name], pulse, self._held[name])
 
     def _sweep(self, _: str) -> None:

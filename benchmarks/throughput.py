@@ -22,8 +22,8 @@ DEPTHS = (1, 8, 16, 48, 512)
 def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     """Measure the path from a group in memory to a group in the pool, against SET of its bytes.
 
-    "ours" submits what has piled up in one round trip, as a busy worker does; "ours, single" submits
-    one group at a time.
+    "ours" submits what has piled up in one round trip, as a busy worker does; "ours, single"
+    submits one group at a time.
     """
     finished = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
     encoded = [wire.encode(group) for group in finished]

@@ -16,7 +16,7 @@ from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings, differences
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
-from buffer.control.task_status import Halts
+from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
 from buffer.errors import RunExists, RunNotFound, SchemaVersionError
@@ -66,7 +66,7 @@ class Run:
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
         self.jobs = JobQueue(store, self.keys, limits)
-        self.halts = Halts(store, self.keys)
+        self.task_stops = TaskStops(store, self.keys)
         self.dead_letters = DeadLetters(store, self.keys)
         self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
         self.ledger = BatchLedger(store, self.keys, limits)
@@ -231,9 +231,9 @@ class Run:
 
     def refresh_limits(self) -> bool:
         """Adopt limits that were changed on the server; return whether any were. One short read."""
-        return self.look()[0]
+        return self.poll()[0]
 
-    def look(self) -> tuple[bool, memory.MemoryUse]:
+    def poll(self) -> tuple[bool, memory.MemoryUse]:
         """Refresh the limits, and return the run's use of memory, too, in one round trip."""
         limits = ("HMGET", self.keys.meta, "limits_version", "limits_op")
         stamp, held = self.store.each(

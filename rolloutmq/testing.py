@@ -31,7 +31,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated.engine import SimulatedEngine
-from producer_workers.judges.load import judge_of, load_judge
+from producer_workers.judges.load import judge_from_function, load_judge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
@@ -137,7 +137,7 @@ def _make_loop(
     scores = (
         load_judge(judge)
         if isinstance(judge, str)
-        else judge_of(getattr(judge, "__name__", "judge"), judge)
+        else judge_from_function(getattr(judge, "__name__", "judge"), judge)
     )
     return load_agent_loop(
         agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options

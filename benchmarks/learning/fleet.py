@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import ControlState, Mode
-from buffer.control.fleet import Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.model import wire
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.rollout import PolicyVersion
@@ -51,9 +51,9 @@ class Fleet:
         """One round; whether anything was sampled."""
         state = self._run.control.state()
         self._sweep()
-        pulse = Pulse(state.epoch, state.weights, WorkerState.IDLE)
+        pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
         self._run.fleet.heartbeat("w0", self._nonce, pulse, [])
-        self._run.control.beat("producer", self._producer)
+        self._run.control.renew_role("producer", self._producer)
         if state.mode is not Mode.RUN:
             return False
         if state.weights != self._loaded:

@@ -70,7 +70,7 @@ def metrics(
         if serve:
             _serve(collector, host, port, read_token(token_file) if token_file else "")
         elif as_json:
-            emit({"workers_wanted": collector.look_for_workers()})
+            emit({"workers_wanted": collector.read_workers_wanted()})
         else:
             typer.echo(generate_latest(collector.registry()).decode(), nl=False)
 
@@ -78,7 +78,7 @@ def metrics(
 def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
     from buffer.monitoring.http_endpoint import MetricsEndpoint
 
-    pages = {"/workers_wanted": collector.look_for_workers}
+    pages = {"/workers_wanted": collector.read_workers_wanted}
     endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)
     console().print(f"{endpoint.url}/metrics")
     stop = threading.Event()

@@ -79,7 +79,7 @@ def live_through(scene: Scene, disturbed: Callable[[Callable[[], Any]], Any]) ->
     disturbed(lambda: scene.run.buffer.read(manifest.entries[0].payload))
     disturbed(lambda: scene.run.ledger.commit(scene.trainer, 1, 1))
     disturbed(scene.run.janitor.sweep)
-    disturbed(lambda: scene.run.control.beat("producer", scene.producer, closing=True))
+    disturbed(lambda: scene.run.control.renew_role("producer", scene.producer, closing=True))
     scene.check()
     expected = {
         "enqueued": "2",

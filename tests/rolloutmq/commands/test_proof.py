@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.task_status import Halt
+from buffer.control.task_status import TaskStop
 from buffer.model.ids import group_id
 from buffer.model.rollout import PolicyVersion
 from buffer.monitoring.history import StepLog
@@ -137,7 +137,9 @@ def test_doctor_refuses_a_server_that_would_lose_data(tmp_path: Path) -> None:
 def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(
     scene: Scene, command: Command
 ) -> None:
-    scene.run.halts.say(scene.producer, "math", Halt("broken", 0, "math: row 7 cannot be read"))
+    scene.run.task_stops.publish(
+        scene.producer, "math", TaskStop("broken", 0, "math: row 7 cannot be read")
+    )
     (found,) = [
         s for s in json_of(command("doctor", "--json"))["runs"]["demo"] if "row 7" in s["what"]
     ]
@@ -176,7 +178,7 @@ def test_diagnosis_of_silent_roles(store: Store) -> None:
     scene.open_trainer()
     assert "the trainer is silent" in _found(scene)
     assert "the producer is silent" in _found(scene)
-    scene.run.control.beat("producer", scene.producer, closing=True)
+    scene.run.control.renew_role("producer", scene.producer, closing=True)
     assert "the producer has left" in _found(scene)
 
 

@@ -58,8 +58,8 @@ def leave(scene: Scene) -> None:
     """Everybody is gone."""
     control = scene.run.store.control
     keys = scene.run.keys
-    scene.run.control.beat("trainer", scene.trainer, closing=True)
-    scene.run.control.beat("producer", scene.producer, closing=True)
+    scene.run.control.renew_role("trainer", scene.trainer, closing=True)
+    scene.run.control.renew_role("producer", scene.producer, closing=True)
     for worker in scene.workers:
         control.hset(keys.worker(worker), "seen_ms", 1)
 
