@@ -1,13 +1,13 @@
 """Waiting until the workers of a run have carried out a change of its control state (I10).
 
 A worker sends a receipt, the number of the control epoch that it has carried out, with a heartbeat
-or by the script `receipt`. One policy holds for workers without one, whoever waits:
+or by the script `receipt`. One policy holds for workers without one, for every caller:
 
 * A worker whose last heartbeat is older than a lease is dead. It is not waited for: its leases have
   run out, and the next sweep takes its groups back.
 * A worker that lives and stays silent for `pause_timeout_s` is fenced where the caller asks for
   that (the trainer does): its groups wait again. Otherwise PauseTimeout names it (for commands).
-* Time during which the server did not answer does not count: nobody could send a receipt.
+* Time during which the server did not answer does not count: no worker could send a receipt.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class SnapshotLoader:
             if nonce and not is_ours and now_ms - int(seen_ms) < SILENT_MS:
                 raise RunExists(
                     f"another process is loading the run {self.keys.run!r}, or just did",
-                    hint=f"after {SILENT_MS // 1000} s of silence it counts as dead; then try again",
+                    hint=f"if it died, try again after {SILENT_MS // 1000} s of silence",
                 )
             claim = {
                 "nonce": self._nonce,
