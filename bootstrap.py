@@ -1,12 +1,12 @@
-"""Sets up .venv with everything the project needs; run by `make setup`, standard library only.
+"""Set up .venv with everything the project needs; `make setup` runs it. Standard library only.
 
     python3 bootstrap.py            detects an NVIDIA GPU and installs the CPU or the CUDA builds
     python3 bootstrap.py --build cpu|cuda|none
 
-A finished set-up leaves a stamp, so that the next call returns at once; it is made again when
-pyproject.toml, the lock file or this file change. Interrupted or broken, it goes on: what is there
-is checked file by file. This file must stay readable for Python 3.8, or that could not say what is
-wrong with it.
+A finished set-up writes a stamp, so that the next call returns at once; it is repeated when
+pyproject.toml, the lock file or this file change. After an interruption it continues: installed
+packages are checked file by file. This file must be valid Python 3.8, so that an old interpreter
+can report that it is too old.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ STAMP = VENV / "setup.json"
 LOCK = ROOT / "requirements" / "cpu.txt"
 OLDEST, TOO_NEW = (3, 11), (3, 15)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where PyTorch documents its CPU builds; only asked if pip's own configuration does not know the
-build.
-"""
+"""PyTorch's index of CPU builds; used only if pip's configured indexes lack the build."""
 
 BUILDS = {
     "cpu": "CPU builds of torch and vLLM",
@@ -45,7 +43,7 @@ BUILDS = {
 
 
 class SetupError(Exception):
-    """What went wrong and what to do."""
+    """Raised when the set-up fails; says what went wrong, and what to do."""
 
 
 def main() -> int:
@@ -66,7 +64,7 @@ def main() -> int:
         print(f"\nset-up failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nset-up interrupted; the same command goes on from here", file=sys.stderr)
+        print("\nset-up interrupted; the same command continues it", file=sys.stderr)
         return 130
     return 0
 
@@ -100,7 +98,8 @@ def check_python() -> None:
     others = [name for minor in (13, 12, 11, 14) if shutil.which(name := f"python3.{minor}")]
     better = others[0] if others else "/path/to/python3.12"
     raise SetupError(
-        f"Python 3.11 to 3.14 is needed, not {platform.python_version()}; use another: make PYTHON={better}"
+        f"Python 3.11 to 3.14 is needed, not {platform.python_version()}; use another: "
+        f"make PYTHON={better}"
     )
 
 
@@ -110,8 +109,10 @@ def detect_build() -> str:
     if platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64"):
         return "cpu"
     print(
-        f"vLLM's CPU wheels are for Linux on x86_64, this is {platform.system()} on {platform.machine()}: "
-        "everything else is installed; choose the simulated or the transformers engine in the config",
+        f"vLLM's CPU wheels are for Linux on x86_64, this is {platform.system()} on "
+        f"{platform.machine()}: "
+        "everything else is installed; choose the simulated or the transformers engine "
+        "in the config",
         flush=True,
     )
     return "none"
@@ -143,7 +144,7 @@ def fingerprint(build: str) -> str:
 
 
 def install_cpu() -> None:
-    """Exactly the lock file, without resolving: see the reasons in its head."""
+    """Install exactly the lock file, without resolving; its header gives the reasons."""
     lock = read_lock()
     install_cpu_torch(f"torch=={lock['torch']}")
     pip(f"{len(lock)} packages, vLLM among them", "--no-deps", "--requirement", str(LOCK))
@@ -162,9 +163,7 @@ def install_cpu_torch(torch: str) -> None:
 
 
 def install_cuda() -> None:
-    """pip resolves: vLLM pins the CUDA torch that it was built with. Not tried: needs a GPU and a
-    network.
-    """
+    """Let pip resolve: vLLM pins the CUDA torch that it was built with. Not tested: no GPU."""
     pip(
         "vLLM, torch and CUDA libraries (several GB)",
         "rolloutmq[vllm-cuda,demo,dev] @ " + ROOT.as_uri(),
@@ -193,7 +192,7 @@ def make_venv() -> None:
     if made.returncode != 0:
         output = (made.stdout + made.stderr).strip()
         raise SetupError(
-            f"cannot make {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}"
+            f"cannot create {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}"
         )
 
 
@@ -208,7 +207,7 @@ def venv_version() -> str:
 
 
 def pip(what: str, *arguments: str, failure: str = "failed") -> None:
-    """`pip install`, with one line that says how far it is; everything pip says goes to the log."""
+    """Run `pip install` with a line of progress; its output goes to the log."""
     command = [
         str(PYTHON),
         "-m",
@@ -227,8 +226,8 @@ def pip(what: str, *arguments: str, failure: str = "failed") -> None:
             raise SetupError(
                 f"pip could not install {what}:\n  "
                 + "\n  ".join(errors)
-                + f"\nEverything pip said is in {LOG}. Behind a proxy or a mirror, configure pip first; "
-                "then the same command goes on from here."
+                + f"\nThe output of pip is in {LOG}. "
+                + "Behind a proxy or a mirror, configure pip first, then run the same command."
             )
 
 
@@ -244,13 +243,13 @@ def run(command: list[str], log: TextIO, lines: list[str], progress: Progress) -
 
 
 class Progress:
-    """One line per step: on a terminal it counts up in place, in a log it is printed at the end."""
+    """Prints one line per step: updated in place on a terminal, once at the end elsewhere."""
 
     def __init__(self, what: str, failure: str) -> None:
         self.what = what
         self.failure = failure
         self.packages = 0
-        self.phase = "looking"
+        self.phase = "resolving"
         self.started = time.monotonic()
         self.is_live = sys.stdout.isatty()
         self.finished = threading.Event()
@@ -295,7 +294,7 @@ class Progress:
 
 
 def read_lock() -> dict[str, str]:
-    """Name to version."""
+    """Return the version of each package of the lock file."""
     lines = [line.strip() for line in LOCK.read_text(encoding="utf-8").splitlines()]
     pairs = [line.split("==", 1) for line in lines if line and not line.startswith("#")]
     return {name: version for name, version in pairs}
@@ -312,9 +311,7 @@ def ask_broken() -> list[str]:
 
 
 def find_broken(lock: dict[str, str]) -> list[str]:
-    """Requirements that are missing, or half there after an interrupted installation. Runs in the
-    venv.
-    """
+    """Return requirements that are missing or incompletely installed. Runs in the venv."""
     return [f"{name}=={version}" for name, version in lock.items() if not is_whole(name, version)]
 
 
@@ -329,7 +326,7 @@ def is_whole(name: str, version: str) -> bool:
 
 def is_there(file: importlib.metadata.PackagePath) -> bool:
     path = Path(str(file.locate()))
-    # Bytecode is no part of a package: Python writes it again as it likes.
+    # Bytecode may be missing: Python writes it again.
     return (
         file.suffix == ".pyc"
         or file.size is None

@@ -1,3 +1,1 @@
-"""How fast the buffer is, beside raw Redis and the naive ways: `python -m benchmarks`, or `make
-bench`.
-"""
+"""Measure the buffer beside raw Redis and naive ways: `python -m benchmarks`, or `make bench`."""

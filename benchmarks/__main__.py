@@ -1,6 +1,4 @@
-"""`python -m benchmarks`: measure, print, and (the full one) rewrite what benchmarks/README.md
-says.
-"""
+"""`python -m benchmarks`: measure, print, and update benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -15,7 +13,10 @@ from benchmarks.report import merge, print_table, read_json, write_json, write_r
 from benchmarks.suite import FULL, QUICK, SUITE, run_suite
 
 HERE = Path(__file__).parent
-EPILOG = "Examples: python -m benchmarks · python -m benchmarks --quick · python -m benchmarks put take --update"
+EPILOG = (
+    "Examples: python -m benchmarks · python -m benchmarks --quick · python -m "
+    "benchmarks put take --update"
+)
 
 
 def main(

@@ -1,6 +1,4 @@
-"""A run with one task whose groups a benchmark moves by hand, by the calls of producer, worker and
-trainer.
-"""
+"""Set up a run with one task, whose groups a benchmark moves by the calls of all three sides."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ class BenchRun:
         return rows
 
     def check(self) -> None:
-        """The account must add up (I1): a benchmark of a broken run measures nothing."""
+        """Check that the account adds up (I1): a benchmark of a broken run measures nothing."""
         audit = self.run.account.totals()
         if not audit.clean:
             raise AssertionError(audit.faults)

@@ -1,5 +1,4 @@
-"""What the pipeline costs a real vLLM engine: a worker through server, scripts and judge, against
-the bare engine.
+"""Measure what the pipeline costs a real vLLM engine, against the engine alone.
 
 Both have the same engine, prompts and lengths, and run in turns. The bare engine is asked for
 everything at once: none of its places is free before the end. The worker has just as many groups at
@@ -60,8 +59,10 @@ Drive = Callable[["Watched", int], Awaitable["Round"]]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round took: `cpu_s` of this process, which has the worker but not the engine; `taken`:
-    the share of the engine's places that were, between the first request and the last answer.
+    """The result of a round.
+
+    `cpu_s` is the time of this process, which has the worker but not the engine; `taken` is the
+    share of the engine's capacity in use, between the first request and the last answer.
     """
 
     tokens: int
@@ -102,9 +103,7 @@ class Watched:
 
 
 def engine(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
-    """Tokens per second of both ways, over `rounds` rounds of so many groups; nothing where no
-    round is asked for.
-    """
+    """Return the tokens per second of both ways over `rounds` rounds; nothing for 0 rounds."""
     if not rounds:
         return
     with TemporaryDirectory(prefix="rmq-bench-") as folder, asyncio.Runner() as runner:
@@ -166,7 +165,7 @@ def _ratio(section: str, made: Mapping[str, Sequence[Round]]) -> Figure:
 
 
 def _states(draw: int) -> list[RolloutState]:
-    """The members of a group, which make 32 to 159 tokens each, in an order that looks like chance."""
+    """Return the members of a group, with 32 to 159 tokens each, in a shuffled order."""
     lengths = [32 + (draw * 37 + place * 53) % 128 for place in range(MEMBERS)]
     prompt = np.arange(10, 26, dtype="<i4") + draw % 20
     return [
@@ -203,7 +202,7 @@ async def _ask(engine: Engine | Watched, draw: int, state: RolloutState) -> Gene
 async def _drive_by_worker(
     server: BenchServer, engine: Watched, model: Path, groups: int, name: str
 ) -> Round:
-    """A worker from its registration to the last group in the pool."""
+    """Run a worker from its registration to the last group in the pool."""
     run = await asyncio.to_thread(_waiting_run, server, groups, name)
     judge = load_judge("exact_match")
     tokenizer = load_tokenizer(str(model))
@@ -229,7 +228,7 @@ async def _drive_by_worker(
 
 
 def _waiting_run(server: BenchServer, groups: int, name: str) -> Run:
-    """A run whose groups wait for a worker."""
+    """Return a run whose groups wait for a worker."""
     run = Run.create(
         server.store, name, new_nonce(), RunLimits(tasks={TASK: TaskLimits()}), FIRST, ""
     )
@@ -246,8 +245,9 @@ def _waiting_run(server: BenchServer, groups: int, name: str) -> Run:
 
 
 async def _update(engine: Engine, folders: tuple[Path, Path]) -> list[Figure]:
-    """Weights come while all places are taken; each must have all of its tokens, and say which
-    weights made which.
+    """Update weights while the engine is full.
+
+    Each group must have all of its tokens, and name the weights of each.
     """
     took, missing = [], 0
     for number in range(UPDATES):

@@ -51,8 +51,9 @@ class Way:
 
 
 def interleave(ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, in turns (A B C A B C …), so that a noisy moment hits them
-    alike.
+    """Return the seconds of each way in each round, in turns (A B C A B C …).
+
+    So a noisy moment affects all of them.
 
     A first round warms up and is not counted.
     """
@@ -66,8 +67,9 @@ def interleave(ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
 
 
 def ratio(taken: Mapping[str, list[float]], ours: str, theirs: str) -> float:
-    """How fast `ours` is in parts of `theirs`: the median of the rounds' ratios, each of two
-    neighbours in time.
+    """Return how fast `ours` is relative to `theirs`: the median of the rounds' ratios.
+
+    Each ratio is of two measurements that are neighbours in time.
     """
     return median(b / a for a, b in zip(taken[ours], taken[theirs], strict=True))
 

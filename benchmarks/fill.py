@@ -1,5 +1,4 @@
-"""A pool of any size within seconds: records copied, inside the server, from one that the scripts
-have made.
+"""Fill a pool of any size within seconds, with copies of a record that the scripts have made.
 
 The form of a record can therefore not drift from what the scripts write; the account is checked
 afterwards.
@@ -23,13 +22,15 @@ for draw = tonumber(ARGV[1]), ARGV[1] + ARGV[2] - 1 do
   redis.call('HSET', KEYS[2] .. gid, unpack(template))
   redis.call('ZADD', KEYS[3], template[places.version], arrival .. ':' .. gid)
 end
-for _, counter in ipairs({'cursor', 'enqueued', 'arrivals'}) do redis.call('HINCRBY', KEYS[4], counter, ARGV[2]) end
+for _, counter in ipairs({'cursor', 'enqueued', 'arrivals'}) do
+  redis.call('HINCRBY', KEYS[4], counter, ARGV[2])
+end
 redis.call('HINCRBY', KEYS[5], 'math', ARGV[2])
 """
 
 
 def fill(run: BenchRun, groups: int) -> None:
-    """`groups` in the completed pool, without payloads; the first one is made through the scripts."""
+    """Fill the completed pool without payloads; the first group is made through the scripts."""
     run.make_ready(1, sample.SMALL)
     keys = run.keys
     copy = run.raw.register_script(_COPY)

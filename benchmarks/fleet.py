@@ -1,5 +1,4 @@
-"""Simulated workers in processes of their own: the real `Worker`, its heart, its scripts; only the
-model is missing.
+"""Run simulated workers in processes: the real `Worker`, heartbeat and scripts, but no model.
 
 Each rollout makes exactly as many tokens as its draw says, whatever its worker, so that a run of
 the pipeline and the discrete-event model are asked about the same work.
@@ -41,7 +40,7 @@ VOCABULARY = 95
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """Workers of one process. `sequences` in an engine at once, `concurrency` groups in a worker."""
+    """Workers in one process: `sequences` per engine at once, `concurrency` groups per worker."""
 
     url: str
     run: str
@@ -55,9 +54,7 @@ class FleetPlan:
 
 @dataclass(slots=True)
 class Meter:
-    """What engines made: tokens by group, the repeated ones, too; requests and how many of them
-    were aborted.
-    """
+    """What engines made: tokens by group, also repeated ones; requests, and aborted requests."""
 
     tokens: Counter[str] = field(default_factory=Counter)
     busy_s: float = 0.0
@@ -118,7 +115,7 @@ def working(plans: Sequence[FleetPlan]) -> Iterator[list[Connection]]:
 
 
 def read_meters(fleets: Sequence[Connection]) -> Meter:
-    """What all engines made until now, running requests included."""
+    """Return what all engines have made so far, running requests included."""
     total = Meter()
     for fleet in fleets:
         fleet.send("read")
@@ -190,8 +187,9 @@ def _answer(
     engines: Sequence[MeteredEngine],
     gone: asyncio.Event,
 ) -> None:
-    """Say that this fleet is up, and answer its owner until he closes the pipe. On a thread of its
-    own.
+    """Report that this fleet is ready, and answer its owner until the pipe is closed.
+
+    Runs on its own thread.
     """
 
     async def read() -> Meter:

@@ -1,6 +1,4 @@
-"""Pictures of simulated fleets: what idles, how old groups were, what workers cost, how long pauses
-take.
-"""
+"""Draw simulated fleets: idle shares, ages of groups, the cost of workers, the length of pauses."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def draw_fleets(figures: Sequence[Figure], folder: Path) -> None:
 
 
 def _idle(figures: Sequence[Figure]) -> Canvas:
-    """A row for each shape of lengths; solid is the pipeline, hatched the ideal."""
+    """Draw a row for each shape of lengths; solid is the pipeline, hatched the ideal."""
     whats = ("workers idle", "trainer waits", "waste")
     sections = list(dict.fromkeys(figure.section for figure in figures))
     canvas = Canvas(figsize=(13, 3.8 * len(sections)), layout="constrained")

@@ -1,5 +1,4 @@
-"""How much workers and trainer wait, against a queue that costs nothing: real pipeline and
-discrete-event model on the same draws.
+"""Measure how long workers and trainer wait, against a queue without costs, on the same draws.
 
 Simulated workers with long-tailed lengths and a trainer with a fixed step time, on the embedded
 server as a run has it. A response is some seconds long here and minutes in life, so all that the
@@ -54,9 +53,7 @@ LONGEST = 600
 
 
 def idle(server: BenchServer, steps: int, ages: Sequence[int]) -> Iterator[Figure]:
-    """Every shape of lengths, with `ages` as max_staleness, and what an update may do to running
-    groups.
-    """
+    """Return every combination of lengths, max_staleness and interruption of running groups."""
     settings = candidates(FLEET, ages, ["keep", "partial", "abort"])
     questions = [(shape, setting) for shape in SHAPES for setting in settings]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -95,7 +92,7 @@ def _figures(section: str, setting: Setting, real: Outcome, ideal: Outcome) -> I
 
 
 def play(server: BenchServer, setting: Setting, lengths: Lengths, steps: int, name: str) -> Outcome:
-    """The real pipeline, until train step `steps` is done."""
+    """Run the real pipeline until train step `steps` is done."""
     ages: Counter[int] = Counter()
     held: dict[str, int] = {}
     with TemporaryDirectory() as folder, simulated_run(server, setting, lengths, name=name) as work:
@@ -133,9 +130,7 @@ def _update(consumer: RolloutConsumer, setting: Setting, step: int, folder: str)
 
 
 def _wasted(run: Run, setting: Setting, steps: int, meter: Meter, held: dict[str, int]) -> int:
-    """Tokens that trained groups were given more than once, and all tokens of those that became too
-    old.
-    """
+    """Return the tokens that trained groups got more than once, and those of expired groups."""
     again = sum(meter.tokens[gid] - tokens for gid, tokens in held.items())
     drawn = {group_id(TASK, draw) for draw in range(run.jobs.cursor(TASK))}
     old = [gid for gid in drawn - held.keys() if _is_old(run.record(gid), setting, steps)]

@@ -13,7 +13,7 @@ _EVENTS = 11_000
 
 
 def memory(server: BenchServer, groups: int) -> Iterator[Figure]:
-    """The index from many small groups, the whole from fewer full-sized ones."""
+    """Measure the index with many small groups, and the total with fewer full-sized ones."""
     section = f"memory, {server.version}"
     added, stored, occupied = _added(server, groups, sample.SMALL)
     yield Figure(section, "index per group", (added - occupied) / groups, "bytes", 700, "less")
@@ -25,9 +25,7 @@ def memory(server: BenchServer, groups: int) -> Iterator[Figure]:
 
 
 def _added(server: BenchServer, groups: int, shape: sample.Shape) -> tuple[int, int, int]:
-    """Bytes that `groups` add to a run in all; those of their payloads; and what these occupy with
-    their keys.
-    """
+    """Return the bytes of `groups` in total, of their payloads, and of payloads with keys."""
     run = BenchRun(server)
     _fill_events(run)
     run.make_ready(256, shape)

@@ -1,5 +1,4 @@
-"""The naive ways, made small, so that anyone can repeat the comparison: one Redis entry per group
-each.
+"""Small versions of the naive ways, with one Redis entry per group, to repeat the comparison.
 
 `pickle stream` is PipelineRL's: `pipelinerl/streams.py` pickles the group as Python objects with
 lists of numbers, adds it to a stream, and reads entry after entry. The others store one value:
@@ -24,7 +23,7 @@ STREAM = "naive:stream"
 
 
 def as_lists(group: RolloutGroup) -> list[dict[str, Any]]:
-    """A group as most trainers hold it: a dict with lists of numbers per rollout."""
+    """Return a group as most trainers hold it: a dict with lists of numbers per rollout."""
     return [
         {
             "gid": group.gid,
@@ -39,7 +38,7 @@ def as_lists(group: RolloutGroup) -> list[dict[str, Any]]:
 
 
 def as_arrays(group: RolloutGroup) -> dict[str, Any]:
-    """A group with its columns as raw bytes."""
+    """Return a group with its columns as raw bytes."""
     names = ("prompt_ids", "lengths", "response_ids", "logprobs", "mask")
     return {
         "gid": group.gid,

@@ -1,5 +1,4 @@
-"""What open pages of `rolloutmq web` cost the server: commands and processor time per second, for
-each number of pages.
+"""Measure what open pages of `rolloutmq web` cost the server per second, by number of pages.
 
     python -m benchmarks.pages
 

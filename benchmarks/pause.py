@@ -58,7 +58,7 @@ def _pause_once(work: SimulatedRun, number: int) -> float:
 
 
 def _check_tokens(work: SimulatedRun, groups: int) -> None:
-    """Raises AssertionError where a rollout was asked for twice, or came without all of its tokens."""
+    """Raise AssertionError if a rollout was requested twice, or lacks tokens."""
     batch = work.consumer.take_batch(1, {TASK: groups})
     meter = read_meters(work.fleets)
     if meter.aborted:

@@ -1,6 +1,4 @@
-"""Pictures of the figures: throughput of every way, and cost against the size of the pool;
-simulated fleets.
-"""
+"""Draw the figures: throughput of every way, cost by size of the pool, simulated fleets."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _SIZE = re.compile(r"^(.*), ([\d,]+) groups$")
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> None:
-    """throughput, scaling, idle, staleness, scale and pause .png: each for which there are figures."""
+    """Draw throughput, scaling, idle, staleness, scale and pause .png, where there are figures."""
     if rates := [f for f in figures if f.unit == "groups/s"]:
         _throughput(rates).savefig(folder / "throughput.png", dpi=110)
     if costs := [f for f in figures if f.unit == "us" and _SIZE.match(f.name)]:

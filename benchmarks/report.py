@@ -1,6 +1,4 @@
-"""What came out: a table for the terminal, JSON for programs, and the figures of
-benchmarks/README.md.
-"""
+"""Print results as a table or JSON, and update the figures of benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def write_json(figures: Sequence[Figure], machine: dict[str, str], path: Path) -
 
 
 def read_json(path: Path) -> list[Figure]:
-    """The figures of an earlier run; none where there is no such file."""
+    """Return the figures of an earlier run; none without a file."""
     if not path.is_file():
         return []
     rows = orjson.loads(path.read_bytes())["figures"]

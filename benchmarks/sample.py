@@ -1,5 +1,4 @@
-"""The group that every figure is about: 8 rollouts of 512 prompt and 2,048 response tokens, 165,888
-bytes encoded.
+"""Make the group of all figures: 8 rollouts of 512 prompt and 2,048 response tokens, 165,888 bytes.
 
 That is the size of its token columns (ids, logprobs and mask) with the prompt written out for each
 rollout. This format stores the prompt once; the text of the answers makes up the difference.
@@ -34,7 +33,7 @@ SMALL = Shape(1, 8, 1)
 
 
 def group(gid: str, shape: Shape = FULL) -> RolloutGroup:
-    """A completed group with random tokens; of the full shape, its bytes are `GROUP_BYTES` long."""
+    """Return a completed group with random tokens; in full shape it encodes to `GROUP_BYTES`."""
     made = _group(gid, shape, [""] * shape.samples)
     if shape != FULL:
         return made
@@ -46,7 +45,7 @@ def group(gid: str, shape: Shape = FULL) -> RolloutGroup:
 
 
 def prompt(gid: str, shape: Shape = FULL) -> bytes:
-    """The INIT payload of a group."""
+    """Return the INIT payload of a group."""
     ids = _tokens(_generator(gid), shape.prompt)
     states = [RolloutState(index=index, prompt_ids=ids) for index in range(shape.samples)]
     return wire.encode(RolloutGroup(gid, gid.rpartition("-")[0], states))

@@ -1,5 +1,4 @@
-"""Processor time that workers cost the server, from 1 to 1,000 of them with 32 groups each: index
-data only.
+"""Measure the server's processor time for 1 to 1,000 workers with 32 groups each, index data only.
 
 The client's calls are the real ones, but come as fast as they can from one process, some at once,
 as those of a fleet do: what comes together, a durable server writes to disk together. Only the
@@ -18,7 +17,7 @@ from benchmarks import sample
 from benchmarks.bench_run import TASK, WEIGHTS, BenchRun
 from benchmarks.figure import Figure
 from benchmarks.server import BenchServer
-from buffer.control.fleet import Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.maintenance.janitor import IN_TURN
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.job import Job
@@ -73,7 +72,7 @@ def scale(server: BenchServer, sizes: tuple[int, ...]) -> Iterator[Figure]:
 
 
 def rates(workers: int) -> dict[str, float]:
-    """Calls per second of a fleet, its producer and its trainer."""
+    """Return the calls per second of a fleet, its producer and its trainer."""
     groups = workers * HELD / GROUP_S
     return {
         "heartbeat": workers / HEARTBEAT_S,
@@ -162,7 +161,7 @@ class _Crowd:
 
     def _beat(self, name: str) -> None:
         self._run.refresh_limits()
-        pulse = Pulse(1, WEIGHTS, WorkerState.WORKING, tokens_per_s=1e4, done=5)
+        pulse = HeartbeatReport(1, WEIGHTS, WorkerState.WORKING, tokens_per_s=1e4, done=5)
         self._run.fleet.heartbeat(name, self._nonces[name], pulse, self._held[name])
 
     def _sweep(self, _: str) -> None:

@@ -67,9 +67,7 @@ def _by_size(name: str, times: dict[int, float]) -> Iterator[Figure]:
 
 
 def _expiring(runs: dict[int, BenchRun]) -> Iterator[Figure]:
-    """k groups grow too old, and are moved out; per group it must not matter how many there are,
-    nor how many stay.
-    """
+    """Expire k groups; the cost per group must not depend on how many expire, or stay."""
     for size, run in runs.items():
         steps = dict.fromkeys(("taken", "committed", "keep", "freed", "forgotten"), THRESHOLD)
         run.raw.hset(run.keys.ledger("train"), mapping=steps)
@@ -81,7 +79,7 @@ def _expiring(runs: dict[int, BenchRun]) -> Iterator[Figure]:
 
 
 def _train_and_fork(run: BenchRun) -> None:
-    """What else works in slices: their longest calls count, too."""
+    """Measure other scripts that work in slices; their longest calls count, too."""
     step = THRESHOLD + 1
     run.run.ledger.take(run.trainer, step, {TASK: min(BATCH, run.run.buffer.count(TASK))})
     run.run.ledger.commit(run.trainer, step, step)

@@ -1,5 +1,4 @@
-"""A buffer that keeps groups in a list and answers every question by looking at all of them, as
-most do.
+"""A buffer that keeps groups in a list and scans all of them for every query, as most do.
 
 The counterpart of XTuner's in-memory buffer: count by task and status, refresh by recomputing every
 group's staleness, take by filtering and sorting.

@@ -40,7 +40,7 @@ class BenchServer:
 
 @contextmanager
 def durable_server() -> Iterator[BenchServer]:
-    """The embedded Valkey with `appendfsync always`."""
+    """Start the embedded Valkey with `appendfsync always`."""
     with (
         tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder,
         EmbeddedServer(Path(folder)) as server,
@@ -50,7 +50,7 @@ def durable_server() -> Iterator[BenchServer]:
 
 @contextmanager
 def memory_server() -> Iterator[BenchServer]:
-    """An installed redis-server, else the embedded Valkey's binary, without persistence."""
+    """Start an installed redis-server, else the embedded Valkey's binary, without persistence."""
     binary = shutil.which("redis-server") or str(valkey_binary())
     with tempfile.TemporaryDirectory(prefix="rmq-bench-") as folder:
         socket = Path(folder, "redis.sock")

@@ -1,6 +1,4 @@
-"""A whole run with simulated workers: a producer that draws lengths, workers in processes of their
-own, a trainer.
-"""
+"""Run a producer that draws lengths, simulated workers in their own processes, and a trainer."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class LengthSampler(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """A run at work: its trainer is open, its workers claim, and its producer draws since
-    `started_s`.
-    """
+    """A live run: its trainer is open, workers claim, and the producer draws since `started_s`."""
 
     run: Run
     consumer: RolloutConsumer
@@ -72,7 +68,7 @@ def simulated_run(
     processes: int = 2,
     name: str = "simulated",
 ) -> Iterator[SimulatedRun]:
-    """Producer (a thread), workers (in `processes`) and an open trainer, as a setting wants them."""
+    """Start a producer (a thread), workers (in `processes`) and an open trainer for a setting."""
     limits = RunLimits(
         stale_threshold=setting.stale_threshold,
         sync_weights_interval=setting.sync_weights_interval,

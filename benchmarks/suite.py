@@ -1,6 +1,4 @@
-"""Which benchmarks there are, and how large each is: the full one takes minutes, the quick one
-seconds.
-"""
+"""List the benchmarks and their sizes: the full suite takes minutes, the quick one seconds."""
 
 from __future__ import annotations
 
@@ -140,9 +138,7 @@ DURABLE_ONLY = {"idle", "engine", "weights"}
 
 
 def run_suite(names: list[str], size: Size) -> Iterator[Figure]:
-    """The named benchmarks, on a server that keeps nothing and on a durable one, where both say
-    something.
-    """
+    """Run the named benchmarks in memory, and on a durable server where it matters."""
     for make_server, others in ((memory_server, DURABLE_ONLY), (durable_server, IN_MEMORY_ONLY)):
         if chosen := [name for name in names if name not in others]:
             with make_server() as server:

@@ -20,11 +20,10 @@ DEPTHS = (1, 8, 16, 48, 512)
 
 
 def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
-    """Everything from a group in memory to a group in the pool, against SET of bytes that are
-    encoded already.
+    """Measure the path from a group in memory to a group in the pool, against SET of its bytes.
 
-    "ours" submits what has piled up in one round trip, as a busy worker does; "ours, single" submits
-    one group at a time.
+    "ours" submits what has piled up in one round trip, as a busy worker does; "ours, single"
+    submits one group at a time.
     """
     finished = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
     encoded = [wire.encode(group) for group in finished]
@@ -52,7 +51,7 @@ def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
 
 
 def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
-    """Everything from asking for a batch to checked numpy columns, against MGET of the same bytes."""
+    """Measure the path from a request to checked numpy columns, against MGET of the same bytes."""
     run = BenchRun(server)
     run.make_ready(groups)
     run.check()

@@ -1,7 +1,6 @@
-"""Does the transfer of weights work here? Between two processes, bit by bit, and again after one
-was killed in it.
+"""Check the transfer of weights between two processes, bit by bit, also after one was killed.
 
-    python -m benchmarks.transfer_check check --backend nccl     on a machine with two GPUs; never run so far
+    python -m benchmarks.transfer_check check --backend nccl  on a machine with two GPUs
     python -m benchmarks.transfer_check check                    gloo, anywhere
 
 The trainer is this process, on the first GPU; each engine's process is another one, on the second.
@@ -56,7 +55,7 @@ def check(
 
 @app.command(hidden=True)
 def receive() -> None:
-    """An engine's process: the announcement comes on stdin."""
+    """Run an engine's process, which receives the announcement on stdin."""
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(1)
     announced = Announcement.parse(sys.stdin.readline())
@@ -66,7 +65,8 @@ def receive() -> None:
     while not receiver.is_done():
         time.sleep(0.001)
     typer.echo(
-        f"{1000 * (time.perf_counter() - began):.0f} ms for {sum(f.bytes for f in announced.files.values())} B"
+        f"{1000 * (time.perf_counter() - began):.0f} ms for "
+        f"{sum(f.bytes for f in announced.files.values())} B"
     )
 
 

@@ -1,5 +1,4 @@
-"""What a version of weights costs, from the learner's files to a real vLLM engine that samples with
-it, by each way.
+"""Measure what a version of weights costs, from the learner's files to a vLLM engine, by each way.
 
 The trainer's part is `write` (in memory for gloo; its copy for the folder goes on beside what
 follows), the worker's is all that lies between hearing of the version and having it: fetched or
@@ -58,9 +57,7 @@ def weights(server: BenchServer, rounds: int) -> Iterator[Figure]:
 async def _compare(
     server: BenchServer, config: TinyModelConfig, folder: Path, rounds: int
 ) -> tuple[dict[str, list[tuple[float, float]]], int]:
-    """(seconds of the trainer, seconds of the worker) of each way in each round; and bytes of a
-    version.
-    """
+    """Return seconds of trainer and worker, by way and round, and the bytes of a version."""
     model = folder / "model"
     build_tiny_model(model, config, 0)
     save = _learner(model)
@@ -115,7 +112,7 @@ async def _update(
 
 
 def _learner(folder: Path) -> Callable[[Path], None]:
-    """Saves a model that changes with every version, as the learner does."""
+    """Save a model that changes with every version, as the learner does."""
     model = load_model(folder)
 
     def save(path: Path) -> None:

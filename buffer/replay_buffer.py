@@ -12,7 +12,7 @@ from typing import Any
 
 from buffer.batches.ledger import BatchLedger
 from buffer.errors import GroupHeld, PayloadMissing, WireError
-from buffer.groups.claim import has_ended, never_started, unknown_reply
+from buffer.groups.claim import has_ended, never_started
 from buffer.groups.intake import Intake, described, stamped
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.order_index import expire_all
@@ -27,6 +27,7 @@ from buffer.model.order_policy import OrderFunction
 from buffer.model.rollout import PolicyVersion, RolloutState, Status
 from buffer.query.scan import GroupScan
 from buffer.store.payloads import pin_listed
+from buffer.store.replies import unknown_reply
 
 
 class ReplayBuffer(Pools):

@@ -16,10 +16,10 @@ from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings, differences
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
-from buffer.control.task_status import Halts
+from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunExists, RunNotFound, SchemaVersionError, ScriptError
+from buffer.errors import RunExists, RunNotFound, SchemaVersionError
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.maintenance.janitor import Janitor
@@ -35,7 +35,7 @@ from buffer.snapshot.saver import SnapshotSaver
 from buffer.store.keys import EVERY_META, Keys, run_of_meta
 from buffer.store.media_folder import MediaFolder
 from buffer.store.payloads import PayloadStore
-from buffer.store.replies import Advance, no_advance, unfenced
+from buffer.store.replies import Advance, no_advance, unfenced, unknown_reply
 from buffer.store.store import Store
 
 
@@ -66,7 +66,7 @@ class Run:
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
         self.payloads = PayloadStore(store, self.keys, limits.compression)
         self.jobs = JobQueue(store, self.keys, limits)
-        self.halts = Halts(store, self.keys)
+        self.task_stops = TaskStops(store, self.keys)
         self.dead_letters = DeadLetters(store, self.keys)
         self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
         self.ledger = BatchLedger(store, self.keys, limits)
@@ -231,9 +231,9 @@ class Run:
 
     def refresh_limits(self) -> bool:
         """Adopt limits that were changed on the server; return whether any were. One short read."""
-        return self.look()[0]
+        return self.poll()[0]
 
-    def look(self) -> tuple[bool, memory.MemoryUse]:
+    def poll(self) -> tuple[bool, memory.MemoryUse]:
         """Refresh the limits, and return the run's use of memory, too, in one round trip."""
         limits = ("HMGET", self.keys.meta, "limits_version", "limits_op")
         stamp, held = self.store.each(
@@ -272,7 +272,7 @@ class Run:
                 case ["NO_RUN"]:
                     raise RunNotFound(f"there is no run {self.name!r} any more")
                 case reply:
-                    raise ScriptError(f"set_limits: unknown reply {reply}")
+                    raise unknown_reply("set_limits", reply)
 
     def _set(self, operation: str, fields: list[str], producer: str) -> list[str]:
         version, _ = self._limits_stamp

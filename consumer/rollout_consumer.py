@@ -196,7 +196,7 @@ class RolloutConsumer:
     def _take(
         self, step: int, counts: Mapping[str, int], strict: bool, options: WaitOptions
     ) -> Manifest:
-        with self._run.control.telling_loss("trainer"):
+        with self._run.control.explaining_loss("trainer"):
             return self._taker.take(self._run.ledger, step, counts, options, strict=strict)
 
     def quarantine(self, step: int, reasons: Mapping[str, str]) -> Manifest:

@@ -1,5 +1,6 @@
-"""A hook of MkDocs: the repository's Markdown files are pages at their own paths, so each fact is
-written once.
+"""Serve the repository's Markdown files as pages at their own paths: a hook of MkDocs.
+
+So each fact is written once.
 
 Links between them hold on the site as they do in the repository, and `mkdocs build --strict` checks
 them there.
@@ -31,7 +32,7 @@ LINKED = (
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The theme's own files, and all pages with paths that begin at the root of the repository."""
+    """Return the theme's own files, and all pages with paths from the root of the repository."""
     root = Path(config.config_file_path).resolve().parents[1]
     found = sorted({path for pattern in (*PAGES, *LINKED) for path in root.glob(pattern)})
     theme = [file for file in files if file.src_dir != config.docs_dir]

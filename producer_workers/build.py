@@ -28,12 +28,12 @@ from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import Engine, SeesImages, TellsLoad, structures
+from producer_workers.engines.base import Engine, ReportsLoad, ShowsImages, structures
 from producer_workers.images.image_reader import ImageReader
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
-from producer_workers.judges.load import load_judge, put_together
+from producer_workers.judges.load import load_judge, make_judge
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
@@ -111,7 +111,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
     engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
-    if isinstance(engine, SeesImages):
+    if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])
         engine.images.read_with(ImageReader(run.media, limits))
     timeout_s = config.worker.start_timeout_s
@@ -139,7 +139,7 @@ def make_worker(
     ConfigError for a loop, a judge or a filter that cannot be loaded, and for what the engine
     cannot do.
     """
-    if config.worker.concurrency == "auto" and not isinstance(engine, TellsLoad):
+    if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
     names = _task_names(config)
@@ -186,7 +186,7 @@ def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) 
     Its tokens would be of another prompt than the trainer's.
     """
     for name in names:
-        if config.tasks[name].images and not isinstance(engine, SeesImages):
+        if config.tasks[name].images and not isinstance(engine, ShowsImages):
             hint = "use [engine] kind vllm, or leave the task out of [worker] tasks"
             raise ConfigError(
                 f"the engine {engine.name} cannot show the images of task {name!r}", hint=hint
@@ -252,7 +252,7 @@ def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None
     if task.judge == NO_JUDGE:
         return None
     if task.judging.kind == "inline":
-        return put_together(task.judge, partial(load_judge, judging=task.judging))
+        return make_judge(task.judge, partial(load_judge, judging=task.judging))
     from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
     from producer_workers.judges.rq_worker import judge_url
 
@@ -267,7 +267,7 @@ def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None
         kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
         return kind(judge, store, config.run.name, task.judging)
 
-    return put_together(task.judge, ask)
+    return make_judge(task.judge, ask)
 
 
 def _eos_ids(folder: Path) -> set[int]:

@@ -1,7 +1,7 @@
-"""The `rolloutmq` command: finds its sub-commands, turns errors into one clear message.
+"""Define the `rolloutmq` command: collect its sub-commands, and print errors as one message.
 
-Exit codes are those of `buffer.errors`. An error that we know is told without a traceback;
-ROLLOUTMQ_DEBUG=1 shows it. `--help` loads no torch, vllm or transformers: a sub-command imports
+Exit codes are those of `buffer.errors`. Known errors are printed without a traceback;
+ROLLOUTMQ_DEBUG=1 adds it. `--help` loads no torch, vllm or transformers: a sub-command imports
 them when it runs.
 """
 
@@ -47,33 +47,33 @@ from rolloutmq.top import top
 EPILOG = """
 \b
 Examples:
-  rolloutmq run configs/demo.toml          a whole run on this machine
-  rolloutmq status                         where it is; finds server and run
-  rolloutmq top                            the live view
-  rolloutmq ls --task math --stage pool    groups that are ready
-  rolloutmq show math-0000000042           texts, rewards, policy versions
-  rolloutmq dead                           what failed, and why
+  rolloutmq run configs/demo.toml          start a whole run on this machine
+  rolloutmq status                         show its state
+  rolloutmq top                            watch it live
+  rolloutmq ls --task math --stage pool    list groups that are ready
+  rolloutmq show math-0000000042           show texts, rewards, versions
+  rolloutmq dead                           list what failed, and why
   rolloutmq pause --mode drain --wait      finish what runs, claim nothing
-  rolloutmq continue                       and go on
-  rolloutmq set max_staleness=2            change it while it runs
-  rolloutmq fsck                           nothing lost, nothing trained twice
+  rolloutmq continue                       end the pause
+  rolloutmq set max_staleness=2            change a setting while it runs
+  rolloutmq fsck                           check that nothing is lost
 
 \b
 Exit codes:
-    0  done
-    1  failed
+    0  success
+    1  failure
     2  a flag, a config or a data set is wrong
-    3  the server: not reachable, refused, or it would lose data
+    3  the server is unreachable, refuses, or could lose data
     4  a model, an engine or weights cannot be loaded
-    5  this run cannot be opened like that
+    5  the run cannot be opened in this way
     6  the account of groups does not add up
   130  interrupted by Ctrl-C
 
 \b
 Environment:
-  REDIS_URL          the server, where no --redis-url is given
-  NO_COLOR=1         no colours
-  ROLLOUTMQ_DEBUG=1  a traceback for every error
+  REDIS_URL          the server, unless --redis-url is given
+  NO_COLOR=1         print without colours
+  ROLLOUTMQ_DEBUG=1  print a traceback with every error
 """
 
 app = typer.Typer(
@@ -106,61 +106,62 @@ def _options(
     pass
 
 
-_LAUNCHING = (launch, produce, simulate)
-_LOOKING = (status, runs, top, groups, show, batch, tail, workers, web, metrics)
-_STEERING = (pause, settings, snapshot, curate)
-for module in (*_LAUNCHING, *_LOOKING, *_STEERING, server, fsck, doctor, scripts):
+# In the order of --help: what starts processes, what inspects a run, what controls it, the rest.
+for module in (
+    *(launch, produce, simulate),
+    *(status, runs, top, groups, show, batch, tail, workers, web, metrics),
+    *(pause, settings, snapshot, curate),
+    *(server, fsck, doctor, scripts),
+):
     module.register(app)
 
 
-WrongUse = cast(
+UsageError = cast(
     type[Any],
     next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"),
 )
-"""Of every flag, argument or command that cannot be understood. typer has it within itself, under
-no public name.
-"""
+"""The base of typer's usage errors, which has no public name."""
 
 
 def main() -> None:
     """Run the command and exit with its code."""
     as_json = "--json" in sys.argv
     try:
-        # people are told of a wrong flag by typer, with the usage
+        # without --json, typer reports usage errors itself, and prints the usage
         sys.exit(app(prog_name="rolloutmq", standalone_mode=not as_json))
-    except WrongUse as error:
-        wrong: Any = error
-        _leave(ConfigError(wrong.format_message(), hint="see --help of the command"), as_json=True)
+    except UsageError as error:
+        usage: Any = error
+        _exit(ConfigError(usage.format_message(), hint="see --help of the command"), as_json=True)
     except RolloutMQError as error:
-        _leave(error, as_json=as_json)
+        _exit(error, as_json=as_json)
     except ModuleNotFoundError as error:
         missing = missing_extra(error)
         if missing is None:
             raise
-        _leave(missing, as_json=as_json)
+        _exit(missing, as_json=as_json)
     except KeyboardInterrupt:
-        # typer turns the ones inside of a command into 130 itself
+        # outside of a command; typer exits with 130 for one inside
         sys.exit(130)
 
 
-def _leave(error: RolloutMQError, *, as_json: bool) -> NoReturn:
+def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
     if os.environ.get("ROLLOUTMQ_DEBUG"):
         typer.echo(mask_url(traceback.format_exc()), err=True)
-    typer.echo(_told(error, as_json=as_json), err=True)
+    typer.echo(_format(error, as_json=as_json), err=True)
     sys.exit(error.exit_code)
 
 
-def _told(error: RolloutMQError, *, as_json: bool) -> str:
+def _format(error: RolloutMQError, *, as_json: bool) -> str:
     message = mask_url(error.message)
     hint = mask_url(error.hint)
     if as_json:
-        told = {
+        document = {
             "error": message,
             "hint": hint,
             "kind": type(error).__name__,
             "exit_code": error.exit_code,
         }
-        return json.dumps(told, ensure_ascii=False)
+        return json.dumps(document, ensure_ascii=False)
     return plain(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
 
 

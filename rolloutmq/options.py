@@ -1,7 +1,7 @@
-"""Which server and which run a command means, decided here and nowhere else.
+"""Decide which server and which run a command works on.
 
 The server: `--redis-url`, else the embedded server of `--run-dir`, else REDIS_URL, else the
-embedded server of the folder under ./runs that was started last (running ones first). The run:
+embedded server under ./runs that was started last (running ones first). The run:
 `--run`, else the only one on the server.
 """
 
@@ -31,14 +31,17 @@ from buffer.store.url import mask_url
 RUNS = Path("runs")
 
 _DEADLINE_S = 5.0
-_HOW = "give --redis-url URL or --run-dir FOLDER, set REDIS_URL, or go to the folder where the run was started"
+_HOW = (
+    "pass --redis-url URL or --run-dir FOLDER, set REDIS_URL, "
+    "or change to the folder in which the run was started"
+)
 
 RedisUrl = Annotated[
     str | None,
     typer.Option(
         "--redis-url",
         metavar="URL",
-        help="Server: redis://, rediss://, unix:// or redis+sentinel://. "
+        help="URL of the server: redis://, rediss://, unix:// or redis+sentinel://. "
         "Default: REDIS_URL, else the embedded server of --run-dir.",
     ),
 ]
@@ -56,12 +59,12 @@ RunName = Annotated[
         "--run", metavar="NAME", help="Name of the run. Default: the only one on the server."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server, and the run's folder where one is known."""
+    """The URL of a server, and the run's folder where it is known."""
 
     url: str
     run_dir: Path | None = None
@@ -72,21 +75,22 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An open run, and its folder where one is known."""
+    """An open run, and its folder where it is known."""
 
     run: Run
     run_dir: Path | None
 
     @property
     def step_log(self) -> Path | None:
-        """The trainer's `steps.jsonl`, where there is one."""
+        """Return the path of the trainer's `steps.jsonl`, if it exists."""
         path = self.run_dir / "steps.jsonl" if self.run_dir else None
         return path if path is not None and path.is_file() else None
 
 
 def _belongs(folder: Path, run: Run) -> bool:
-    """Whether a folder is this run's, and not another's of the same name: it remembers the run's
-    nonce.
+    """Return whether a folder belongs to this run, and not to another of the same name.
+
+    Its run.json holds the run's nonce.
     """
     note = folder / "run.json"
     return note.is_file() and orjson.loads(note.read_bytes()).get("nonce") == run.nonce
@@ -99,8 +103,9 @@ def _folder_of(run: Run, named: Path | None) -> Path | None:
 
 
 def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
-    """The server that the options, the environment or the folder name. StoreUnavailable says what
-    to do.
+    """Return the server that the options, the environment or the folder select.
+
+    Raises StoreUnavailable if there is none, or if it does not run.
     """
     if redis_url:
         return Address(redis_url, run_dir)
@@ -110,23 +115,20 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
             return _running(server, run_dir)
         if from_environment:
             return Address(from_environment, run_dir)
-        raise StoreUnavailable(
-            f"{run_dir} holds no embedded server, and no URL was given", hint=_HOW
-        )
+        raise StoreUnavailable(f"{run_dir} has no embedded server, and no URL is given", hint=_HOW)
     if from_environment:
         return Address(from_environment)
     newest = newest_server()
     if newest is None:
         raise StoreUnavailable(
-            "no server: no --redis-url, no REDIS_URL, and no run with a server in ./runs", hint=_HOW
+            "no server found: no --redis-url, no REDIS_URL, and no embedded server under ./runs",
+            hint=_HOW,
         )
     return _running(*newest)
 
 
 def embedded_server(run_dir: Path) -> EmbeddedServer | None:
-    """The server whose data lies in a run's folder, or in a folder directly below it; it need not
-    run.
-    """
+    """Return the server, running or not, whose data is in a folder or directly below it."""
     below = sorted(path for path in run_dir.iterdir() if path.is_dir()) if run_dir.is_dir() else []
     for folder in (run_dir, *below):
         if (folder / "valkey.lock").exists():
@@ -149,15 +151,16 @@ def _folders() -> list[Path]:
 
 
 def newest_server() -> tuple[EmbeddedServer, Path] | None:
-    """The embedded server under ./runs that was started last, running ones first; and the run's
-    folder.
+    """Return the embedded server under ./runs that was started last, and its run's folder.
+
+    Running servers come first.
     """
     servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
     return max(servers, key=lambda pair: (pair[0].is_running, _started(pair[0])), default=None)
 
 
 def _started(server: EmbeddedServer) -> float:
-    # the settings are written at every start, the lock only once
+    # settings are written at every start, the lock only once
     settings = server.folder / "valkey.conf"
     return settings.stat().st_mtime if settings.exists() else 0.0
 
@@ -166,20 +169,19 @@ def _running(server: EmbeddedServer, run_dir: Path) -> Address:
     if server.is_running:
         return Address(server.url, run_dir)
     raise StoreUnavailable(
-        f"the embedded server of {run_dir} does not run; its data is on disk",
-        hint="`rolloutmq server` starts it, to look around; `rolloutmq run CONFIG` goes on with the run",
+        f"the embedded server of {run_dir} is not running; its data is on disk",
+        hint="`rolloutmq server` starts it for inspection; `rolloutmq run CONFIG` "
+        "continues the run",
     )
 
 
 @contextmanager
 def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[Store, Address]]:
-    """A connection to the server, tried once before anything else is asked of it. Raises
-    StoreError, ConfigError.
-    """
+    """Open the server, after one check that it answers. Raises StoreError and ConfigError."""
     address = find_server(redis_url, run_dir)
     try:
         with closing(Servers(address.url, "rolloutmq-cli", timeout_s=_DEADLINE_S)) as servers:
-            # one node that answers is enough to know a cluster
+            # a client of a cluster has connected to a node already
             if not servers.is_cluster:
                 servers.client("control").ping()
     except redis.RedisError as error:
@@ -193,14 +195,14 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
 
 @contextmanager
 def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) -> Iterator[Target]:
-    """The run that the options mean. Raises RunNotFound; ConfigError where there are several."""
+    """Open the run that the options select. Raises RunNotFound and ConfigError."""
     with open_server(redis_url, run_dir) as (store, address):
         opened = Run.open(store, choose_run(store, run))
         yield Target(opened, _folder_of(opened, address.run_dir))
 
 
 def choose_run(store: Store, run: str | None) -> str:
-    """`run`, if given and there, else the only run on the server."""
+    """Return `run` if it exists, or the only run on the server if `run` is None."""
     if run is not None:
         valid_name("run", run)
     names = Run.names(store)
@@ -213,8 +215,8 @@ def choose_run(store: Store, run: str | None) -> str:
     if run is None:
         raise ConfigError(
             f"there are {len(names)} runs on this server: {', '.join(names)}",
-            hint="choose with --run NAME",
+            hint="choose one with --run NAME",
         )
     raise RunNotFound(
-        f"there is no run {run!r} on this server", hint=f"it holds {', '.join(names)}"
+        f"there is no run {run!r} on this server", hint=f"its runs: {', '.join(names)}"
     )

@@ -1,7 +1,7 @@
-"""What every command prints with: tables of 80 columns for people, orjson for programs.
+"""Print tables of 80 columns for people, and JSON for programs.
 
-Text that a model wrote never reaches the terminal as it is: control characters in it are made
-visible, and it is never read as markup.
+Text that a model wrote never reaches the terminal unchanged: its control characters are made
+visible, and it is never parsed as markup.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from buffer.monitoring.console import plain
 
 BARS = "▁▂▃▄▅▆▇█"
 
-_CALM = "green"
-_NEAR = "yellow"
+_GOOD = "green"
+_WAITING = "yellow"
 _BAD = "red"
 _STATE_STYLES: dict[str, str] = {
-    "run": _CALM,
-    WorkerState.IDLE: _CALM,
-    WorkerState.WORKING: _CALM,
-    "completed": _CALM,
+    "run": _GOOD,
+    WorkerState.IDLE: _GOOD,
+    WorkerState.WORKING: _GOOD,
+    "completed": _GOOD,
     WorkerState.STARTING: "cyan",
     "loading": "cyan",
-    WorkerState.PAUSED: _NEAR,
-    WorkerState.DRAINING: _NEAR,
+    WorkerState.PAUSED: _WAITING,
+    WorkerState.DRAINING: _WAITING,
     "silent": _BAD,
     "barred": _BAD,
     "dead": _BAD,
@@ -51,34 +51,32 @@ _VERSION_STYLES = (
 
 
 def emit(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document."""
     typer.echo(
         orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
     )
 
 
 def emit_line(document: Any) -> None:
-    """One JSON document on one line, at once: for streams."""
+    """Print one JSON document on one line, for streams."""
     typer.echo(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS).decode())
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table without lines; the columns in `right` hold numbers. A gid is never cut: people
-    copy it.
-    """
+    """Return an empty table without lines; the columns in `right` hold numbers."""
     numbers = set(right)
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
         grid.add_column(
             name,
             justify="right" if name in numbers else "left",
-            no_wrap=name in numbers or name == "gid",
+            no_wrap=name in numbers or name == "gid",  # a gid is copied, so it is never cut
         )
     return grid
 
 
 def facts(rows: Sequence[tuple[str, str | Text]]) -> Table:
-    """Names and values, one pair per line."""
+    """Return a table of names and values, one pair per line."""
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -88,24 +86,24 @@ def facts(rows: Sequence[tuple[str, str | Text]]) -> Table:
 
 
 def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
-    """`[idle     ]`: a state in brackets of a fixed width, in its colour."""
+    """Return a state in brackets of a fixed width, in its colour: `[idle     ]`."""
     return Text(f"[{plain(word)[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
 
 
 def worker_state(worker: WorkerRecord, is_live: bool) -> str:
-    """Return what a worker does, in a word."""
+    """Return the state of a worker in one word."""
     if not is_live:
         return "silent"
     return "barred" if worker.is_barred else worker.state
 
 
 def version_style(version: int) -> str:
-    """The colour of a policy version: neighbours differ."""
+    """Return the colour of a policy version; consecutive versions differ."""
     return _VERSION_STYLES[version % len(_VERSION_STYLES)]
 
 
 def age(ms: float) -> str:
-    """A length of time for people: 0.4 s, 12 s, 3 min 20 s, 2 h 10 min, 3 d 4 h."""
+    """Format milliseconds for people: 0.4 s, 12 s, 3 min 20 s, 2 h 10 min, 3 d 4 h."""
     seconds = max(ms, 0.0) / 1000
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -121,18 +119,19 @@ def age(ms: float) -> str:
 
 
 def count(number: float) -> str:
-    """1234567 as 1,234,567."""
+    """Format 1234567 as 1,234,567."""
     return f"{number:,.0f}"
 
 
 def plural(number: int, noun: str) -> str:
-    """1 group, 2 groups."""
+    """Format a number with its noun: 1 group, 2 groups."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values as bars from the lowest to the highest of them; longer histories are averaged
-    into `width`.
+    """Return the values as bars, scaled from the lowest to the highest of them.
+
+    More than `width` values are averaged into `width` bars.
     """
     if not values or width < 1:
         return ""
@@ -146,7 +145,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def bar(value: float, limit: float, width: int) -> str:
-    """`value` of `limit` as a bar of `width` characters."""
+    """Return `value` of `limit` as a bar of `width` characters."""
     filled = 0 if limit <= 0 else round(min(max(value / limit, 0.0), 1.0) * width)
     if value > 0 and limit > 0:
         filled = max(filled, 1)

@@ -22,7 +22,8 @@ def load() -> None:
             file = import_module(name).__file__
             if file is None or Path(file).resolve() != HOME / name / "__init__.py":
                 raise ImportError(
-                    f"{file} was imported as {name!r}, which is the name of a package of rolloutmq: "
+                    f"{file} was imported as {name!r}, which is the name of a package "
+                    "of rolloutmq: "
                     "rename that file",
                     name=name,
                 )

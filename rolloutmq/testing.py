@@ -1,11 +1,11 @@
-"""An agent loop and a judge of yours in a whole run, in one process: no server, no model, no GPU.
-For your tests.
+"""Test an agent loop and a judge in a whole run in one process, without server, model or GPU.
 
-    groups = rehearse([{"question": "2 + 2 = ?", "answer": "4"}], judge=my_judge, agent_loop=MyLoop, samples=8)
+    problems = [{"question": "2 + 2 = ?", "answer": "4"}]
+    groups = rehearse(problems, judge=my_judge, agent_loop=MyLoop, samples=8)
 
-The real producer, worker, scripts and wire format; only the server is in memory
-(`rolloutmq[testing]`) and the engine makes random tokens. So a rehearsal shows that loop and judge
-fit into a run, not that a model learns from them.
+Producer, worker, scripts and wire format are the real ones; the server is in memory
+(`rolloutmq[testing]`), and the engine makes random tokens. So a rehearsal shows that loop and judge
+work in a run, not that a model learns from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated.engine import SimulatedEngine
-from producer_workers.judges.load import judge_of, load_judge
+from producer_workers.judges.load import judge_from_function, load_judge
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
@@ -41,22 +41,21 @@ from producer_workers.worker.worker import Worker
 TASK = "rehearsal"
 FIRST = PolicyVersion(INITIAL, 0)
 DRAIN_S = 1.0
-"""How long groups beside one that failed may take to their ends; they take no time where the engine
-takes none.
-"""
+"""Seconds that other groups may take to finish after one has failed."""
 
 
 class RehearsalError(RolloutMQError):
-    """A group failed, or was not ready in time: which one, and why."""
+    """Raised when a group failed, or was not ready in time; says which one, and why."""
 
 
 END = 0
-"""The token that ends a turn, which is the space, too."""
+"""The token that ends a turn; it is also the space."""
 
 
 class Characters:
-    """A tokenizer without a model: one id per character, 0 to 94 for ASCII from the space on; a
-    space ends a turn.
+    """A tokenizer without a model: ids 0 to 94 are the ASCII characters from the space on.
+
+    A space ends a turn.
     """
 
     def apply_chat_template(self, conversation: Any, /, **_: Any) -> list[int]:
@@ -84,14 +83,13 @@ def rehearse(
     engine: Engine | None = None,
     timeout_s: float = 60.0,
 ) -> list[RolloutGroup]:
-    """One batch with one group of `samples` rollouts for each problem, in their order, as a trainer
-    gets it.
+    """Return one batch, as a trainer gets it: a group of `samples` rollouts per problem, in order.
 
-    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are what a config may
-    name, or the objects themselves; `agent_loop_options`: what the loop is made with beside that,
-    an environment or tools, say. Without a `tokenizer` of yours a token is a character; an `engine`
-    of yours decides what is answered. Not to be called from a running event loop. Raises
-    RehearsalError, DatasetError, ConfigError.
+    `problems` have the fields of a JSONL data set. `judge` and `agent_loop` are the objects, or
+    their names in a config; `agent_loop_options` are further arguments of the loop, such as an
+    environment or tools. Without a `tokenizer`, a token is a character; an `engine` of your own
+    decides what is generated. Must not be called from a running event loop. Raises RehearsalError,
+    DatasetError and ConfigError.
     """
     tokenizer = tokenizer or Characters()
     engine = engine or _random_characters()
@@ -100,7 +98,7 @@ def rehearse(
     )
     with closing(Store("memory://rehearsal", name=TASK)) as store:
         run = Run.create(store, f"{TASK}-{new_nonce()}", new_nonce(), limits, FIRST, "")
-        # by number: a data set of torch's kind may not know where iterating over it ends
+        # by index: iterating over a map-style torch data set may not end
         dataset = RecordsDataset(
             [problems[row] for row in range(len(problems))], "problems", problem_of
         )
@@ -112,7 +110,8 @@ def rehearse(
         worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
         try:
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
-        finally:  # whoever rehearses often, and fails at it, leaves nothing in memory
+        finally:
+            # many failing rehearsals in one process must not fill its memory
             for key in list(store.control.scan_iter(run.keys.pattern)):
                 store.control.unlink(key)
 
@@ -138,7 +137,7 @@ def _make_loop(
     scores = (
         load_judge(judge)
         if isinstance(judge, str)
-        else judge_of(getattr(judge, "__name__", "judge"), judge)
+        else judge_from_function(getattr(judge, "__name__", "judge"), judge)
     )
     return load_agent_loop(
         agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options
@@ -160,7 +159,9 @@ async def _play(
             return await _first_batch(run, producer, working, count)
     except TimeoutError as error:
         places = {place: n for place, n in run.account.totals().tasks[0].places.items() if n}
-        raise RehearsalError(f"not ready after {timeout_s:g} s; groups are {places}") from error
+        raise RehearsalError(
+            f"not ready after {timeout_s:g} s; groups by stage: {places}"
+        ) from error
     finally:
         worker.stop()
         await asyncio.gather(working, return_exceptions=True)
@@ -170,7 +171,7 @@ async def _play(
 async def _first_batch(
     run: Run, producer: AgentLoopManager, working: asyncio.Task[None], count: int
 ) -> list[RolloutGroup]:
-    """What a trainer does, with the producer's rounds in between: open, take step 1, read, commit."""
+    """Do what a trainer does: open, take step 1, read and commit; run the producer meanwhile."""
     trainer = new_nonce()
     run.control.open_producer(producer.nonce)
     run.trainers.open(trainer, step=0, lineage=TASK)
@@ -178,7 +179,8 @@ async def _first_batch(
         producer.round(run.control.state())
         for letter in run.dead_letters.newest():
             raise RehearsalError(
-                f"{letter.gid}: {letter.reason}", hint="the loop or the judge failed this group"
+                f"{letter.gid}: {letter.reason}",
+                hint="the agent loop or the judge failed this group",
             )
         if working.done():
             working.result()

@@ -1,3 +1,1 @@
-"""Does it learn, and what does staleness cost? A small model, real sampling, a real server: see
-__main__.py.
-"""
+"""Measure learning and the cost of staleness with a small model and a real server."""

@@ -1,5 +1,4 @@
-"""`python -m benchmarks.learning`: what staleness costs by step and buys by wall time; about 25
-minutes of one core.
+"""`python -m benchmarks.learning`: measure staleness by step and by time, in 25 minutes of a core.
 
 Every bound with and without correction and with every seed, at its bound (reward by step); then,
 overlapping, every bound with correction (reward by wall time). A finished trial is one line of
@@ -48,15 +47,17 @@ def missing(settings: list[Setting], file: Path) -> list[Setting]:
 
 
 def measure(url: str, model: Path, setting: Setting, folder: Path) -> bytes:
-    """One trial as a line. `load`: processes that wanted a core meanwhile, as the system has it for
-    the last minute.
+    """Format one trial as a line.
+
+    `load` is the system's load average of the last minute.
     """
     cpu = time.process_time()
     points, sample_s = run_trial(url, model, setting, folder)
     used = time.process_time() - cpu
     load = os.getloadavg()[0]
     typer.echo(
-        f"{setting.name}: {points[0]['reward']:.2f} to {points[-1]['reward']:.2f}, {used:.0f} s of a core"
+        f"{setting.name}: {points[0]['reward']:.2f} to {points[-1]['reward']:.2f}, "
+        f"{used:.0f} s of a core"
     )
     columns = {name: [round(point[name], 4) for point in points] for name in points[0]}
     sums = {"cpu_s": round(used, 1), "load": round(load, 1), "sample_s": round(sample_s, 4)}

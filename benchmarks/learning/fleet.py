@@ -1,5 +1,4 @@
-"""Producer and worker of a trial in one loop: it claims, samples and submits through the real
-scripts.
+"""Run producer and worker of a trial in one loop, through the real scripts.
 
 As a program: `python -m benchmarks.learning.fleet URL RUN MODEL K BATCH SEED`, until the run is
 finished.
@@ -15,7 +14,7 @@ import torch
 
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import ControlState, Mode
-from buffer.control.fleet import Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.model import wire
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.rollout import PolicyVersion
@@ -52,9 +51,9 @@ class Fleet:
         """One round; whether anything was sampled."""
         state = self._run.control.state()
         self._sweep()
-        pulse = Pulse(state.epoch, state.weights, WorkerState.IDLE)
+        pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
         self._run.fleet.heartbeat("w0", self._nonce, pulse, [])
-        self._run.control.beat("producer", self._producer)
+        self._run.control.renew_role("producer", self._producer)
         if state.mode is not Mode.RUN:
             return False
         if state.weights != self._loaded:
@@ -74,9 +73,7 @@ class Fleet:
         return bool(jobs)
 
     def serve(self) -> None:
-        """Until the run is finished. `busy_s` counts the seconds of a core in which groups were
-        made.
-        """
+        """Work until the run is finished; `busy_s` counts the processor time of making groups."""
         while self._run.control.state().mode is not Mode.FINISH:
             used = time.thread_time()
             if self.turn():

@@ -1,6 +1,4 @@
-"""Reward by step and by wall time: a line per bound is the mean over seeds, its band the spread
-from least to most.
-"""
+"""Plot reward by step and by time: a line is a mean over seeds, its band their range."""
 
 from __future__ import annotations
 
@@ -88,8 +86,7 @@ def _places(trial: dict[str, Any], unit: str) -> list[float]:
 
 
 def ends(sample_s: float, train_s: Sequence[float], staleness: int) -> list[float]:
-    """When each step is done if sampling and training have a core each, and nothing else costs
-    time.
+    """Return when each step ends if sampling and training have a core each, without other costs.
 
     A batch is sampled from the weights of `staleness + 1` steps before it: it waits for these and
     the batch before.

@@ -1,6 +1,4 @@
-"""Real sampling from a small model: some groups at a time, the same tokens for the same weights and
-seed.
-"""
+"""Sample from a small model, with the same tokens for the same weights and seed."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Sampler:
         self._model = load_model(folder).eval()
 
     def prompt(self, gid: str) -> RolloutGroup:
-        """The INIT group of a draw."""
+        """Return the INIT group of a draw."""
         task, draw = split_group_id(gid)
         asked = problem(draw, self._seed)
         ids = self._tokenizer.apply_chat_template(
@@ -48,7 +46,7 @@ class Sampler:
         return RolloutGroup(gid, task, states)
 
     def answer(self, groups: Sequence[RolloutGroup], weights: PolicyVersion) -> list[RolloutGroup]:
-        """The groups, whose prompts are of one length, with sampled responses and their scores."""
+        """Return the groups (prompts of one length) with sampled and scored responses."""
         tokens, logprobs = self._sample(groups)
         for place, group in enumerate(groups):
             for number, state in enumerate(group.states):
@@ -59,8 +57,9 @@ class Sampler:
     def _sample(
         self, groups: Sequence[RolloutGroup]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and their logprobs, [groups, k, steps], until every response has ended. A group
-        draws its own.
+        """Return tokens and logprobs, [groups, k, steps], until every response has ended.
+
+        Each group has its own random numbers.
         """
         draws = [
             torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1]))
@@ -106,5 +105,5 @@ class Sampler:
 
 
 def hash_of(seed: int, draw: int) -> int:
-    """A seed of its own for every draw, the same in every process."""
+    """Return the seed of a draw, which is the same in every process."""
     return (seed * 1_000_003 + draw) % 2**31

@@ -1,6 +1,4 @@
-"""Sums of two digits: problems by their number, and the small model that is right about some of
-them.
-"""
+"""Sums of two digits: problems by their number, and a small model that solves some of them."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`corrected`: the loss is weighted by how likely the present policy finds what an older one
-    sampled.
+    """The setting of a trial; `corrected` weights the loss by importance.
 
     `overlaps`: sampling, in a process of its own, and training go on at once, and staleness is what
     comes of their speeds, up to the bound: what wall times are about. Else the trainer waits until
@@ -53,7 +52,8 @@ class Setting:
     @property
     def name(self) -> str:
         correction = "corrected" if self.corrected else "plain"
-        return f"s{self.staleness}-{correction}-{self.seed}-{'overlapping' if self.overlaps else 'at-bound'}"
+        timing = "overlapping" if self.overlaps else "at-bound"
+        return f"s{self.staleness}-{correction}-{self.seed}-{timing}"
 
 
 Point = dict[str, float]
@@ -82,7 +82,7 @@ def make_run(store: Store, name: str, model: Path, setting: Setting) -> Run:
 def train(
     run: Run, controller: TrainController, setting: Setting, folder: Path, model: Path
 ) -> list[Point]:
-    """The trainer of a trial; somebody else makes its groups."""
+    """Return the trainer of a trial, whose groups another process makes."""
     consumer, weights, points = RolloutConsumer(run), FolderSender(folder / run.name), []
 
     def save(to: Path) -> None:
@@ -118,8 +118,9 @@ def train(
 
 
 def run_trial(url: str, model: Path, setting: Setting, folder: Path) -> tuple[list[Point], float]:
-    """All steps of a trial on that server, and the seconds of a core in which a batch was sampled
-    (0 where nobody counted); `folder`: where its weights pass.
+    """Run all steps of a trial; return also the processor time of sampling (0 if not counted).
+
+    Weights are exchanged through `folder`.
     """
     store = Store(url)
     run = make_run(store, f"{setting.name}-{new_nonce()[:6]}", model, setting)
@@ -151,7 +152,7 @@ def fleet_process(url: str, run: Run, model: Path, setting: Setting) -> Iterator
 
 @contextmanager
 def fleet_thread(run: Run, model: Path, setting: Setting) -> Iterator[Fleet]:
-    """An error of the fleet is one of the trial."""
+    """Raise an error of the fleet as an error of the trial."""
     fleet = Fleet(run, Sampler(model, setting.k, setting.seed), setting.k, setting.batch)
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(fleet.serve)
@@ -175,8 +176,9 @@ def _wait_for(run: Run, groups: int) -> None:
 def train_in_process(
     controller: TrainController, setting: Setting, model: Path, folder: Path
 ) -> list[Point]:
-    """The same on-policy loop without a queue, a server or a second process: what staleness 0 must
-    equal.
+    """Run the same on-policy loop without queue, server or second process.
+
+    Staleness 0 must equal it.
     """
     sampler, points = Sampler(model, setting.k, setting.seed), []
     for step in range(1, setting.steps + 1):

@@ -20,7 +20,7 @@ from buffer.model.ids import split_group_id
 from buffer.model.limits import RunLimits
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
 from buffer.store.keys import Keys, SlotKeys
-from buffer.store.replies import unfenced
+from buffer.store.replies import unfenced, unknown_reply
 from buffer.store.scripts import Arg
 from buffer.store.store import Store
 
@@ -117,7 +117,7 @@ class BatchLedger:
             case ["TOO_MANY", limit]:
                 raise LedgerError(f"a batch contains at most {limit} groups")
         unfenced(reply, "trainer")
-        raise ScriptError(f"take_batch: unknown reply {reply}")
+        raise unknown_reply("take_batch", reply)
 
     def _call_in_order(
         self,
@@ -288,4 +288,4 @@ def _accepted(reply: list[Any], step: int, what: str) -> list[Any]:
             )
         case ["NOT_TAKEN"]:
             raise LedgerError(f"{what} is not in the batch of step {step}")
-    raise ScriptError(f"{what} of step {step}: unknown reply {reply}")
+    raise unknown_reply(f"{what} of step {step}", reply)

@@ -12,11 +12,11 @@ from typing import Any
 from buffer.batches.ledger import BatchLedger
 from buffer.batches.position import Position
 from buffer.batches.reassertion import Reassertion, Recovery
-from buffer.errors import LedgerError, LostRun, ScriptError
+from buffer.errors import LedgerError, LostRun
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
-from buffer.store.replies import opened, unfenced
+from buffer.store.replies import opened, unfenced, unknown_reply
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.opening")
@@ -128,7 +128,7 @@ class TrainerOpening:
                     hint="the server lost data (see `rolloutmq doctor`); open with the position "
                     "of your checkpoint, which restores what was trained",
                 )
-        raise ScriptError(f"trainer_open: unknown reply {reply}")
+        raise unknown_reply("trainer_open", reply)
 
     def _reassert(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
         reassertion = Reassertion(

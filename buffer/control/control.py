@@ -191,7 +191,7 @@ class RunControl:
         )
         unfenced(reply, "producer")
 
-    def beat(
+    def renew_role(
         self,
         role: Role,
         nonce: str,
@@ -217,12 +217,12 @@ class RunControl:
                 "pause_buckets": join_counts(pauses.counts) if pauses else "",
             },
         )
-        with self.telling_loss(role):
+        with self.explaining_loss(role):
             _, *state = unfenced(reply, role)
         return ControlState.parse(state)
 
     @contextmanager
-    def telling_loss(self, role: Role) -> Iterator[None]:
+    def explaining_loss(self, role: Role) -> Iterator[None]:
         """Turn Fenced into LostRun if the server has never seen a holder of `role`.
 
         A server that lost its data fences every process, although none has taken the role over.

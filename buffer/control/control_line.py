@@ -1,8 +1,8 @@
 """A worker's own connection for hints of control changes and for its receipts (I10).
 
-With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening it
-blocks, so an event loop can use it directly: no thread is waited for between a hint and its receipt.
-It is never needed: a worker without it exchanges the same with its heartbeats.
+With RESP3, messages of the channel and replies of scripts arrive on one connection. Only opening
+it blocks, so an event loop can use it directly: no thread is waited for between a hint and its
+receipt. It is never needed: a worker without it exchanges the same with its heartbeats.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def _read_hint(message: bytes) -> ControlState | None:
 def _parse_reply(reply: list[bytes]) -> ControlState | None:
     """Return the state in a reply of `receipt`; None for UNKNOWN and REPLACED."""
     code, *fields = [part.decode(errors="replace") for part in reply]
-    return ControlState.parse(fields) if code == "OK" else None
+    return None if code in ("UNKNOWN", "REPLACED") else ControlState.parse(fields)
 
 
-class ControlLine:
+class ControlConnection:
     """Receives hints and sends receipts for one registration of a worker.
 
     Opening it blocks. Every method raises redis.RedisError if the connection is broken; open
@@ -94,25 +94,25 @@ class ControlLine:
         self._connection.disconnect()
         self._client.close()
 
-    def say(self, ack: int, heard: int) -> None:
+    def send_receipt(self, ack: int, known_epoch: int) -> None:
         """Send the receipt for the control epoch `ack`.
 
-        `heard` is the newest epoch known to the worker; it is returned with the reply.
+        `known_epoch` is the newest epoch known to the worker; it is returned with the reply.
         """
         keys, args = self._script.arrange(*receipt(*self._whose, ack))
         self._send((self._verb, self._script.text(self._verb), len(keys), *keys, *args))
         self._verb = "EVALSHA"
-        self._asked.append((ack, heard))
+        self._asked.append((ack, known_epoch))
 
-    def hear(
+    def receive(
         self,
         hint: Callable[[ControlState], object],
         answer: Callable[[ControlState | None, int, int], object],
     ) -> None:
         """Read what has arrived, and call `hint` or `answer` for each message.
 
-        `hint` gets a state from the channel; `answer` gets (state, ack, heard) for a receipt, where
-        the state is None if the server does not know this registration (any more).
+        `hint` gets a state from the channel; `answer` gets (state, ack, known_epoch) for a receipt,
+        where the state is None if the server does not know this registration (any more).
         """
         self._receive()
         while (item := self._next()) is not _NOT_YET:

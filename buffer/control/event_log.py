@@ -1,4 +1,4 @@
-"""Read the events of a run: one short entry per transition, in a capped stream written by scripts."""
+"""Read the events of a run: one short entry per transition, in a capped stream."""
 
 from __future__ import annotations
 

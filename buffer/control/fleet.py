@@ -1,9 +1,9 @@
-"""The workers of a run: what each reports with its heartbeats, and the record that the server keeps.
+"""The workers of a run: what each reports with its heartbeats, and the record that is kept.
 
-A number of a heartbeat is a field of `WorkerNumbers`, an argument of `lua/heartbeat.lua`, and a value
-that the worker fills in (`producer_workers/worker/heartbeat.py`); the views read it from
-`WorkerRecord`. A worker of another language may write anything into its record: what is not a valid
-number counts as not written, and texts are kept as they are.
+A number of a heartbeat is a field of `HeartbeatNumbers`, an argument of `lua/heartbeat.lua`, and a
+value that the worker fills in (`producer_workers/worker/heartbeat.py`); the views read it from
+`WorkerRecord`. A worker of another language may write anything into its record: what is not a
+valid number counts as not written, and texts are kept as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from buffer.control.control import STATE_FIELDS, ControlState
-from buffer.control.control_line import ControlLine
+from buffer.control.control_line import ControlConnection
 from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram, join_counts, parse_counts
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.model.ids import valid_name
@@ -43,7 +43,7 @@ class WorkerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerNumbers:
+class HeartbeatNumbers:
     """The numbers of a heartbeat. Counts without another remark are since the worker started."""
 
     tokens_per_s: float = 0.0
@@ -67,21 +67,21 @@ class WorkerNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse(WorkerNumbers):
+class HeartbeatReport(HeartbeatNumbers):
     """What a worker reports with a heartbeat.
 
-    `ack` is the control epoch that it has carried out. `heard` is the newest one that it knew when
-    the numbers were read; it is not sent.
+    `ack` is the control epoch that it has carried out. `known_epoch` is the newest one that it knew
+    when the numbers were read; it is not sent.
     """
 
     ack: int
     weights: PolicyVersion
     state: WorkerState
-    heard: int = 0
+    known_epoch: int = 0
 
     def arguments(self) -> dict[str, str | int]:
         """Return the arguments of the script `heartbeat` that a worker reports, by name."""
-        numbers = {each.name: getattr(self, each.name) for each in fields(WorkerNumbers)}
+        numbers = {each.name: getattr(self, each.name) for each in fields(HeartbeatNumbers)}
         numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
         numbers["requests"] = "" if self.requests is None else self.requests
         numbers["judge_buckets"] = join_counts(self.judge_buckets)
@@ -89,7 +89,7 @@ class Pulse(WorkerNumbers):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRecord(WorkerNumbers):
+class WorkerRecord(HeartbeatNumbers):
     """One worker as the server knows it.
 
     Numbers that were not written are 0 (None for `requests`), and texts are empty. `silent_ms` is
@@ -131,7 +131,7 @@ class WorkerRecord(WorkerNumbers):
 
 
 OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "facts")
-"""Fields that do not come from the worker's hash; what it writes there under these names is ignored."""
+"""Fields that do not come from the worker's hash; these names are ignored there."""
 
 _PRIVATE = ("nonce", "claim", "claimed")
 
@@ -188,7 +188,7 @@ _PARSERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class HeartbeatReply:
     """The reply to a heartbeat: the control state, and the jobs whose leases are lost.
 
     If the server has forgotten the worker, `known` is False, `control` None, and all jobs are lost.
@@ -237,7 +237,9 @@ class Fleet:
                     hint="`rolloutmq run CONFIG` creates it",
                 )
 
-    def heartbeat(self, worker: str, nonce: str, pulse: Pulse, held: Sequence[Job]) -> Beat:
+    def heartbeat(
+        self, worker: str, nonce: str, pulse: HeartbeatReport, held: Sequence[Job]
+    ) -> HeartbeatReply:
         """Renew the leases of `held`, and exchange the receipt for the newest control state.
 
         Raises Fenced if another process has registered with the same id.
@@ -260,17 +262,17 @@ class Fleet:
                     hint="give every worker an --id of its own",
                 )
             case ["UNKNOWN"]:
-                return Beat(False, None, tuple(held))
+                return HeartbeatReply(False, None, tuple(held))
             case [_, *fields]:
                 lost = fields[len(STATE_FIELDS) :]
                 jobs = tuple(held[int(number) - 1] for number in lost)
-                return Beat(True, ControlState.parse(fields), jobs)
+                return HeartbeatReply(True, ControlState.parse(fields), jobs)
             case _:
                 raise ScriptError(f"heartbeat: an empty reply for worker {worker!r}")
 
-    def open_line(self, worker: str, nonce: str) -> ControlLine:
-        """Open a connection for a registered worker's hints and receipts. Raises redis.RedisError."""
-        return ControlLine(self._store, self._keys, worker, nonce)
+    def open_control_connection(self, worker: str, nonce: str) -> ControlConnection:
+        """Open a connection for a worker's hints and receipts. Raises redis.RedisError."""
+        return ControlConnection(self._store, self._keys, worker, nonce)
 
     def deregister(self, worker: str, nonce: str) -> bool:
         """Leave the run; return False if the worker still holds leases, which must run out."""

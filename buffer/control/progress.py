@@ -1,8 +1,8 @@
 """Read how far a run is, as the scripts count it (XTuner's `ProduceProgress`).
 
-Every number is absolute and cumulative, and changes in the same script as the groups that it counts.
-What happened in a period is the difference of two readings. Nothing is ever reset, so readers do
-not disturb each other.
+Every number is absolute and cumulative, and changes in the same script as the groups that it
+counts. What happened in a period is the difference of two readings. Nothing is ever reset, so
+readers do not disturb each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from buffer.store.keys import Keys
 from buffer.store.store import Store
 
 NO_SUMS = ("target", "running", "cursor", "ahead", "failures_in_row")
-"""Fields of `TaskProgress` that are not sums: a difference of two readings keeps the newer value."""
+"""Fields of `TaskProgress` that are not sums: a difference keeps the newer value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Waiting until the workers of a run have carried out a change of its control state (I10).
 
 A worker sends a receipt, the number of the control epoch that it has carried out, with a heartbeat
-or by the script `receipt`. One policy holds for workers without one, whoever waits:
+or by the script `receipt`. One policy holds for workers without one, for every caller:
 
 * A worker whose last heartbeat is older than a lease is dead. It is not waited for: its leases have
   run out, and the next sweep takes its groups back.
-* A worker that lives and stays silent for `pause_timeout_s` is fenced where the caller asks for that
-  (the trainer does): its groups wait again. Otherwise PauseTimeout names it (the commands do).
-* Time during which the server did not answer does not count: nobody could send a receipt.
+* A worker that lives and stays silent for `pause_timeout_s` is fenced where the caller asks for
+  that (the trainer does): its groups wait again. Otherwise PauseTimeout names it (for commands).
+* Time during which the server did not answer does not count: no worker could send a receipt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPERATOR_POLL_S = 0.05
 def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
     return PauseTimeout(
         f"no receipt after {seconds:.1f} s from {', '.join(silent)}",
-        hint="`rolloutmq fence WORKER --yes` takes their groups back; or wait until their heartbeats stop",
+        hint="`rolloutmq fence WORKER --yes` takes a worker's groups back",
     )
 
 
@@ -114,5 +114,5 @@ class Receipts:
         if not is_trainer:
             time.sleep(OPERATOR_POLL_S)
             return
-        self._store.wait_bell(self._keys.bell("receipts"), 0.1)
+        self._store.wait_for_wake_up(self._keys.wake_up("receipts"), 0.1)
         time.sleep(min(POLL_S, RECEIPT_S * silent))

@@ -119,7 +119,7 @@ class HeldRole:
             log.warning("the %s role is not given up, it will time out: %s", self._role, error)
 
     def _beat(self, *, closing: bool) -> ControlState:
-        return self._control.beat(
+        return self._control.renew_role(
             self._role,
             self.nonce,
             closing=closing,

@@ -1,15 +1,15 @@
-"""Whether more is produced for a task and for a train step, as producer and trainer both see it (I11).
+"""Whether more is produced for a task and a train step, as producer and trainer see it (I11).
 
-The producer reports a task of which it starts nothing more as a `Halt`, so that a trainer that waits
-for it knows why:
+The producer reports a task of which it starts nothing more as a `TaskStop`, so that a trainer that
+waits for it knows why:
 
     enough   the user's `should_continue_fn` ended the batch: it is complete, up to a train step
     broken   prompts can no longer be drawn: the task is stopped until `rolloutmq continue --task`
 
 Too many failures in a row are counted by the scripts themselves (`JobQueue.failures`).
 
-`ProduceBatchStatus` (XTuner's name) is neither stored nor sent: it follows from the control state, the
-train step and the limits. Both sides read these, so they cannot disagree.
+`ProduceBatchStatus` (XTuner's name) is neither stored nor sent: it follows from the control state,
+the train step and the limits. Both sides read these, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HaltKind = Literal["", "enough", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
-class Halt:
+class TaskStop:
     """Why the producer starts nothing more of a task; `kind` "" means that it does.
 
     `step` is the last train step that "enough" applies to.
@@ -46,23 +46,26 @@ class Halt:
         return self.kind == "enough" and step <= self.step
 
 
-class Halts:
+class TaskStops:
     """Reads and reports the halts of one run's tasks."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
 
-    def of(self, task: str) -> Halt:
-        """Return the halt of a task; `Halt()` if there is none."""
+    def of(self, task: str) -> TaskStop:
+        """Return the halt of a task; `TaskStop()` if there is none."""
         names = ("halt", "halt_step", "halt_reason", "failures_in_row")
         command = ("HMGET", self._keys.progress(task), *names)
         (fields,) = self._store.each("halt", [command], "control")
         kind, step, reason, failures = (field.decode() if field else "" for field in fields)
-        return Halt(cast(HaltKind, kind), int(step or 0), reason, int(failures or 0))
+        return TaskStop(cast(HaltKind, kind), int(step or 0), reason, int(failures or 0))
 
-    def say(self, nonce: str, task: str, halt: Halt) -> None:
-        """Report the halt of a task as the producer `nonce`; `Halt()` ends it. Raises Fenced."""
+    def publish(self, nonce: str, task: str, halt: TaskStop) -> None:
+        """Publish, as the producer `nonce`, why a task stopped; `TaskStop()` ends it.
+
+        Raises Fenced.
+        """
         reply = self._store.call(
             "halt",
             self._keys.slots(task=task),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.control.control import ControlState
-from buffer.errors import Fenced, GroupHeld, PayloadMissing, ScriptError
+from buffer.errors import Fenced, GroupHeld, PayloadMissing
 from buffer.model.job import Job
+from buffer.store.replies import unknown_reply
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
 
@@ -100,7 +101,7 @@ def reissued(reply: Sequence[str]) -> int:
     match reply:
         case ["OK", count, _]:
             return int(count)
-        case ["CLOSED" | "FULL" | "STOPPED", _]:
+        case ["CLOSED" | "FULL" | "STOPPED", *_]:
             return 0
     raise unknown_reply("reissue", reply)
 
@@ -147,8 +148,3 @@ def has_ended(gid: str, stage: str) -> GroupHeld:
 def never_started(gid: str) -> GroupHeld:
     """Return the error for a group that the run does not know."""
     return GroupHeld(f"{gid} was never started", hint="see rolloutmq ls")
-
-
-def unknown_reply(script: str, reply: Sequence[str]) -> ScriptError:
-    """Return the error for a reply that is not in the header of a script."""
-    return ScriptError(f"{script}: unknown reply {list(reply)}")

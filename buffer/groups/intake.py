@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
-from buffer.groups.claim import unknown_reply
 from buffer.groups.submit import order_argument
 from buffer.model import wire
 from buffer.model.byte_size import format_size
@@ -27,6 +26,7 @@ from buffer.model.order_policy import OrderFunction
 from buffer.model.rollout import PolicyVersion, RolloutState, Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PROMPT, PayloadStore, pin_listed
+from buffer.store.replies import unknown_reply
 from buffer.store.store import Store
 
 _MAX_RACES = 100

@@ -1,9 +1,8 @@
-"""Keeps what `take_batch` reads in order: clears what is too stale out of the way, and fills what
-is missing.
+"""Prepares pools to be taken in order: expires stale groups, and fills the order index.
 
 Scripts never search without a bound. Where too many stale groups stand before the fresh ones, or
-the index does not hold every ready group (the policy was changed, or a worker of before still
-submits), they say so and change nothing.
+the index lacks ready groups (the policy was changed, or a worker still submits under the old one),
+they report that and change nothing; the caller then calls a function of this file.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from buffer.store.scripts import Arg
 from buffer.store.store import Store
 
 _SLICE = 250
+"""Groups that one call moves or adds: the server answers other clients in between."""
 
 
 def expire_all(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
-from buffer.groups.claim import unknown_reply
 from buffer.groups.order_index import expire_all
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
@@ -22,6 +21,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.manifest import ManifestEntry
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
+from buffer.store.replies import unknown_reply
 from buffer.store.store import Store
 
 PoolStatus = Literal["completed", "aborted", "expired"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffer.errors import PayloadMissing, WireError
-from buffer.groups.claim import fenced, unknown_reply
+from buffer.groups.claim import fenced
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.job import PayloadRef, Result
@@ -22,6 +22,7 @@ from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.model.rollout import Status
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore, pin_listed
+from buffer.store.replies import unknown_reply
 from buffer.store.script_calls import ScriptCall, Upload
 from buffer.store.store import Store
 

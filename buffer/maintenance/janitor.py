@@ -123,7 +123,8 @@ class Janitor:
     def sweep_in_turn(self) -> Swept:
         """Sweep leases and bytes only, and not if another process did so a moment ago.
 
-        Otherwise 1,000 workers would sweep 200 times a second, a tenth of what they cost the server.
+        Otherwise 1,000 workers would sweep 200 times a second, a tenth of what they cost the
+        server.
         """
         fields = self._store.retrying(
             "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
@@ -135,7 +136,7 @@ class Janitor:
         return self.sweep(files=False, archive=False)
 
     def _is_there(self) -> bool:
-        """Return whether the server holds the run; the trainer restores one that came back empty."""
+        """Return whether the server holds the run: the trainer restores one that is lost."""
         found = self._store.retrying(
             "janitor", lambda: self._store.control.hget(self._keys.meta, "nonce")
         )

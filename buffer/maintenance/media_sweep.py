@@ -1,8 +1,8 @@
 """Free the media files of groups that have ended, found by comparing folders with draws.
 
-A crash at any point leaves a folder that a later sweep finds. Folders of draws that are not known yet
-are kept, since files are written before their group. So are those of archived groups whose batch is
-retained.
+A crash at any point leaves a folder that a later sweep finds. Folders of draws that are not known
+yet are kept, since files are written before their group. So are those of archived groups whose
+batch is retained.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MediaSweep:
         self._begun_s = float("-inf")
 
     def sweep(self) -> tuple[int, bool]:
-        """Free the next folders that may be freed; return (groups freed, whether there are more)."""
+        """Free the next folders; return (groups freed, whether there are more to compare)."""
         try:
             return self._sweep()
         except OSError as error:

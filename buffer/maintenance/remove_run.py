@@ -25,8 +25,8 @@ Advance = Callable[[int], object]
 def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) -> int:
     """Remove every key of a run; return how many.
 
-    `advance` gets the number of keys removed in each slice. O(keys of the server), in slices that do
-    not stall it. Raises StoreError.
+    `advance` gets the number of keys removed in each slice. O(keys of the server), in slices that
+    do not stall it. Raises StoreError.
     """
     store.retrying("remove", lambda: store.control.hset(keys.meta, "schema", REMOVING))
     removed = _remove(store, store.control, [keys.control])

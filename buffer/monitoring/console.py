@@ -1,4 +1,4 @@
-"""A console for untrusted text: control characters are made visible, and markup is not interpreted."""
+"""A console for untrusted text: control characters are made visible, markup is not read."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """What the live views remember of a run: rates, trained steps, and which process waited for which.
 
-Trained steps come from the trainer's own log, `steps.jsonl` in the run's folder, with one JSON line
-for each train step: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics":
-{"rewards/mean": 0.4, …}}. A trainer that restarts from a checkpoint trains later steps again, on the
-same groups, in a new lineage of weights. Its line for a step therefore replaces every earlier line of
-that step and of all later ones. What remains is the history of the weights that exist; no group may
-occur twice in it (I6).
+Trained steps come from the trainer's own log, `steps.jsonl` in the run's folder, with one JSON
+line for each train step: {"step": 12, "lineage": "…", "gids": ["math-0000000042", …], "metrics":
+{"rewards/mean": 0.4, …}}. A trainer that restarts from a checkpoint trains later steps again, on
+the same groups, in a new lineage of weights. Its line for a step therefore replaces every earlier
+line of that step and of all later ones. What remains is the history of the weights that exist; no
+group may occur twice in it (I6).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StepLog:
         try:
             return TrainedStep.parse(orjson.loads(line))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-            # a trainer killed while it writes leaves half a line; the next one writes that step again
+            # a trainer killed while it writes leaves half a line; the next one writes it again
             self.torn += 1
             return None
 

@@ -42,7 +42,7 @@ class RunCollector(Collector):
 
     Usage:
         collector = RunCollector(store)
-        MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.look_for_workers})
+        MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.read_workers_wanted})
 
     If the server is unreachable, the only metric is `rolloutmq_up 0`.
     """
@@ -61,7 +61,7 @@ class RunCollector(Collector):
         """Read the runs and return their metrics."""
         up = GaugeMetricFamily("rolloutmq_up", "1 while the server of the runs answers, else 0.")
         try:
-            snaps = self.look()
+            snaps = self.poll()
         except StoreError:
             up.add_metric([], 0)
             yield up
@@ -84,7 +84,7 @@ class RunCollector(Collector):
         registry.register(self)
         return registry
 
-    def look(self) -> dict[str, Snapshot]:
+    def poll(self) -> dict[str, Snapshot]:
         """Read each run once, and return the snapshots by name.
 
         Each reading also improves the estimate of how many workers are wanted.
@@ -101,9 +101,9 @@ class RunCollector(Collector):
                     wanted.observe(look_at(snap))
         return snaps
 
-    def look_for_workers(self) -> dict[str, int]:
+    def read_workers_wanted(self) -> dict[str, int]:
         """Read the runs, and return the workers wanted by run: for scalers that read JSON."""
-        self.look()
+        self.poll()
         return self.workers_wanted()
 
     def workers_wanted(self) -> dict[str, int]:

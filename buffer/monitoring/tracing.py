@@ -1,13 +1,14 @@
 """Traces of a group's life across processes, by OpenTelemetry (`pip install 'rolloutmq[otel]'`).
 
-    enqueue ─ wait ─ claim ─ generate ┬ judge, for each rollout ─ submit or release ─ take ─ train ─ commit
-    producer         worker           └                                               trainer
+    enqueue ─ wait ─ claim ─ generate ┬ judge (each) ─ submit or release ─ take ─ train ─ commit
+    producer         worker           └                                     trainer
 
 OTEL_TRACES_EXPORTER switches them on (`otlp`, or `console` for JSON lines on stderr); the other
-variables of OpenTelemetry have their usual meaning. Without it, no tracer is made, and the parts of a
-run are not replaced by those of `traced_run.py`.
+variables of OpenTelemetry have their usual meaning. Without it, no tracer is made, and the parts
+of a run are not replaced by those of `traced_run.py`.
 
-Every process computes the ids of a group's trace from its gid, so no context travels with the group.
+Every process computes the ids of a group's trace from its gid, so no context travels with the
+group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Estimate how many workers would keep the trainer busy: the number that autoscalers act on.
 
 A trainer that waits for a fraction w of its time could use 1 / (1 - w) times what it gets. That is
-made by workers that are busy for a fraction b of their time. So `workers * b / (1 - w)` workers that
-are always busy are wanted. This does not depend on the number of workers now, so a fleet that is
-scaled by it settles.
+made by workers that are busy for a fraction b of their time. So `workers * b / (1 - w)` workers
+that are always busy are wanted. This does not depend on the number of workers now, so a fleet that
+is scaled by it settles.
 
     demand of a train step: G busy worker-seconds; the trainer's own work: S seconds; n workers
     too few   (G / n > S)   b = 1,       w = 1 - S n / G   ->  n / (S n / G) = G / S
@@ -21,7 +21,7 @@ WINDOW_S = 300.0
 """Half-life of an observation's weight."""
 
 DEADBAND = 0.1
-"""A smaller difference to the published number is noise of train steps, not a reason to move GPUs."""
+"""A smaller difference to the published number is noise, not a reason to move GPUs."""
 
 MOST_AT_ONCE = 4.0
 """Most times by which one observation may enlarge a fleet."""

@@ -6,8 +6,8 @@ changes one of the watched keys (a pool, a stream, the counters of its task), so
 be watched one by one. Heartbeats of workers, trainer and producer, and wake-ups touch none of them.
 
 The copy is of a run at rest: trainer, producer and workers are left out, and running groups wait
-again, in the lane of groups that resume, with their try given back. Events and garbage are left out,
-too.
+again, in the lane of groups that resume, with their try given back. Events and garbage are left
+out, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Write and read a snapshot's folder: msgpack files and a manifest, readable in any language.
 
-    manifest.json         {"manifest": {...}, "blake2b": checksum of the manifest as compact JSON with sorted keys}
-    index-00000.msgpack   control, lineages, bytes, ledgers, batches, bitmaps, streams, pools, orders, dead letters,
-                          records, counters
+    manifest.json         {"manifest": {...}, "blake2b": …}, the checksum of the manifest as
+                          compact JSON with sorted keys
+    index-00000.msgpack   control, lineages, bytes, ledgers, batches, bitmaps, streams, pools,
+                          orders, dead letters, records, counters
     payloads-00000.msgpack
     media-00000.msgpack   files that payloads refer to (buffer/store/media_folder.py)
 
@@ -231,7 +232,7 @@ def verify(folder: Path, facts: SnapshotFacts) -> None:
             raise SnapshotError(f"cannot read {file}: {error}") from error
         if size != expected.bytes:
             raise SnapshotError(
-                f"{file} has {size} bytes, but {expected.bytes} were written: it was truncated or altered"
+                f"{file} has {size} bytes, not {expected.bytes}: it was truncated or altered"
             )
         if found != expected.blake2b:
             raise SnapshotError(f"{file} was altered: its checksum does not match")

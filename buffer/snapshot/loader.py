@@ -1,9 +1,9 @@
-"""Load a run from a snapshot: it cannot be opened before it is complete, and a failure leaves nothing.
+"""Load a run from a snapshot: it cannot be opened before it is complete; a failure leaves nothing.
 
-While the run is loaded, its `meta` has the schema LOADING and a nonce of the loader: `create_run` and
-`Run.open` refuse it. Every batch of writes is one transaction that checks this nonce and counts the
-batch. A repeated one therefore changes nothing (I13), and a loader that counted as dead can write
-nothing more. The real `meta` comes last, in one step.
+While the run is loaded, its `meta` has the schema LOADING and a nonce of the loader: `create_run`
+and `Run.open` refuse it. Every batch of writes is one transaction that checks this nonce and
+counts the batch. A repeated one therefore changes nothing (I13), and a loader that counted as dead
+can write nothing more. The real `meta` comes last, in one step.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SnapshotLoader:
             return None
         if not named and self.keys.run != self.facts.run:
             raise SnapshotError(
-                f"{was} is the media folder of run {self.facts.run!r}, and two runs cannot share one",
+                f"{was} is the media folder of run {self.facts.run!r}; two runs cannot share one",
                 hint="name a new folder with --media FOLDER",
             )
         return MediaFolder(
@@ -117,7 +117,8 @@ class SnapshotLoader:
         left = next(self._other_keys(), None)
         if left:
             raise RunExists(
-                f"the server holds keys of a run {self.keys.run!r}, for example {left[0]}; nothing was changed",
+                f"the server holds keys of a run {self.keys.run!r}, such as {left[0]}; "
+                "nothing was changed",
                 hint="resume under another name with --run NAME",
             )
 
@@ -134,8 +135,8 @@ class SnapshotLoader:
             is_ours = nonce == self._nonce.encode()
             if nonce and not is_ours and now_ms - int(seen_ms) < SILENT_MS:
                 raise RunExists(
-                    f"another process is loading the run {self.keys.run!r}, or was until a moment ago",
-                    hint=f"it counts as dead after {SILENT_MS // 1000} s of silence: try again then",
+                    f"another process is loading the run {self.keys.run!r}, or just did",
+                    hint=f"if it died, try again after {SILENT_MS // 1000} s of silence",
                 )
             claim = {
                 "nonce": self._nonce,
@@ -229,7 +230,7 @@ class SnapshotLoader:
         audit = Account(self._store, self.keys, limits).totals()
         if not audit.clean:
             raise SnapshotError(
-                f"{self._folder}: the account of the snapshot does not add up: {'; '.join(audit.faults)}",
+                f"{self._folder}: its account does not add up: {'; '.join(audit.faults)}",
                 hint="it did not add up when it was saved; nothing was loaded",
             )
 
@@ -257,7 +258,8 @@ class SnapshotLoader:
                     return
                 if nonce != self._nonce.encode():
                     raise Fenced(
-                        f"run {self.keys.run!r} is loaded by another process: this one was silent for too long"
+                        f"run {self.keys.run!r} is loaded by another process: "
+                        "this one was silent for too long"
                     )
                 if number and int(loaded) >= number:
                     return

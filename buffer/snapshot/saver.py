@@ -1,14 +1,14 @@
-"""Save a run: first its index, as of one instant (`cut.py`), then the payloads that the index names.
+"""Save a run: first its index, as of one instant (`cut.py`), then the payloads that it names.
 
 If the index changes while it is copied, it is copied again, a few times; a busy run is paused for
-that copy (workers may keep what they hold). Payloads are copied afterwards, while the run continues:
-bytes that a record names never change, and the key `hold` keeps `PayloadStore.collect` from freeing
-any. The hold expires by itself.
+that copy (workers may keep what they hold). Payloads are copied afterwards, while the run
+continues: bytes that a record names never change, and the key `hold` keeps `PayloadStore.collect`
+from freeing any. The hold expires by itself.
 
 A group's payload is named by its record. An archived group has no record: while its batch is
 retained, only the manifest names it. A payload that is missing is an error, except that of a dead
-group: the group may be dead because its bytes are missing or damaged, so they are copied as evidence
-(I11).
+group: the group may be dead because its bytes are missing or damaged, so they are copied as
+evidence (I11).
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ class SnapshotSaver:
             if cut.copy(write):
                 return cut
         raise SnapshotError(
-            f"run {self._keys.run!r} changed while its index was copied, {attempts} times; nothing was kept",
+            f"run {self._keys.run!r} changed while its index was copied, {attempts} times; "
+            "nothing was kept",
             hint="pause it for the copy: `rolloutmq save --pause`",
         )
 

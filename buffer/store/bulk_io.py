@@ -9,12 +9,11 @@ everything but plain values.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import socket
 import ssl
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any
 
@@ -45,22 +44,18 @@ _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)
 """A timeval of 0.2 s; a round trip takes a few hundredths of a second at most."""
 
 
-def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
+def send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
     """Run commands in one round trip and return the server's answers in order.
 
-    Raises the first error. A command may be made when it is sent: the server works on the ones
-    before it meanwhile.
+    Raises the first error.
     """
     pool: Any = client.connection_pool
     connection = pool.get_connection()
     try:
         if not _is_real(connection):
-            return pipelined(client, list(commands))
-        sent = itertools.count()
-        connection.send_packed_command(
-            _packed(command for command, _ in zip(commands, sent, strict=False))
-        )
-        answers = [_answer(connection) for _ in range(next(sent))]
+            return pipelined(client, commands)
+        connection.send_packed_command(_packed(commands))
+        answers = [_answer(connection) for _ in commands]
     except BaseException:
         connection.disconnect()  # an answer may still arrive, and must not answer another call
         raise
@@ -135,7 +130,7 @@ def _answer(connection: Any) -> Any:
         return error
 
 
-def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryview]:
+def _packed(commands: Sequence[Command]) -> Iterator[bytes | bytearray | memoryview]:
     small = bytearray()
     for command in commands:
         if not any(isinstance(part, _BYTES) and len(part) >= _LARGE_BYTES for part in command):
@@ -155,7 +150,7 @@ def _packed(commands: Iterable[Command]) -> Iterator[bytes | bytearray | memoryv
                 yield data
                 small = bytearray(b"\r\n")
         if len(small) >= 2 * _LARGE_BYTES:
-            # the server can process it while the next command is made
+            # the server can process it while the next command is packed
             yield small
             small = bytearray()
     yield small

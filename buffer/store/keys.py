@@ -177,7 +177,7 @@ class Keys:
     def jobs(self, task: str, lane: str) -> str:
         return f"{self.queues}{task}:{lane}"
 
-    def bell(self, who: str) -> str:
+    def wake_up(self, who: str) -> str:
         return f"{self.prefix}bell:{who}"
 
     def group(self, gid: str) -> str:
@@ -283,7 +283,7 @@ FindKey = Callable[[Keys, Facts], str]
 
 
 def _bell(who: str) -> FindKey:
-    return lambda keys, facts: keys.bell(who)
+    return lambda keys, facts: keys.wake_up(who)
 
 
 def _jobs(lane: str) -> FindKey:

@@ -1,36 +1,22 @@
 """Replies of scripts as results and typed errors.
 
 A reply is a list: a status word, which is OK or names a refusal, and then fields. The module that
-calls a script splits its reply with `split_reply` and makes a typed result of the fields.
+calls a script matches the status words of its header, and makes a typed result of the fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from buffer.errors import Fenced, LostRun, RoleHeld, ScriptError
 
-Status = TypeVar("Status", bound=str)
 
-
-def split_reply(
-    script: str, reply: Sequence[Any], known: Collection[Status]
-) -> tuple[Status, list[Any]]:
-    """Return the status word and the fields of a reply; ScriptError for a word that is not known.
-
-    Usage:
-
-        KNOWN: tuple[Literal["OK", "GAP"], ...] = ("OK", "GAP")
-        status, fields = split_reply("commit", reply, KNOWN)
-    """
-    status, *fields = reply
-    for word in known:
-        if status == word:
-            return word, fields
-    raise ScriptError(
-        f"{script}: unexpected reply {status!r} with {fields}",
-        hint=f"expected one of {', '.join(known)}: do all processes have the same version?",
+def unknown_reply(script: str, reply: Sequence[Any]) -> ScriptError:
+    """Return the error for a reply that the caller of a script does not know."""
+    return ScriptError(
+        f"{script}: unknown reply {list(reply)}",
+        hint="do all processes of the run have the same version of rolloutmq?",
     )
 
 

@@ -244,7 +244,7 @@ class Store:
         keys = [chunks[0] for chunks in names]
         return self.retrying(what, lambda: self.servers.at_each("bulk", keys, run))
 
-    def wait_bell(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
+    def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until a wake-up arrives in the list `bell`, and return whether one did.
 
         The list is cleared before the caller polls what the wake-up was for, so that a later one is

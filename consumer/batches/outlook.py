@@ -158,7 +158,7 @@ class BatchOutlook:
         for task, (ready, _) in answer.missing.items():
             if ready >= counts[task]:
                 continue
-            halt = self._run.halts.of(task)
+            halt = self._run.task_stops.of(task)
             has_failed = self._run.limits.is_too_many_failures(task, halt.failures)
             if halt.is_enough_for(self._step):
                 wanted[task] = ready

@@ -81,7 +81,7 @@ class ChatDelta:
         calls = [message for message in messages if message["role"] == "tool"]
         if calls:  # some templates drop a result without a call
             try:
-                return self._between([_asking(calls, word) for word in "bc"], messages)
+                return self._between([_turn_with_calls(calls, word) for word in "bc"], messages)
             except ConfigError:  # and some accept one call only
                 pass
         return self._between([{"role": "assistant", "content": word} for word in "bc"], messages)
@@ -164,7 +164,7 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((position for position, (a, b) in enumerate(pairs) if a != b), None)
 
 
-def _asking(results: Messages, word: str) -> dict[str, Any]:
+def _turn_with_calls(results: Messages, word: str) -> dict[str, Any]:
     """Return a turn of the model that called tools with these results."""
     calls = [
         {

@@ -106,7 +106,7 @@ class _Connection:
     @classmethod
     async def open(cls, command: Sequence[str] | str) -> _Connection:
         connection = cls()
-        connection._task = asyncio.create_task(connection._live(command), name="mcp")
+        connection._task = asyncio.create_task(connection._hold_open(command), name="mcp")
         opened = asyncio.create_task(connection._opened.wait())
         try:
             await asyncio.wait(
@@ -124,7 +124,7 @@ class _Connection:
         self._closing.set()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _live(self, command: Sequence[str] | str) -> None:
+    async def _hold_open(self, command: Sequence[str] | str) -> None:
         async with _client(command) as client:
             self.client = client
             self._opened.set()

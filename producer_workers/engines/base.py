@@ -124,7 +124,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class StructuresOutput(Protocol):
+class SupportsStructure(Protocol):
     """An engine that may constrain a response to `SampleParams.structured`.
 
     Without it a task that asks for structure is refused at the start, and a group when it asks.
@@ -135,11 +135,11 @@ class StructuresOutput(Protocol):
 
 def structures(engine: object) -> bool:
     """Return whether `engine` constrains responses to a structure."""
-    return isinstance(engine, StructuresOutput) and engine.structures_output
+    return isinstance(engine, SupportsStructure) and engine.structures_output
 
 
 @runtime_checkable
-class AbortsSome(Protocol):
+class AbortsGroups(Protocol):
     """An engine that can abort some requests and continue with the others.
 
     Without it, nothing is aborted while a group is protected.
@@ -188,7 +188,7 @@ class GroupImages(Protocol):
 
 
 @runtime_checkable
-class SeesImages(Protocol):
+class ShowsImages(Protocol):
     """An engine that can show images to its model. Without it, groups with images are refused."""
 
     images: GroupImages
@@ -204,7 +204,7 @@ class EngineLoad:
 
 
 @runtime_checkable
-class TellsLoad(Protocol):
+class ReportsLoad(Protocol):
     """An engine that reports how full it is, which `concurrency = "auto"` needs."""
 
     def load(self) -> EngineLoad | None:
@@ -220,7 +220,7 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
     if not media:
         yield
         return
-    if not isinstance(engine, SeesImages):
+    if not isinstance(engine, ShowsImages):
         hint = "use [engine] kind vllm, or leave such tasks out of [worker] tasks"
         raise GenerationError(
             f"{gid} has images, which the engine {engine.name} cannot show", hint=hint

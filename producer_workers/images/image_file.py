@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Others are rare, and some of their decoders start programs."""
-TURNED = 0x0112
+ORIENTATION = 0x0112
 """The Exif tag of a camera's orientation."""
 
 
@@ -48,7 +48,7 @@ def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
     with _opened(data, limits) as image:
         image.load()
         suffix = str(image.format).lower()
-        if image.getexif().get(TURNED, 1) != 1:
+        if image.getexif().get(ORIENTATION, 1) != 1:
             # Stored upright: otherwise its orientation would depend on the reader.
             image = _upright(image)
             suffix = "png"

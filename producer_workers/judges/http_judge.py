@@ -21,7 +21,7 @@ from producer_workers.judges.judge import check_reward, rollout_fields
 
 log = logging.getLogger("rolloutmq.judge")
 
-AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 
 
@@ -45,7 +45,7 @@ class HttpJudge:
             tries_left = self._judging.retries - attempt
             try:
                 return check_reward(self.name, await self._ask(body))
-            except _AgainError as error:
+            except _RetryableError as error:
                 if not tries_left:
                     raise JudgeError(
                         f"judge {self.name}: {error}",
@@ -68,9 +68,9 @@ class HttpJudge:
             ):
                 body = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise _AgainError(f"{type(error).__name__}: {error}") from error
-        if answer.status in AGAIN:
-            raise _AgainError(f"status {answer.status}")
+            raise _RetryableError(f"{type(error).__name__}: {error}") from error
+        if answer.status in RETRIED:
+            raise _RetryableError(f"status {answer.status}")
         if answer.status != 200:
             reason = body[:200].decode(errors="replace")
             raise JudgeError(f"judge {self.name} refused with status {answer.status}: {reason}")
@@ -82,5 +82,5 @@ class HttpJudge:
             ) from error
 
 
-class _AgainError(Exception):
+class _RetryableError(Exception):
     """A failure that may be gone at the next try."""

@@ -26,10 +26,10 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
     function = load_object(path, kind="judge", built_in=JUDGES)
     if not callable(function):
         raise ConfigError(f"judge {spec!r} is not a function", hint='give "module:function"')
-    return judge_of(spec, function)
+    return judge_from_function(spec, function)
 
 
-def judge_of(name: str, function: Callable[..., Any]) -> AnyJudge:
+def judge_from_function(name: str, function: Callable[..., Any]) -> AnyJudge:
     """Make a judge from a function."""
     try:
         sees_group = "states" in inspect.signature(function).parameters
@@ -38,7 +38,7 @@ def judge_of(name: str, function: Callable[..., Any]) -> AnyJudge:
     return GroupFunctionJudge(name, function) if sees_group else FunctionJudge(name, function)
 
 
-def put_together(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
+def make_judge(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
     """Make a task's judge; `load` makes each judge that it names. Raises ConfigError."""
     if isinstance(spec, str):
         return load(spec)

@@ -21,7 +21,7 @@ from buffer.batches.memory import MemoryUse
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
-from buffer.control.task_status import Halt, ProduceBatchStatus, batch_status
+from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.run import Run
 from buffer.store.retry import LogOnce
@@ -82,7 +82,7 @@ class AgentLoopManager:
         self._memory = MemoryUse(0, 0, 0)
         self._refusal = LogOnce(log, "no new groups for now")
         self._stopped: set[str] = set()
-        self._halts: dict[str, Halt] = {}
+        self._halts: dict[str, TaskStop] = {}
         self._sweep_at = 0.0
         self.role = HeldRole(run.control, "producer")
         self.nonce = self.role.nonce
@@ -167,7 +167,7 @@ class AgentLoopManager:
             self._sweep_at = time.monotonic() + round_s
             self._run.janitor.sweep()
         if not started and not any([sampler.prepare() for sampler in self._samplers.values()]):
-            self._run.store.wait_bell(self._run.keys.bell("producer"), round_s)
+            self._run.store.wait_for_wake_up(self._run.keys.wake_up("producer"), round_s)
 
     def round(self, state: ControlState, *, sweep: bool = True) -> int:
         """Produce one round, and return how many groups it started."""
@@ -191,7 +191,7 @@ class AgentLoopManager:
 
     def _refresh_limits(self) -> None:
         before = self._memory
-        _, self._memory = self._run.look()
+        _, self._memory = self._run.poll()
         if self._memory.refuses_fresh != before.refuses_fresh:
             change = "no new prompts for now" if self._memory.refuses_fresh else "new prompts again"
             log.warning("%s: the run holds %s", change, self._memory)
@@ -208,12 +208,12 @@ class AgentLoopManager:
         try:
             plan = self._strategies[task].plan(context)
             if plan.is_enough:
-                self._publish(task, Halt("enough", context.train_step, "should_continue_fn"))
+                self._publish(task, TaskStop("enough", context.train_step, "should_continue_fn"))
                 return 0
-            self._publish(task, Halt())
+            self._publish(task, TaskStop())
             return self._samplers[task].start(self.nonce, plan, context, self._memory)
         except ConfigError as error:
-            self._publish(task, Halt("broken", 0, str(error)))
+            self._publish(task, TaskStop("broken", 0, str(error)))
             log.error("task %s is stopped: %s; %s", task, error, _how_to_fix(task))
             return 0
 
@@ -235,14 +235,14 @@ class AgentLoopManager:
             return True
         self._stopped.discard(task)
         # what was found broken stays so until an operator continues the task
-        return self._halt(task).kind == "broken" and self._run.halts.of(task).kind == "broken"
+        return self._halt(task).kind == "broken" and self._run.task_stops.of(task).kind == "broken"
 
-    def _halt(self, task: str) -> Halt:
-        return self._halts.get(task, Halt())
+    def _halt(self, task: str) -> TaskStop:
+        return self._halts.get(task, TaskStop())
 
-    def _publish(self, task: str, halt: Halt) -> None:
+    def _publish(self, task: str, halt: TaskStop) -> None:
         if self._halts.get(task) != halt:
-            self._run.halts.say(self.nonce, task, halt)
+            self._run.task_stops.publish(self.nonce, task, halt)
             self._halts[task] = halt
 
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import redis
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.control_line import ControlLine
+from buffer.control.control_line import ControlConnection
 from buffer.errors import ScriptError
 from buffer.run import Run
 from producer_workers.worker.inbox import (
@@ -102,7 +102,7 @@ class ControlClient:
         self._nonce = nonce
         self._control = control
         self._inbox = inbox
-        self._line: ControlLine | None = None
+        self._line: ControlConnection | None = None
         self._broken = asyncio.Event()
 
     @asynccontextmanager
@@ -124,14 +124,16 @@ class ControlClient:
         """Open a line, and another one whenever it breaks, until cancelled."""
         while True:
             try:
-                line = await asyncio.to_thread(self._run.fleet.open_line, self._worker, self._nonce)
+                line = await asyncio.to_thread(
+                    self._run.fleet.open_control_connection, self._worker, self._nonce
+                )
             except redis.RedisError as error:
                 log.debug("no control line for now, heartbeats carry the control state: %s", error)
             else:
                 await self._hold(line)
             await asyncio.sleep(RECONNECT_S)
 
-    async def _hold(self, line: ControlLine) -> None:
+    async def _hold(self, line: ControlConnection) -> None:
         loop = asyncio.get_running_loop()
         self._line = line
         self._broken.clear()
@@ -150,7 +152,7 @@ class ControlClient:
         if self._line is None:
             return False
         try:
-            self._line.say(self._control.ack, self._control.epoch)
+            self._line.send_receipt(self._control.ack, self._control.epoch)
         except redis.RedisError as error:
             self._break(error)
         return True
@@ -158,7 +160,7 @@ class ControlClient:
     def _receive(self) -> None:
         try:
             if self._line:
-                self._line.hear(self._hint, self._answer)
+                self._line.receive(self._hint, self._answer)
         except (redis.RedisError, ScriptError) as error:
             self._break(error)
 

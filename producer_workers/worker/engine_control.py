@@ -22,11 +22,11 @@ from buffer.weights.announcement import Announcement
 from buffer.weights.registry import AnyReceiver
 from buffer.weights.transport import PublishedWeights
 from producer_workers.engines.base import (
-    AbortsSome,
+    AbortsGroups,
     Engine,
     EngineLoad,
     ReceivesWeights,
-    TellsLoad,
+    ReportsLoad,
     WeightsError,
 )
 
@@ -91,7 +91,7 @@ class ControlledEngine:
 
     def load(self) -> EngineLoad | None:
         """Return how full the engine is; None if it does not report that."""
-        return self._engine.load() if isinstance(self._engine, TellsLoad) else None
+        return self._engine.load() if isinstance(self._engine, ReportsLoad) else None
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine is gone."""
@@ -129,7 +129,7 @@ class ControlledEngine:
         """End all requests but those of the groups `spared`, and sample whatever comes next."""
         if spared:
             await self.thaw()
-            if isinstance(self._engine, AbortsSome):
+            if isinstance(self._engine, AbortsGroups):
                 await self._engine.abort_others(spared)
             return
         await self.halt()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from buffer.control.control import ControlState
-from buffer.control.fleet import Beat, Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReply, HeartbeatReport, WorkerState
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.model.job import Job
 from buffer.run import Run
@@ -48,20 +48,20 @@ class Reporter:
         self._measured_tokens = 0
         self._tokens_per_s = 0.0
 
-    def report(self, state: WorkerState, concurrency: int) -> Pulse:
+    def report(self, state: WorkerState, concurrency: int) -> HeartbeatReport:
         """Return what a heartbeat carries now."""
         # before the rest: a receipt must not name an epoch that is newer than what was read for it
         weights = self._engine.version()
         known_epoch = self._control.epoch
         load = self._engine.load()
         times = self._judge_times
-        return Pulse(
+        return HeartbeatReport(
             ack=self._control.ack,
             weights=weights,
             state=state,
             tokens_per_s=self._rate(),
             done=self._runner.done,
-            heard=known_epoch,
+            known_epoch=known_epoch,
             concurrency=concurrency,
             requests=load.running + load.waiting if load else None,
             failed=self._runner.failed,
@@ -98,7 +98,7 @@ class Heartbeat:
         worker: str,
         nonce: str,
         facts: Mapping[str, str],
-        report: Callable[[], tuple[Pulse, Sequence[Job]]],
+        report: Callable[[], tuple[HeartbeatReport, Sequence[Job]]],
         inbox: Inbox,
     ) -> None:
         self._run = run
@@ -159,7 +159,7 @@ class Heartbeat:
         beat = self._run.fleet.heartbeat(self._worker, self._nonce, report, held)
         if not beat.known and not self._stopping.is_set():
             log.warning("the server does not know this worker (any more); registering again")
-            beat = Beat(True, self.register(), beat.lost)
+            beat = HeartbeatReply(True, self.register(), beat.lost)
         self._inbox.post_from_thread(HeartbeatAnswered(beat, report))
 
     def register(self) -> ControlState:

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from buffer.control.control import ControlState
-from buffer.control.fleet import Beat, Pulse
+from buffer.control.fleet import HeartbeatReply, HeartbeatReport
 from buffer.groups.claim import Claim
 from buffer.model.job import Job
 
@@ -49,8 +49,8 @@ class ControlLineBroken:
 class HeartbeatAnswered:
     """The server answered a heartbeat that carried `report`."""
 
-    beat: Beat
-    report: Pulse
+    beat: HeartbeatReply
+    report: HeartbeatReport
 
 
 @dataclass(frozen=True, slots=True)

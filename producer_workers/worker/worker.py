@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.fleet import Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.groups.claim import Claim
 from buffer.groups.job_queue import Serves
@@ -225,7 +225,7 @@ class Worker:
         for job in self._groups.cancel(set(event.beat.lost) - self._runner.submitting):
             log.warning("lease lost", extra={"gid": job.gid})
         if event.beat.control:
-            is_due |= self._control.receive_answer(event.beat.control, event.report.heard)
+            is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
         if self._control.mode is Mode.RUN and not self._engine.is_paused:
             is_due |= self._capacity.adapt(self._engine.load(), self._shares())
@@ -249,7 +249,10 @@ class Worker:
     async def _wait_for_jobs(self) -> None:
         try:
             await asyncio.to_thread(
-                self._run.store.wait_bell, self._run.keys.bell("workers"), IDLE_S, shared=True
+                self._run.store.wait_for_wake_up,
+                self._run.keys.wake_up("workers"),
+                IDLE_S,
+                shared=True,
             )
             self._no_wake_up.report("")
         except StoreUnavailable as error:
@@ -260,7 +263,7 @@ class Worker:
             self._wake_up = None
             self._inbox.post(JobsMayWait())
 
-    def _report(self) -> tuple[Pulse, list[Job]]:
+    def _report(self) -> tuple[HeartbeatReport, list[Job]]:
         """Return what a heartbeat carries, and the jobs that are held. Called on its thread."""
         report = self._reporter.report(self._state(), self._capacity.limit())
         return report, self._groups.jobs()

@@ -1,4 +1,4 @@
-"""`rolloutmq batch STEP`: what a train step was given."""
+"""`rolloutmq batch STEP`: show the groups of a train step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rolloutmq.output import count, emit, facts, table
 EPILOG = "Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'"
 
 Step = Annotated[
-    int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step; default: the newest.")
+    int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
 ]
 IsEval = Annotated[
-    bool, typer.Option("--eval", help="Of the evaluations, which have steps of their own.")
+    bool, typer.Option("--eval", help="A step of the evaluations, which are counted separately.")
 ]
 
 
@@ -41,10 +41,11 @@ def batch(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a train step was given: its groups, in order, with their versions and sizes.
+    """Show the groups of a train step.
 
-    The record is what makes a batch the same after a crash; it is kept until its checkpoint and
-    those before it are no longer needed.
+    They are listed in order, with versions, sizes and rewards. This record is what makes a batch
+    the same after a crash. It is kept until its checkpoint and those before it are no longer
+    needed.
     """
     with open_target(redis_url, run_dir, run) as target:
         ledger = target.run.evaluations if is_eval else target.run.ledger
@@ -61,20 +62,21 @@ def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
     wanted = taken if step is None else step
     if not 0 < wanted <= taken:
         raise ConfigError(
-            f"step {wanted} was not taken yet",
-            hint=f"the newest is {taken}" if taken else "none was",
+            f"step {wanted} has not been taken yet",
+            hint=f"the newest step is {taken}" if taken else "no step has been taken",
         )
     manifest = ledger.manifest(wanted)
     if manifest is None:
         raise ConfigError(
-            f"the record of step {wanted} is freed: steps up to {freed} are, and {committed} are committed",
+            f"the record of step {wanted} has been freed: steps up to {freed} are "
+            f"freed, up to {committed} committed",
             hint="[retention] batches keeps them longer",
         )
     return manifest
 
 
 def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
-    """Mean score of each group; None where it has none, or its record is gone."""
+    """Return the mean score of each group; None where there is none, or the record is gone."""
     reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
     sums = run.store.each("batch", reads)
     pairs = zip(sums, manifest.entries, strict=True)
@@ -125,4 +127,4 @@ def _print(manifest: Manifest, rewards: list[float | None]) -> None:
             entry.gid, str(entry.samples), version, age, format_size(entry.payload.size), score
         )
     screen.print(grid)
-    screen.print(Text("One of them: rolloutmq show GID", style="dim"))
+    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))

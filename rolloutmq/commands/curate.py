@@ -1,6 +1,4 @@
-"""`rolloutmq export FILE` and `rolloutmq import FILE`: groups out of a run, for data curators, and
-into one.
-"""
+"""`rolloutmq export FILE` and `rolloutmq import FILE`: copy groups out of a run and into one."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from rolloutmq.commands.snapshot import progress
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import emit, plural
 
-EXPORT_EPILOG = """Example: rolloutmq export good.parquet --where '{"status": "completed", "reward": {"$gte": 0.5}}'"""
+EXPORT_EPILOG = """Example: rolloutmq export good.parquet --where '{"reward": {"$gte": 0.5}}'"""
 IMPORT_EPILOG = "Example: rolloutmq import chosen.jsonl --task math"
 
 _STATUSES = (*POOLS, "init", "failed")
@@ -40,7 +38,8 @@ def export(
     status: Annotated[
         str | None,
         typer.Option(
-            help=f"Groups of this status: {', '.join(_STATUSES)}. Default, without --where: completed."
+            help=f"Only groups of this status: {', '.join(_STATUSES)}. Default, "
+            "without --where: completed."
         ),
     ] = None,
     where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
@@ -48,7 +47,7 @@ def export(
         bool,
         typer.Option(
             "--archived",
-            help="Archived batches that are retained and not exported yet, all of them.",
+            help="All archived batches that are retained and have not been exported.",
         ),
     ] = False,
     redis_url: RedisUrl = None,
@@ -58,16 +57,16 @@ def export(
 ) -> None:
     """Write groups to a file, one line per rollout.
 
-    Those that live, with messages, texts, token ids, logprobs, versions and rewards; or, with
-    --archived, the batches that were trained: where retention waits for an export, they are freed
-    once the file is on disk. A group that cannot be read is left out and named. The file appears
-    when it is whole. Parquet needs the package pyarrow.
+    A line has messages, texts, token ids, logprobs, versions and rewards. With --archived, the
+    batches that were trained are written; where retention waits for an export, they are freed once
+    the file is on disk. A group that cannot be read is left out and reported. The file appears
+    only when it is complete. Parquet needs the package pyarrow.
     """
     if status is not None and status not in _STATUSES:
         raise ConfigError(f"there is no status {status!r}", hint=f"one of {', '.join(_STATUSES)}")
     if archived and (task or status or where):
         raise ConfigError(
-            "--archived exports whole batches", hint="leave out --task, --status and --where"
+            "--archived exports whole batches", hint="remove --task, --status and --where"
         )
     query = parse(read_where(where))
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
@@ -82,7 +81,7 @@ def export(
     if as_json:
         emit(_report(file, done, archived))
     else:
-        _tell(file, done, archived)
+        _print(file, done, archived)
 
 
 def _report(file: Path, done: Exported, archived: bool) -> dict[str, Any]:
@@ -97,11 +96,9 @@ def _report(file: Path, done: Exported, archived: bool) -> dict[str, Any]:
     )
 
 
-def _tell(file: Path, done: Exported, archived: bool) -> None:
+def _print(file: Path, done: Exported, archived: bool) -> None:
     if archived and not done.steps:
-        console().print(
-            "No archived batch is retained that was not exported before; no file was written."
-        )
+        console().print("No archived batch is left to export; no file was written.")
         return
     what = f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')}"
     batches = f" of steps {done.steps[0]} to {done.steps[-1]}" if archived else ""
@@ -109,7 +106,7 @@ def _tell(file: Path, done: Exported, archived: bool) -> None:
     if done.unreadable:
         screen = console(stderr=True)
         screen.print(
-            f"warning: {plural(len(done.unreadable), 'group')} could not be read and left out:"
+            f"warning: {plural(len(done.unreadable), 'group')} left out, because unreadable:"
         )
         for gid, fault in list(done.unreadable.items())[:_SHOWN]:
             screen.print(f"  {gid}: {fault}", soft_wrap=True)
@@ -118,14 +115,14 @@ def _tell(file: Path, done: Exported, archived: bool) -> None:
 def import_groups(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
     task: Annotated[
-        str | None, typer.Option(help="Task of the run. Default: the one that each line names.")
+        str | None, typer.Option(help="Task that the groups join. Default: the task in each line.")
     ] = None,
-    from_line: Annotated[int, typer.Option(min=1, help="Begin with this line.")] = 1,
+    from_line: Annotated[int, typer.Option(min=1, help="First line to import.")] = 1,
     order: Annotated[
         str,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="The run's order policy, where it is a function of yours.",
+            help="The run's order policy, if it is your own function.",
         ),
     ] = "",
     redis_url: RedisUrl = None,
@@ -133,10 +130,10 @@ def import_groups(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put completed groups of a file into the pools of a run.
+    """Put completed groups from a file into the pools of a run.
 
-    All lines are checked before the first group is imported. Lines that follow each other with the
-    same gid are a group; it gets a gid of its own. What a line may hold is what export writes.
+    All lines are checked before the first group is imported. Consecutive lines with the same gid
+    are one group, which gets a new gid. The format is the one that export writes.
     """
     with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
         target.run.buffer.order_function = load_order(target.run.limits.order, order)
@@ -152,9 +149,11 @@ def import_groups(
         )
         return
     console().print(
-        f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')} imported from {file}"
+        f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')} "
+        f"imported from {file}"
     )
     if done.too_old:
         console().print(
-            f"[yellow]{done.too_old} of them too old for the next train step: never trained as they are[/]"
+            f"[yellow]{done.too_old} of them are too old for the next train step: they "
+            "will expire[/]"
         )

@@ -1,10 +1,8 @@
-"""`rolloutmq doctor`: is the server fit to hold a run, and what does the run wait for?
+"""`rolloutmq doctor`: check the server, and report what each run waits for.
 
-What keeps a run from going on and is not in its snapshot: its judge queue, its weights' folder, its
-newest letter.
-
-Each look may fail by itself (a user without the right, a folder of another machine), and then says
-nothing.
+Beside the snapshot of a run it inspects the judge queue, the weights' folder and the newest dead
+letter. Each of these may be inaccessible (a user without the right, a folder of another machine),
+and is then left out.
 """
 
 from __future__ import annotations
@@ -41,21 +39,22 @@ from rolloutmq.options import (
 from rolloutmq.output import age, emit, plural
 
 
-def look_around(run: Run, snap: Snapshot) -> list[Symptom]:
-    """Symptoms of `run` that `diagnose` cannot know."""
+def inspect(run: Run, snap: Snapshot) -> list[Symptom]:
+    """Return the symptoms of a run that are not visible in its snapshot."""
     return [*_judges(run, snap), *_weights(snap), *_newest_letter(run, snap)]
 
 
 def _judges(run: Run, snap: Snapshot) -> Iterator[Symptom]:
-    """rq's own keys: `rolloutmq judge` makes them on the run's server, unless [judges] redis_url
-    names another.
+    """Report rollouts that wait for judges while none is alive.
+
+    These are rq's own keys. They are on the run's server, unless [judges] redis_url names another.
     """
     queue = f"rmq-judge:{run.name}"
     raw = run.store.control
     try:
         waiting = raw.llen(f"rq:queue:{queue}")
         oldest = raw.lindex(f"rq:queue:{queue}", 0)
-        # who was killed stays in the set; its own key runs out
+        # a judge that was killed stays in the set, but its own key expires
         alive = sum(raw.exists(worker) for worker in raw.smembers(f"rq:workers:{queue}"))
         began: Any = raw.hget(f"rq:job:{oldest.decode()}", "enqueued_at") if oldest else None
     except (NoPermissionError, ResponseError):
@@ -71,8 +70,9 @@ def _judges(run: Run, snap: Snapshot) -> Iterator[Symptom]:
 
 
 def _weights(snap: Snapshot) -> Iterator[Symptom]:
-    """A folder that is here, but not what was published. What lies elsewhere, workers must see for
-    themselves.
+    """Report a weights folder whose files are not those that were published.
+
+    A folder that this machine cannot see is checked by the workers.
     """
     folder = Path(snap.control.get("weights_path", ""))
     checksum = snap.control.get("weights_checksum", "")
@@ -81,12 +81,12 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
     try:
         weights_manifest.check_sizes(folder, checksum)
     except (OSError, WireError) as error:
-        what = f"the weights {snap.weights} in {folder} are torn: {error}"
+        what = f"the weights {snap.weights} in {folder} are incomplete: {error}"
         yield Symptom(
             "stuck",
             what,
             None,
-            "start the trainer again: it publishes them anew from its checkpoint",
+            "start the trainer again: it publishes them from its checkpoint",
         )
 
 
@@ -100,7 +100,10 @@ def _newest_letter(run: Run, snap: Snapshot) -> Iterator[Symptom]:
     for letter in letters:
         what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
         yield Symptom(
-            "note", what, letter.age_ms, "mend that, then `rolloutmq requeue`, or `rolloutmq drop`"
+            "note",
+            what,
+            letter.age_ms,
+            "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`",
         )
 
 
@@ -125,16 +128,19 @@ def register(app: typer.Typer) -> None:
 def doctor(
     redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
 ) -> None:
-    """Check the server; say what a run waits for.
+    """Check the server, and report what each run waits for.
 
-    Says since when, and what to do. Exit code 3 if the server would lose data, 0 otherwise.
+    Reports since when it waits, and what to do. Exits with 3 if the server could lose data, else
+    with 0.
     """
     with open_server(redis_url, run_dir) as (store, address):
         findings = store.retrying("check", lambda: check_all(store.servers))
         names = Run.names(store) if run is None else [choose_run(store, run)]
-        looks = {name: _look(store, name) for name in names}
+        diagnoses = {name: _examine(store, name) for name in names}
     if as_json:
-        runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in looks.items()}
+        runs = {
+            name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()
+        }
         emit(
             {
                 "server": str(address),
@@ -144,20 +150,18 @@ def doctor(
         )
     else:
         _show_server(console(), address, findings)
-        for name, (snap, symptoms) in looks.items():
+        for name, (snap, symptoms) in diagnoses.items():
             _show_run(console(), name, snap, symptoms)
-        if not looks:
-            console().print("\nno run is on this server; `rolloutmq run CONFIG` starts one")
+        if not diagnoses:
+            console().print("\nthere is no run on this server; `rolloutmq run CONFIG` starts one")
     if bad := [found for found in findings if found.level == "error"]:
         raise StoreUnsafe(
-            f"{address} must not hold a run as it is: {len(bad)} of its settings would lose data or fail"
+            f"{address} is not safe for a run: {len(bad)} of its settings could lose data or fail"
         )
 
 
-def _look(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
-    """A run and its symptoms; no snapshot where it cannot be opened, which must not hide the
-    others.
-    """
+def _examine(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
+    """Return the snapshot of a run and its symptoms; no snapshot if the run cannot be opened."""
     try:
         run = Run.open(store, name)
     except (RunNotFound, SchemaVersionError) as error:
@@ -166,11 +170,11 @@ def _look(store: Store, name: str) -> tuple[Snapshot | None, list[Symptom]]:
                 "fault",
                 error.message,
                 None,
-                error.hint or "look at it with the version that made it",
+                error.hint or "inspect it with the version that created it",
             )
         ]
     snap = take_snapshot(run)
-    return snap, worst_first([*diagnose(snap), *look_around(run, snap)])
+    return snap, worst_first([*diagnose(snap), *inspect(run, snap)])
 
 
 def _show_server(screen: Console, address: Address, findings: list[Finding]) -> None:
@@ -189,12 +193,12 @@ def _show_server(screen: Console, address: Address, findings: list[Finding]) -> 
 def _show_run(screen: Console, name: str, snap: Snapshot | None, symptoms: list[Symptom]) -> None:
     quiet = last_event_ms(snap) if snap else None
     screen.print()
-    screen.print(Text.assemble((f"run {name}", "bold"),
-                               (f"  last event {age(quiet)} ago" if quiet is not None else "", "dim")))  # fmt: skip
+    last_event = "" if quiet is None else f"  last event {age(quiet)} ago"
+    screen.print(Text.assemble((f"run {name}", "bold"), (last_event, "dim")))
     for symptom in symptoms:
         mark, style = _LEVELS[symptom.level]
         screen.print(Text.assemble((mark, style), f" {describe(symptom)}"))
         if symptom.fix:
             screen.print(Text(f"       {symptom.fix}"))
     if not any(symptom.level != "note" for symptom in symptoms):
-        screen.print(Text.assemble(("[ok  ]", "green"), " nothing keeps this run from going on"))
+        screen.print(Text.assemble(("[ok  ]", "green"), " nothing stops this run"))

@@ -1,8 +1,8 @@
-"""`rolloutmq fsck`: proof that nothing was lost and nothing trained twice, on a live run.
+"""`rolloutmq fsck`: check, on a live run, that nothing is lost and nothing was trained twice.
 
-Three proofs: the totals of one instant (I1); every draw by itself, looked at from every side at one
-instant; and no group in two manifests nor, where the trainer's `steps.jsonl` is at hand, in two
-steps of the surviving weights.
+There are three checks: the totals at one instant add up (I1); each draw is in exactly one place, in
+all indexes; and no group is in two manifests or, where the trainer's `steps.jsonl` is accessible,
+in two steps of the surviving weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from buffer.server.check import check_all
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import count, emit, plural, table
 
-EPILOG = "Example: rolloutmq fsck --run-dir runs/demo && echo nothing lost, nothing trained twice"
+EPILOG = "Example: rolloutmq fsck --run-dir runs/demo && echo clean"
 
 _SHOWN = 20
 
 
 class WatchedAccount(Account):
-    """An account that says how many draws it has looked at."""
+    """An account that reports how many draws it has checked."""
 
     def __init__(self, run: Run, advance: Callable[[int], object]) -> None:
         super().__init__(run.store, run.keys, run.limits)
@@ -56,10 +56,10 @@ def register(app: typer.Typer) -> None:
 def fsck(
     redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
 ) -> None:
-    """Prove: nothing was lost, nothing was trained twice.
+    """Check that nothing is lost and nothing was trained twice.
 
-    Looks at every group from every side, on a live run. With the run's folder at hand, also at what
-    the trainer says it trained. Exit code 6 if something is wrong.
+    Checks every group in all indexes, on a live run. With the run's folder, it also checks what
+    the trainer recorded. Exits with 6 if something is wrong.
     """
     with open_target(redis_url, run_dir, run) as target:
         audit = run_audit(target.run, quiet=as_json)
@@ -74,14 +74,15 @@ def fsck(
             console().print(Text(f"[warn] {risk}", style="yellow"))
     if twice or not audit.clean:
         raise AccountError(
-            f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two places, {len(twice)} trained twice, "
-            f"{len(audit.faults)} sums that do not add up",
+            f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two "
+            f"places, {len(twice)} trained twice, "
+            f"{len(audit.faults)} totals that do not add up",
             hint="keep the server's data folder as it is and report this with the output of --json",
         )
 
 
 def run_audit(run: Run, *, quiet: bool = False) -> Audit:
-    """`Account.fsck` with a progress bar on stderr."""
+    """Run `Account.fsck` with a progress bar on stderr."""
     total = sum(task.drawn + task.outside for task in run.account.totals().tasks)
     columns = (
         TextColumn("{task.description}"),
@@ -98,15 +99,13 @@ def run_audit(run: Run, *, quiet: bool = False) -> Audit:
 
 
 def could_lose(run: Run) -> list[str]:
-    """What this server could still lose with its settings: what is proved here is only as safe as
-    that.
-    """
+    """Return what the server could still lose with its settings."""
     findings = run.store.retrying("check", lambda: check_all(run.store.servers))
     return [f"{finding.what}: {finding.why}" for finding in findings if finding.level != "ok"]
 
 
 def read_steps(path: Path | None) -> StepLog | None:
-    """The trainer's own record, where one is known."""
+    """Return the trainer's own record, if there is one."""
     if path is None:
         return None
     log = StepLog(path)
@@ -115,7 +114,7 @@ def read_steps(path: Path | None) -> StepLog | None:
 
 
 def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
-    """The outcome as JSON."""
+    """Return the outcome as JSON."""
     twice = steps.trained_twice() if steps else {}
     return {
         "clean": audit.clean and not twice,
@@ -141,9 +140,9 @@ def report(audit: Audit, steps: StepLog | None) -> dict[str, Any]:
 
 
 def show_audit(screen: Console, audit: Audit, steps: StepLog | None) -> None:
-    """The outcome for people: the table of places, then one line per proof."""
+    """Print the outcome: the table of stages, then one line per check."""
     names = [task.task for task in audit.tasks]
-    grid = table("place", *names, right=names)
+    grid = table("stage", *names, right=names)
     for place in audit.tasks[0].places if audit.tasks else ():
         values = [task.places[place] for task in audit.tasks]
         grid.add_row(place, *(count(value) for value in values), style="" if any(values) else "dim")
@@ -154,9 +153,9 @@ def show_audit(screen: Console, audit: Audit, steps: StepLog | None) -> None:
             grid.add_row(how, *map(count, values), style="bold")
     screen.print(grid)
     screen.print()
-    _verdict(screen, "the sums of one instant add up", audit.faults)
-    _verdict(screen, f"lost 0 of {count(audit.checked)} groups", audit.lost, "lost")
-    _verdict(screen, "none in two places or two batches", audit.doubled, "doubled")
+    _verdict(screen, "the totals of one instant add up", audit.faults)
+    _verdict(screen, f"0 of {count(audit.checked)} groups are lost", audit.lost, "lost")
+    _verdict(screen, "no group is in two places or two batches", audit.doubled, "doubled")
     _verdict_on_steps(screen, steps)
 
 
@@ -175,15 +174,16 @@ def _verdict_on_steps(screen: Console, steps: StepLog | None) -> None:
     if steps is None:
         screen.print(
             Text(
-                "[ - ] trained twice: no steps.jsonl at hand (--run-dir); manifests were checked",
+                "[ - ] trained twice: there is no steps.jsonl (see --run-dir); only "
+                "manifests were checked",
                 style="dim",
             )
         )
         return
     groups = sum(len(step.gids) for step in steps.steps)
-    good = f"trained twice 0: {count(groups)} groups in {count(len(steps.steps))} steps of the surviving weights"
+    good = f"no group was trained twice: {count(groups)} groups in {count(len(steps.steps))} steps"
     if steps.replaced:
-        good += f"; {plural(steps.replaced, 'step')} trained again after a restart from an earlier checkpoint"
+        good += f"; {plural(steps.replaced, 'step')} replaced after a restart from a checkpoint"
     twice = [
         f"{gid} in steps {', '.join(map(str, where))}"
         for gid, where in steps.trained_twice().items()

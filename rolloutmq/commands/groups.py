@@ -1,14 +1,4 @@
-"""`rolloutmq ls`: the groups of a run that still live, by task, status, stage, or any question
-(`buffer.query`).
-
-`rolloutmq dead`: the groups that nobody tries any more, and why.
-
-`rolloutmq requeue GID`, `--all-dead`: let groups wait again, with all their tries.
-
-`rolloutmq drop GID`: end a group by hand.
-
-Where one group is, in words: what commands say before they move it.
-"""
+"""`rolloutmq ls`, `dead`, `requeue` and `drop`: list the groups of a run, and move them by hand."""
 
 from __future__ import annotations
 
@@ -29,12 +19,13 @@ from buffer.run import Run
 from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import age, count, emit, plural, state, table, version_style
 
-LS_EPILOG = """Example: rolloutmq ls --where '{"status": "completed", "staleness": {"$gte": 2}}' --order=-tokens"""
+LS_EPILOG = """Example: rolloutmq ls --where '{"staleness": {"$gte": 2}}' --order=-tokens"""
 
 _STATUSES = ("init", *POOLS, "failed")
 WHERE_HELP = (
-    f"Only groups that fit this JSON, and the other options. Fields: {', '.join(FIELDS)} (time: ms since a group began "
-    f"to wait, was claimed or handed in). Operators: $and, $or, {', '.join(OPERATORS)}."
+    f"Only groups that match this JSON query and the other options. Fields: {', '.join(FIELDS)} "
+    "(time: ms since it was queued, claimed or submitted). Operators: $and, $or, "
+    f"{', '.join(OPERATORS)}."
 )
 
 
@@ -55,18 +46,18 @@ def list_groups(
     ] = None,
     where: Annotated[str | None, typer.Option(metavar="JSON", help=WHERE_HELP)] = None,
     order: Annotated[
-        str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: highest first.")
+        str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="The highest number of rows.")] = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """List groups, stage by stage: waiting ones in their order, a pool by weights and arrival.
+    """List the groups of a run that match a query.
 
-    Finds them through the run's indexes. Archived, filtered and dropped groups have ended and are
-    only counted.
+    They are listed by stage: waiting groups in their order, pools by weights and arrival. Archived,
+    filtered and dropped groups have ended, and are only counted.
     """
     _check("status", status, _STATUSES)
     _check("stage", stage, STAGES)
@@ -88,7 +79,8 @@ def list_groups(
         _show(rows, is_cut=len(rows) == limit)
     else:
         console().print(
-            "No such group. (Archived, filtered and dropped ones have ended: see rolloutmq status.)"
+            "No group matches. (Archived, filtered and dropped ones have ended: see "
+            "rolloutmq status.)"
         )
 
 
@@ -111,17 +103,18 @@ def _show(rows: list[GroupRecord], *, is_cut: bool) -> None:
         )
     screen.print(grid)
     if is_cut:
-        screen.print(Text(f"the first {len(rows)}; more with --limit", style="dim"))
+        screen.print(Text(f"only the first {len(rows)} are shown; --limit shows more", style="dim"))
 
 
 def read_where(text: str | None) -> Any:
+    """Parse the value of --where. Raises QueryError."""
     if text is None:
         return {}
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        hint = """quote all of it for the shell, as in --where '{"status": "completed"}'"""
-        raise QueryError(f"--where is no JSON: {error}", hint=hint) from error
+        hint = """quote it for the shell, for example --where '{"status": "completed"}'"""
+        raise QueryError(f"--where is not valid JSON: {error}", hint=hint) from error
 
 
 def _check(option: str, value: str | None, known: tuple[str, ...]) -> None:
@@ -134,16 +127,16 @@ DEAD_EPILOG = "Example: rolloutmq dead --task math --limit 20"
 
 def dead(
     task: Annotated[str | None, typer.Option(help="Only groups of this task.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="The highest number of rows.")] = 50,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """List dead letters, the newest first.
+    """List dead letters, newest first.
 
-    A group dies when its tries are used up, or when a trainer cannot read it. It is kept, with the
-    reason, until it is requeued or dropped.
+    A group becomes a dead letter when its tries are used up, or when the trainer cannot read it.
+    It is kept, with the reason, until it is requeued or dropped.
     """
     with open_target(redis_url, run_dir, run) as target:
         known = target.run.limits.tasks
@@ -158,7 +151,7 @@ def dead(
         return
     screen = console()
     if not letters:
-        screen.print("No dead letter.")
+        screen.print("There are no dead letters.")
         return
     grid = table("gid", "tries", "worker", "age", "reason", right=["tries", "age"])
     for letter in letters:
@@ -172,12 +165,13 @@ def dead(
         )
     screen.print(grid)
     if len(letters) == limit:
-        screen.print(Text(f"the newest {limit}; more with --limit", style="dim"))
+        screen.print(Text(f"only the newest {limit} are shown; --limit shows more", style="dim"))
 
 
 def describe_place(run: Run, gid: str) -> str:
-    """For example "running on host7-1" or "completed, made by weights 12". ConfigError where there
-    is no such group.
+    """Return where a group is, in words: "running on host7-1", "completed, made by weights 12".
+
+    Raises ConfigError if there is no such group.
     """
     task, draw = split_group_id(gid)
     if task not in run.limits.tasks:
@@ -190,7 +184,7 @@ def describe_place(run: Run, gid: str) -> str:
         case None:
             places = run.account.places(task, draw)
             if not places:
-                raise ConfigError(f"{gid} was never started", hint="see rolloutmq ls")
+                raise ConfigError(f"{gid} has not been started", hint="see rolloutmq ls")
             return places[0]
         case "running":
             return f"running on {record['owner']}"
@@ -212,40 +206,40 @@ def requeue(
     gid: Annotated[
         str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")
     ] = None,
-    all_dead: Annotated[bool, typer.Option("--all-dead", help="All dead letters.")] = False,
+    all_dead: Annotated[bool, typer.Option("--all-dead", help="Requeue all dead letters.")] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it, and not only say what would be done.")
+        bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
     ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a dead group wait again, or one of a pool.
+    """Put a dead group, or one of a pool, back into the queue.
 
-    It gets all its tries back and starts from its prompt: a result it had is thrown away. Only an
-    aborted group keeps its tokens.
+    It gets all its tries back and starts from its prompt: its result is discarded. Only an aborted
+    group keeps its tokens.
     """
     if (gid is None) is not all_dead:
-        raise ConfigError("one thing to requeue is needed: a GID, or --all-dead")
+        raise ConfigError("pass either a GID or --all-dead")
     with open_target(redis_url, run_dir, run) as target:
         plan = _plan(target.run, gid)
         if not yes:
-            raise ConfigError(f"{plan}; nothing was changed", hint="say --yes to do it")
+            raise ConfigError(f"{plan}; nothing was changed", hint="pass --yes to do it")
         gids = [gid] if gid else [letter.gid for letter in target.run.dead_letters.newest()]
         moved = {one: target.run.jobs.requeue(one) for one in gids}
     if as_json:
         emit({"requeued": moved})
     elif gid is None:
-        console().print(f"{plural(len(moved), 'dead group')} wait again")
+        console().print(f"{plural(len(moved), 'dead group')} requeued")
     else:
-        console().print(f"{gid} was {moved[gid]}; it waits")
+        console().print(f"{gid} was {moved[gid]}; it is requeued")
 
 
 def _plan(run: Run, gid: str | None) -> str:
     if gid is None:
-        return f"this would let {plural(len(run.dead_letters), 'dead group')} wait again"
-    return f"this would let {gid} wait again, which is {describe_place(run, gid)}"
+        return f"this would requeue {plural(len(run.dead_letters), 'dead group')}"
+    return f"this would requeue {gid}, which is {describe_place(run, gid)}"
 
 
 DROP_EPILOG = "Example: rolloutmq drop math-0000000042 --yes"
@@ -258,11 +252,11 @@ def drop(
     revoke: Annotated[
         str,
         typer.Option(
-            metavar="WORKER", help="The worker that runs it: its lease ends in the same step."
+            metavar="WORKER", help="Worker that runs the group: its lease is revoked, too."
         ),
     ] = "",
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it, and not only say what would be done.")
+        bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
     ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -271,20 +265,20 @@ def drop(
 ) -> None:
     """End a group that waits, is in a pool, or is dead.
 
-    It is counted as dropped, its bytes are freed, and its prompt is not drawn again. A group that
-    runs is refused unless its worker is named; one in a batch always is.
+    It is counted as dropped, its payload is freed, and its prompt is not drawn again. A running
+    group is refused unless its worker is named with --revoke; one in a batch is always refused.
     """
     with open_target(redis_url, run_dir, run) as target:
         where = describe_place(target.run, gid)
         if not yes:
             raise ConfigError(
                 f"this would end {gid}, which is {where}; nothing was changed",
-                hint="say --yes to do it",
+                hint="pass --yes to do it",
             )
         before = target.run.jobs.drop(gid, revoke=revoke)
     if as_json:
         emit({"gid": gid, "before": before})
     elif before == "dropped":
-        console().print(f"{gid} was dropped before; nothing was to do")
+        console().print(f"{gid} had been dropped before; nothing was changed")
     else:
         console().print(f"{gid} was {before}; it is dropped")

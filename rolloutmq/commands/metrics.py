@@ -1,4 +1,4 @@
-"""`rolloutmq metrics`: runs in Prometheus' format, once or as an endpoint."""
+"""`rolloutmq metrics`: print runs in the format of Prometheus, or serve them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 EPILOG = """
 \b
-Examples: rolloutmq metrics            once, to the terminal
-          rolloutmq metrics --json     workers wanted, by run
-          rolloutmq metrics --serve    http://127.0.0.1:9464/metrics
+Examples: rolloutmq metrics            print them once
+          rolloutmq metrics --json     print the workers wanted, by run
+          rolloutmq metrics --serve    serve http://127.0.0.1:9464/metrics
           rolloutmq metrics --serve --host 0.0.0.0 --token-file token
 """
 PORT = 9464
 
 Serve = Annotated[
     bool,
-    typer.Option("--serve", help="Answer /metrics and /workers_wanted until Ctrl-C or SIGTERM."),
+    typer.Option("--serve", help="Serve /metrics and /workers_wanted until Ctrl-C or SIGTERM."),
 ]
-Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback want a token.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Holds the token that requests must carry: Authorization: Bearer …"
+        metavar="FILE", help="File with the token that requests must send: Authorization: Bearer …"
     ),
 ]
 
@@ -55,11 +55,11 @@ def metrics(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show all runs of a server, or one, in Prometheus' format.
+    """Show runs in the format of Prometheus.
 
-    Groups by place, staleness, rates, waits, workers, memory, and how many workers would keep the
-    trainer busy (rolloutmq_workers_wanted; it needs time, so only --serve knows more than how many
-    there are).
+    Shows all runs of the server, or one: groups by stage, staleness, rates, waiting times, workers,
+    memory, and how many workers would keep the trainer busy (rolloutmq_workers_wanted; only --serve
+    observes long enough to estimate it).
     """
     from prometheus_client import generate_latest
 
@@ -70,7 +70,7 @@ def metrics(
         if serve:
             _serve(collector, host, port, read_token(token_file) if token_file else "")
         elif as_json:
-            emit({"workers_wanted": collector.look_for_workers()})
+            emit({"workers_wanted": collector.read_workers_wanted()})
         else:
             typer.echo(generate_latest(collector.registry()).decode(), nl=False)
 
@@ -78,7 +78,7 @@ def metrics(
 def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
     from buffer.monitoring.http_endpoint import MetricsEndpoint
 
-    pages = {"/workers_wanted": collector.look_for_workers}
+    pages = {"/workers_wanted": collector.read_workers_wanted}
     endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)
     console().print(f"{endpoint.url}/metrics")
     stop = threading.Event()

@@ -1,9 +1,7 @@
-"""`rolloutmq pause` and `rolloutmq continue`: the operator's hold on a run.
+"""`rolloutmq pause`, `continue` and `drain`: the operator's pause of a run.
 
-It is apart from the trainer's own pauses around weight updates: neither undoes the other's (I10).
-Only where the trainer died in a pause of its own, `continue` ends that, too.
-
-`rolloutmq drain`: nothing new is claimed, what runs is finished and handed in.
+It is separate from the trainer's own pauses around weight updates: neither ends the other (I10).
+Only if the trainer died during a pause of its own, `continue` ends that one, too.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from rolloutmq.output import age, emit, plural
 PAUSE_EPILOG = "Example: rolloutmq pause --mode drain --wait"
 CONTINUE_EPILOG = "Example: rolloutmq continue --wait"
 
-Say = Callable[[str], object]
+Report = Callable[[str], object]
 
 
 class PauseMode(StrEnum):
-    """What running work shall do."""
+    """What happens to running groups."""
 
     ABORT = "abort"
     DRAIN = "drain"
@@ -39,7 +37,7 @@ class PauseMode(StrEnum):
 
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
 Timeout = Annotated[
-    float | None, typer.Option(min=0, help="Seconds to wait; default: the run's pause_timeout_s.")
+    float | None, typer.Option(min=0, help="Seconds to wait. Default: the run's pause_timeout_s.")
 ]
 
 
@@ -52,7 +50,9 @@ def register(app: typer.Typer) -> None:
 def pause(
     mode: Annotated[
         PauseMode,
-        typer.Option(help="abort: hand back what there is; drain: finish what runs; keep: freeze."),
+        typer.Option(
+            help="Running groups are returned (abort), finished (drain) or frozen (keep)."
+        ),
     ] = PauseMode.ABORT,
     wait: Wait = False,
     timeout: Timeout = None,
@@ -61,10 +61,10 @@ def pause(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pause a run, until `rolloutmq continue`.
+    """Pause a run until `rolloutmq continue`.
 
-    No worker claims anything meanwhile. The trainer's own pauses, around weight updates, are kept
-    apart.
+    No worker claims anything during the pause. The trainer's own pauses, around weight updates,
+    are separate.
     """
     with open_target(redis_url, run_dir, run) as target:
         _hold(target.run, Mode(mode.value), wait, timeout, as_json)
@@ -73,13 +73,11 @@ def pause(
 def continue_(
     task: Annotated[
         str | None,
-        typer.Option(
-            help="Start this task again, which was stopped after too many failures in a row."
-        ),
+        typer.Option(help="Restart this task, which was stopped after too many failures in a row."),
     ] = None,
     worker: Annotated[
         str | None,
-        typer.Option(help="Let this worker claim again, which was barred for what it handed in."),
+        typer.Option(help="Let this worker claim again, which was barred for what it submitted."),
     ] = None,
     wait: Wait = False,
     timeout: Timeout = None,
@@ -90,12 +88,11 @@ def continue_(
 ) -> None:
     """End the operator's pause of a run.
 
-    A pause of the trainer stays, unless that trainer has left or fallen silent: then it ends, too.
+    A pause of the trainer stays, unless that trainer has left or sends no heartbeat: then it ends,
+    too.
     """
     if task is not None and worker is not None:
-        raise ConfigError(
-            "one thing to continue: --task or --worker, not both", hint="say it twice"
-        )
+        raise ConfigError("pass either --task or --worker", hint="run the command once for each")
     with open_target(redis_url, run_dir, run) as target:
         if task is not None:
             _forgive(target.run, task, as_json)
@@ -115,7 +112,7 @@ def _forgive(run: Run, task: str, as_json: bool) -> None:
     if as_json:
         emit({"task": task, "failures": failures})
     else:
-        console().print(f"{task} goes on: {plural(failures, 'failure')} in a row forgotten")
+        console().print(f"{task} continues: {plural(failures, 'failure')} in a row reset")
 
 
 def _admit(run: Run, worker: str, as_json: bool) -> None:
@@ -123,30 +120,34 @@ def _admit(run: Run, worker: str, as_json: bool) -> None:
     if as_json:
         emit({"worker": worker, "bad_groups": bad})
     elif bad:
-        console().print(f"{worker} may claim again: {plural(bad, 'bad group')} forgotten")
+        console().print(f"{worker} may claim again: {plural(bad, 'bad group')} reset")
     else:
         console().print(f"{worker} was not barred")
 
 
-def hold(run: Run, mode: Mode, say: Say) -> tuple[ControlState, bool]:
-    """The operator's mode, and what is to be said of it; the control state, and whether it is new."""
+def hold(run: Run, mode: Mode, report: Report) -> tuple[ControlState, bool]:
+    """Set the operator's mode, and report it in words.
+
+    Returns the control state, and whether it is new.
+    """
     before = run.control.state()
     is_orphan = mode is Mode.RUN and take_snapshot(run).is_orphaned
     changed = _operator_mode(run) is not mode or is_orphan
     state = run.control.set_mode("operator", mode, orphan=is_orphan) if changed else before
     if is_orphan:
-        say(
-            f"run {run.name}: its trainer is gone and had paused it ({before.mode}); that pause is ended, too"
+        report(
+            f"run {run.name}: its trainer paused it ({before.mode}) and is gone; that "
+            "pause is ended, too"
         )
-    say(_headline(run, mode, state.mode, state.epoch, changed))
+    report(_headline(run, mode, state.mode, state.epoch, changed))
     return state, changed
 
 
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
-    say: Say = (lambda line: None) if as_json else console().print
+    report: Report = (lambda line: None) if as_json else console().print
     start = time.monotonic()
-    state, changed = hold(run, mode, say)
-    receipts = _ReceiptLog(run, say)
+    state, changed = hold(run, mode, report)
+    receipts = _ReceiptLog(run, report)
     failure = receipts.wait(state, timeout_s) if wait else None
     took_s = time.monotonic() - start
     silent = [] if wait and not failure else run.receipts.silent(state.epoch)
@@ -154,7 +155,7 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     if as_json:
         emit(_report(run, state.mode, state.epoch, changed, confirmed, silent, took_s))
     else:
-        say(_summary(confirmed, silent, took_s, wait))
+        report(_summary(confirmed, silent, took_s, wait))
     if failure:
         raise failure
 
@@ -162,9 +163,9 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
 class _ReceiptLog:
     """Waits for the workers' receipts and prints each worker as it confirms."""
 
-    def __init__(self, run: Run, say: Say) -> None:
+    def __init__(self, run: Run, report: Report) -> None:
         self._run = run
-        self._say = say
+        self._report = report
         self._start = time.monotonic()
         self._confirmed: set[str] = set()
 
@@ -179,7 +180,7 @@ class _ReceiptLog:
     def _print_new(self, silent: list[str]) -> None:
         for worker in sorted(_live(self._run) - set(silent) - self._confirmed):
             self._confirmed.add(worker)
-            self._say(f"  {worker} confirmed after {time.monotonic() - self._start:.2f} s")
+            self._report(f"  {worker} confirmed after {time.monotonic() - self._start:.2f} s")
 
 
 def _operator_mode(run: Run) -> Mode:
@@ -194,7 +195,7 @@ def _headline(run: Run, wanted: Mode, actual: Mode, epoch: int, changed: bool) -
         first = (
             f"run {run.name}: continued"
             if changed
-            else f"run {run.name}: was not paused by an operator"
+            else f"run {run.name}: it was not paused by an operator"
         )
         trainer = "" if actual is Mode.RUN else f"; the trainer itself has paused it ({actual})"
         return f"{first}, control epoch {epoch}{trainer}"
@@ -208,11 +209,14 @@ def _live(run: Run) -> set[str]:
 
 def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:
     if not confirmed and not silent:
-        return "no live worker has to confirm"
+        return "no worker is alive, so none has to confirm"
     if not silent:
         return f"all {len(confirmed)} live workers have confirmed, {age(took_s * 1000)}"
-    hint = "" if waited else "; --wait waits for them"
-    return f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: {', '.join(silent)}{hint}"
+    hint = "" if waited else "; pass --wait to wait for them"
+    return (
+        f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: "
+        f"{', '.join(silent)}{hint}"
+    )
 
 
 def _report(
@@ -241,9 +245,11 @@ Example: rolloutmq drain && rolloutmq save backup && rolloutmq continue
 """
 
 POLL_S = 0.2
-"""Nobody rings when the last lease ends; a person waits."""
+"""Seconds between polls: there is no wake-up for the end of the last lease."""
 
-DrainTimeout = Annotated[float, typer.Option(min=0, help="Seconds to wait for the last group.")]
+DrainTimeout = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
+]
 
 
 def drain(
@@ -253,9 +259,10 @@ def drain(
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Claim nothing more, finish what runs, and wait until nothing does.
+    """Finish the running groups and claim no new ones.
 
-    The run then stands still, with all results in its pools, until `rolloutmq continue`.
+    Waits until no group runs. The run is then at rest, with all results in its pools, until
+    `rolloutmq continue`.
     """
     with open_target(redis_url, run_dir, run) as target:
         started = time.monotonic()
@@ -264,23 +271,26 @@ def drain(
     took_s = time.monotonic() - started
     if left:
         raise PauseTimeout(
-            f"{plural(left, 'group')} still run after {took_s:.0f} s; the run stays in drain mode",
-            hint="`rolloutmq ls --stage running` lists them; `rolloutmq pause --mode abort` hands them back",
+            f"{plural(left, 'group')} still running after {took_s:.0f} s; the run "
+            "stays in drain mode",
+            hint="`rolloutmq ls --stage running` lists them; `rolloutmq pause --mode "
+            "abort` returns them",
         )
     if as_json:
         emit({"run": target.run.name, "mode": "drain", "seconds": took_s})
     else:
         console().print(
-            f"nothing runs any more, after {age(took_s * 1000)}; `rolloutmq continue` goes on"
+            f"no group is running, after {age(took_s * 1000)}; `rolloutmq continue` "
+            "continues the run"
         )
 
 
 def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
-    """Until nothing runs; how many groups are left."""
-    said = -1
+    """Wait until no group runs or time is up; return how many are left."""
+    reported = -1
     while (left := run.account.totals().leases) and time.monotonic() < end:
-        if left != said and not quiet:
+        if left != reported and not quiet:
             console().print(f"{plural(left, 'group')} to finish")
-        said = left
+        reported = left
         time.sleep(POLL_S)
     return left

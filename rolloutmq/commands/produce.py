@@ -1,4 +1,4 @@
-"""The commands of the producing side: `worker`, `producer`, `judge`, `problems`, and `simulate`."""
+"""The commands of the producing side: `worker`, `producer`, `judge` and `problems`."""
 
 from __future__ import annotations
 
@@ -29,43 +29,54 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutmq.worker")
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting."),
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the config; repeatable."
+    ),
 ]
 Url = Annotated[
     str | None,
     typer.Option(
         "--redis-url",
         metavar="URL",
-        help="Server; default: the config's, REDIS_URL, or the run's own.",
+        help="URL of the server. Default: the config's, REDIS_URL, or the run's own server.",
     ),
 ]
 TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Although another producer still beats; fences it.")
+    bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
 ]
 Standby = Annotated[
     bool,
-    typer.Option("--standby", help="Wait while another producer beats; produce once it is gone."),
+    typer.Option(
+        "--standby", help="Wait while another producer is alive; produce once it is gone."
+    ),
 ]
 Workers = Annotated[
-    int, typer.Option("--workers", min=1, help="Processes that judge, one rollout at a time each.")
+    int,
+    typer.Option(
+        "--workers", min=1, help="Number of processes; each judges one rollout at a time."
+    ),
 ]
 Metrics = Annotated[
     str | None,
     typer.Option(
         metavar="[HOST:]PORT",
-        help="Tell Prometheus of this process there; others than loopback want ROLLOUTMQ_METRICS_TOKEN.",
+        help="Serve metrics of this process there; any host but loopback needs "
+        "ROLLOUTMQ_METRICS_TOKEN.",
     ),
 ]
 WorkerId = Annotated[
-    str | None, typer.Option("--id", help="Name of this worker; default: host and random.")
+    str | None,
+    typer.Option(
+        "--id", help="Name of this worker. Default: the host's name and random characters."
+    ),
 ]
 
 
 def register(app: typer.Typer) -> None:
-    """Add this side's commands to the command line."""
+    """Add these commands to the command line."""
     app.command(epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")(worker)
     app.command(epilog="Example: rolloutmq producer configs/demo.toml --take-over")(producer)
     app.command(epilog="Example: rolloutmq judge configs/mine.toml --workers 8")(judge)
@@ -81,8 +92,8 @@ def worker(
 ) -> None:
     """Start one rollout worker.
 
-    It holds an inference engine and claims jobs until it is stopped; SIGTERM drains, a second one
-    stops at once.
+    It runs an inference engine and claims jobs until it is stopped. SIGTERM lets it finish its
+    groups; a second one stops it at once.
     """
     settings = _load(config, overrides)
     name = worker_id or f"{socket.gethostname().split('.')[0]}-{secrets.token_hex(3)}"
@@ -101,8 +112,8 @@ def producer(
 ) -> None:
     """Start the producer.
 
-    It draws prompts and keeps the queue filled as far as the staleness limit allows. One is active
-    at a time; any number may stand by.
+    It draws prompts and keeps the queues filled as far as the staleness limit allows. One producer
+    is active at a time; others may wait with --standby.
     """
     if standby and take_over:
         raise ConfigError(
@@ -118,8 +129,8 @@ def producer(
     run = _open(settings, redis_url, "producer", metrics)
     trace_run(run, "producer")
     member = make_producer(settings, run)
-    # only now: while it waits for its run there is nothing to end in order, and a signal ends the
-    # process
+    # Only from here on: while it waits for its run there is nothing to clean up, and a signal ends
+    # the process.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -132,10 +143,10 @@ def producer(
 def judge(
     config: Config, overrides: Set = None, redis_url: Url = None, workers: Workers = 1
 ) -> None:
-    """Judge rollouts of tasks with judging of kind rq.
+    """Judge rollouts of tasks whose judging is of kind rq.
 
-    Starts rq workers for the run's judge queue; each forks a process for every rollout, with limits
-    of time and memory. SIGTERM lets them finish what they judge. `rq info` shows queue, workers and
+    Starts rq workers for the run's judge queue. Each forks a process for every rollout, with limits
+    of time and memory. SIGTERM lets them finish their rollouts. `rq info` shows queue, workers and
     failures.
     """
     settings = _load(config, overrides)
@@ -160,9 +171,9 @@ def judge(
 
 
 def problems(config: Config, overrides: Set = None) -> None:
-    """Write generated problems into the run's folder.
+    """Write generated problems to the run's folder.
 
-    Problems of reasoning-gym data sets, once; later calls only say how many there are.
+    They are problems of reasoning-gym data sets, written once; later calls only print their number.
     """
     settings = _load(config, overrides)
     from producer_workers.build import problems_dir
@@ -200,8 +211,8 @@ async def _work(
     from producer_workers.worker import engine_restarts
 
     async def start() -> Engine:
-        # while it holds no groups there is nothing to end in order; what the engine started ends
-        # with this process
+        # While it holds no groups there is nothing to clean up; what the engine started ends
+        # with this process.
         _on_signals(os._exit, 130)
         return await start_engine(settings, run)
 
@@ -222,7 +233,7 @@ def _on_signals(do: Callable[..., object], *args: object) -> None:
 
 
 def _drain(member: Worker) -> None:
-    """The first signal drains; a second one ends the process at once."""
-    log.info("stopping: finishing what is held")
+    """Drain the worker at the first signal; the second one ends the process at once."""
+    log.info("stopping: finishing the groups that are held")
     _on_signals(os._exit, 130)
     member.stop()

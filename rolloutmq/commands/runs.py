@@ -1,4 +1,4 @@
-"""`rolloutmq runs`: all runs of a server, and the end of one."""
+"""`rolloutmq runs`: list the runs of a server, or remove one."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ Examples: rolloutmq runs
 
 Delete = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Remove this run and all it holds from the server."),
+    typer.Option(metavar="NAME", help="Remove this run and all its data from the server."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it, and not only say what would be done.")]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """One run as the list shows it; `snap` is None while it is resumed or removed."""
+    """One line of the list; `snap` is None while the run is being resumed or removed."""
 
     name: str
     snap: Snapshot | None
 
     @property
     def seen_ms(self) -> int | None:
-        """Since somebody was last heard of."""
+        """Return the milliseconds since the newest heartbeat of any process."""
         if self.snap is None:
             return None
         silences = [
@@ -53,7 +55,7 @@ class RunLine:
 
     @property
     def lives(self) -> list[str]:
-        """Who still beats."""
+        """Return the processes that are alive."""
         if self.snap is None:
             return []
         roles = {"the trainer": self.snap.trainer, "the producer": self.snap.producer}
@@ -73,16 +75,16 @@ def runs(
     run_dir: RunDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List all runs of a server, with size and age; delete one.
+    """List the runs of a server, with size and age, or delete one.
 
-    A run in which somebody still beats is not deleted. Its folder (weights, checkpoints, logs)
-    stays where it is.
+    A run with a process that is alive is not deleted. Its folder (weights, checkpoints, logs) is
+    kept.
     """
     with open_server(redis_url, run_dir) as (store, address):
         if delete is not None:
             _delete(store, choose_run(store, delete), yes, as_json)
             return
-        lines = [_look(store, name) for name in Run.names(store)]
+        lines = [_line_of(store, name) for name in Run.names(store)]
     if as_json:
         emit([_as_json(line) for line in lines])
     elif not lines:
@@ -91,7 +93,7 @@ def runs(
         _print(lines)
 
 
-def _look(store: Store, name: str) -> RunLine:
+def _line_of(store: Store, name: str) -> RunLine:
     try:
         return RunLine(name, take_snapshot(Run.open(store, name)))
     except RunNotFound:
@@ -99,26 +101,26 @@ def _look(store: Store, name: str) -> RunLine:
 
 
 def _delete(store: Store, name: str, yes: bool, as_json: bool) -> None:
-    line = _look(store, name)
+    line = _line_of(store, name)
     groups = sum(line.snap.places.values()) if line.snap else 0
     if line.lives:
         raise RoleHeld(f"run {name!r} is in use: {', '.join(line.lives)}", hint="stop them first")
     if not yes:
         raise ConfigError(
             f"this would remove run {name!r} with {count(groups)} groups; nothing was changed",
-            hint="`rolloutmq save` keeps it in a folder; say --yes to remove it",
+            hint="`rolloutmq save` keeps a copy in a folder; pass --yes to remove the run",
         )
     view = store.at(Keys(name).meta)
     removed = remove_run(view, Keys(name, spread=view.in_cluster))
     if as_json:
         emit({"run": name, "keys": removed})
     else:
-        console().print(f"run {name} is removed: {count(removed)} keys")
+        console().print(f"run {name} removed: {count(removed)} keys")
 
 
 def _as_json(line: RunLine) -> dict[str, Any]:
     if line.snap is None:
-        return {"run": line.name, "mode": "not whole"}
+        return {"run": line.name, "mode": "incomplete"}
     return {
         "run": line.name,
         "mode": line.snap.mode,
@@ -144,7 +146,7 @@ def _print(lines: list[RunLine]) -> None:
     )
     for line in lines:
         if line.snap is None:
-            grid.add_row(line.name, "not whole: being resumed, or removed")
+            grid.add_row(line.name, "incomplete: being resumed or removed")
             continue
         made_ms = line.snap.now_ms - int(line.snap.meta.get("created_ms", 0))
         seen = (

@@ -1,7 +1,4 @@
-"""`rolloutmq acl`: users of a run for the server's ACL file, one per role.
-
-`rolloutmq scripts`: the Lua scripts as a server runs them, for clients in other languages.
-"""
+"""`rolloutmq acl` and `scripts`: print users for a server, and scripts for clients elsewhere."""
 
 from __future__ import annotations
 
@@ -37,23 +34,23 @@ def register(app: typer.Typer) -> None:
 
 def acl(
     run: Annotated[
-        str, typer.Option("--run", metavar="NAME", help="Name of the run; it need not exist yet.")
+        str, typer.Option("--run", metavar="NAME", help="Name of the run, which need not exist.")
     ],
     secrets_file: Annotated[
         Path | None,
         typer.Option(
             "--secrets",
             metavar="FILE",
-            help="One `role password` per line; what is missing is made there.",
+            help="File with `role password` lines; missing passwords are generated and added.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print users for the server's ACL file, one per role.
 
-    With hashes of their passwords, which come from --secrets, or else from
-    ROLLOUTMQ_PASSWORD_WORKER and so on. Load them with `ACL LOAD`; a client names user and password
-    in REDIS_URL.
+    Their passwords, of which only hashes are printed, come from --secrets, or from
+    ROLLOUTMQ_PASSWORD_WORKER and so on. Load the users with `ACL LOAD`; clients put user and
+    password into REDIS_URL.
     """
     valid_name("run", run)
     passwords = _from_file(secrets_file) if secrets_file else _from_environment()
@@ -70,13 +67,13 @@ def _from_environment() -> dict[str, str]:
     if missing := [role for role, password in passwords.items() if not password]:
         raise ConfigError(
             f"no password for {', '.join(missing)}",
-            hint="--secrets FILE makes them, or set ROLLOUTMQ_PASSWORD_" + missing[0].upper(),
+            hint="--secrets FILE generates them, or set ROLLOUTMQ_PASSWORD_" + missing[0].upper(),
         )
     return passwords
 
 
 def _from_file(path: Path) -> dict[str, str]:
-    """The passwords in a file, completed by new ones; only its owner may read it."""
+    """Return the passwords of a file, after adding missing ones; only its owner may read it."""
     passwords = _read(path) if path.exists() else {}
     if missing := [role for role in ROLES if role not in passwords]:
         passwords |= {role: secrets.token_urlsafe(PASSWORD_BYTES) for role in missing}
@@ -87,11 +84,11 @@ def _from_file(path: Path) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, str]:
     if path.stat().st_mode & 0o077:
-        raise ConfigError(f"{path} can be read by others than its owner", hint=f"chmod 600 {path}")
+        raise ConfigError(f"{path} is readable by other users", hint=f"chmod 600 {path}")
     passwords = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         role, _, password = line.partition(" ")
-        # what stands there is never shown: it may be a password
+        # the line is not quoted: it may contain a password
         if role not in ROLES or not re.fullmatch(r"\S{8,512}", password):
             raise ConfigError(
                 f"{path}:{number} is not a role and a password of 8 characters or more",
@@ -102,16 +99,16 @@ def _read(path: Path) -> dict[str, str]:
 
 
 OF_A_WORKER = ("register", "heartbeat", "claim", "submit", "release", "deregister")
-"""Scripts whose keys are named: what is needed to write a worker in another language."""
+"""Scripts that a worker calls; --json names their keys."""
 
 SCRIPTS_EPILOG = "Example: rolloutmq scripts --json > scripts.json"
 
 
 def scripts(as_json: AsJson = False) -> None:
-    """List the Lua scripts: one per state change.
+    """List the Lua scripts, one per state change.
 
-    With --json: source, SHA1, keys and arguments of each, which is all that a client in another
-    language needs. Keys of a worker's scripts are named: what stands behind rmq:{RUN}:
+    With --json: source, SHA1, keys and arguments of each, which is what a client in another
+    language needs. Keys of a worker's scripts are given without their prefix rmq:{RUN}:
     """
     if as_json:
         emit(
@@ -151,23 +148,23 @@ def _as_json(script: Script) -> dict[str, Any]:
 
 
 def _key(slot: str) -> str:
-    """Return what stands behind `rmq:{RUN}:`, with `<task>` and `<worker>` to be filled in."""
+    """Return a key without `rmq:{RUN}:`, with `<task>` and `<worker>` as placeholders."""
     keys = Keys("any")
     return keys.slots(task="<task>", worker="<worker>")[slot].removeprefix(keys.prefix)
 
 
 def _slot(slot: Slot) -> dict[str, Any]:
-    """`tail`: as many values (of each name, in turn) as the caller likes, within the bounds of the
-    contract. `default`: what a caller says who has nothing to say, where there is such a thing.
+    """Describe a slot of KEYS or ARGV.
+
+    `tail` marks a slot that takes any number of values (of each name, in turn), within the bounds
+    of the contract. `default` is the value to pass for "none", where there is one.
     """
-    said = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
-    if (
-        slot.array == "ARGV"
-        and not slot.is_tail
-        and (default := _default(slot.types[0])) is not None
-    ):
-        return said | {"default": default}
-    return said
+    document: dict[str, Any] = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
+    if slot.array == "ARGV" and not slot.is_tail:
+        default = _default(slot.types[0])
+        if default is not None:
+            document["default"] = default
+    return document
 
 
 def _default(kind: str) -> str | None:

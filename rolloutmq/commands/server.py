@@ -1,8 +1,4 @@
-"""`rolloutmq janitor`: sweeps a run as a process of its own, whoever else is dead.
-
-`rolloutmq server`: the embedded server of a run that has ended, for looking around, with its data
-as it was.
-"""
+"""`rolloutmq janitor` and `server`: maintain a run while its own processes are down."""
 
 from __future__ import annotations
 
@@ -44,25 +40,25 @@ def register(app: typer.Typer) -> None:
 
 def janitor(
     name: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Name of the run, as with --run.")
+        str | None, typer.Argument(metavar="RUN", help="Name of the run; the same as --run.")
     ] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Leave once there is nothing left to do.")
+        bool, typer.Option("--once", help="Exit once there is nothing left to do.")
     ] = False,
     every: Annotated[
-        str, typer.Option(metavar="TIME", help="Time between two sweeps, as 500ms, 1s or 2m.")
+        str, typer.Option(metavar="TIME", help="Time between two sweeps, such as 500ms, 1s or 2m.")
     ] = "1s",
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take back leases, expire old groups, free what nobody needs.
+    """Revoke expired leases, expire old groups, free unused data.
 
-    Workers and the producer do the same while they live; this is for when they do not, and beside
-    them it does no harm. Goes on when the server was away; SIGTERM stops it. It sweeps at least
-    four times per lease: after a longer silence all leases are spared for a while, since it may
-    have been an outage.
+    Workers and the producer do the same while they are alive; this is for the time when they are
+    not, and it may run beside them. It continues after an outage of the server; SIGTERM stops it.
+    It sweeps at least four times per lease: after a longer gap, which may have been an outage, no
+    lease is revoked for a while.
     """
     every_s = seconds(every)
     stop = threading.Event()
@@ -73,20 +69,20 @@ def janitor(
 
 
 def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_json: bool) -> None:
-    """Sweep until `stop` is set; with `once`, until nothing is left to do. Prints what was done."""
+    """Sweep until `stop` is set or, with `once`, until nothing is left; print what was done."""
     round_s = min(every_s, run.limits.lease_ms / 4000)
-    is_away = False
+    is_unreachable = False
     while not stop.is_set():
         try:
             swept = run.janitor.sweep()
         except StoreUnavailable as error:
             if once:
                 raise
-            if not is_away:
-                log.warning("nothing is swept: %s", error)
-            is_away = True
+            if not is_unreachable:
+                log.warning("nothing can be swept: %s", error)
+            is_unreachable = True
             continue
-        is_away = False
+        is_unreachable = False
         is_done = not (swept.has_more or swept.grace_ms)
         if done := describe(swept):
             emit_line(asdict(swept)) if as_json else console().print(done)
@@ -97,12 +93,12 @@ def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_
 
 
 def describe(swept: Swept) -> str:
-    """What a sweep did, in words; empty if it found nothing to do."""
+    """Return in words what a sweep did; "" if there was nothing to do."""
     parts = (
-        (swept.reaped, "group", "taken back from silent workers"),
+        (swept.reaped, "group", "revoked from silent workers"),
         (swept.buried, "group", "dead after too many tries"),
-        (swept.gone_workers, "worker", "forgotten"),
-        (swept.expired, "group", "too old"),
+        (swept.gone_workers, "worker", "removed"),
+        (swept.expired, "group", "expired"),
         (swept.forgotten, "archived batch", "no longer retained"),
         (swept.freed, "payload", "freed"),
         (swept.media, "folder", "of ended groups deleted"),
@@ -111,10 +107,12 @@ def describe(swept: Swept) -> str:
 
 
 def seconds(text: str) -> float:
-    """`500ms`, `1s` or `2m` in seconds; ConfigError says what would be right."""
+    """Convert `500ms`, `1s` or `2m` to seconds. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)", text)
     if not found or not float(found[1]):
-        raise ConfigError(f"{text!r} is no time", hint="a number and its unit, as 500ms, 1s or 2m")
+        raise ConfigError(
+            f"{text!r} is not a time", hint="a number with its unit, such as 500ms, 1s or 2m"
+        )
     return float(found[1]) * _UNITS_S[found[2]]
 
 
@@ -124,24 +122,22 @@ SERVER_EPILOG = (
 
 
 def server(
-    stop: Annotated[
-        bool, typer.Option("--stop", help="Stop it in order; everything is on disk.")
-    ] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop it; its data stays on disk.")] = False,
     run_dir: RunDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Start or stop the embedded server of a run.
 
-    `rolloutmq run` starts it by itself. This is for looking around afterwards: it serves until
-    --stop, and says how to reach it with redis-cli.
+    `rolloutmq run` starts it by itself. This is for inspecting a run that has ended: the server
+    runs until --stop, and the command prints how to reach it with redis-cli.
     """
     found = newest_server() if run_dir is None else (embedded_server(run_dir), run_dir)
     embedded, folder = found or (None, None)
     if embedded is None:
-        where = "no run under ./runs" if run_dir is None else f"{run_dir} is no run that"
+        where = "no folder under ./runs" if run_dir is None else str(run_dir)
         raise ConfigError(
-            f"{where} has an embedded server",
-            hint="say --run-dir FOLDER; rolloutmq run CONFIG makes one",
+            f"{where} has {'an' if run_dir is None else 'no'} embedded server",
+            hint="pass --run-dir FOLDER; `rolloutmq run CONFIG` creates one",
         )
     embedded.stop() if stop else embedded.start()
     if as_json:

@@ -1,4 +1,4 @@
-"""`rolloutmq set max_staleness=2`: change a run while it goes on."""
+"""`rolloutmq set max_staleness=2`: change settings of a run while it continues."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ def _describe() -> str:
 
 def set_(
     settings: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE...", help=f"What to change: {_describe()}.")
+        list[str],
+        typer.Argument(metavar="NAME=VALUE...", help=f"Settings to change: {_describe()}."),
     ],
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change settings of a run while it goes on.
+    """Change settings of a run while it continues.
 
-    Every process takes them over at its next heartbeat, round or batch. They last until the run is
-    started again from its config file. New task weights hold from the first train step on for which
-    nothing was started yet.
+    Every process applies them at its next heartbeat, round or batch. They last until the run is
+    restarted from its config file. New task weights apply from the first train step for which no
+    group has been started.
     """
     wanted = parse_settings(LiveSettings, settings)
     with open_target(redis_url, run_dir, run) as target:
@@ -52,6 +53,6 @@ def set_(
             }
         )
     elif not changes:
-        console().print("nothing to change: it is all as you want it")
+        console().print("nothing to change: the run has these settings already")
     for name, (before, after) in ({} if as_json else changes).items():
         console().print(f"{name}: {before} -> {after}", highlight=False, markup=False)

@@ -1,7 +1,4 @@
-"""`rolloutmq show GID`: one group: its record, where it is, and what was said.
-
-Which weights made which tokens is drawn as a bar per member, one colour per policy version.
-"""
+"""`rolloutmq show GID`: show one group with its record, conversation and rollouts."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ from rolloutmq.output import count, emit, facts, state, version_style
 EPILOG = "Example: rolloutmq show math-0000000042 --member 3"
 
 _BAR = 40
-_SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples", "tokens",
-          "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
+_SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", "aborts", "samples",
+          "tokens", "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
 
 _WHY_GONE = {
     "archived": "trained and committed",
-    "filtered": "judged useless for training",
-    "dropped": "too old, not usable, or dropped by hand",
+    "filtered": "filtered out before training",
+    "dropped": "too old, unusable, or dropped by hand",
 }
 
 
@@ -47,19 +44,19 @@ def show(
         str, typer.Argument(metavar="GID", help="Id of a group, for example math-0000000042.")
     ],
     member: Annotated[
-        int | None, typer.Option(min=0, help="Only this rollout of the group.")
+        int | None, typer.Option(min=0, help="Show only this rollout of the group.")
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Token ids and logprobs as well.")
+        bool, typer.Option("--tokens", help="Also print token ids and logprobs.")
     ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one group: where it is, texts, rewards, versions.
+    """Show one group: its stage, texts, rewards and versions.
 
-    Which weights made which tokens is drawn as a bar for every rollout, one colour per policy
+    A bar for every rollout shows which weights sampled which tokens, one colour per policy
     version.
     """
     split_group_id(gid)
@@ -93,7 +90,7 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class FoundGroup:
-    """What there is of a group; `group` is None for one that has ended, in `places`."""
+    """All that is known of a group; `group` is None for one that has ended."""
 
     gid: str
     trace: str
@@ -104,7 +101,7 @@ class FoundGroup:
 
 
 def find_group(run: Run, gid: str) -> FoundGroup:
-    """Raises ConfigError for one that never was, AccountError for one that is lost."""
+    """Read a group. Raises ConfigError for one that never existed, AccountError for a lost one."""
     task, draw = split_group_id(gid)
     _check_known(run, task)
     places = run.account.places(task, draw)
@@ -129,8 +126,9 @@ def _check_known(run: Run, task: str) -> None:
 
 
 def _end(run: Run, gid: str, places: list[str]) -> str:
-    """What became of a group without a record. ConfigError where it never was, AccountError where
-    it is lost.
+    """Return how a group without a record ended.
+
+    Raises ConfigError if it never existed, AccountError if it is lost.
     """
     task, draw = split_group_id(gid)
     if end := next((place for place in places if place in ENDS), None):
@@ -138,15 +136,15 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     counters = run.progress(task)
     if draw >= IMPORTED_FROM + sum(int(counters.get(how, 0)) for how in ("put", "imported")):
         raise ConfigError(
-            f"{gid} was not imported: draws from {IMPORTED_FROM} on number groups from outside"
+            f"{gid} has not been imported: draws from {IMPORTED_FROM} on are imported groups"
         )
     if IMPORTED_FROM > draw >= (cursor := run.jobs.cursor(task)):
         raise ConfigError(
-            f"{gid} was not started yet: the next draw of {task} is {cursor}",
+            f"{gid} has not been started yet: the next draw of {task} is {cursor}",
             hint="see rolloutmq ls",
         )
     raise AccountError(
-        f"{gid} was started, but is nowhere: it is lost",
+        f"{gid} was started, but is in no place: it is lost",
         hint="rolloutmq fsck lists all such groups",
     )
 
@@ -167,14 +165,10 @@ def _member(group: RolloutGroup, index: int) -> RolloutState:
     )
 
 
-# for people
-# -----------------------------------------------------------------------------------------------------
-
-
 def print_group(
     screen: Console, found: FoundGroup, member: int | None = None, tokens: bool = False
 ) -> None:
-    """All of a group, or one rollout of it."""
+    """Print a group, or one rollout of it."""
     gid = found.gid
     letter = found.letter
     record = found.record
@@ -182,7 +176,7 @@ def print_group(
         (end,) = found.places
         screen.print(
             Text.assemble(
-                (gid, "bold"), "  ", state(end), f" {_WHY_GONE[end]}; its bytes are freed"
+                (gid, "bold"), "  ", state(end), f" {_WHY_GONE[end]}; its payload is freed"
             )
         )
         screen.print(facts([("trace", found.trace)]))
@@ -211,10 +205,10 @@ def _show_group(
         screen.print(Text(f"{message.get('role', '?')}:", style="bold"))
         screen.print(Text(plain(str(message.get("content", "")))))
     if first.ground_truth is not None:
-        screen.print(facts([("answer key", plain(str(first.ground_truth)))]))
+        screen.print(facts([("ground truth", plain(str(first.ground_truth)))]))
     if all(not len(rollout.response_ids) for rollout in states):
         screen.print(
-            Text(f"\nnothing was generated yet; {len(group)} rollouts are wanted", style="dim")
+            Text(f"\nnothing has been generated yet, of {len(group)} rollouts", style="dim")
         )
         return
     for rollout in states:
@@ -254,8 +248,9 @@ def _show_rollout(screen: Console, rollout: RolloutState, tokens: bool) -> None:
 
 
 def _version_bar(rollout: RolloutState) -> Text:
-    """One coloured stretch per span, as long as its share of the tokens; tokens without a span were
-    not sampled.
+    """Return a bar with a coloured part per span, as long as its share of the tokens.
+
+    Tokens without a span were not sampled.
     """
     total = len(rollout.response_ids)
     text = Text()

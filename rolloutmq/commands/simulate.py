@@ -1,8 +1,4 @@
-"""`rolloutmq simulate`: how busy workers and trainer would be, asked before they are rented.
-
-What `rolloutmq simulate` says: a table and its advice for people, one JSON document for programs, a
-picture.
-"""
+"""`rolloutmq simulate`: estimate how busy workers and trainer would be, before they are rented."""
 
 from __future__ import annotations
 
@@ -30,48 +26,64 @@ Example: rolloutmq simulate --workers 8 --median 2000 --sigma 1 --step-s 60
 
 \b
 A line of a trace is one response: 812, {"tokens": 812} or {"seconds": 9.5}.
-Waste is what was generated for groups that expired, or again after an update.
+Waste: tokens of groups that expired, or generated again after an update.
 """
 
-_PAUSE = "What an update does to running groups: keep, partial (abort, and go on from the tokens), abort or drain"
-Workers = Annotated[int, typer.Option(min=1, help="Rollout workers, of one engine each.")]
-Sequences = Annotated[int, typer.Option(min=1, help="Sequences that an engine generates at once.")]
+_PAUSE = (
+    "What an update does to running groups: keep, partial (abort, and resume "
+    "their tokens), abort or drain"
+)
+Workers = Annotated[int, typer.Option(min=1, help="Rollout workers, with one engine each.")]
+Sequences = Annotated[
+    int, typer.Option(min=1, help="Sequences that an engine generates concurrently.")
+]
 Concurrency = Annotated[
-    int | None, typer.Option(min=1, help="Groups a worker holds.  [default: what its engine fits]")
+    int | None,
+    typer.Option(min=1, help="Groups that a worker holds.  [default: as many as its engine fits]"),
 ]
-GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts of a prompt.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Groups of a train step.")]
-Median = Annotated[float, typer.Option(min=1, help="Tokens of a response: median of a lognormal.")]
-Sigma = Annotated[float, typer.Option(min=0, help="And its sigma: 0.5 is mild, 1 has a long tail.")]
+GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts per prompt.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Groups per train step.")]
+Median = Annotated[
+    float, typer.Option(min=1, help="Tokens per response: median of a lognormal distribution.")
+]
+Sigma = Annotated[
+    float, typer.Option(min=0, help="Sigma of that distribution: 0.5 is mild, 1 has a long tail.")
+]
 Long = Annotated[
-    int | None, typer.Option("--long", min=1, help="Two lengths instead: --median, and this one.")
+    int | None,
+    typer.Option("--long", min=1, help="Use two lengths instead: --median and this one."),
 ]
-LongShare = Annotated[float, typer.Option(min=0, max=1, help="Share of the long ones.")]
-Longest = Annotated[int, typer.Option(min=1, help="Where responses are cut off.")]
+LongShare = Annotated[
+    float, typer.Option(min=0, max=1, help="Share of responses with the length --long.")
+]
+Longest = Annotated[int, typer.Option(min=1, help="Length at which responses are cut off.")]
 Trace = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="JSONL of lengths or latencies that you measured."),
+    typer.Option(metavar="FILE", help="JSONL file with lengths or latencies that you measured."),
 ]
-TokensPerS = Annotated[float, typer.Option(min=0.001, help="Of one sequence, in a busy engine.")]
+TokensPerS = Annotated[
+    float, typer.Option(min=0.001, help="Tokens per second of one sequence in a busy engine.")
+]
 FirstTokenS = Annotated[float, typer.Option(min=0, help="Seconds to the first token of a request.")]
-StepS = Annotated[float, typer.Option(min=0, help="Seconds of a train step.")]
+StepS = Annotated[float, typer.Option(min=0, help="Seconds per train step.")]
 SyncS = Annotated[
-    float, typer.Option(min=0, help="Seconds of a weight update, in which all stand still.")
+    float,
+    typer.Option(min=0, help="Seconds per weight update, during which workers and trainer wait."),
 ]
 SyncInterval = Annotated[int, typer.Option(min=1, help="Train steps between two weight updates.")]
 Staleness = Annotated[
-    list[int] | None, typer.Option(min=0, help="max_staleness; repeat.  [default: 0, 1, 2, 4]")
+    list[int] | None, typer.Option(min=0, help="max_staleness; repeatable.  [default: 0, 1, 2, 4]")
 ]
 Pause = Annotated[
-    list[str] | None, typer.Option(help=f"{_PAUSE}; repeat.  [default: all but drain]")
+    list[str] | None, typer.Option(help=f"{_PAUSE}; repeatable.  [default: all but drain]")
 ]
 OverSample = Annotated[
     float, typer.Option(min=0, help="Groups beyond the batch, as a share of it.")
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Train steps to simulate.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the lengths.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture, too (PNG, SVG).")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the lengths.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a chart (PNG, SVG).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -103,10 +115,10 @@ def simulate(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try settings on a fleet and a trainer of your numbers: no server, no GPU.
+    """Simulate a fleet and a trainer with your numbers.
 
-    Prints throughput, idle shares, staleness and waste of each, and says which one it would choose,
-    and why.
+    Needs no server and no GPU. Prints throughput, idle shares, staleness and waste of each setting,
+    and recommends one, with the reasons.
     """
     from pydantic import ValidationError
 
@@ -166,7 +178,7 @@ def _drawn(
 
 
 def print_report(outcomes: Sequence[Simulated], advice: Advice) -> None:
-    """One line for each setting, the chosen one marked; then why, and as a config says it."""
+    """Print a line per setting with the chosen one marked, the reasons, and its config."""
     numbers = ("step s", "tokens/s", "idle", "trainer idle", "staleness", "oldest", "waste")
     table = Table("", "max", "update", *numbers, box=None, pad_edge=False, header_style="dim")
     for place, column in enumerate(table.columns):
@@ -195,9 +207,7 @@ def print_report(outcomes: Sequence[Simulated], advice: Advice) -> None:
 
 
 def write_json(outcomes: Sequence[Simulated], advice: Advice) -> None:
-    """Settings with their figures, the chosen one, why, and how many workers would keep the trainer
-    busy.
-    """
+    """Print the settings with their figures, the chosen one, and the workers that it needs."""
     rows = [
         setting.model_dump()
         | outcome.summary()
@@ -214,7 +224,7 @@ def write_json(outcomes: Sequence[Simulated], advice: Advice) -> None:
 
 
 def draw(outcomes: Sequence[Simulated], advice: Advice, file: Path) -> None:
-    """Throughput of each setting, and what both sides idle and waste. Raises OSError."""
+    """Draw throughput, idle shares and waste of each setting. Raises OSError."""
     from matplotlib.figure import Figure
 
     names = [

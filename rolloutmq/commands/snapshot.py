@@ -1,7 +1,4 @@
-"""`rolloutmq save FOLDER`: all of a run in a folder, as of one instant, while it may go on.
-
-`rolloutmq resume FOLDER`: a saved run on a server that has none of its name.
-"""
+"""`rolloutmq save FOLDER` and `resume FOLDER`: copy a run to a folder, and back to a server."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ def register(app: typer.Typer) -> None:
 
 
 def save(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder of the snapshot.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the snapshot.")],
     pause: Annotated[
         bool,
         typer.Option(
-            "--pause", help="Pause workers (keep) meanwhile. The saved run is paused, too."
+            "--pause", help="Freeze the workers during the copy. The saved run is paused, too."
         ),
     ] = False,
     redis_url: RedisUrl = None,
@@ -45,9 +42,9 @@ def save(
 ) -> None:
     """Save a run to a folder: groups, order, counters, batches.
 
-    Of one instant, without stopping anything: if the run moves while its index is copied, it is
-    copied again, and the command gives up after a few times. Running groups are saved as waiting.
-    Workers, events, weights and checkpoints are not in it.
+    The copy is of one instant, and nothing is stopped: if the run changes while its index is
+    copied, it is copied again, up to a few times. Running groups are saved as waiting. Workers,
+    events, weights and checkpoints are not saved.
     """
     start = time.monotonic()
     with (
@@ -64,20 +61,20 @@ def save(
         )
         return
     console().print(
-        f"run {facts.run}: {plural(facts.groups, 'group')} and {count(facts.payload_bytes + facts.media_bytes)} bytes "
+        f"run {facts.run}: {plural(facts.groups, 'group')} and "
+        f"{count(facts.payload_bytes + facts.media_bytes)} bytes "
         f"saved to {folder} in {took_s:.1f} s"
     )
     if facts.was_running:
         console().print(
-            f"{plural(facts.was_running, 'running group')} saved as waiting, with the try given back"
+            f"{plural(facts.was_running, 'running group')} saved as waiting, with the "
+            "try given back"
         )
 
 
 @contextmanager
 def _paused(run: Run, wanted: bool) -> Iterator[None]:
-    """Workers freeze, unless somebody paused the run already: then that pause is neither changed
-    nor ended.
-    """
+    """Freeze the workers. A run that is paused already stays as it is, also afterwards."""
     if not wanted or run.control.state().mode is not Mode.RUN:
         yield
         return
@@ -90,7 +87,7 @@ def _paused(run: Run, wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Advance]:
-    """A line on stderr that says what is being done."""
+    """Show on stderr what is being copied."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
     with Progress(
@@ -108,23 +105,23 @@ def resume(
     media: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="New folder for the run's files. Default: where they were."
+            metavar="FOLDER", help="New folder for the run's files. Default: their former folder."
         ),
     ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="NAME", help="Name for the run. Default: the one it had."),
+        typer.Option("--run", metavar="NAME", help="Name of the run. Default: its former name."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a saved run back to a server.
+    """Restore a saved run to a server.
 
-    All of it or nothing: the folder is checked first, and nobody can open the run before it is
-    whole. A run of that name must not be on the server. Workers, a producer and a trainer (with a
-    checkpoint that is as old as the snapshot, or older) then join as ever; a run that was paused
-    when it was saved is still paused.
+    The folder is checked first, and the run cannot be opened before it is complete. A run of that
+    name must not be on the server. Workers, a producer and a trainer (with a checkpoint that is as
+    old as the snapshot, or older) then join as usual. A run that was paused when it was saved is
+    still paused.
     """
     start = time.monotonic()
     facts = read_manifest(folder)
@@ -142,5 +139,6 @@ def resume(
     )
     if mode is not Mode.RUN:
         console().print(
-            f"it is paused ({mode}), as it was when it was saved: see rolloutmq continue"
+            f"it is paused ({mode}), as it was when it was saved; `rolloutmq continue` "
+            "ends the pause"
         )

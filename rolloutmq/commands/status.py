@@ -1,4 +1,4 @@
-"""`rolloutmq status`: one run at a glance, or all runs of a server."""
+"""`rolloutmq status`: show the state of one run, or list the runs of a server."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def register(app: typer.Typer) -> None:
 def status(
     redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
 ) -> None:
-    """Show where a run is: groups, weights, workers, staleness.
+    """Show the state of a run: groups, weights, workers, staleness.
 
-    Also who paused it and since when, and whether every group is accounted for. With several runs
-    on the server and no --run, lists them.
+    Also shows whether it is paused, by whom and since when, and whether every group is accounted
+    for. With several runs on the server and no --run, lists them.
     """
     with open_server(redis_url, run_dir) as (store, address):
         names = Run.names(store) if run is None else [choose_run(store, run)]
@@ -65,14 +65,12 @@ def _brief(snap: Snapshot) -> dict[str, Any]:
     }
 
 
-# for people
-# -----------------------------------------------------------------------------------------------------
-
-
 def show(screen: Console, snap: Snapshot) -> None:
-    """The whole status of one run."""
+    """Print the status of one run."""
+    created = age(snap.now_ms - int(snap.meta.get("created_ms", 0)))
+    dead = Text(f"{snap.dead}  (rolloutmq dead)", style="yellow") if snap.dead else "0"
     screen.print(facts([
-        ("run", f"{snap.run}, made {age(snap.now_ms - int(snap.meta.get('created_ms', 0)))} ago"),
+        ("run", f"{snap.run}, created {created} ago"),
         ("mode", mode_text(snap)),
         ("weights", f"{snap.weights} in {snap.control.get('weights_path') or '(no path)'}"),
         ("train step", f"{snap.taken} taken · {snap.committed} committed · {snap.freed} freed"),
@@ -81,7 +79,7 @@ def show(screen: Console, snap: Snapshot) -> None:
         *curriculum_facts(snap),
         ("workers", workers_text(snap)),
         ("memory", memory_text(snap)),
-        ("dead letters", Text(f"{snap.dead}  (rolloutmq ls --stage dead)", style="yellow") if snap.dead else "0"),
+        ("dead letters", dead),
     ]))  # fmt: skip
     screen.print()
     screen.print(places_table(snap))
@@ -95,7 +93,7 @@ def show(screen: Console, snap: Snapshot) -> None:
 
 
 def curriculum_facts(snap: Snapshot) -> list[tuple[str, Text]]:
-    """Why the curriculum is not followed; nothing where it is."""
+    """Return why the curriculum is not followed; nothing if it is."""
     reason = snap.control.get("curriculum_error", "")
     return (
         [("curriculum", Text(f"not followed: {plain(reason)}", style="yellow"))] if reason else []
@@ -103,7 +101,7 @@ def curriculum_facts(snap: Snapshot) -> list[tuple[str, Text]]:
 
 
 def mode_text(snap: Snapshot) -> Text:
-    """The mode, who set it, since when, and who has confirmed."""
+    """Return the mode, who set it, since when, and how many workers confirmed it."""
     if snap.paused_by is None:
         return Text.assemble(state(snap.mode), f" for {age(snap.paused_ms)}")
     if snap.mode == "finish":
@@ -112,14 +110,16 @@ def mode_text(snap: Snapshot) -> Text:
     live = len(snap.live_workers)
     text = Text.assemble(
         state(snap.mode),
-        f" paused by the {snap.paused_by} {age(snap.paused_ms)} ago, {confirmed} of {live} confirmed",
-        "; that trainer is gone: `rolloutmq continue`" if snap.is_orphaned else "",
+        f" paused by the {snap.paused_by} {age(snap.paused_ms)} ago, {confirmed} of "
+        f"{live} confirmed",
+        "; that trainer is gone: run `rolloutmq continue`" if snap.is_orphaned else "",
     )
     text.stylize("yellow")
     return text
 
 
 def role_text(role: RoleHolder) -> Text:
+    """Return the state of a role, and when it was last seen."""
     if role.silent_ms is None:
         return Text(role.word, style="dim")
     style = "red" if role.word == "silent" else ""
@@ -127,6 +127,7 @@ def role_text(role: RoleHolder) -> Text:
 
 
 def workers_text(snap: Snapshot) -> Text:
+    """Return how many workers are alive, their rate, and their groups."""
     live = len(snap.live_workers)
     known = len(snap.workers)
     silent = f", {known - live} silent" if known > live else ""
@@ -136,22 +137,22 @@ def workers_text(snap: Snapshot) -> Text:
 
 
 def judged_text(snap: Snapshot) -> str:
-    """Return how many of the running groups only wait for their judge; "" for none."""
+    """Return how many running groups only wait for their judge; "" for none."""
     return (
-        f", of which {count(snap.judging)} {'is' if snap.judging == 1 else 'are'} judged"
+        f", of which {count(snap.judging)} {'is' if snap.judging == 1 else 'are'} being judged"
         if snap.judging
         else ""
     )
 
 
 def memory_text(snap: Snapshot) -> Text:
-    """Payload bytes, and how far they may grow."""
+    """Return the payload bytes, and their limits."""
     memory = snap.memory
     return Text(str(memory), style="yellow" if memory.refuses_fresh else "")
 
 
 def places_table(snap: Snapshot) -> Any:
-    """Groups by place, one column per task."""
+    """Return the groups by stage, one column per task."""
     names = [task.account.task for task in snap.tasks]
     grid = table("groups", *names, right=names)
     for place in (*_PLACES, *_ENDS):
@@ -168,17 +169,17 @@ def places_table(snap: Snapshot) -> Any:
 
 
 def account_text(snap: Snapshot) -> Text:
-    """Whether every group is in exactly one place; red if not."""
+    """Return whether every group is in exactly one place; red if not."""
     if snap.faults:
         return Text(
             "THE ACCOUNT DOES NOT ADD UP: " + "; ".join(snap.faults) + "  (rolloutmq fsck)",
             style="bold red",
         )
-    return Text("the account adds up: enqueued = sum of all places", style="green")
+    return Text("the account adds up: enqueued = sum of all stages", style="green")
 
 
 def task_text(task: TaskView) -> Text:
-    """How far ahead of the trainer a task is, of how far it may be."""
+    """Return how far ahead of the trainer a task is, and how far it may be."""
     limit = count(task.may_start) if task.account.target else "no target yet"
     reward = "none yet" if task.mean_reward is None else f"{task.mean_reward:.3f}"
     near = "yellow" if task.account.target and task.started >= task.may_start else ""
@@ -194,17 +195,20 @@ def task_text(task: TaskView) -> Text:
 
 
 def losses_text(task: TaskView) -> Text | None:
-    """What was put right after the server had lost data; None where it never did."""
+    """Return what was restored after the server lost data; None if it never did."""
     reasserted = int(task.number("reasserted"))
     regenerated = int(task.number("regenerated"))
     if not reasserted + regenerated:
         return None
-    said = f"{plural(reasserted, 'group')} reasserted from checkpoints, {count(regenerated)} drawn again"
-    return Text.assemble(("lost data    ", "dim"), (said, "yellow"))
+    restored = (
+        f"{plural(reasserted, 'group')} reasserted from checkpoints, "
+        f"{count(regenerated)} generated again"
+    )
+    return Text.assemble(("lost data    ", "dim"), (restored, "yellow"))
 
 
 def staleness_text(task: TaskView, threshold: int) -> Text:
-    """The ready groups by staleness in the next train step."""
+    """Return the ready groups by their staleness at the next train step."""
     most = max(task.staleness.values(), default=0)
     text = Text("staleness    ", style="dim")
     for label, groups in task.staleness.items():
@@ -221,7 +225,7 @@ def _list_runs(address: Address, snapshots: list[Snapshot]) -> None:
     screen = console()
     if not snapshots:
         screen.print(f"There is no run on {address}.")
-        screen.print("Start one with: rolloutmq run configs/demo.toml")
+        screen.print("rolloutmq run CONFIG starts one.")
         return
     grid = table("run", "mode", "step", "workers", "account", right=["step", "workers"])
     for snap in snapshots:
@@ -230,4 +234,4 @@ def _list_runs(address: Address, snapshots: list[Snapshot]) -> None:
             snap.run, state(snap.mode), str(snap.taken), str(len(snap.live_workers)), verdict
         )
     screen.print(grid)
-    screen.print(Text("More about one of them: rolloutmq status --run NAME", style="dim"))
+    screen.print(Text("rolloutmq status --run NAME shows one of them", style="dim"))

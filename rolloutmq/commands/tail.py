@@ -1,4 +1,4 @@
-"""`rolloutmq tail`: what happens in a run, one line per transition, as it happens."""
+"""`rolloutmq tail`: follow the events of a run, one line per transition."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def register(app: typer.Typer) -> None:
 
 def tail(
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="From the oldest event that is kept.")
+        bool, typer.Option("--from-start", help="Start with the oldest event that is kept.")
     ] = False,
     events: Annotated[
-        int | None, typer.Option("--count", min=1, help="Leave after so many events.")
+        int | None, typer.Option("--count", min=1, help="Exit after N events.", metavar="N")
     ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Follow the events of a run; Ctrl-C leaves."""
+    """Follow the events of a run, until Ctrl-C."""
     with open_target(redis_url, run_dir, run) as target:
         screen = console()
         for number, (identity, event) in enumerate(
@@ -67,7 +67,7 @@ def tail(
 
 
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
-    """(id, event) for ever. Starts at the oldest event, or behind the newest one there is now."""
+    """Yield (id, event) without end, from the oldest event on, or only new ones."""
     last = START if from_start else run.events.newest()
     while True:
         for identity, event in run.events.read(last, block_ms=_BLOCK_MS):
@@ -76,7 +76,7 @@ def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
 
 
 def event_text(event: Event) -> Text:
-    """`16:43:05.123 completed     gid math-0000000042  version 3`"""
+    """Return `16:43:05.123 completed     gid math-0000000042  version 3`."""
     ms, name, fields = event
     clock = time.strftime("%H:%M:%S", time.localtime(ms / 1000)) + f".{ms % 1000:03d}"
     text = Text.assemble((f"{clock} ", "dim"), (f"{plain(name):<14}", _STYLES.get(name, "")))

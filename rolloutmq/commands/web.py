@@ -1,4 +1,4 @@
-"""`rolloutmq web`: the run in a browser."""
+"""`rolloutmq web`: show a run in a browser."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ Example: rolloutmq web
 PORT = 9465
 
 Host = Annotated[
-    str, typer.Option(help="Address to listen on; others than loopback want a token to read, too.")
+    str,
+    typer.Option(help="Address to listen on; on any but loopback, reading needs the token, too."),
 ]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")]
 Name = Annotated[
     list[str] | None,
-    typer.Option(metavar="HOST", help="A name by which browsers reach it; repeat."),
+    typer.Option(metavar="HOST", help="Host name by which browsers reach it; repeatable."),
 ]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Holds the token. Default: a new one.")
+    Path | None, typer.Option(metavar="FILE", help="File with the token. Default: a new token.")
 ]
 
 
@@ -47,8 +48,9 @@ def web(
 ) -> None:
     """Show a run in a browser, until Ctrl-C.
 
-    Charts, groups, rollouts with their tokens, workers, dead letters, events. Whoever has the
-    printed address may also pause, requeue and drop; without its token, the page only shows.
+    Charts, groups, rollouts with their tokens, workers, dead letters, events. The printed address
+    contains a token, which also allows to pause, requeue and drop; without it, the page is
+    read-only.
     """
     import uvicorn
 
@@ -69,9 +71,10 @@ def web(
         settings = uvicorn.Config(app, host=host, port=port, log_level="warning")
         server = uvicorn.Server(settings)
         listening = settings.bind_socket()
-        listening.listen()  # the address is printed before the server runs: whoever comes at once waits in line
+        # before the address is printed, so that a request that comes at once is queued
+        listening.listen()
         shown = (name or [host])[0]
-        # the token is behind the #: browsers do not send it, servers do not log it
+        # the token follows the #: browsers do not send that part, so servers do not log it
         console().print(
             f"http://{shown}:{listening.getsockname()[1]}/#token={token}", soft_wrap=True
         )

@@ -1,7 +1,4 @@
-"""`rolloutmq workers`: who generates, and in what state.
-
-`rolloutmq fence WORKER`: revoke all that a worker holds, so that others generate it.
-"""
+"""`rolloutmq workers` and `fence`: list the workers of a run, and revoke what one of them holds."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ def workers(
 ) -> None:
     """List the workers of a run.
 
-    With engine, state, weights, time since the last heartbeat, groups held and how many it would
-    hold, requests in the engine (load), tokens per second, groups done, groups that
-    failed or that a trainer could not use (bad). One that is barred claims nothing more until
-    `rolloutmq continue --worker ID`. Then how many of the groups only wait for their judge
-    (judging), how long the judges take, and how often these failed.
+    Columns: engine, state, weights, time since the last heartbeat (seen), groups held of its
+    capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
+    failed or that the trainer could not use (bad). A barred worker claims nothing until
+    `rolloutmq continue --worker ID`. A second table has the groups that only wait for their judge,
+    the times of judges, and their failures.
     """
     with open_target(redis_url, run_dir, run) as target:
         rows = target.run.fleet.workers()
@@ -44,7 +41,7 @@ def workers(
     if as_json:
         emit([_as_json(row, lease_ms) for row in rows])
     elif not rows:
-        console().print("No worker has joined. Start one with: rolloutmq worker CONFIG")
+        console().print("No worker has registered. `rolloutmq worker CONFIG` starts one.")
     else:
         console().print(workers_table(rows, lease_ms, weights))
         if judged := [row for row in rows if row.judged or row.judging]:
@@ -52,7 +49,7 @@ def workers(
 
 
 def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:
-    """One row per worker; weights that are not the newest are marked."""
+    """Return a row per worker; weights that are not the newest are marked."""
     numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
     grid = table("worker", "engine", "state", "weights", *numbers, right=numbers)
     for row in rows:
@@ -73,10 +70,8 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
 
 
 def judges_table(rows: list[WorkerRecord]) -> Table:
-    """How many groups wait for judges now, how many answers came and failed, and how long they
-    took.
-    """
-    numbers = ["judging", "judged", "failed", "median", "99 of 100 within"]
+    """Return how many groups wait for judges, how many were judged or failed, and the times."""
+    numbers = ["judging", "judged", "failed", "median", "99th percentile"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
         failed = Text(str(row.judge_failures), style="red" if row.judge_failures else "dim")
@@ -86,15 +81,13 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
 
 
 def _bad(row: WorkerRecord) -> Text:
-    """Groups that failed in its hands, and those that a trainer could not use."""
+    """Return the number of groups that failed on a worker, or that the trainer could not use."""
     bad = row.failed + row.quarantined
     return Text(str(bad), style="red" if bad else "dim")
 
 
 def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
-    """Return what is known of a worker; what it registered of itself comes under the names it
-    chose.
-    """
+    """Return all that is known of a worker, with the facts that it registered under their names."""
     known = {
         name: value for name, value in asdict(row).items() if name != "facts" and value is not None
     }
@@ -112,20 +105,21 @@ FENCE_EPILOG = "Example: rolloutmq fence host7-1 --yes"
 
 def fence(
     worker: Annotated[
-        str, typer.Argument(metavar="WORKER", help="Id of the worker: see rolloutmq workers.")
+        str,
+        typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
     ],
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it, and not only say what would be done.")
+        bool, typer.Option("--yes", help="Execute; without it, only print what would be done.")
     ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Revoke all that a worker holds, and forget it.
+    """Revoke all groups that a worker holds, and remove the worker.
 
-    Its groups wait again; what it still submits of them is refused. A worker that lives notices at
-    its next heartbeat, drops its work, and joins again.
+    Its groups are queued again; if it still submits them, they are refused. A worker that is alive
+    notices at its next heartbeat, drops its groups, and registers again.
     """
     with open_target(redis_url, run_dir, run) as target:
         known = {row.id: row for row in target.run.fleet.workers()}
@@ -139,10 +133,10 @@ def fence(
             seen = age(known[worker].silent_ms)
             raise ConfigError(
                 f"this would revoke {held} of {worker}, last seen {seen} ago; nothing was changed",
-                hint="say --yes to do it",
+                hint="pass --yes to do it",
             )
         revoked = target.run.fleet.fence(worker)
     if as_json:
         emit({"worker": worker, "revoked": revoked})
     else:
-        console().print(f"{worker} is fenced; {plural(revoked, 'group')} taken from it")
+        console().print(f"{worker} is fenced; {plural(revoked, 'group')} revoked")

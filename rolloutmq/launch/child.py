@@ -1,9 +1,4 @@
-"""One child process of a run: started, watched, started again when it dies, stopped in order.
-
-`--chaos`: kill a worker, the trainer and the server, at different moments of a real run.
-
-All by SIGKILL. The run must end with the same account: nothing lost, nothing trained twice.
-"""
+"""Start, watch, restart and stop the child processes of a run; with `--chaos`, also kill them."""
 
 from __future__ import annotations
 
@@ -23,26 +18,24 @@ from buffer.server.process import OWNER
 from buffer.store.retry import Backoff
 
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
-"""Exit codes after which starting again would only say the same again."""
+"""Exit codes after which a restart would fail in the same way."""
 
-COME_BACK_S = 5.0
-"""A process that left in order is started again so late: at the end of a run they leave before the
-trainer does.
-"""
+RESTART_DELAY_S = 5.0
+"""Seconds to a restart after exit code 0: at the end of a run, others exit before the trainer."""
 
 BACKOFF = Backoff(0.5, 10.0, jitter=0.0)
 """Pauses before a process that died is started again."""
 
-QUICK_S = 15.0
-"""A process that dies so young three times in a row will not get better."""
+EARLY_DEATH_S = 15.0
+"""A process that dies within this time, three times in a row, is not restarted."""
 
 
 class ChildFailed(RolloutMQError):
-    """A process of the run ended for good, with its own words."""
+    """Raised when a process of the run ended for good; the message has the end of its log."""
 
 
 class Child:
-    """A `rolloutmq` command as a process in a session of its own, so that Ctrl-C does not reach it."""
+    """A `rolloutmq` command as a process in its own session, so that Ctrl-C does not reach it."""
 
     def __init__(
         self, name: str, args: Sequence[str], log: Path, env: dict[str, str], *, restarts: int
@@ -52,12 +45,12 @@ class Child:
         self._log = log
         self._env = env
         self._restarts_left = restarts
-        self._quick_deaths = 0
+        self._early_deaths = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._retry_at = 0.0
 
     def start(self, *more: str) -> None:
-        """Start it; what it says goes to its log."""
+        """Start the process; its output goes to its log."""
         env = os.environ | self._env | {OWNER: str(os.getpid())}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -72,12 +65,13 @@ class Child:
 
     @property
     def succeeded(self) -> bool:
-        """It ended by itself, with exit code 0."""
+        """Return whether it ended by itself with exit code 0."""
         return self._process is not None and self._process.poll() == 0
 
     def keep_alive(self, *more: str) -> str | None:
-        """Start it again if it ended; returns what to tell people. ChildFailed when that is
-        hopeless.
+        """Restart the process if it ended; return what to report.
+
+        Raises ChildFailed if a restart is hopeless.
         """
         if self._process is None or (code := self._process.poll()) is None:
             return None
@@ -87,19 +81,19 @@ class Child:
             return None
         self._retry_at = 0.0
         self.start(*more)
-        return f"{self.name} started again"
+        return f"{self.name} restarted"
 
     def _note_end(self, code: int) -> str | None:
         if code == 0:
-            # it saw the end of a run that is now going on
-            self._retry_at = time.monotonic() + COME_BACK_S
+            # it saw the end of a run that has been continued since
+            self._retry_at = time.monotonic() + RESTART_DELAY_S
             return None
         return self._note_death(code)
 
     def _note_death(self, code: int) -> str:
         self._restarts_left -= 1
-        self._quick_deaths = (
-            self._quick_deaths + 1 if time.monotonic() - self._started < QUICK_S else 0
+        self._early_deaths = (
+            self._early_deaths + 1 if time.monotonic() - self._started < EARLY_DEATH_S else 0
         )
         how = (
             f"was killed by {signal.Signals(-code).name}"
@@ -107,31 +101,32 @@ class Child:
             else f"ended with exit code {code}"
         )
         hopeless = (
-            code in HOPELESS or self._restarts_left < 0 or (self._quick_deaths >= 3 and code > 0)
+            code in HOPELESS or self._restarts_left < 0 or (self._early_deaths >= 3 and code > 0)
         )
         if hopeless:
             error = ChildFailed(
-                f"{self.name} {how}:\n{self.last_words()}", hint=f"its whole log: {self._log}"
+                f"{self.name} {how}:\n{self.log_tail()}", hint=f"its log: {self._log}"
             )
             error.exit_code = code if code > 0 else 1
             raise error
-        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._quick_deaths)
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._early_deaths)
         return f"{self.name} {how}"
 
-    def last_words(self, lines: int = 6) -> str:
-        """The end of its log."""
+    def log_tail(self, lines: int = 6) -> str:
+        """Return the last lines of its log."""
         with self._log.open("rb") as log:
             tail = deque(log, maxlen=lines)
         return b"".join(tail).decode(errors="replace").rstrip()
 
     def terminate(self) -> None:
-        """Ask it to finish and leave."""
+        """Send SIGTERM, so that it finishes and exits."""
         if self.pid:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> bool:
-        """End it now, as a crash would (only this process; what it started notices by itself).
-        Whether it ran.
+        """Kill the process, as a crash would, and return whether it was running.
+
+        Processes that it started notice by themselves.
         """
         pid = self.pid
         if pid:
@@ -139,7 +134,7 @@ class Child:
         return bool(pid)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; whether it came in time."""
+        """Wait for its end; return whether it came in time."""
         if self._process is None:
             return True
         try:
@@ -151,8 +146,9 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """Something that dies once the trainer has taken `step` batches. `strike` says whether it was
-    alive.
+    """A process to kill once the trainer has taken `step` batches.
+
+    `strike` kills it and returns whether it was alive.
     """
 
     step: int
@@ -161,7 +157,7 @@ class Strike:
 
 
 class Chaos:
-    """The strikes of one run, each delivered once."""
+    """The strikes of one run, each delivered once, all by SIGKILL."""
 
     def __init__(self, strikes: list[Strike]) -> None:
         self._pending = strikes
@@ -171,9 +167,7 @@ class Chaos:
     def plan(
         cls, steps: int, workers: list[Child], trainer: Child, server: EmbeddedServer | None
     ) -> Chaos:
-        """A worker at a fifth of the steps, the trainer at two, the server at three, another worker
-        at four fifths.
-        """
+        """Plan a strike at each fifth of the steps: a worker, the trainer, the server, a worker."""
         strikes = [
             Strike(max(1, steps // 5), f"SIGKILL to {workers[0].name}", workers[0].kill),
             Strike(max(2, steps * 2 // 5), "SIGKILL to the trainer", trainer.kill),
@@ -186,9 +180,9 @@ class Chaos:
         )
         return cls(strikes)
 
-    def look(self, taken: int) -> list[str]:
-        """Deliver the next strike if it is due and hits something; returns what to tell people."""
-        # one at a time, so that each meets a run that has seen the one before
+    def strike(self, taken: int) -> list[str]:
+        """Deliver the next strike if it is due and hits a live process; return what to report."""
+        # one at a time, so that each hits a run that has recovered from the one before
         if not self._pending or self._pending[0].step > taken or not self._pending[0].strike():
             return []
         return [f"chaos at step {taken}: {self._pending.pop(0).what}"]

@@ -20,31 +20,33 @@ if TYPE_CHECKING:
     from buffer.config.config import TrainingConfig
 
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting."),
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the config; repeatable."
+    ),
 ]
 Url = Annotated[
     str | None,
     typer.Option(
         "--redis-url",
         metavar="URL",
-        help="Server; default: the config's, REDIS_URL, or the run's own.",
+        help="URL of the server. Default: the config's, REDIS_URL, or the run's own server.",
     ),
 ]
 TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Although another trainer still beats; fences it.")
+    bool, typer.Option("--take-over", help="Fence another trainer that is still alive.")
 ]
 Regenerate = Annotated[
     bool,
     typer.Option(
         "--regenerate",
-        help="Although the server lost everything, or freed what comes after the newest checkpoint: generate it again.",
+        help="Generate again what the server lost, or freed, after the newest checkpoint.",
     ),
 ]
 ChaosFlag = Annotated[
-    bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server on the way.")
+    bool, typer.Option("--chaos", help="Kill a worker, the trainer and the server during the run.")
 ]
 
 
@@ -52,13 +54,14 @@ Metrics = Annotated[
     str | None,
     typer.Option(
         metavar="[HOST:]PORT",
-        help="Tell Prometheus of this process there; others than loopback want ROLLOUTMQ_METRICS_TOKEN.",
+        help="Serve metrics of this process there; any host but loopback needs "
+        "ROLLOUTMQ_METRICS_TOKEN.",
     ),
 ]
 
 
 def register(app: typer.Typer) -> None:
-    """Add this side's commands to the command line."""
+    """Add these commands to the command line."""
     app.command(epilog="Example: rolloutmq run configs/demo.toml --set plan.steps=20")(run)
     app.command(epilog="Example: rolloutmq train configs/demo.toml --take-over")(train)
     app.command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")(warm_start)
@@ -72,16 +75,16 @@ def run(
     chaos: ChaosFlag = False,
     regenerate: Regenerate = False,
 ) -> None:
-    """Start a whole run on this machine, or go on with it.
+    """Start a whole run on this machine, or continue it.
 
-    Starts a server, the producer, the workers and the trainer, and shows them live.
-    Ctrl-C stops it in order; the same command goes on where it was. With --chaos it is a run of its
-    own, NAME-chaos.
+    Starts a server, the producer, the workers and the trainer, and shows them live. Ctrl-C stops
+    them in order; the same command continues the run. With --chaos it is a separate run,
+    NAME-chaos.
     """
     given = list(overrides or [])
     settings = _load(config, given)
     if chaos and not any(override.startswith("run.") for override in given):
-        # a run of its own: the one that was not disturbed stays as it is
+        # a separate run, so that the undisturbed one stays as it is
         given += [f"run.name={settings.run.name}-chaos", f"run.dir={settings.run.folder}-chaos"]
         settings = _load(config, given)
     from rolloutmq.launch.launcher import Launcher
@@ -99,8 +102,8 @@ def train(
 ) -> None:
     """Start the trainer of a run.
 
-    From its newest checkpoint to its last step; SIGTERM writes a checkpoint and leaves. A server
-    that lost what the checkpoint knows is told again; nothing is trained twice.
+    It trains from its newest checkpoint to the last step; SIGTERM makes it write a checkpoint and
+    exit. What the server lost since the checkpoint is restored from it; nothing is trained twice.
     """
     settings = _load(config, overrides)
     if not settings.trainer.loop:
@@ -135,16 +138,15 @@ def train(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: trainer.consumer.stop())
     if not trainer.fit(take_over=take_over, regenerate=regenerate):
-        raise typer.Exit(
-            130
-        )  # stopped on the way: whoever watches must not take it for the end of the run
+        # stopped before its last step: the launcher must not take that for the end of the run
+        raise typer.Exit(130)
 
 
 def warm_start(config: Config, overrides: Set = None) -> None:
     """Build and warm-start the small model of a config.
 
-    A short supervised phase on problems that are used for nothing else; the model is kept in the
-    run's folder.
+    The warm start is a short supervised phase on separate problems; the model is kept in the run's
+    folder.
     """
     settings = _load(config, overrides)
     follow_owner()
@@ -154,11 +156,12 @@ def warm_start(config: Config, overrides: Set = None) -> None:
 
 
 def gpu_check(
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Train steps.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of train steps.")] = 3,
 ) -> None:
     """Check the pipeline on one CUDA GPU.
 
-    A few GRPO steps of a Qwen3-0.6B-shaped model with random weights; prints what was measured.
+    Trains a few GRPO steps of a Qwen3-0.6B-shaped model with random weights, and prints what was
+    measured.
     """
     from rolloutmq.launch.gpu_check import check_gpu
 
@@ -166,12 +169,13 @@ def gpu_check(
 
 
 def _check_alone(config: Path) -> None:
-    """Under torchrun each rank would open the run, and fence the others."""
+    """Refuse to run under torchrun, where each rank would open the run and fence the others."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         raise ConfigError(
-            f"`rolloutmq train` is one process, and torchrun started {ranks} of it",
-            hint=f"torchrun --nproc-per-node {ranks} --max-restarts 3 -m consumer.examples.fsdp_loop {config}",
+            f"`rolloutmq train` is one process, but torchrun started {ranks} of it",
+            hint=f"torchrun --nproc-per-node {ranks} --max-restarts 3 -m "
+            f"consumer.examples.fsdp_loop {config}",
         )
 
 

@@ -1,8 +1,7 @@
-"""`rolloutmq gpu-check`: a few GRPO steps on one CUDA GPU through the whole pipeline, and what they
-took.
+"""`rolloutmq gpu-check`: run and measure a few GRPO steps of the whole pipeline on one CUDA GPU.
 
-Everything is real but the weights, which are random: server, producer, vLLM worker, trainer, weight
-updates. It makes a folder of its own under `runs/`, and deletes it when all went well.
+Server, producer, vLLM worker, trainer and weight updates are real; only the weights are random. The
+run has a new folder under `runs/`, which is deleted when the check succeeds.
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ CONFIG = ROOT / "configs" / "gpu_check.toml"
 SAMPLE = ROOT / "configs" / "data" / "gsm8k_sample.jsonl"
 
 Rows = list[tuple[str, str]]
-"""What was measured, and the value with its unit."""
+"""Name of a measurement, and its value with the unit."""
 
 
 def check_gpu(steps: int) -> None:
-    """Run `steps` train steps and print a table. ModelError (exit code 4) where there is no usable
-    GPU.
-    """
+    """Run `steps` train steps and print a table. Raises ModelError without a usable GPU."""
     require_gpu()
     rows = measure(steps, [])
     table = Table(title="gpu-check", title_justify="left", show_header=False, show_edge=False)
@@ -49,24 +46,26 @@ def check_gpu(steps: int) -> None:
 
 
 def require_gpu() -> None:
-    """ModelError unless torch can compute on a CUDA GPU of this machine."""
+    """Raise ModelError unless torch can use a CUDA GPU of this machine."""
     if count_gpus() == 0:
         raise ModelError(
-            "no CUDA GPU on this machine: nothing was checked",
-            hint="run it where `nvidia-smi` lists one",
+            "there is no CUDA GPU on this machine: nothing was checked",
+            hint="run it on a machine where `nvidia-smi` lists one",
         )
     import torch
 
     if not torch.cuda.is_available():
         raise ModelError(
             f"there is a GPU, but torch {torch.__version__} cannot use it: nothing was checked",
-            hint="install the CUDA builds of torch and vLLM (`make setup` does it), and look at the driver",
+            hint="install the CUDA builds of torch and vLLM (`make setup` does it), "
+            "and check the driver",
         )
 
 
 def measure(steps: int, overrides: Sequence[str]) -> Rows:
-    """Run the check's config with `overrides` in a new folder. Raises what a run raises, and then
-    keeps the folder.
+    """Run the check's config with `overrides` in a new folder.
+
+    Raises what a run raises, and then keeps the folder.
     """
     os.environ.pop("REDIS_URL", None)  # the check has a server of its own
     Path("runs").mkdir(exist_ok=True)
@@ -78,7 +77,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
         *overrides,
     ]
     config = load_config(TrainingConfig, CONFIG, settings)
-    # where a run finds a model of its own, it does not warm-start one
+    # a run that finds a model here does not warm-start one
     build_tiny_model(folder / "model", config.tiny_model, config.run.seed)
     Launcher(config, CONFIG, settings, redis_url=None, chaos=False).run()
     rows = read_rows(folder)
@@ -87,9 +86,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
 
 
 def read_rows(folder: Path) -> Rows:
-    """What a finished run says of itself. Rates and times without the first step, which warms
-    everything up.
-    """
+    """Read the measurements of a finished run; the first step, a warm-up, is left out."""
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
     updates = _weight_updates(folder / "logs" / "worker-0.log")
@@ -133,7 +130,8 @@ def _trained(steps: Sequence[TrainedStep]) -> Rows:
     rows = [
         (
             "step",
-            f"{seconds:.2f} s, of which {average('time/wait_s'):.2f} s waiting and {train_s:.2f} s training",
+            f"{seconds:.2f} s, of which {average('time/wait_s'):.2f} s waiting and "
+            f"{train_s:.2f} s training",
         ),
         ("generated and trained", f"{average('response_len/tokens') / seconds:,.0f} tokens/s"),
         ("trained alone", f"{average('response_len/tokens') / train_s:,.0f} tokens/s"),
@@ -151,7 +149,7 @@ def _mismatch(steps: Sequence[dict[str, float]]) -> str:
 
 
 def _weight_updates(log: Path) -> list[float]:
-    """Seconds of each weight update, as the worker wrote them down."""
+    """Return the seconds of each weight update, from the worker's log."""
     entries = [
         orjson.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")
     ]

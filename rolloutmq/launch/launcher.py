@@ -1,7 +1,7 @@
-"""The whole run on one machine: prepare, start, watch, show, and end with the account.
+"""Launch a whole run on one machine: prepare, start, watch and show it, and report the outcome.
 
-The launcher holds no state of the run. It may be killed at any moment: its children then end
-themselves, and the next `rolloutmq run` of the same config goes on from the checkpoint and from
+The launcher holds no state of the run, and may be killed at any moment: its children then end
+themselves, and the next `rolloutmq run` of the same config continues from the checkpoint and from
 what Redis holds.
 """
 
@@ -35,21 +35,21 @@ from rolloutmq.launch.report import finish
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
 
-LOOK_S = 0.5
-"""Time between two looks at the processes."""
+POLL_S = 0.5
+"""Seconds between two checks of the processes."""
 
-LOOKS_PER_LINE = 10
-"""Looks per line of output where no screen is redrawn."""
+POLLS_PER_LINE = 10
+"""Checks per line of output, where the output is not a terminal."""
 
 NEWS = 4
-"""Lines of news that stay on the screen."""
+"""Number of reports that stay on the screen."""
 
 STOP_S = 60.0
-"""How long children may take to leave in order."""
+"""Seconds that children may take to exit after SIGTERM."""
 
 
 class Launcher:
-    """`overrides` are passed on to every process, with the config's path."""
+    """Starts the processes of a run, with the config's path and the same overrides for each."""
 
     def __init__(
         self,
@@ -74,9 +74,7 @@ class Launcher:
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
-        """Start or go on with the run until its last step. Raises what ends it; Ctrl-C stops it in
-        order.
-        """
+        """Start or continue the run until its last step; Ctrl-C stops it in order."""
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with self._alone():
@@ -84,14 +82,17 @@ class Launcher:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Two launchers of one run would fence each other's trainer, and stop each other's server."""
+        """Hold the lock of the run's folder.
+
+        Two launchers would fence each other's trainer and stop each other's server.
+        """
         with (self._folder / "launcher.lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RoleHeld(
-                    f"another `rolloutmq run` works in {self._folder}",
-                    hint="stop it with Ctrl-C first, or give this run another [run] name or dir",
+                    f"another `rolloutmq run` is running in {self._folder}",
+                    hint="stop it with Ctrl-C first, or set another [run] name or dir",
                 ) from None
             yield  # the kernel frees the lock, however this process ends
 
@@ -101,7 +102,7 @@ class Launcher:
             if is_done(self._config):
                 steps = self._config.plan.steps
                 self._console.print(
-                    f"all {steps} steps are done already; for a new run, remove {self._folder}"
+                    f"all {steps} steps are done; to start a new run, remove {self._folder}"
                 )
             else:
                 self._start(run)
@@ -111,7 +112,7 @@ class Launcher:
             finish(self._console, self._config, run, self._server.cli if self._server else None)
         except KeyboardInterrupt:
             self._console.print(
-                "\nstopping in order (Ctrl-C again: at once); the same command goes on from here"
+                "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
             )
             self._stop_children()
             raise
@@ -142,7 +143,7 @@ class Launcher:
             else make_run(store, config, model, regenerate=self._regenerate)
         )
         taken, committed, _ = run.ledger.steps()
-        where = f"goes on: step {committed} is committed, {taken} taken" if taken else "starts"
+        where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
         say(
             f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}",
             highlight=False,
@@ -153,7 +154,7 @@ class Launcher:
         config = self._config
         await_roles(run, self._console.print)
         placement = place(config.launch, count_gpus(), config.engine.shards)
-        # on a CPU everybody gets a share: torch would take all cores in every process
+        # on a CPU every process gets a share: torch would use all cores in each of them
         threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + 1)))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
@@ -196,21 +197,21 @@ class Launcher:
 
     def _watch(self, run: Run) -> None:
         """Show the run and keep its processes alive until the trainer has done its last step."""
-        # a server that is away is started again from here: nobody may wait for it for long
+        # this process restarts the server, so it must not wait for it for long
         run.store.deadline_s = 2.0
         view = LiveView(run_dir=self._folder, total_steps=self._config.plan.steps)
         chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
 
         def is_over() -> bool:
-            # where no screen is redrawn lines are rare, but processes are looked after as often
-            for _ in range(1 if self._console.is_terminal else LOOKS_PER_LINE):
+            # without a terminal, lines are rare, but processes are checked as often
+            for _ in range(1 if self._console.is_terminal else POLLS_PER_LINE):
                 if self._trainer.succeeded:
                     return True
-                self._tell(
+                self._report(
                     view,
                     self._keep_alive() + (self._strike(run, chaos) if self._with_chaos else []),
                 )
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             return self._trainer.succeeded
 
         watch(run, view, self._console, is_over, every_s=0.01)
@@ -219,11 +220,11 @@ class Launcher:
 
     def _strike(self, run: Run, chaos: Chaos) -> list[str]:
         try:
-            return chaos.look(run.ledger.steps()[0])
+            return chaos.strike(run.ledger.steps()[0])
         except StoreUnavailable:
-            return []  # the view says so, and the next look comes soon
+            return []  # the view shows it, and the next poll is soon
 
-    def _tell(self, view: LiveView, news: list[str]) -> None:
+    def _report(self, view: LiveView, news: list[str]) -> None:
         if self._console.is_terminal:
             view.lines = [*view.lines, *news][-NEWS:]
         else:
@@ -231,12 +232,11 @@ class Launcher:
                 self._console.print(line)
 
     def _keep_alive(self) -> list[str]:
-        # it was this launcher that saw them die, so nobody needs to wait until their heartbeat is
-        # old
+        # this process saw them die, so there is no need to wait until their heartbeats are old
         news = [self._trainer.keep_alive("--take-over"), self._producer.keep_alive("--take-over")]
         if self._server and not self._server.is_running:
             self._server.start()
-            news.append("server started again")
+            news.append("server restarted")
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive())
         return [line for line in news if line]
@@ -244,11 +244,11 @@ class Launcher:
     # -- after ---------------------------------------------------------------
 
     def _stop_children(self) -> None:
-        """Trainer first: its checkpoint is what the run goes on from."""
+        """Stop the children, the trainer first: the run continues from its checkpoint."""
         for child in self._children:
             child.terminate()
         end = time.monotonic() + STOP_S
         for child in self._children:
             if not child.wait(max(0.0, end - time.monotonic())):
-                self._console.print(f"{child.name} does not stop; killing it")
+                self._console.print(f"{child.name} does not stop; it is killed")
                 child.kill()

@@ -1,6 +1,4 @@
-"""Which GPUs each process gets: the trainer its own, the workers the others, one for each shard of
-their engine.
-"""
+"""Assign GPUs: the trainer gets its own, each worker one of the others per engine shard."""
 
 from __future__ import annotations
 
@@ -17,26 +15,26 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """GPUs of the trainer and of each worker, numbered among those that this process may use."""
+    """The GPUs of the trainer and of each worker, as indexes of those that this process may use."""
 
     trainer: list[int]
     workers: list[list[int]]
 
     @staticmethod
     def environment(gpus: list[int]) -> dict[str, str]:
-        """What a process that may use only `gpus` needs in its environment."""
+        """Return the environment of a process that may use only `gpus`."""
         names = visible_gpus()
         return {VISIBLE: ",".join(names[g] if names else str(g) for g in gpus)} if gpus else {}
 
 
 def visible_gpus() -> list[str] | None:
-    """The GPUs that this process was given, by what the driver calls them; None: it may use all."""
+    """Return the names of the GPUs that this process may use; None if it may use all."""
     given = os.environ.get(VISIBLE)
     return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this process may use, without importing torch."""
+    """Count the NVIDIA GPUs that this process may use, without importing torch."""
     if (given := visible_gpus()) is not None:
         return len(given)
     if shutil.which("nvidia-smi") is None:
@@ -46,8 +44,9 @@ def count_gpus() -> int:
 
 
 def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
-    """Deal out `gpus`. ConfigError where they do not suffice, do not exist, or overlap without
-    `colocated`.
+    """Assign `gpus` to processes.
+
+    Raises ConfigError if they do not suffice, do not exist, or overlap without `colocated`.
     """
     if gpus == 0:
         if launch.trainer_gpus or launch.worker_gpus:
@@ -59,7 +58,7 @@ def place(launch: LaunchSection, gpus: int, per_worker: int = 1) -> Placement:
     pool = others if launch.worker_gpus is None else launch.worker_gpus
     _check(launch, gpus, trainer, pool, per_worker)
     groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
-    # colocated workers may share one group; otherwise everybody has a group of their own
+    # colocated workers may share one set of GPUs; otherwise each has its own
     return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
 
 
@@ -67,11 +66,11 @@ def _check(
     launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], per_worker: int
 ) -> None:
     if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
-        raise ConfigError(f"[launch] names GPUs {unknown}, this machine has 0 to {gpus - 1}")
+        raise ConfigError(f"[launch] names GPUs {unknown}, but this machine has 0 to {gpus - 1}")
     if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
         raise ConfigError(
             f"trainer and workers both use GPUs {shared}",
-            hint="give them different ones, or set [launch] colocated = true and leave memory to both",
+            hint="use different ones, or set [launch] colocated = true and leave memory for both",
         )
     if len(set(pool)) < len(pool) and not launch.colocated:
         raise ConfigError(
@@ -82,6 +81,8 @@ def _check(
     enough = per_worker if launch.colocated else needed
     if len(pool) < enough:
         raise ConfigError(
-            f"{launch.workers} workers of {per_worker} GPUs need {needed}, {len(pool)} are left for them",
-            hint="use fewer workers, smaller parallel sizes in [engine], or [launch] colocated = true on one GPU",
+            f"{launch.workers} workers of {per_worker} GPUs need {needed}, but "
+            f"{len(pool)} are left for them",
+            hint="use fewer workers, smaller parallel sizes in [engine], or [launch] "
+            "colocated = true on one GPU",
         )

@@ -1,6 +1,4 @@
-"""What a run needs before its processes start: a server, problems, a model. Everything is made once
-and kept.
-"""
+"""Prepare what the processes of a run need: a server, problems and a model."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from consumer.training.step_log import read_evaluations
 
 
 def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedServer | None]:
-    """The URL of the run's server, and the embedded one if the run has one of its own."""
+    """Return the URL of the run's server, and the embedded server if it is that."""
     if url := config.redis.resolve_url(flag):
         return url, None
     server = embedded_server(config)
@@ -33,18 +31,15 @@ def start_server(config: ConfigFile, flag: str | None) -> tuple[str, EmbeddedSer
 
 
 def prepare_problems(command: Sequence[str]) -> None:
-    """Let the producing side check its half of the config and its data sets, and write generated
-    problems.
+    """Check the config and the data sets of the producing side, and write generated problems.
 
-    Before anything is started: a wrong line is told in a second, not after a warm start.
+    This comes first, so that a wrong line is reported at once and not after a warm start.
     """
     _run(["problems", *command])
 
 
 def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
-    """The model to start from: the config's, else a small one that is built and warm-started here,
-    once.
-    """
+    """Return the config's model, or a small one, which is built and warm-started here once."""
     if config.policy.model is not None:
         check_model_folder(config.policy.model)
         return config.policy.model
@@ -55,30 +50,32 @@ def prepare_model(config: ConfigFile, command: Sequence[str]) -> Path:
     return folder
 
 
-def await_roles(run: Run, say: Callable[[str], None]) -> None:
-    """Wait until trainer and producer of an earlier launcher have left; RoleHeld when one of them
-    goes on beating.
+def await_roles(run: Run, report: Callable[[str], None]) -> None:
+    """Wait until trainer and producer of an earlier launcher have exited.
 
-    The children of a launcher that was killed end by themselves within seconds.
+    The children of a launcher that was killed end by themselves within seconds. Raises RoleHeld if
+    one of them stays alive.
     """
     end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
-    told = False
+    is_reported = False
     while held := [
         role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).alive
     ]:
         if time.monotonic() > end:
             raise RoleHeld(
-                f"run {run.name!r} has a live {' and a live '.join(held)} that this command did not start",
-                hint="stop it first; `rolloutmq train CONFIG --take-over` fences a trainer that cannot be stopped",
+                f"run {run.name!r} has a live {' and a live '.join(held)} that this "
+                "command did not start",
+                hint="stop it first; `rolloutmq train CONFIG --take-over` fences a "
+                "trainer that cannot be stopped",
             )
-        if not told:
-            say(f"waiting   for the {' and the '.join(held)} of an earlier start to leave")
-            told = True
+        if not is_reported:
+            report(f"waiting   for the {' and the '.join(held)} of an earlier start to exit")
+            is_reported = True
         time.sleep(0.2)
 
 
 def is_done(config: TrainingConfig) -> bool:
-    """Whether the last step of the plan is in a checkpoint, and its weights were evaluated."""
+    """Return whether the last step is in a checkpoint, and its weights are evaluated."""
     last = config.plan.steps
     evaluations = read_evaluations(config.run.folder)
     tasks = [name for name, task in config.tasks.items() if task.eval_of is not None]
@@ -87,7 +84,7 @@ def is_done(config: TrainingConfig) -> bool:
 
 
 def _run(args: list[str], *, quiet: bool = True) -> None:
-    """A sub-command in a process of its own: torch and the data set packages leave this one alone."""
+    """Run a sub-command in its own process, so that this one loads neither torch nor data sets."""
     done = subprocess.run(
         [sys.executable, "-m", "rolloutmq", *args],
         env=os.environ | {OWNER: str(os.getpid())},
@@ -98,8 +95,9 @@ def _run(args: list[str], *, quiet: bool = True) -> None:
     )
     if done.returncode:
         what = f"`rolloutmq {args[0]}` ended with exit code {done.returncode}"
-        # its own words, as if this process had said them
-        said, _, hint = (done.stderr or "").strip().removeprefix("error: ").partition("\nhint:  ")
-        error = RolloutMQError(said or f"{what}; see above", hint=hint)
+        # report its error as if it were this process's own
+        printed = (done.stderr or "").strip().removeprefix("error: ")
+        message, _, hint = printed.partition("\nhint:  ")
+        error = RolloutMQError(message or f"{what}; see above", hint=hint)
         error.exit_code = done.returncode if done.returncode > 0 else 1
         raise error

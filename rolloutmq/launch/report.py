@@ -1,6 +1,4 @@
-"""What a run ends with: accuracy before and after, a plot, the account, and the commands to look
-around.
-"""
+"""Report the outcome of a run: accuracy before and after, a plot, the account, useful commands."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from consumer.training.step_log import read_evaluations
 def plot(
     steps: list[TrainedStep], evaluations: dict[tuple[str, int], dict[str, float]], file: Path
 ) -> None:
-    """Reward and staleness by train step, with held-out accuracy where it was measured, as a PNG."""
+    """Plot reward, staleness and held-out accuracy by train step, as a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -76,7 +74,10 @@ def _smooth(values: list[float], window: int = 10) -> list[float]:
 
 
 def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str | None) -> None:
-    """Print the outcome of a run and write its plot. AccountError when the account does not add up."""
+    """Print the outcome of a run and write its plot.
+
+    Raises AccountError if the account does not add up.
+    """
     folder = config.run.folder
     audit = run.account.fsck()
     log = StepLog(folder / "steps.jsonl")
@@ -96,7 +97,7 @@ def finish(console: Console, config: TrainingConfig, run: Run, server_cli: str |
     console.print(
         f"plot: {folder / 'report.png'}   steps: {folder / 'steps.jsonl'}   logs: {folder / 'logs'}"
     )
-    _say_where_to_look(console, config, run, server_cli)
+    _print_commands(console, config, run, server_cli)
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
         raise AccountError("the account does not add up", hint="; ".join(what))
@@ -124,9 +125,9 @@ def _accuracy_table(evaluations: dict[tuple[str, int], dict[str, float]], last: 
 
 def _account_table(audit: Audit) -> Table:
     places = list(audit.tasks[0].places)
-    table = Table(title="where every group is (fsck)", title_justify="left", show_edge=False)
-    for column in ("place", *(task.task for task in audit.tasks)):
-        table.add_column(column, justify="left" if column == "place" else "right")
+    table = Table(title="groups by stage (fsck)", title_justify="left", show_edge=False)
+    for column in ("stage", *(task.task for task in audit.tasks)):
+        table.add_column(column, justify="left" if column == "stage" else "right")
     for place in places:
         counts = [task.places[place] for task in audit.tasks]
         if any(counts):
@@ -136,14 +137,14 @@ def _account_table(audit: Audit) -> Table:
     return table
 
 
-def _say_where_to_look(
+def _print_commands(
     console: Console, config: TrainingConfig, run: Run, server_cli: str | None
 ) -> None:
     url = mask_url(run.store.url)
     where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
     keys = run.keys
-    console.print("\nlook around:")
-    # the server that this command started went away with it; its data is on disk
+    console.print("\nto inspect the run:")
+    # the embedded server stops with this command; its data stays on disk
     commands = [f"rolloutmq server {where}"] if server_cli else []
     commands += [f"rolloutmq {c} {where}" for c in ("status", "ls", "tail --from-start", "fsck")]
     cli = server_cli or f"redis-cli -u {url}"

@@ -1,6 +1,4 @@
-"""`rolloutmq warm-start`: build the small model of a config and teach it part of its task, with a
-progress bar.
-"""
+"""`rolloutmq warm-start`: build the small model of a config, and train it on part of its task."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from consumer.models.warm_start import Problem, WarmStartProgress, read_problems
 
 
 def make_model(config: TrainingConfig) -> None:
-    """Leave `<run folder>/model`, whole; does nothing where it is there."""
+    """Write `<run folder>/model`, unless it exists."""
     folder = config.run.folder / "model"
     console = open_console()
     if folder.exists():
-        console.print(f"the model is there: {folder}")
+        console.print(f"the model exists already: {folder}")
         return
     random_model = config.run.folder / "model.random"
     shutil.rmtree(random_model, ignore_errors=True)
@@ -49,7 +47,8 @@ def _problems(config: TrainingConfig) -> list[Problem]:
     if not found:
         raise ConfigError(
             "there are no problems to warm-start a model with",
-            hint="set warm_start_size of a reasoning_gym data set, or [policy] model to one that knows the task",
+            hint="set warm_start_size of a reasoning_gym data set, or [policy] model "
+            "to one that knows the task",
         )
     return found
 
@@ -67,7 +66,8 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn(
-            "step {task.completed} · loss {task.fields[loss]:.3f} · accuracy {task.fields[accuracy]:.2f}"
+            "step {task.completed} · loss {task.fields[loss]:.3f} · accuracy "
+            "{task.fields[accuracy]:.2f}"
         ),
         TimeElapsedColumn(),
         console=console,

@@ -1,7 +1,4 @@
-"""The keys of `rolloutmq top`: pause, continue, open a group. What stops work is asked for twice.
-
-Keys of a terminal as they are pressed: nobody waits for the end of a line, and nothing is echoed.
-"""
+"""Handle the keys of `rolloutmq top`: pause (with a confirmation), continue, open a group."""
 
 from __future__ import annotations
 
@@ -27,8 +24,9 @@ _MOST_BYTES = 64
 
 
 class Keyboard:
-    """Of the terminal `descriptor`, in a `with`; at its end the terminal is what it was. Ctrl-C
-    stays what it is.
+    """Reads single keys of a terminal without echo; `with` restores the terminal at the end.
+
+    Ctrl-C works as usual.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -49,9 +47,7 @@ class Keyboard:
         termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def read(self, timeout_s: float) -> str:
-        """What was typed, at once; "" when nothing is for so long. Arrows and the like begin with
-        an escape.
-        """
+        """Return what was typed, or "" after `timeout_s`; an arrow key begins with an escape."""
         if not self._is_open:
             time.sleep(timeout_s)
             return ""
@@ -62,15 +58,15 @@ class Keyboard:
         return typed.decode(errors="ignore")
 
 
-KEYS = "p pause · c continue · o open a group · q leave"
+KEYS = "p pause · c continue · o open a group · q quit"
 _MODES = {"a": Mode.ABORT, "d": Mode.DRAIN, "k": Mode.KEEP}
-_WHICH = "pause? a abort what runs · d let it finish · k freeze it · any other key: no"
+_WHICH = "pause? a abort groups · d finish them · k freeze them · any other key: no pause"
 _ESCAPE, _ENTER, _ERASE = "\x1b", ("\r", "\n"), ("\x7f", "\b")
 _LONGEST = 75
 
 
 class Steering:
-    """Reads `keyboard` between two looks; what it asks and answers stands in `view.prompt`."""
+    """Reads `keyboard` between two refreshes; questions and answers are in `view.prompt`."""
 
     def __init__(self, run: Run, view: LiveView, keyboard: Keyboard) -> None:
         self._run = run
@@ -83,28 +79,29 @@ class Steering:
         view.prompt = KEYS
 
     def wait(self, seconds: float) -> None:
-        """For a key, or so long. `is_over` says whether somebody wants to leave."""
+        """Wait for a key, and handle it. Afterwards, `is_over` is True if the user quits."""
         typed = self._keyboard.read(seconds)
         for key in typed[:1] if typed.startswith(_ESCAPE) else typed:
             try:
                 self._next(key)
             except RolloutMQError as error:
-                self._say(str(error))
+                self._report(str(error))
 
     @property
     def wants_group(self) -> bool:
+        """Return whether the user opened a group."""
         return bool(self._group)
 
     def show_group(self, screen: Console) -> None:
-        """The group that was asked for, below what stands on the screen, until a key is pressed."""
+        """Print the chosen group below the last frame, until a key is pressed."""
         gid = self._group
         self._group = ""
         try:
             print_group(screen, find_group(self._run, gid))
         except RolloutMQError as error:
-            self._say(str(error))
+            self._report(str(error))
             return
-        screen.print("\nany key: back", style="dim")
+        screen.print("\npress any key to go back", style="dim")
         while not self._keyboard.read(1.0):
             pass
 
@@ -123,43 +120,37 @@ class Steering:
         self._view.prompt = question
         self._next = answer
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         self._ask(f"{what}\n{KEYS}" if what else KEYS, self._choose)
 
     def _pause(self, key: str) -> None:
         if key in _MODES:
             self._hold(_MODES[key])
         else:
-            self._say("not paused")
+            self._report("not paused")
 
     def _hold(self, mode: Mode) -> None:
-        told: list[str] = []
-        hold(self._run, mode, told.append)
-        self._say("\n".join(told))
+        lines: list[str] = []
+        hold(self._run, mode, lines.append)
+        self._report("\n".join(lines))
 
     def _type(self, key: str) -> None:
         if key in _ENTER:
             self._group = _gid(self._typed)
-            self._say("")
+            self._report("")
         elif key == _ESCAPE:
-            self._say("")
+            self._report("")
         else:
-            typed = (
-                self._typed[:-1]
-                if key in _ERASE
-                else self._typed + key
-                if key.isprintable()
-                else self._typed
-            )
-            self._typed = typed[:_LONGEST]
+            if key in _ERASE:
+                self._typed = self._typed[:-1]
+            elif key.isprintable():
+                self._typed = (self._typed + key)[:_LONGEST]
             self._ask(f"group: {self._typed}", self._type)
 
 
 def _gid(text: str) -> str:
-    """math-42 is math-0000000042."""
+    """Complete a short id: math-42 becomes math-0000000042."""
     task, _, draw = text.strip().rpartition("-")
-    return (
-        group_id(task, int(draw))
-        if task and draw.isascii() and draw.isdigit() and len(draw) < 10
-        else text.strip()
-    )
+    if task and draw.isascii() and draw.isdigit() and len(draw) < 10:
+        return group_id(task, int(draw))
+    return text.strip()

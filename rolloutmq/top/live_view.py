@@ -1,8 +1,7 @@
-"""The live view of a run: everything a person wants to know, on one screen of 80 columns.
+"""Draw the live view of a run on one screen of 80 columns.
 
-Numbers that must add up stand on one line, and that line is red when they do not. Limits are shown
-even where nothing is near them. Yellow is near a limit or waiting; red means that a person must
-act.
+Numbers that must add up are on one line, which is red when they do not. Limits are always shown.
+Yellow is waiting or near a limit; red needs an operator.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ MOST_WORKERS = 8
 _WIDTH = 36
 _COLUMNS = {
     "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
-    "expired": "exp", "taken": "taken", "archived": "done", "filtered": "filt", "dropped": "drop", "dead": "dead",
+    "expired": "exp", "taken": "taken", "archived": "done",
+    "filtered": "filt", "dropped": "drop", "dead": "dead",
 }  # fmt: skip
 
 
 class LiveView:
     """Draws snapshots of one run.
 
-    `total_steps`: where the run ends, if known. `lines`: what else is to be said under the title
-    (the launcher puts the phase of its run there). `prompt`: which keys there are, or what was
-    asked. `trouble`: a red line, for example while the server is away.
+    `total_steps` is the last step, if known. Below the title are `lines` (reports of the launcher),
+    `prompt` (the keys, or a question) and, in red, `trouble` (the server is unreachable, say).
     """
 
     def __init__(self, *, run_dir: Path | None = None, total_steps: int | None = None) -> None:
@@ -56,15 +55,15 @@ class LiveView:
         self.prompt = self.trouble = ""
 
     def history(self) -> History:
-        """An empty history that reads the run's step log."""
+        """Return an empty history that reads the run's step log."""
         return History(self.run_dir)
 
     def snapshot(self, run: Run) -> Snapshot:
-        """The run now. A handful of calls, no payloads. Raises StoreUnavailable."""
+        """Take a snapshot with a few calls and no payloads. Raises StoreUnavailable."""
         return take_snapshot(run, events=EVENTS)
 
     def render(self, snap: Snapshot, history: History) -> RenderableType:
-        """The whole screen."""
+        """Return the whole screen."""
         parts: list[RenderableType] = [self._title(snap)]
         parts += [Text(plain(line), style="cyan") for line in self.lines]
         parts += [Text(plain(self.prompt), style="bold")] if self.prompt else []
@@ -84,10 +83,10 @@ class LiveView:
         return Group(*parts)
 
     def line(self, snap: Snapshot, history: History) -> str:
-        """One calm line, for logs and pipes."""
+        """Return one line, for logs and pipes."""
         places = snap.places
         rewards = history.metric("rewards/mean")
-        asked = sum(task.asked for task in snap.training)
+        wanted = sum(task.asked for task in snap.training)
         words = [
             time.strftime("%H:%M:%S"),
             f"step {self._step(snap)}",
@@ -96,7 +95,7 @@ class LiveView:
             f"waiting {places['waiting']}",
             f"running {places['running']}{judged_text(snap)}",
             f"ready {sum(task.ready for task in snap.training)}"
-            + (f" of {asked}" if asked else ""),
+            + (f" of {wanted}" if wanted else ""),
             f"{count(snap.tokens_per_s)} tok/s",
             f"{len(snap.live_workers)} workers",
         ]
@@ -135,7 +134,7 @@ def _curves(history: History) -> list[Text]:
             _curve(
                 "reward",
                 rewards,
-                f"{rewards[-1]:.3f} now · {rewards[0]:.3f} at first · {max(rewards):.3f} best",
+                f"{rewards[-1]:.3f} now · {rewards[0]:.3f} first · {max(rewards):.3f} best",
             ),
         )
     step_s = history.metric("time/step_s")
@@ -155,7 +154,7 @@ def _curve(name: str, values: list[float], now: str) -> Text:
 
 
 def groups_table(snap: Snapshot) -> Table:
-    """Groups by place, one row per task; the sum must be what was enqueued, put or imported."""
+    """Return the groups by stage, one row per task, with a sum that must match the account."""
     grid = table("groups", *_COLUMNS.values(), "sum", right=[*_COLUMNS.values(), "sum"])
     grid.padding = (0, 1, 0, 0)
     for task in snap.tasks:
@@ -176,9 +175,7 @@ def groups_table(snap: Snapshot) -> Table:
 
 
 def _ahead(task: TaskView) -> Text:
-    """How many groups are started and not consumed, of how many the producer may start; and how
-    many are ready.
-    """
+    """Return how far a task is ahead of the trainer, how far it may be, and what is ready."""
     limit = task.may_start
     started = task.started
     style = "yellow" if task.account.target and started >= limit else ""
@@ -191,7 +188,7 @@ def _ahead(task: TaskView) -> Text:
 
 
 def _waits(snap: Snapshot, history: History) -> list[Text]:
-    """Who waits for whom now, and which part of the watched time."""
+    """Return which process waits for which, now and as a share of the observed time."""
     cells = []
     for wait in (TRAINER, WORKERS, PRODUCER, PAUSED):
         now = history.waits.get(wait, 0.0)
@@ -216,14 +213,14 @@ def _waits(snap: Snapshot, history: History) -> list[Text]:
 def _memory(snap: Snapshot) -> Text:
     memory = snap.memory
     of = f" of {format_size(memory.high)}" if memory.high else ""
-    wait = ", new prompts wait" if memory.refuses_fresh else ""
+    wait = ", no new prompts" if memory.refuses_fresh else ""
     return Text(f"{format_size(memory.held)}{of}{wait}", style="yellow" if wait else "")
 
 
 def _workers(snap: Snapshot) -> list[Text]:
     live = {worker.id for worker in snap.live_workers}
     if not snap.workers:
-        return [Text("no worker", style="dim" if snap.mode == "finish" else "yellow")]
+        return [Text("no workers", style="dim" if snap.mode == "finish" else "yellow")]
     lines = [
         _worker(worker, worker.id in live, str(snap.weights))
         for worker in snap.workers[:MOST_WORKERS]

@@ -1,6 +1,4 @@
-"""`rolloutmq top`: the live view. On a terminal it redraws, elsewhere it prints a calm line now and
-then.
-"""
+"""`rolloutmq top`: redraw the live view on a terminal, or print a line every few seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +27,10 @@ from rolloutmq.top.live_view import LiveView
 EPILOG = "Example: rolloutmq top --run-dir runs/demo"
 
 REDRAW_S = 0.5
-CALM_S = 5.0
+"""Seconds between two frames on a terminal."""
+
+LINE_S = 5.0
+"""Seconds between two lines elsewhere."""
 
 
 def register(app: typer.Typer) -> None:
@@ -37,22 +38,24 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    every: Annotated[float | None, typer.Option(min=0.1, help="Seconds between two looks.")] = None,
-    looks: Annotated[
-        int | None, typer.Option("--count", min=1, help="Leave after so many looks.")
+    every: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds between two refreshes.")
+    ] = None,
+    refreshes: Annotated[
+        int | None, typer.Option("--count", min=1, metavar="N", help="Exit after N refreshes.")
     ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a run live; q or Ctrl-C leaves.
+    """Watch a run live; q or Ctrl-C quits.
 
-    Steps, rewards, groups by place, staleness, workers, and who waits for whom. Keys pause the run
-    (asked twice), continue it, and open a group. Where the output is no terminal, one calm line
-    every few seconds.
+    Shows steps, rewards, groups by stage, staleness, workers, and which process waits for which.
+    Keys pause the run (with a confirmation), continue it, and open a group. If the output is not a
+    terminal, prints one line every few seconds.
     """
-    left = iter(range(looks - 1, -1, -1)) if looks else None
+    left = iter(range(refreshes - 1, -1, -1)) if refreshes else None
     with open_target(redis_url, run_dir, run) as target:
         view = LiveView(run_dir=target.run_dir)
 
@@ -60,7 +63,7 @@ def top(
             return left is not None and next(left) == 0
 
         if as_json:
-            _stream(target.run, view, is_over, every or CALM_S)
+            _stream(target.run, view, is_over, every or LINE_S)
         else:
             screen = console()
             with _keys(screen) as keyboard:
@@ -70,7 +73,7 @@ def top(
 
 @contextmanager
 def _keys(screen: Console) -> Iterator[Keyboard | None]:
-    """The keyboard, where somebody sits at it."""
+    """Open the keyboard, if there is one."""
     if screen.is_terminal and sys.stdin.isatty():
         with Keyboard(sys.stdin.fileno()) as keyboard:
             yield keyboard
@@ -87,20 +90,19 @@ def watch(
     every_s: float | None = None,
     steering: Steering | None = None,
 ) -> None:
-    """Show `run` until `is_over()`, asked after every look, or until `steering` is. The last frame
-    stays on the screen.
+    """Show `run` until `is_over()` returns True after a refresh, or `steering` is over.
 
-    A server that is away is part of the show: the last frame stays, with a red line, until it is
-    back.
+    The last frame stays on the screen. While the server is unreachable, the last frame stays, with
+    a red line.
     """
     history = view.history()
     if not screen.is_terminal:
-        _print_lines(run, view, history, screen, is_over, every_s or CALM_S)
+        _print_lines(run, view, history, screen, is_over, every_s or LINE_S)
         return
     with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
         last: Snapshot | None = None
         while True:
-            last = _look(run, view, history) or last
+            last = _refresh(run, view, history) or last
             if last is not None:
                 live.update(view.render(last, history), refresh=True)
             if is_over():
@@ -117,8 +119,8 @@ def watch(
                 live.start()
 
 
-def _look(run: Run, view: LiveView, history: History) -> Snapshot | None:
-    """One look; None, and `view.trouble` says why, while the server is away."""
+def _refresh(run: Run, view: LiveView, history: History) -> Snapshot | None:
+    """Take a snapshot; None, with the reason in `view.trouble`, while the server is unreachable."""
     try:
         snap = view.snapshot(run)
     except StoreUnavailable as error:
@@ -138,7 +140,7 @@ def _print_lines(
     every_s: float,
 ) -> None:
     while True:
-        snap = _look(run, view, history)
+        snap = _refresh(run, view, history)
         screen.print(
             Text(view.trouble if snap is None else view.line(snap, history)), soft_wrap=True
         )

@@ -1,16 +1,15 @@
-"""The HTTP side of the browser's view (Starlette): a page without a build step, JSON, and
-server-sent events.
+"""Serve a run to browsers (Starlette): a page without a build step, JSON, and server-sent events.
 
     GET  /                     the page; /static/… its script and style
-    GET  /api/stream           server-sent events: a look a second (rolloutmq/web/watcher.py)
-    GET  /api/groups           ?where=JSON&order=-tokens&limit=100: the query language of buffer/query
+    GET  /api/stream           server-sent events: a snapshot per second (rolloutmq/web/watcher.py)
+    GET  /api/groups           ?where=JSON&order=-tokens&limit=100, see buffer/query
     GET  /api/groups/{gid}     one group with its tokens
     GET  /api/dead             dead letters
-    POST /api/pause  /api/continue  /api/groups/{gid}/requeue  /api/groups/{gid}/drop      want the token
+    POST /api/pause  /api/continue  /api/groups/{gid}/requeue  /api/groups/{gid}/drop
 
-Reading is free on loopback. Acting always wants the token, in a header that no other site can send
-(so that no page elsewhere can act in a browser's name); a `Host` that is not ours is refused (so
-that no page elsewhere can read).
+Reading needs no token on loopback. Acting always needs it, in a header that no other site can send,
+so no page elsewhere can act on behalf of the browser. A request for an unknown `Host` is refused,
+so no page elsewhere can read.
 """
 
 from __future__ import annotations
@@ -49,7 +48,10 @@ from rolloutmq.web.watcher import TokenTexts, Watcher
 
 STATIC = Path(__file__).parent / "static"
 MOST_ROWS = 1000
-POLICY = "default-src 'self'; style-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
+POLICY = (
+    "default-src 'self'; style-src 'self'; img-src 'self' data:; frame-ancestors "
+    "'none'; base-uri 'none'"
+)
 SAFE_HEADERS = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -59,7 +61,7 @@ _STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailab
 
 
 class RunView:
-    """What a browser may ask of one run. Methods that act check the token first."""
+    """Answers the requests of browsers for one run. Methods that act check the token first."""
 
     def __init__(
         self, run: Run, watcher: Watcher, texts: TokenTexts, token: str, *, read_needs_token: bool
@@ -75,17 +77,17 @@ class RunView:
         return StreamingResponse(self._events(request), media_type="text/event-stream")
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
-        async for look in self._watcher.looks():
+        async for snapshot in self._watcher.snapshots():
             if await request.is_disconnected():
                 return
-            yield b"data: " + orjson.dumps(look, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
+            yield b"data: " + orjson.dumps(snapshot, option=orjson.OPT_NON_STR_KEYS) + b"\n\n"
 
     def groups(self, request: Request) -> Response:
         self._admit(request, acts=False)
-        asked: Mapping[str, str] = request.query_params
-        where = _json(asked.get("where") or "{}")
-        limit = _number(asked.get("limit") or "100", MOST_ROWS)
-        rows = self._run.groups.find(where, limit=limit, order=asked.get("order") or "")
+        query: Mapping[str, str] = request.query_params
+        where = _json(query.get("where") or "{}")
+        limit = _number(query.get("limit") or "100", MOST_ROWS)
+        rows = self._run.groups.find(where, limit=limit, order=query.get("order") or "")
         return _answer([asdict(row) for row in rows])
 
     def group(self, request: Request) -> Response:
@@ -98,14 +100,17 @@ class RunView:
             )
         record = self._run.record(gid)
         places = self._run.account.places(task, draw)
-        told = {
+        document = {
             "gid": gid,
             "places": places,
             "record": record,
             "dead_letter": self._run.dead_letters.reason(gid),
+            "trace_id": trace_id(self._run.nonce, gid),
+            "members": [],
         }
-        told["trace_id"] = trace_id(self._run.nonce, gid)
-        return _answer(told | (self._members(gid, record) if record else {"members": []}))
+        if record:
+            document |= self._members(gid, record)
+        return _answer(document)
 
     def _members(self, gid: str, record: dict[str, str]) -> dict[str, Any]:
         crc = "" if record["payload"] == "init" else record.get("crc", "")
@@ -113,10 +118,10 @@ class RunView:
         group = self._run.buffer.read(
             PayloadRef(gid, record["payload"], int(record["chunks"]), size, crc)
         )
-        told = group_json(group, group.states, tokens=True)
-        for member in told["members"]:
+        document = group_json(group, group.states, tokens=True)
+        for member in document["members"]:
             member["token_texts"] = self._texts.of(member["response_ids"])
-        return told
+        return document
 
     def dead(self, request: Request) -> Response:
         self._admit(request, acts=False)
@@ -136,7 +141,7 @@ class RunView:
         self._admit(request, acts=True)
         mode = request.query_params.get("mode", "abort")
         if mode not in (Mode.ABORT, Mode.DRAIN, Mode.KEEP):
-            raise ConfigError(f"there is no mode {mode!r}", hint="abort, drain or keep")
+            raise ConfigError(f"there is no mode {mode!r}", hint="one of abort, drain, keep")
         return _answer({"epoch": self._run.control.set_mode("operator", Mode(mode)).epoch})
 
     def resume(self, request: Request) -> Response:
@@ -151,7 +156,7 @@ class RunView:
 
 
 class _NoToken(Exception):
-    """The request carries no token, or another one."""
+    """Raised when a request carries no token, or a wrong one."""
 
 
 def make_app(
@@ -163,7 +168,10 @@ def make_app(
     read_needs_token: bool = False,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Starlette:
-    """The application. `hosts`: names under which it may be asked for; `is_over`: when streams end."""
+    """Return the application.
+
+    `hosts` are the names under which it may be requested; streams end when `is_over` returns True.
+    """
     watcher = Watcher(run, History(run_dir), is_over)
     view = RunView(
         run,
@@ -191,7 +199,7 @@ def make_app(
         post("/api/groups/{gid}/requeue", view.requeue),
         post("/api/groups/{gid}/drop", view.drop),
     ]
-    errors: dict[Any, Any] = {_NoToken: _refuse, RolloutMQError: _tell}
+    errors: dict[Any, Any] = {_NoToken: _refuse, RolloutMQError: _report}
     return Starlette(
         routes=routes,
         middleware=[
@@ -203,13 +211,13 @@ def make_app(
 
 
 def _model_folders(run: Run, run_dir: Path | None) -> list[Path]:
-    """The run's own model, and what workers loaded last: the model it began with, or newer weights."""
+    """Return the folders that may hold a tokenizer: the run's model, and its newest weights."""
     newest = run.control.state().weights_path
     return [*([run_dir / "model"] if run_dir else []), *([Path(newest)] if newest else [])]
 
 
 class _SafeHeaders:
-    """Nothing but our own files is run or shown, and nothing is cached."""
+    """Adds headers: only our own files are run or shown, and nothing is cached."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -230,14 +238,14 @@ def _answer(document: Any) -> Response:
 
 
 def _refuse(request: Request, error: Exception) -> Response:
-    told = {
-        "error": "a token is wanted",
-        "hint": "the command that serves this page printed an address with one",
+    document = {
+        "error": "this needs a token",
+        "hint": "open the address that `rolloutmq web` printed: it contains the token",
     }
-    return JSONResponse(told, status_code=401)
+    return JSONResponse(document, status_code=401)
 
 
-def _tell(request: Request, error: RolloutMQError) -> Response:
+def _report(request: Request, error: RolloutMQError) -> Response:
     code = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 409)
     return JSONResponse({"error": error.message, "hint": error.hint}, status_code=code)
 
@@ -247,11 +255,11 @@ def _json(text: str) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ConfigError(
-            f"this is no JSON: {error}", hint='for example {"status": "completed"}'
+            f"not valid JSON: {error}", hint='for example {"status": "completed"}'
         ) from error
 
 
 def _number(text: str, most: int) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ConfigError(f"limit {text[:20]!r}", hint=f"1 to {most}")
+        raise ConfigError(f"limit {text[:20]!r} is not a number from 1 to {most}")
     return int(text)

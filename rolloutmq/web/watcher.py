@@ -1,8 +1,4 @@
-"""One look a second at the run, shared by all browsers, and none while nobody watches.
-
-The text of single tokens, for the colours of the rollout viewer, where a tokenizer of the run can
-be read.
-"""
+"""Take one snapshot of a run per second for all browsers, and none while there is no browser."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ from buffer.run import Run
 EVERY_S = 1.0
 EVENTS = 12
 CURVE = 200
-"""Points of a curve that a browser is given when it comes."""
+"""The number of newest points of a curve that are sent."""
 
 
 class Watcher:
-    """`looks` yields what a browser shows, at most one every EVERY_S, whoever asks."""
+    """Takes snapshots at most every EVERY_S seconds, however many browsers ask."""
 
     def __init__(self, run: Run, history: History, is_over: Callable[[], bool]) -> None:
         self._run = run
@@ -34,35 +30,39 @@ class Watcher:
         self._is_over = is_over
         self._lock = asyncio.Lock()
         self._newest: dict[str, Any] = {}
-        self._looked_at = float("-inf")
+        self._taken_at = float("-inf")
 
-    async def looks(self) -> AsyncIterator[dict[str, Any]]:
-        """A look now, and one every second, until `is_over`."""
+    async def snapshots(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield a snapshot now, and one every second, until `is_over` returns True."""
         while not self._is_over():
-            yield await self.look()
+            yield await self.snapshot()
             await asyncio.sleep(EVERY_S)
 
-    async def look(self) -> dict[str, Any]:
-        """The newest look; a new one where that is older than EVERY_S. A server that is away is
-        told as `trouble`.
+    async def snapshot(self) -> dict[str, Any]:
+        """Return the newest snapshot, taking a new one where that is older than EVERY_S.
+
+        While the server is unreachable, `trouble` holds the error, beside the last known state.
         """
         async with self._lock:
-            if time.monotonic() - self._looked_at >= 0.9 * EVERY_S:
-                self._newest = await asyncio.to_thread(self._look)
-                self._looked_at = time.monotonic()
+            if time.monotonic() - self._taken_at >= 0.9 * EVERY_S:
+                self._newest = await asyncio.to_thread(self._take)
+                self._taken_at = time.monotonic()
             return self._newest
 
-    def _look(self) -> dict[str, Any]:
+    def _take(self) -> dict[str, Any]:
         try:
             snap = take_snapshot(self._run, events=EVENTS)
         except RolloutMQError as error:
             return self._newest | {"trouble": error.message, "hint": error.hint}
         self._history.observe(snap)
-        return {"trouble": "", "now_ms": snap.now_ms, "status": describe(snap)} | self._of_history(
-            snap
-        )
+        return {
+            "trouble": "",
+            "now_ms": snap.now_ms,
+            "status": describe(snap),
+            **self._describe_history(snap),
+        }
 
-    def _of_history(self, snap: Snapshot) -> dict[str, Any]:
+    def _describe_history(self, snap: Snapshot) -> dict[str, Any]:
         history = self._history
         curves = {
             name: history.metric(name)[-CURVE:]
@@ -81,8 +81,9 @@ class Watcher:
 
 
 class TokenTexts:
-    """`folders`: where a tokenizer may be, of the run's model or of any of its weights. Where none
-    is, tokens are shown by their ids.
+    """Decodes single tokens, with the first tokenizer that is found in `folders`.
+
+    Where there is none, the page shows token ids.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -95,12 +96,12 @@ class TokenTexts:
             return None
         try:
             from tokenizers import Tokenizer
-        except ImportError:  # an extra; ids are shown
+        except ImportError:  # installed with an extra; without it, ids are shown
             return None
         return Tokenizer.from_file(str(file))
 
     def of(self, ids: Sequence[int]) -> list[str] | None:
-        """The text of each token by itself; None where nobody knows."""
+        """Return the text of each token by itself; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in ids]

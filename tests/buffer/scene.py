@@ -10,7 +10,7 @@ import redis
 
 from buffer.control.control import Mode
 from buffer.control.control_line import receipt
-from buffer.control.fleet import Beat, Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReply, HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
@@ -129,8 +129,8 @@ class Scene:
         assert claim.refusal is None
         return claim.jobs
 
-    def beat(self, held: Sequence[Job], worker: str = "w0", ack: int = 1) -> Beat:
-        pulse = Pulse(ack, FIRST, WorkerState.IDLE, tokens_per_s=1.0)
+    def beat(self, held: Sequence[Job], worker: str = "w0", ack: int = 1) -> HeartbeatReply:
+        pulse = HeartbeatReport(ack, FIRST, WorkerState.IDLE, tokens_per_s=1.0)
         return self.run.fleet.heartbeat(worker, self.worker(worker), pulse, held)
 
     def receipt(self, ack: int, worker: str = "w0") -> str:

@@ -10,7 +10,7 @@ from buffer.batches.position import Position
 from buffer.config.load import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
-from buffer.control.task_status import Halt
+from buffer.control.task_status import TaskStop
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import Manifest
 from buffer.model.rollout import PolicyVersion, Status
@@ -80,17 +80,17 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     scene.enqueue(1)
     (job, *_) = scene.claim(weights=run.control.state().weights)
     run.jobs.release("w0", job, "aborted")
-    run.halts.say(scene.producer, "math", Halt("broken", 0, "no rows"))
-    run.halts.say(scene.producer, "code", Halt("enough", 3, "half"))
+    run.task_stops.publish(scene.producer, "math", TaskStop("broken", 0, "no rows"))
+    run.task_stops.publish(scene.producer, "code", TaskStop("enough", 3, "half"))
     run.jobs.forgive("math")
     run.control.report_curriculum(scene.producer, 1, "no data")
     run.control.report_curriculum(scene.producer, 2, "")
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
     assert run.receipts.silent() == ["w0"]
     assert scene.receipt(run.control.state().epoch) == "OK"
-    run.control.beat("trainer", scene.trainer)
-    run.control.beat("trainer", scene.trainer, closing=True)
-    run.control.beat("producer", scene.producer, closing=True)
+    run.control.renew_role("trainer", scene.trainer)
+    run.control.renew_role("trainer", scene.trainer, closing=True)
+    run.control.renew_role("producer", scene.producer, closing=True)
 
 
 def lose_and_recover(scene: Scene) -> None:

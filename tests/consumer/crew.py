@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.fleet import Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce, split_group_id
@@ -109,7 +109,7 @@ class Crew:
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
         if not self.silent:
-            pulse = Pulse(state.epoch, state.weights, WorkerState.IDLE)
+            pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
             if not self._run.fleet.heartbeat(self.worker, self._nonce, pulse, []).known:
                 self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
             self.epochs.append((state.epoch, state.mode))

@@ -494,4 +494,4 @@ def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(
         consumer.take_batch(1, {"math": 1}, deadline_s=60.0)
     assert "--regenerate" in lost.value.hint
     with pytest.raises(LostRun):
-        run.control.beat("producer", producer)
+        run.control.renew_role("producer", producer)

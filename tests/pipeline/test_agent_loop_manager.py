@@ -97,7 +97,7 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
         site.run.jobs.forgive("math")
         site.rounds()
         assert site.ready()["math"] == 5
-    assert not site.run.halts.of("math").kind
+    assert not site.run.task_stops.of("math").kind
     site.scene.check()
 
 
@@ -108,12 +108,12 @@ def test_a_producer_that_starts_anew_tries_a_broken_task_again(
     first.rows["math"].broken = OSError("disk")
     with first.manager.opened():
         first.rounds(1)
-    assert first.run.halts.of("math").kind == "broken"
+    assert first.run.task_stops.of("math").kind == "broken"
     first.rows["math"].broken = None
     second = first.new_manager()
     with second.opened():
         assert second.round(first.run.control.state()) == 5
-    assert not first.run.halts.of("math").kind
+    assert not first.run.task_stops.of("math").kind
 
 
 def test_a_slow_task_holds_up_no_other(make_mixture: Callable[..., Mixture]) -> None:

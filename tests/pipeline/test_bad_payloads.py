@@ -89,7 +89,7 @@ def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) 
     yard.check()
 
 
-async def _serve(yard: Yard, answers: dict[str, bytes], judge_of: Any) -> None:
+async def _serve(yard: Yard, answers: dict[str, bytes], judge_from_function: Any) -> None:
     """Start a judge at a URL that answers for each group, by its ground truth, what is given."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -105,7 +105,7 @@ async def _serve(yard: Yard, answers: dict[str, bytes], judge_of: Any) -> None:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        await judge_of(f"http://127.0.0.1:{runner.addresses[0][1]}/")
+        await judge_from_function(f"http://127.0.0.1:{runner.addresses[0][1]}/")
     finally:
         await runner.cleanup()
 

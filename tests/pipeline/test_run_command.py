@@ -39,20 +39,20 @@ def test_run_continues_after_ctrl_c_and_after_a_kill_and_through_chaos(
     site.until(lambda: "server" in first.said(), "the first launcher")
     code, output = site.command("run")
     assert code == 5
-    assert "another `rolloutmq run` works in" in output
+    assert "another `rolloutmq run` is running in" in output
     site.until_step(3)
     children = children_of(first)
     assert len(children) == 4
     assert "2 judge workers" in (site.run_dir / "logs" / "judge.log").read_text(encoding="utf-8")
     assert first.end(signal.SIGINT) == 130, first.said()
-    assert "the same command goes on from here" in first.said()
+    assert "the same command continues the run" in first.said()
     assert all_gone(children)
     assert not site.server.is_running
 
     second = site.start("run")
     reached = max(step for step, _ in site.lines())
     site.until_step(reached + 1)
-    assert "goes on: step" in second.said()
+    assert "continues: step" in second.said()
     children = children_of(second)
     second.end(signal.SIGKILL)
     # the launcher cannot signal its children any more: they notice
@@ -222,7 +222,7 @@ def test_a_line_that_is_not_json_is_reported_with_file_and_number(
     for verb in ("run", "problems"):
         code, output = site.command(verb)
         assert code == 2
-        assert f"{file}:41: not JSON" in output
+        assert f"{file}:41: not valid JSON" in output
 
 
 def test_a_bad_line_ends_the_producer_and_leaves_the_run_intact(live: Site, tmp_path: Path) -> None:

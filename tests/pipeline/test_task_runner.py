@@ -49,7 +49,7 @@ def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_for(
         worker = yard.worker(is_valid_sample=even_rows_only, judge=lambda **_: 0.5)
         async with yard.working(worker):
             while yard.places().get("completed", 0) < 6:
-                state = yard.run.control.beat("producer", producer.nonce)
+                state = yard.run.control.renew_role("producer", producer.nonce)
                 await asyncio.to_thread(producer.round, state)
                 await asyncio.sleep(0.01)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import orjson
 
-from buffer.control.fleet import Pulse, WorkerRecord, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerRecord, WorkerState
 from buffer.model import wire
 from buffer.model.group import RolloutGroup
 from buffer.model.ids import group_id, new_nonce
@@ -78,7 +78,7 @@ class Scene:
     def beat(
         self, worker: str, *, ack: int, state: WorkerState = WorkerState.IDLE, judging: int = 0
     ) -> None:
-        pulse = Pulse(
+        pulse = HeartbeatReport(
             ack, WEIGHTS, state, tokens_per_s=120.0, done=4, concurrency=8, judging=judging, judged=40, judging_ms=8000,
             judge_failures=3, judge_buckets=(0, 0, 0, 10, 29, 0, 0, 1, 0, 0, 0, 0, 0, 0),
         )  # fmt: skip

@@ -30,7 +30,7 @@ _THREADS = 256
 MODEL = "policy"
 """The name of the model; the endpoint accepts any other name, too."""
 
-LONGEST_COMPLAINT = 2000
+LONGEST_STDERR = 2000
 """Characters of a failed program's stderr that are kept."""
 
 
@@ -126,11 +126,11 @@ class ProgramAgent:
             start_new_session=True,
         )
         try:
-            _, complaint = await process.communicate(orjson.dumps(given, default=str))
+            _, stderr = await process.communicate(orjson.dumps(given, default=str))
         finally:
             await _end(process)
         if process.returncode:
-            reason = complaint.decode(errors="replace").strip()[-LONGEST_COMPLAINT:]
+            reason = stderr.decode(errors="replace").strip()[-LONGEST_STDERR:]
             raise AgentError(f"agent {self._command[0]} exited with {process.returncode}: {reason}")
         return None
 

@@ -40,7 +40,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
-USUAL_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """The default `max_tokens` of /v1/completions."""
 
 _TEXT_KEYS = ("role", "name", "tool_call_id")
@@ -68,7 +68,7 @@ Null and empty ones mean nothing.
 """
 
 
-class Asked(Protocol):
+class ParsedRequest(Protocol):
     """A valid request."""
 
     @property
@@ -292,7 +292,9 @@ class TextRequest(Request):
         return self.logprobs is not None
 
     async def ask(self, session: Session) -> Turn:
-        return await session.complete(self.prompt, self.overrides(self.max_tokens or USUAL_TOKENS))
+        return await session.complete(
+            self.prompt, self.overrides(self.max_tokens or DEFAULT_MAX_TOKENS)
+        )
 
     def answer(self, turn: Turn, name: str, pieces: list[str]) -> Json:
         frame = self.frame(f"cmpl-{name}", "text_completion")

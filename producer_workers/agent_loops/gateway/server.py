@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from buffer.errors import ConfigError
 from producer_workers.agent_loops.gateway.openai_api import (
-    Asked,
     ChatRequest,
+    ParsedRequest,
     TextRequest,
     refusal,
 )
@@ -70,7 +70,7 @@ class Endpoint:
             request.cancel()
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_in_their_form])
+        app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_errors_as_openai])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -162,7 +162,9 @@ class Endpoint:
             return _refuse(503, "the engine died", "interrupted")
         return await self._reply(request, asked, turn)
 
-    async def _reply(self, request: web.Request, asked: Asked, turn: Turn) -> web.StreamResponse:
+    async def _reply(
+        self, request: web.Request, asked: ParsedRequest, turn: Turn
+    ) -> web.StreamResponse:
         pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
         name = secrets.token_hex(8)
         if not asked.wants_stream:
@@ -194,7 +196,7 @@ async def _unknown(request: web.Request) -> web.Response:
 
 
 @web.middleware
-async def _in_their_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_openai(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return errors in the form that OpenAI's clients parse."""
     try:
         return await handler(request)

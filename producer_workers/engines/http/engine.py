@@ -37,11 +37,11 @@ from producer_workers.engines.http.server import (
     Piece,
     ServerGone,
     ServerRefusal,
+    applies_structure,
     check_logprobs,
     gather_quietly,
-    keeps_to_a_structure,
 )
-from producer_workers.engines.http.weights import weights_of
+from producer_workers.engines.http.weights import make_weights
 from producer_workers.engines.response import GrowingResponse
 from producer_workers.engines.vllm.api import structure_arguments
 
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 WATCH_S = 2.0
 """Seconds between two checks that the server is alive."""
 
-LAST_WORDS_S = 2.0
+ABORT_GRACE_S = 2.0
 """Seconds for aborted requests to deliver their last tokens; later ones are sampled again."""
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -125,7 +125,7 @@ class HttpEngine:
         self._version = version
         self._server = CompletionServer(config.url, config.model, config.api_key)
         self._updates = config.weights != "static"
-        self._weights = weights_of(self._server, config, model_dir)
+        self._weights = make_weights(self._server, config, model_dir)
         self.structures_output = False
         self._requests: set[HttpRequest] = set()
         self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
@@ -143,7 +143,7 @@ class HttpEngine:
             if self._updates:  # first, since a worker that died may have left the server paused
                 await self._take_over()
             await check_logprobs(self._server)
-            self.structures_output = await keeps_to_a_structure(self._server)
+            self.structures_output = await applies_structure(self._server)
         except (ServerGone, ServerRefusal) as error:
             await self._server.close()
             raise EngineError(error.message, hint=error.hint) from error
@@ -288,7 +288,7 @@ class HttpEngine:
         if self._updates:
             await self._control(self._server.pause("abort", self._config.control_timeout_s))
             if self._parts:
-                await asyncio.wait(set(self._parts.values()), timeout=LAST_WORDS_S)
+                await asyncio.wait(set(self._parts.values()), timeout=ABORT_GRACE_S)
         await gather_quietly(set(self._parts.values()))
 
     async def _continue(self) -> None:

@@ -1,7 +1,7 @@
 """Speak to a server of the OpenAI API, with vLLM's endpoints for token ids and weights.
 
 Invariant: every token comes with an id and a logprob; a server that returns only text is an error,
-and its text is never tokenized again. `check_logprobs` and `keeps_to_a_structure` find out at the
+and its text is never tokenized again. `check_logprobs` and `applies_structure` find out at the
 start what no API tells. Endpoints: vLLM 0.32, `entrypoints/openai/completion` and, in its
 development mode, `entrypoints/rl`.
 """
@@ -31,7 +31,7 @@ STREAM_INTERVAL = 32
 IDS_HINT = "the server must answer `return_token_ids` or `return_tokens_as_token_ids`, as vLLM does"
 
 PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
-ENOUGH = 1e-3
+MIN_DISTANCE = 1e-3
 """Logprobs that are nearer to each other, in nats, prove nothing."""
 
 
@@ -281,7 +281,7 @@ async def check_logprobs(server: CompletionServer) -> None:
         plain, cold = [await server.top_logprobs(prompt, temperature) for temperature in (1.0, 0.5)]
         near = plain[-1] - plain[0]
         far = cold[-1] - cold[0]
-        if near <= ENOUGH:
+        if near <= MIN_DISTANCE:
             continue
         if far < 1.5 * near:
             hint = "start vLLM with --logprobs-mode processed_logprobs"
@@ -294,7 +294,7 @@ async def check_logprobs(server: CompletionServer) -> None:
     )
 
 
-async def keeps_to_a_structure(server: CompletionServer) -> bool:
+async def applies_structure(server: CompletionServer) -> bool:
     """Return whether the server applies `structured_outputs`; most ignore unknown fields."""
     only = "a7-b8"
     sampling = {"max_tokens": 16, "structured_outputs": {"choice": [only]}}

@@ -115,7 +115,7 @@ class ServerAdapters(ServerWeights):
             await self._server.unload_adapter(str(older), self._config.control_timeout_s)
 
 
-def weights_of(server: CompletionServer, config: HttpConfig, model_dir: Path) -> ServerWeights:
-    """Return the kind of updates that [engine] weights names."""
+def make_weights(server: CompletionServer, config: HttpConfig, model_dir: Path) -> ServerWeights:
+    """Make the kind of updates that [engine] weights names."""
     kind = ServerAdapters if config.weights == "adapters" else ServerWeights
     return kind(server, config, model_dir)

@@ -1,4 +1,4 @@
-// Elements from plain data. Text is always text: what a model wrote is never read as HTML.
+// Make elements from plain data. Text stays text: what a model wrote is never parsed as HTML.
 
 export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -34,15 +34,15 @@ export function panel(title, note, ...content) {
   return el("section", { class: "panel" }, el("h2", {}, title, note ? el("small", {}, ` ${note}`) : null), ...content);
 }
 
-// A curve from its lowest to its highest value; a screen reader hears the ends.
+// A curve, scaled from its lowest to its highest value; its label holds both ends for screen readers.
 export function curve(name, values) {
-  const said = values.length ? `${name}: ${number(values[0], 3)} at first, ${number(values.at(-1), 3)} now` : `${name}: nothing yet`;
+  const label = values.length ? `${name}: ${number(values[0], 3)} at first, ${number(values.at(-1), 3)} now` : `${name}: no values yet`;
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("class", "curve");
   svg.setAttribute("viewBox", "0 0 100 40");
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", said);
+  svg.setAttribute("aria-label", label);
   if (values.length > 1) {
     const low = Math.min(...values), high = Math.max(...values), span = high - low || 1;
     const points = values.map((value, i) => `${((100 * i) / (values.length - 1)).toFixed(2)},${(38 - (36 * (value - low)) / span).toFixed(2)}`);

@@ -1,21 +1,21 @@
-// The views of one run. `look` is the newest of the stream; every view is drawn from it or from one question.
+// The views of one run. Each is drawn from the newest snapshot of the stream, or from the answer to one request.
 
 import { age, bar, bytes, curve, el, number, panel, table } from "./draw.js";
 import { showGroup } from "./rollout.js";
 import { ask, follow, hasToken } from "./server.js";
 
-const PLACES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
+const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
 const view = document.getElementById("view");
-let look = null, colour = "version";
+let snapshot = null, colour = "version";
 
 const groupLink = (gid) => el("a", { href: `#/groups/${encodeURIComponent(gid)}` }, gid);
-const trouble = (words) => { const place = document.getElementById("trouble"); place.hidden = !words; place.textContent = words; };
+const trouble = (words) => { const line = document.getElementById("trouble"); line.hidden = !words; line.textContent = words; };
 
 function headline() {
-  const { status } = look;
+  const { status } = snapshot;
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const running = `${number(status.leases)} running` + (status.judging ? `, of which ${number(status.judging)} ${status.judging === 1 ? "is" : "are"} judged` : "");
+  const running = `${number(status.leases)} running` + (status.judging ? `, of which ${number(status.judging)} ${status.judging === 1 ? "is" : "are"} being judged` : "");
   const paused = status.paused_by ? `${status.mode}, paused by the ${status.paused_by} ${age(status.mode_age_ms)} ago` : status.mode;
   document.getElementById("headline").textContent =
     `${paused} · step ${status.steps.taken} · weights ${status.weights.version} · trainer ${status.trainer.state} · producer ${status.producer.state} · ${running} · ${number(status.tokens_per_s)} tokens/s`;
@@ -26,15 +26,15 @@ function headline() {
 }
 
 function showRun() {
-  const { status, waits, curves } = look;
+  const { status, waits, curves } = snapshot;
   const tasks = Object.entries(status.tasks);
   const parts = [
-    ...[["Reward", "rewards/mean", 3], ["Tokens per second", "tokens_per_s", 0], ["Seconds of a train step", "time/step_s", 2], ["Mean staleness", "staleness/mean", 2]]
+    ...[["Reward", "rewards/mean", 3], ["Tokens per second", "tokens_per_s", 0], ["Seconds per train step", "time/step_s", 2], ["Mean staleness", "staleness/mean", 2]]
       .filter(([, name]) => curves[name].length)
       .map(([title, name, digits]) => panel(title, number(curves[name].at(-1), digits), curve(title, curves[name]))),
-    panel("Who waits", "share of the watched time", Object.entries(waits).map(([who, wait]) => bar(who, wait.share, 1, `${number(100 * wait.share)} %`, wait.now ? "near" : ""))),
+    panel("Waiting", "share of the observed time", Object.entries(waits).map(([who, wait]) => bar(who, wait.share, 1, `${number(100 * wait.share)} %`, wait.now ? "near" : ""))),
     panel("Memory", null, ...(status.memory.high_bytes
-      ? [bar("payloads", status.memory.held_bytes, status.memory.high_bytes, bytes(status.memory.held_bytes)), el("p", { class: "dim" }, `new prompts wait from ${bytes(status.memory.low_bytes)} on`)]
+      ? [bar("payloads", status.memory.held_bytes, status.memory.high_bytes, bytes(status.memory.held_bytes)), el("p", { class: "dim" }, `new prompts wait above ${bytes(status.memory.low_bytes)}`)]
       : [el("p", {}, `payloads hold ${bytes(status.memory.held_bytes)}`), el("p", { class: "dim" }, "no limit is set")])),
   ];
   for (const [name, task] of tasks) {
@@ -45,8 +45,8 @@ function showRun() {
       task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null));
   }
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
-  const columns = [["place", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
-  const groups = panel("Groups by place", null, table(columns, PLACES));
+  const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
+  const groups = panel("Groups by stage", null, table(columns, STAGES));
   groups.classList.add(tasks.length > 3 ? "wide" : "tall");
   return [el("div", { class: "panels" }, groups, parts)];
 }
@@ -56,7 +56,7 @@ async function showGroups(parameters) {
   const form = el("form", { class: "query", onsubmit: (event) => {
     event.preventDefault();
     location.hash = `#/groups?${new URLSearchParams({ where: form.elements.where.value, order: form.elements.order.value })}`;
-  } }, el("input", { name: "where", value: where, "aria-label": "question as JSON", placeholder: '{"status": "completed", "staleness": {"$gte": 1}}' }),
+  } }, el("input", { name: "where", value: where, "aria-label": "query as JSON", placeholder: '{"status": "completed", "staleness": {"$gte": 1}}' }),
   el("input", { name: "order", value: order, "aria-label": "order", placeholder: "order: -tokens", style: null }), el("button", {}, "Find"));
   const rows = await ask(`groups?${new URLSearchParams({ where: where || "{}", order, limit: 200 })}`);
   const found = table([
@@ -64,35 +64,35 @@ async function showGroups(parameters) {
     ["staleness", (r) => r.staleness ?? "–", true], ["tries", (r) => r.tries, true], ["tokens", (r) => number(r.tokens), true],
     ["reward", (r) => number(r.reward, 3), true], ["held by", (r) => r.owner ?? r.batch ?? ""],
   ], rows);
-  return [form, rows.length ? found : el("p", { class: "dim" }, "no such group"), rows.length === 200 ? el("p", { class: "dim" }, "the first 200") : null];
+  return [form, rows.length ? found : el("p", { class: "dim" }, "no group matches"), rows.length === 200 ? el("p", { class: "dim" }, "only the first 200 are shown") : null];
 }
 
 async function showOneGroup(gid) {
-  const told = await ask(`groups/${encodeURIComponent(gid)}`);
+  const group = await ask(`groups/${encodeURIComponent(gid)}`);
   const choose = (wanted) => { colour = wanted; render(); };
-  return showGroup(told, colour, choose, hasToken() ? el("p", {}, act(`groups/${gid}/requeue`, "Requeue"), " ", act(`groups/${gid}/drop`, "Drop")) : null);
+  return showGroup(group, colour, choose, hasToken() ? el("p", {}, act(`groups/${gid}/requeue`, "Requeue"), " ", act(`groups/${gid}/drop`, "Drop")) : null);
 }
 
 function showWorkers() {
-  const newest = `${look.status.weights.lineage}:${look.status.weights.version}`;
+  const newest = `${snapshot.status.weights.lineage}:${snapshot.status.weights.version}`;
   const columns = [
     ["worker", (w) => w.id], ["engine", (w) => w.engine], ["state", (w) => w.state],
     ["weights", (w) => el("span", { class: w.weights === newest ? "" : "near" }, w.weights || "–")],
     ["seen", (w) => `${age(w.silent_ms)} ago`, true], ["holds", (w) => w.holds, true], ["judging", (w) => number(w.judging), true], ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],
   ];
-  return look.status.workers.length ? [table(columns, look.status.workers)] : [el("p", { class: "near" }, "no worker has joined")];
+  return snapshot.status.workers.length ? [table(columns, snapshot.status.workers)] : [el("p", { class: "near" }, "no worker has registered")];
 }
 
 async function showDead() {
   const letters = await ask("dead");
   const columns = [["group", (l) => groupLink(l.gid)], ["age", (l) => age(l.age_ms), true], ["tries", (l) => l.tries, true], ["worker", (l) => l.worker], ["reason", (l) => l.reason]];
   if (hasToken()) columns.push(["", (l) => act(`groups/${l.gid}/requeue`, "Requeue")]);
-  return letters.length ? [table(columns, letters)] : [el("p", { class: "good" }, "no dead letter")];
+  return letters.length ? [table(columns, letters)] : [el("p", { class: "good" }, "no dead letters")];
 }
 
 function showEvents() {
   const details = ({ at_ms, event, ...fields }) => Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ");
-  return [table([["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", details]], [...look.events].reverse())];
+  return [table([["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", details]], [...snapshot.events].reverse())];
 }
 
 function act(path, words) {
@@ -115,7 +115,7 @@ async function render() {
   }
   const mine = ++drawing;
   try {
-    const parts = gid ? await showOneGroup(decodeURIComponent(gid)) : await (ASKED[name] || (look ? LIVE[name] || showRun : () => []))(new URLSearchParams(query));
+    const parts = gid ? await showOneGroup(decodeURIComponent(gid)) : await (ASKED[name] || (snapshot ? LIVE[name] || showRun : () => []))(new URLSearchParams(query));
     if (mine === drawing) view.replaceChildren(...parts.filter(Boolean));
   } catch (error) {
     if (mine === drawing) view.replaceChildren(el("p", { class: "bad", role: "alert" }, error.message));
@@ -134,9 +134,9 @@ for (const button of document.querySelectorAll("[data-act]")) {
 }
 render();
 follow((newest) => {
-  look = newest.status ? newest : look;
+  snapshot = newest.status ? newest : snapshot;
   trouble(newest.trouble || "");
-  if (!look) return;
+  if (!snapshot) return;
   headline();
   if (!/#\/(groups|dead)/.test(location.hash)) render();
 }, trouble);

@@ -1,27 +1,27 @@
-// One group: the conversation once, its rollouts side by side, tokens coloured by what one wants to see.
+// One group: its conversation once, its rollouts side by side, and their tokens in the chosen colours.
 
 import { el, number, panel, table } from "./draw.js";
 
 const COLOURS = {
-  version: "policy version of each token", logprob: "how surprising it was",
-  mask: "what is trained", advantage: "advantage against its siblings (GRPO)",
+  version: "policy version of each token", logprob: "probability of each token",
+  mask: "tokens that are trained", advantage: "advantage over its siblings (GRPO)",
 };
 
-export function showGroup(told, colour, choose, acts) {
-  const records = Object.entries({ ...told.record, trace: told.trace_id }).filter(([name, value]) => value && !["entry", "token"].includes(name));
+export function showGroup(group, colour, choose, acts) {
+  const records = Object.entries({ ...group.record, trace: group.trace_id }).filter(([name, value]) => value && !["entry", "token"].includes(name));
   const parts = [
     el("p", {}, el("a", { href: "#/groups" }, "← groups")),
-    el("h2", {}, told.gid, " ", el("small", {}, told.places.join(" + ") || "lost")),
-    told.dead_letter ? el("p", { class: "bad" }, `dead letter: ${told.dead_letter.reason ?? JSON.stringify(told.dead_letter)}`) : null,
+    el("h2", {}, group.gid, " ", el("small", {}, group.places.join(" + ") || "lost")),
+    group.dead_letter ? el("p", { class: "bad" }, `dead letter: ${group.dead_letter.reason ?? JSON.stringify(group.dead_letter)}`) : null,
     acts,
     el("details", {}, el("summary", {}, "record"), table([["field", (r) => r[0]], ["value", (r) => r[1]]], records)),
   ];
-  for (const message of told.messages || []) {
+  for (const message of group.messages || []) {
     parts.push(el("div", { class: "dim" }, message.role ?? "?"), el("div", { class: "said" }, text(message.content)));
   }
-  if (told.ground_truth !== null && told.ground_truth !== undefined) parts.push(el("p", {}, el("span", { class: "dim" }, "answer key "), text(told.ground_truth)));
-  const members = told.members.filter((member) => member.tokens);
-  if (!members.length) parts.push(el("p", { class: "dim" }, "nothing was generated yet"));
+  if (group.ground_truth !== null && group.ground_truth !== undefined) parts.push(el("p", {}, el("span", { class: "dim" }, "ground truth "), text(group.ground_truth)));
+  const members = group.members.filter((member) => member.tokens);
+  if (!members.length) parts.push(el("p", { class: "dim" }, group.places.includes("archived") ? "its payload has been freed" : "nothing has been generated yet"));
   else parts.push(colourChoice(colour, choose), key(colour, members), el("div", { class: "siblings" }, members.map((member) => showMember(member, members, colour))));
   return parts.filter(Boolean);
 }
@@ -46,9 +46,9 @@ function showMember(member, siblings, colour) {
   const title = `#${member.index} ${member.status}`;
   const facts = `score ${number(score, 3)} · advantage ${number(advantage, 2)} · ${member.tokens} tokens · ${member.finish_reason ?? "–"}`;
   const named = Boolean(member.token_texts);
-  const cells = member.response_ids.map((id, place) => {
-    const hint = `token ${id}, version ${versionAt(member, place) ?? "–"}, logprob ${number(member.logprobs[place], 3)}${trained(member, place) ? "" : ", not trained"}`;
-    return el("span", { class: classOf(member, place, advantage, colour), title: hint }, named ? member.token_texts[place] : id);
+  const cells = member.response_ids.map((id, position) => {
+    const hint = `token ${id}, version ${versionAt(member, position) ?? "–"}, logprob ${number(member.logprobs[position], 3)}${trained(member, position) ? "" : ", not trained"}`;
+    return el("span", { class: classOf(member, position, advantage, colour), title: hint }, named ? member.token_texts[position] : id);
   });
   return panel(title, facts, el("div", { class: `tokens${named ? "" : " ids"}` }, cells),
     named ? null : el("div", { class: "said" }, member.response ?? ""), member.error ? el("p", { class: "bad" }, member.error) : null);
@@ -64,16 +64,16 @@ function advantageOf(member, siblings) {
   return spread ? (scoreOf(member) - mean) / (spread + 1e-6) : 0;
 }
 
-const trained = (member, place) => member.response_mask === null || Boolean(member.response_mask[place]);
-const versionAt = (member, place) => member.spans.find((span) => span.start <= place && place < span.start + span.length)?.version;
+const trained = (member, position) => member.response_mask === null || Boolean(member.response_mask[position]);
+const versionAt = (member, position) => member.spans.find((span) => span.start <= position && position < span.start + span.length)?.version;
 
-function classOf(member, place, advantage, colour) {
-  if (colour === "mask") return trained(member, place) ? "" : "masked";
-  if (colour === "advantage") return !trained(member, place) || !advantage ? "" : advantage > 0 ? "plus" : "minus";
-  const version = versionAt(member, place);
+function classOf(member, position, advantage, colour) {
+  if (colour === "mask") return trained(member, position) ? "" : "masked";
+  if (colour === "advantage") return !trained(member, position) || !advantage ? "" : advantage > 0 ? "plus" : "minus";
+  const version = versionAt(member, position);
   if (version === undefined) return "not-sampled";
   if (colour === "version") return `v${version % 6}`;
-  const p = Math.exp(member.logprobs[place]);
+  const p = Math.exp(member.logprobs[position]);
   return p < 0.001 ? "p0" : p < 0.05 ? "p1" : p < 0.3 ? "p2" : "p3";
 }
 

@@ -1,4 +1,4 @@
-// What the page asks of `rolloutmq web`. The token came behind the # of the address and stays in this tab.
+// Requests to `rolloutmq web`. The token is the fragment of the address, and is kept for this tab only.
 
 const found = /token=([^&]+)/.exec(location.hash);
 if (found) {
@@ -14,13 +14,13 @@ function headers() {
 
 export async function ask(path, method = "GET") {
   const answer = await fetch(`/api/${path}`, { method, headers: headers() });
-  const told = await answer.json();
-  if (!answer.ok) throw new Error(told.hint ? `${told.error} (${told.hint})` : told.error);
-  return told;
+  const document = await answer.json();
+  if (!answer.ok) throw new Error(document.hint ? `${document.error} (${document.hint})` : document.error);
+  return document;
 }
 
-// Server-sent events by fetch: an EventSource cannot carry the token. Begins again for ever.
-export async function follow(onLook, onTrouble) {
+// Server-sent events by fetch, because an EventSource cannot send the token. Reconnects until the page is closed.
+export async function follow(onSnapshot, onTrouble) {
   for (;;) {
     try {
       const answer = await fetch("/api/stream", { headers: headers() });
@@ -33,9 +33,9 @@ export async function follow(onLook, onTrouble) {
         rest += value;
         const events = rest.split("\n\n");
         rest = events.pop();
-        for (const event of events) onLook(JSON.parse(event.slice("data: ".length)));
+        for (const event of events) onSnapshot(JSON.parse(event.slice("data: ".length)));
       }
-      onTrouble("rolloutmq web has ended");
+      onTrouble("`rolloutmq web` was stopped");
     } catch (error) {
       onTrouble(`no connection to rolloutmq web: ${error.message}`);
     }

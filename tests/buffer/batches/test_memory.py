@@ -208,10 +208,10 @@ def test_who_was_refused_is_rung_when_bytes_are_freed(bounded: Callable[[int, in
     scene = bounded(0, 10_000)
     scene.take(1)
     for bell in ("producer", "workers"):
-        scene.raw.unlink(scene.keys.bell(bell))
+        scene.raw.unlink(scene.keys.wake_up(bell))
     scene.run.ledger.commit(scene.trainer, 1, 1)
-    assert scene.raw.llen(scene.keys.bell("producer")) == 1
-    assert scene.raw.llen(scene.keys.bell("workers")) > 0
+    assert scene.raw.llen(scene.keys.wake_up("producer")) == 1
+    assert scene.raw.llen(scene.keys.wake_up("workers")) > 0
     assert scene.enqueue(1).count == 1
 
 

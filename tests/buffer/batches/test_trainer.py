@@ -30,7 +30,7 @@ def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(
         lambda: scene.run.ledger.commit(old, 2, 2),
         lambda: scene.run.ledger.set_target(old, "quiz", 5),
         lambda: scene.run.control.publish_weights(old, PolicyVersion("l1", 2), "/w", ""),
-        lambda: scene.run.control.beat("trainer", old),
+        lambda: scene.run.control.renew_role("trainer", old),
         lambda: scene.run.trainers.rescore(old, 1),
     ):
         with pytest.raises(Fenced):
@@ -65,9 +65,9 @@ def test_trainer_is_refused_while_another_beats_unless_it_takes_over(
     third = scene.open_trainer(lineage="l3", take_over=True)
     assert scene.raw.hget(scene.keys.control, "trainer") == third.encode()
     with pytest.raises(Fenced):
-        scene.run.control.beat("trainer", second)
-    scene.run.control.beat("trainer", third, closing=True)
-    scene.run.control.beat("trainer", third, closing=True)
+        scene.run.control.renew_role("trainer", second)
+    scene.run.control.renew_role("trainer", third, closing=True)
+    scene.run.control.renew_role("trainer", third, closing=True)
     scene.open_trainer(lineage="l4")
 
 

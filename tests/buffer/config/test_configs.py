@@ -15,7 +15,7 @@ from buffer.config.load import load_config
 from buffer.config.task import JUDGES
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from producer_workers.judges.load import load_judge, put_together
+from producer_workers.judges.load import load_judge, make_judge
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
@@ -33,7 +33,7 @@ def test_all_examples_are_here() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_example_loads_with_its_judges(path: Path) -> None:
     for task in load_config(Config, path).tasks.values():
-        put_together(task.judge, load_judge)
+        make_judge(task.judge, load_judge)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -78,14 +78,14 @@ def test_continue_ends_the_pause_of_a_trainer_that_is_gone_and_of_no_other(
     assert (state.mode, state.lanes) == (Mode.RUN, ALL)
     # it was only slow: what it does next is done as ever
     assert set_mode("trainer", Mode.KEEP, nonce=nonce).mode is Mode.KEEP
-    scene.run.control.beat("trainer", nonce, closing=True)
+    scene.run.control.renew_role("trainer", nonce, closing=True)
     assert set_mode("operator", Mode.RUN, orphan=True).mode is Mode.RUN
 
 
 def test_a_finished_run_is_not_continued_by_an_operator(scene: Scene) -> None:
     nonce = scene.open_trainer()
     scene.run.control.set_mode("trainer", Mode.FINISH, nonce=nonce)
-    scene.run.control.beat("trainer", nonce, closing=True)
+    scene.run.control.renew_role("trainer", nonce, closing=True)
     assert scene.run.control.set_mode("operator", Mode.RUN, orphan=True).mode is Mode.FINISH
 
 
@@ -136,22 +136,22 @@ def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(sce
     def hear(count: int) -> None:
         while len(heard) + len(answered) < count:
             assert select.select([line], [], [], 60)[0]
-            line.hear(
+            line.receive(
                 lambda state: heard.append(state.epoch),
                 lambda *what: answered.append((what[0].mode, *what[1:])),
             )
 
-    with closing(scene.run.fleet.open_line("w0", scene.worker())) as line:
-        line.say(0, heard=1)
+    with closing(scene.run.fleet.open_control_connection("w0", scene.worker())) as line:
+        line.send_receipt(0, known_epoch=1)
         hear(1)
         epoch = scene.pause(Mode.ABORT)
         hear(2)
         assert heard == [epoch]
-        line.say(epoch, heard=epoch)
+        line.send_receipt(epoch, known_epoch=epoch)
         hear(3)
         assert scene.run.receipts.silent() == ["w0"]
         scene.run.jobs.release("w0", job, "handback")
-        line.say(epoch, heard=epoch)
+        line.send_receipt(epoch, known_epoch=epoch)
         hear(4)
         assert scene.run.receipts.silent() == []
         assert answered == [
@@ -166,16 +166,16 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
         pytest.skip("a server in memory has no socket")
     scene.worker()
     answers: list[object] = []
-    with closing(scene.run.fleet.open_line("w0", new_nonce())) as line:
-        line.say(1, heard=1)
+    with closing(scene.run.fleet.open_control_connection("w0", new_nonce())) as line:
+        line.send_receipt(1, known_epoch=1)
         while not answers:
             assert select.select([line], [], [], 60)[0]
-            line.hear(answers.append, lambda *what: answers.append(what))
+            line.receive(answers.append, lambda *what: answers.append(what))
         assert answers == [(None, 1, 1)]
         scene.run.store.control.client_kill_filter(_type="pubsub")
         assert select.select([line], [], [], 60)[0]
         with pytest.raises(redis.ConnectionError, match="closed the connection"):
-            line.hear(answers.append, lambda *what: answers.append(what))
+            line.receive(answers.append, lambda *what: answers.append(what))
 
 
 def test_published_weights_are_the_only_ones_that_may_claim(scene: Scene) -> None:
@@ -194,10 +194,10 @@ def test_published_weights_are_the_only_ones_that_may_claim(scene: Scene) -> Non
 
 
 def test_bell_wakes_whoever_waits_and_is_bounded(scene: Scene) -> None:
-    bell = scene.keys.bell("producer")
+    bell = scene.keys.wake_up("producer")
     scene.pause()
-    assert scene.store.wait_bell(bell, 5)
-    assert not scene.store.wait_bell(bell, 0.0)
+    assert scene.store.wait_for_wake_up(bell, 5)
+    assert not scene.store.wait_for_wake_up(bell, 0.0)
     scene.raw.rpush(bell, *["1"] * 500)
     scene.pause(Mode.DRAIN)
     assert scene.raw.llen(bell) == 64

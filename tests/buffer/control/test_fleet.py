@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.fleet import Pulse, WorkerState
+from buffer.control.fleet import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, RunNotFound
 from buffer.model.ids import group_id, new_nonce
 from buffer.model.limits import RunLimits, TaskLimits
@@ -242,7 +242,7 @@ def test_claim_again_with_the_same_token_brings_those_of_the_same_jobs_that_are_
 
 
 def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
-    pulse = Pulse(
+    pulse = HeartbeatReport(
         1, PolicyVersion("l1", 4), WorkerState.PAUSED, tokens_per_s=12.34, done=7, judging=2
     )
     scene.run.fleet.heartbeat("w0", scene.worker(), pulse, [])
@@ -300,8 +300,8 @@ def test_fence_wakes_the_producer_for_what_it_buries_and_workers_for_what_waits(
 ) -> None:
     scene = make_scene(max_tries=2)
     scene.enqueue(1)
-    workers = scene.keys.bell("workers")
-    producer = scene.keys.bell("producer")
+    workers = scene.keys.wake_up("workers")
+    producer = scene.keys.wake_up("producer")
     for rings in ((1, 0), (0, 1)):
         scene.claim()
         scene.raw.delete(workers, producer)

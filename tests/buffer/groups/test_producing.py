@@ -144,9 +144,9 @@ def test_old_producer_is_fenced(scene: Scene) -> None:
     with pytest.raises(Fenced):
         scene.run.jobs.reissue(old, "math", "aborted", 10)
     with pytest.raises(Fenced):
-        scene.run.control.beat("producer", old)
+        scene.run.control.renew_role("producer", old)
     assert scene.dump() == before
-    scene.run.control.beat("producer", scene.producer, closing=True)
+    scene.run.control.renew_role("producer", scene.producer, closing=True)
     scene.open_producer()
 
 

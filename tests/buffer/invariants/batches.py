@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.task_status import Halt
+from buffer.control.task_status import TaskStop
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
 from buffer.model.ids import new_nonce
 from buffer.model.manifest import Manifest, NotReady
@@ -128,11 +128,11 @@ def who_was_replaced_changes_nothing(scene: Scene) -> None:
         lambda: run.ledger.set_target(old, "quiz", 5),
         lambda: run.control.set_mode("trainer", Mode.ABORT, nonce=old),
         lambda: run.control.publish_weights(old, PolicyVersion("zombie", 1), "/w", ""),
-        lambda: run.control.beat("trainer", old),
-        lambda: run.control.beat("producer", old_producer),
+        lambda: run.control.renew_role("trainer", old),
+        lambda: run.control.renew_role("producer", old_producer),
         lambda: run.jobs.enqueue(old_producer, new_nonce(), "math", cursor, [0], 99),
         lambda: run.jobs.reissue(old_producer, "math", "aborted", 99),
-        lambda: run.halts.say(old_producer, "math", Halt("enough", 9)),
+        lambda: run.task_stops.publish(old_producer, "math", TaskStop("enough", 9)),
         lambda: run.trainers.rescore(old, 0),
         lambda: run.ledger.refill(old, 1),
     ]

@@ -280,4 +280,4 @@ def _live(scene: Scene) -> None:
     scene.run.control.publish_weights(scene.trainer, PolicyVersion("l0", 1), "/w", "")
     scene.pause()
     scene.run.fleet.deregister("w0", scene.worker())
-    scene.run.control.beat("trainer", scene.trainer, closing=True)
+    scene.run.control.renew_role("trainer", scene.trainer, closing=True)

@@ -38,7 +38,7 @@ class ControlMoves(World):
         """The next one opens when the last has gone, or by force; it goes on where the cursor is."""
         control = self.scene.run.control
         old = self.scene.producer
-        control.beat("producer", old, closing=is_left)
+        control.renew_role("producer", old, closing=is_left)
         if not is_left:
             with pytest.raises(RoleHeld):
                 control.open_producer(new_nonce())
@@ -55,7 +55,7 @@ class ControlMoves(World):
             lambda: jobs.enqueue(nonce, new_nonce(), task, self.tasks[task].cursor, [0], 1000),
             lambda: jobs.reissue(nonce, task, "aborted", 1000),
             lambda: jobs.next_draw(nonce, task),
-            lambda: self.scene.run.control.beat("producer", nonce),
+            lambda: self.scene.run.control.renew_role("producer", nonce),
         ):
             with pytest.raises(Fenced):
                 call()

@@ -47,7 +47,9 @@ def fetch(url: str, token: str = "") -> str:
 @pytest.fixture
 def endpoint(scene: Scene) -> Iterator[MetricsEndpoint]:
     collector = RunCollector(scene.run.store)
-    served = MetricsEndpoint(collector.registry(), {"/workers_wanted": collector.look_for_workers})
+    served = MetricsEndpoint(
+        collector.registry(), {"/workers_wanted": collector.read_workers_wanted}
+    )
     yield served
     served.close()
 
@@ -95,7 +97,7 @@ def test_groups_that_only_wait_for_their_judge_are_told_by_worker(
 def test_times_of_judges_and_pauses_are_histograms(scene: Scene, endpoint: MetricsEndpoint) -> None:
     pauses = Histogram(PAUSE_BOUNDS_S)
     pauses.add(0.02)
-    scene.run.control.beat("trainer", scene.trainer, pauses=pauses)
+    scene.run.control.renew_role("trainer", scene.trainer, pauses=pauses)
     found = samples(fetch(f"{endpoint.url}/metrics"))
     judge = [
         found["rolloutmq_judge_seconds_bucket", bound, "w0"] for bound in ("0.1", "0.25", "+Inf")
@@ -118,7 +120,7 @@ def test_every_name_is_a_good_one(endpoint: MetricsEndpoint) -> None:
 
 
 def test_a_waiting_trainer_tells_how_long(scene: Scene, endpoint: MetricsEndpoint) -> None:
-    scene.run.control.beat("trainer", scene.trainer, waited_s=12.5)
+    scene.run.control.renew_role("trainer", scene.trainer, waited_s=12.5)
     assert (
         samples(fetch(f"{endpoint.url}/metrics"))["rolloutmq_trainer_wait_seconds_total",] == 12.5
     )

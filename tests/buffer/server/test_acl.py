@@ -184,7 +184,7 @@ def crimes(site: Site) -> list[tuple[str, Callable[[Run], object]]]:
     ]  # fmt: skip
     some_group = keys.group(next(iter(site.scene.run.groups.find({}, limit=1))).gid)
     of_writers = [plain("DEL", some_group), plain("SET", keys.payload("math-0000000000", "x"), "x"),
-                  plain("ZADD", keys.leases, "1", "x"), plain("RPUSH", keys.bell("workers"), "1"),
+                  plain("ZADD", keys.leases, "1", "x"), plain("RPUSH", keys.wake_up("workers"), "1"),
                   plain("PUBLISH", keys.control, "x")]  # fmt: skip
     found = [("worker", crime) for crime in of_the_trainer]
     found += [("viewer", crime) for crime in [*of_the_trainer, *of_writers]]
@@ -214,7 +214,7 @@ def test_a_judge_sees_rq_and_nothing_of_the_run(site: Site) -> None:
         assert site.denied() == []
         for command in (
             ("HGETALL", site.scene.keys.meta),
-            ("LPUSH", site.scene.keys.bell("workers"), "x"),
+            ("LPUSH", site.scene.keys.wake_up("workers"), "x"),
         ):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command)

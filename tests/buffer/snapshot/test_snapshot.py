@@ -238,8 +238,8 @@ def test_save_begins_again_when_the_index_moves_and_gives_up_when_it_never_stand
 
 def test_save_is_not_disturbed_by_beats_and_heartbeats(busy: Scene, tmp_path: Path) -> None:
     def advance(what: str, done: int) -> None:
-        busy.run.control.beat("trainer", busy.trainer)
-        busy.run.control.beat("producer", busy.producer)
+        busy.run.control.renew_role("trainer", busy.trainer)
+        busy.run.control.renew_role("producer", busy.producer)
         busy.beat([])
 
     busy.run.save(tmp_path / "s", attempts=1, advance=advance)

@@ -46,7 +46,7 @@ def test_threads_share_the_work_and_wake_each_other(run_name: str) -> None:
                     scene.submit(jobs[0], worker=name)
                 if len(scene.pool("completed")) == 20:
                     return
-                store.wait_bell(scene.keys.bell("workers"), 0.05, shared=True)
+                store.wait_for_wake_up(scene.keys.wake_up("workers"), 0.05, shared=True)
 
         threads = [threading.Thread(target=work, args=(name,)) for name in workers]
         for thread in threads:

@@ -23,7 +23,7 @@ def every_key(keys: Keys) -> dict[str, str]:
         "clock": keys.clock,
         "lineages": keys.lineages,
         "jobs:<task>:<lane>": keys.jobs("math", "fresh"),
-        "bell:<who>": keys.bell("trainer"),
+        "bell:<who>": keys.wake_up("trainer"),
         "group:<gid>": keys.group("math-0000000001"),
         "leases": keys.leases,
         "pool:<task>:<status>": keys.pool("math", "completed"),

@@ -7,7 +7,6 @@ import logging
 import pytest
 import redis
 
-from buffer.store import retry
 from buffer.store.retry import Backoff, LogOnce, OutageClock, OutageLog
 
 
@@ -58,7 +57,7 @@ def test_outages_are_logged_once_each_and_end_by_themselves(
 
 def test_outage_restarts_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(retry.time, "monotonic", lambda: now)
+    monkeypatch.setattr("buffer.store.retry.time.monotonic", lambda: now)
     clock = OutageClock()
     now = 102.0
     assert (clock.poll(), clock.had_outage) == (2.0, False)

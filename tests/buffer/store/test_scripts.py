@@ -14,9 +14,10 @@ import buffer.store.keys
 from buffer.errors import ScriptError
 from buffer.store.keys import SLOTS, TABLE, Keys
 from buffer.store.script_contract import BIGGEST, JUDGED, NAMED, Header, Slot
-from buffer.store.scripts import Arg, assemble, includes, library, sources
+from buffer.store.scripts import Arg, Script, assemble, includes, library, sources
 
 BUFFER = Path(buffer.store.keys.__file__).parents[1]
+MODULES = sorted(BUFFER.rglob("*.py"))
 SOURCES = dict(sorted(sources().items()))
 BODIES = {name: text for name, text in SOURCES.items() if not name.startswith("include/")}
 TOPICS = {
@@ -199,18 +200,18 @@ def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
 
 
 def test_every_script_has_a_caller_and_every_call_a_script() -> None:
+    first_arguments = set()
     called = set()
-    for path in BUFFER.rglob("*.py"):
+    for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and getattr(node.func, "attr", "") in ("call", "call_many", "upload_and_call")
-                and node.args
-            ):
-                first = node.args[0]
-                called |= {first.value} if isinstance(first, ast.Constant) else set()
-    # the store itself sends `sync` behind whatever is durable, a worker's control line its receipts
-    assert called | {"sync", "receipt"} == set(BODIES) == set(library())
+            match node:
+                case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                    first_arguments.add(name)
+                    if getattr(function, "attr", "") in ("call", "call_many", "upload_and_call"):
+                        called.add(name)
+    assert called <= set(BODIES) == set(library())
+    # the store itself calls `sync` behind durable writes, a control connection its receipts
+    assert set(BODIES) - {"sync", "receipt"} <= first_arguments
 
 
 GENERAL_CASES = {
@@ -219,13 +220,12 @@ GENERAL_CASES = {
     "dissolve_batch": {"GAP", "ARCHIVED"},
     "reap": {"GRACE"},
     "reassert": {"TAKEN", "DRAW"},
+    "receipt": {"UNKNOWN", "REPLACED"},
     "reissue": {"CLOSED"},
     "reset_ledger": {"LIVE"},
     "restore_batch": {"GAP", "GONE"},
 }
 """Refusals that a caller need not name: an error shows the reply, or nothing was to be done."""
-
-MODULES = sorted(BUFFER.rglob("*.py"))
 
 
 @cache
@@ -304,11 +304,17 @@ def test_time_comes_from_the_server_and_nothing_is_random(name: str) -> None:
 
 
 def test_arrange_refuses_names_that_are_not_in_the_header() -> None:
-    script = library()["beat"]
-    args: dict[str, Arg] = {"role": "trainer", "nonce": "n", "closing": 0, "waited_ms": 7}
-    assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", "n", 0, 7])
-    with pytest.raises(ScriptError, match=r"beat.*missing \['nonce'\]"):
-        script.arrange({"control": "c"}, {"role": "trainer", "closing": 0, "waited_ms": 7})
+    lines = [
+        "#!lua",
+        "-- KEYS control  HASH",
+        "-- ARGV role  trainer|producer",
+        "-- ARGV step  0..",
+    ]
+    script = Script("demo", "", Header.parse("\n".join(lines)))
+    args: dict[str, Arg] = {"role": "trainer", "step": 7}
+    assert script.arrange({"control": "c"}, args) == (["c"], ["trainer", 7])
+    with pytest.raises(ScriptError, match=r"demo.*missing \['step'\]"):
+        script.arrange({"control": "c"}, {"role": "trainer"})
     with pytest.raises(ScriptError, match=r"unknown \['more'\]"):
         script.arrange({"control": "c"}, {**args, "more": 1})
     with pytest.raises(ScriptError, match=r"KEYS missing 'control'"):

@@ -13,13 +13,13 @@ import pytest
 
 from buffer.model.rollout import PolicyVersion, SampleParams, StructuredOutput, VersionSpan
 from producer_workers.engines.base import (
-    AbortsSome,
+    AbortsGroups,
     Engine,
     EngineLoad,
     Generation,
     GenerationError,
-    StructuresOutput,
-    TellsLoad,
+    ReportsLoad,
+    SupportsStructure,
     WeightsError,
 )
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
@@ -125,7 +125,7 @@ class EngineContract:
     def test_abort_of_others_spares_a_group_and_ends_the_rest(
         self, engine: Engine, run: Run[Any]
     ) -> None:
-        if not isinstance(engine, AbortsSome):
+        if not isinstance(engine, AbortsGroups):
             pytest.skip("this engine aborts all or nothing")
         params = sampling(self.long, seed=3)
         spared = "math-0000000001"
@@ -148,7 +148,7 @@ class EngineContract:
         self, engine: Engine, run: Run[Any]
     ) -> None:
         """40 requests: more than any of the engines here has places for."""
-        if not isinstance(engine, TellsLoad):
+        if not isinstance(engine, ReportsLoad):
             pytest.skip("this engine does not say how full it is")
 
         async def scenario() -> list[EngineLoad]:
@@ -388,7 +388,7 @@ class ModelContract(EngineContract):
 
         tokenizer = AutoTokenizer.from_pretrained(folders.first)
         params = SampleParams(max_tokens=8, structured=StructuredOutput(choice=["a", "b"]))
-        if not isinstance(engine, StructuresOutput):
+        if not isinstance(engine, SupportsStructure):
             with pytest.raises(GenerationError, match="cannot produce structured output"):
                 run(generate(engine, params))
             return
@@ -405,7 +405,7 @@ class ModelContract(EngineContract):
     def test_a_structure_survives_an_update_and_a_bad_one_is_refused_alone(
         self, engine: Engine, run: Run[Any], folders: Folders
     ) -> None:
-        if not isinstance(engine, StructuresOutput):
+        if not isinstance(engine, SupportsStructure):
             pytest.skip("this engine keeps to no structure")
         from transformers import AutoTokenizer
 

@@ -22,7 +22,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.judges.built_in import math_verify, python_tests
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
-from producer_workers.judges.load import judge_of, load_judge, put_together
+from producer_workers.judges.load import judge_from_function, load_judge, make_judge
 from producer_workers.judges.sandbox import Limits, isolation, run_python
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 
@@ -83,7 +83,7 @@ def ask(judge: AnyJudge, *states: RolloutState) -> list[dict[str, float]]:
 def test_a_judge_at_a_url_is_asked_again_until_it_answers() -> None:
     state = RolloutState(response="4", ground_truth="4", data_source="sums", extra={"level": 1})
     with service((503, b""), (429, b""), (200, b'{"score": 0.5, "style": 1}')) as server:
-        judge = put_together(server.url, lambda url: load_judge(url, JudgingSection(retries=2)))
+        judge = make_judge(server.url, lambda url: load_judge(url, JudgingSection(retries=2)))
         assert ask(judge, state) == [{"score": 0.5, "style": 1.0}]
     assert len(server.asked) == 3
     assert server.asked[0] == {
@@ -136,7 +136,7 @@ class Group:
             return judge(states=states)
 
         self.loop = SingleTurnAgentLoop(
-            judge=judge_of("longest", noted), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id],
+            judge=judge_from_function("longest", noted), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id],
             partial_rollout=partial,
         )  # fmt: skip
         self.states = [RolloutState(index=n, prompt_ids=self.prompt) for n in range(4)]
@@ -204,7 +204,7 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
     }
     task = TaskSection.model_validate({"judge": spec, "dataset": {"kind": "jsonl", "path": "none"}})
     assert task.judges == ["gsm8k", "exact_match", f"{__name__}:longest", "exact_match"]
-    judge = put_together(task.judge, load_judge)
+    judge = make_judge(task.judge, load_judge)
     assert isinstance(judge, GroupJudge), "one of its judges wants to see the group"
     assert ask(
         judge, RolloutState(response="it is 1,000", ground_truth="#### 1000", data_source="gsm8k")
@@ -220,7 +220,7 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
     with pytest.raises(JudgeError, match="no judge for data source 'poems'"):
         ask(judge, RolloutState(data_source="poems"))
     assert not isinstance(
-        put_together({"*": {"gsm8k": 0.5, "exact_match": 0.5}}, load_judge), GroupJudge
+        make_judge({"*": {"gsm8k": 0.5, "exact_match": 0.5}}, load_judge), GroupJudge
     )
 
 

@@ -29,7 +29,7 @@ def test_no_server_at_all_says_how_to_name_one(tmp_path: Path) -> None:
 
 
 def test_folder_without_a_server(tmp_path: Path) -> None:
-    check(rolloutmq("status", "--run-dir", str(tmp_path)), 3, "holds no embedded server")
+    check(rolloutmq("status", "--run-dir", str(tmp_path)), 3, "has no embedded server")
 
 
 def test_stopped_server_says_that_its_data_is_safe(tmp_path: Path) -> None:
@@ -38,14 +38,14 @@ def test_stopped_server_says_that_its_data_is_safe(tmp_path: Path) -> None:
     check(
         rolloutmq("status", cwd=tmp_path),
         3,
-        "runs/old does not run",
+        "runs/old is not running",
         "rolloutmq server",
         "rolloutmq run",
     )
 
 
 def test_server_command_without_a_run(tmp_path: Path) -> None:
-    check(rolloutmq("server", cwd=tmp_path), 2, "no run under ./runs")
+    check(rolloutmq("server", cwd=tmp_path), 2, "no folder under ./runs")
 
 
 def test_a_trainer_of_one_process_under_torchrun() -> None:
@@ -114,7 +114,7 @@ def test_run_option_chooses_among_several(
     [
         ("math", "is not a group id"),
         ("chess-0000000001", "no task 'chess'"),
-        ("math-0000000099", "was not started yet"),
+        ("math-0000000099", "has not been started yet"),
         ("../../etc/passwd", "is not a group id"),
     ],
 )
@@ -138,7 +138,7 @@ def test_unknown_filter_names_the_known_ones(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--where", "{status: completed}"], ["--where is no JSON", "quote"]),
+        (["--where", "{status: completed}"], ["--where is not valid JSON", "quote"]),
         (["--where", "[]"], ["a query is a map"]),
         (["--where", '{"colour": 1}'], ["no field 'colour'", "staleness"]),
         (["--where", '{"status": "done"}'], ["'done'", "completed"]),

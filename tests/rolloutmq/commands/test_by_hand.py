@@ -26,8 +26,8 @@ def test_requeue_and_drop_say_what_they_would_do_without_yes(
 ) -> None:
     before = scene.run.account.totals()
     for arguments, words in (
-        (("requeue", DEAD), f"{DEAD} wait again, which is dead: ValueError"),
-        (("requeue", "--all-dead"), "1 dead group wait again"),
+        (("requeue", DEAD), f"requeue {DEAD}, which is dead: ValueError"),
+        (("requeue", "--all-dead"), "requeue 1 dead group"),
         (("drop", READY), f"end {READY}, which is completed, made by weights 0"),
         (("drop", RUNNING), "running on w0"),
     ):
@@ -42,7 +42,7 @@ def test_requeue_lets_dead_groups_wait_again(scene: Scene, command: Command) -> 
     assert json_of(command("requeue", "--all-dead", "--yes", "--json")) == {
         "requeued": {DEAD: "dead"}
     }
-    assert "No dead letter" in command("dead").stdout
+    assert "There are no dead letters" in command("dead").stdout
     assert "was waiting" in command("requeue", DEAD, "--yes").stdout
     assert scene.run.account.fsck().clean
 
@@ -52,7 +52,7 @@ def test_drop_ends_a_group_once(scene: Scene, command: Command) -> None:
         "gid": READY,
         "before": "completed",
     }
-    assert "nothing was to do" in command("drop", READY, "--yes").stdout
+    assert "nothing was changed" in command("drop", READY, "--yes").stdout
     assert scene.run.account.fsck().clean
 
 
@@ -72,11 +72,11 @@ def test_drop_of_a_running_group_wants_the_name_of_its_worker(
 def test_what_cannot_be_moved_is_told(scene: Scene, command: Command) -> None:
     for arguments, code, words in (
         (("requeue", ARCHIVED, "--yes"), 1, "archived"),
-        (("drop", group_id("math", 99), "--yes"), 2, "never started"),
+        (("drop", group_id("math", 99), "--yes"), 2, "has not been started"),
         (("drop", "nonsense", "--yes"), 2, "not a group id"),
         (("requeue", "other-0000000001", "--yes"), 2, "no task"),
-        (("requeue", "--yes"), 2, "GID, or --all-dead"),
-        (("requeue", DEAD, "--all-dead"), 2, "GID, or --all-dead"),
+        (("requeue", "--yes"), 2, "a GID or --all-dead"),
+        (("requeue", DEAD, "--all-dead"), 2, "a GID or --all-dead"),
     ):
         done = command(*arguments)
         assert done.returncode == code, done

@@ -35,14 +35,14 @@ def test_export_choose_and_import(scene: Scene, command: Command, tmp_path: Path
     assert "imported" in command("fsck").stdout
     assert "imported" in command("status").stdout
     # the weights that made it are too old by now
-    assert "1 of them too old" in done.stdout
+    assert "1 of them are too old" in done.stdout
     assert json_of(command("show", "math-0033554432", "--json"))["places"] == ["dropped"]
     young = [orjson.dumps(orjson.loads(line) | {"spans": []}) for line in lines[:2]]
     (tmp_path / "chosen.jsonl").write_bytes(b"\n".join(young))
     assert "too old" not in command("import", str(tmp_path / "chosen.jsonl")).stdout
     assert json_of(command("show", "math-0033554433", "--json"))["places"] == ["pool"]
     done = command("show", "math-0033554434")
-    assert (done.returncode, "was not imported" in done.stderr) == (2, True)
+    assert (done.returncode, "has not been imported" in done.stderr) == (2, True)
 
 
 def test_import_asks_the_function_of_the_run(
@@ -95,7 +95,7 @@ def test_mistakes_are_one_clear_error(scene: Scene, command: Command, tmp_path: 
         (("export", str(path), "--status", "done"), "no status 'done'"),
         (("export", str(path), "--task", "chess"), "no task 'chess'"),
         (("import", str(path)), "cannot be read"),
-        (("export", str(path), "--where", "{"), "--where is no JSON"),
+        (("export", str(path), "--where", "{"), "--where is not valid JSON"),
         (("export", str(path), "--where", '{"color": 1}'), "no field 'color'"),
         (("export", str(path), "--archived", "--task", "math"), "whole batches"),
     ):
@@ -142,7 +142,7 @@ def test_export_names_what_it_cannot_read_and_goes_on(
     client.delete(run.keys.payload(gone, record["payload"]))
     done = command("export", str(tmp_path / "f.jsonl"))
     assert (done.returncode, "1 group with 2 rollouts written" in done.stdout) == (0, True)
-    assert "1 group could not be read and left out" in done.stderr
+    assert "1 group left out, because unreadable" in done.stderr
     assert f"{gone}: group {gone}: 1 of 1 chunks are gone" in done.stderr
     assert {row["gid"] for row in lines_of(tmp_path / "f.jsonl")} == {kept}
     client.set(run.keys.payload(gone, record["payload"]), b"x" * int(record["size"]))

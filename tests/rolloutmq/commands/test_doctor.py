@@ -49,13 +49,16 @@ BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
         "1 rollout waiting to be judged, and no judge is alive",
         "rolloutmq judge",
     ),
-    torn_weights: ("torn: model.safetensors has 4 bytes, expected ", "publishes them anew"),
+    torn_weights: (
+        "incomplete: model.safetensors has 4 bytes, expected ",
+        "publishes them from its checkpoint",
+    ),
     weights_that_nobody_has: (
         "w0 has l0:0, w1 has l0:0; they claim nothing",
-        "can they read /elsewhere/2",
+        "check that they can read /elsewhere/2",
     ),
     idle_workers: (
-        "5 groups waiting, and nobody claims them: w0 (idle), w1 (idle)",
+        "5 groups waiting, and no worker claims them: w0 (idle), w1 (idle)",
         "[worker] tasks, lanes",
     ),
     a_letter: (
@@ -103,7 +106,7 @@ def test_who_was_never_there_is_missed_since_the_run_was_made(
 ) -> None:
     Scene(store, "demo")
     missed = {symptom["what"]: symptom for symptom in symptoms(command)}
-    assert {"no trainer was opened", "no producer was opened"} <= set(missed)
+    assert {"no trainer has been started", "no producer has been started"} <= set(missed)
     assert all(symptom["since_ms"] is not None and symptom["fix"] for symptom in missed.values())
 
 

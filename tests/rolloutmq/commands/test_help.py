@@ -59,7 +59,7 @@ def test_help_lists_every_exit_code_and_examples() -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     program = (
-        "import sys, orjson, rolloutmq\n"
+        "import sys, orjson, rolloutmq.cli\n"
         "sys.argv = ['rolloutmq', '--help']\n"
         "try:\n    rolloutmq.cli.main()\n"
         "except SystemExit:\n    sys.stderr.buffer.write(orjson.dumps(sorted(sys.modules)))\n"

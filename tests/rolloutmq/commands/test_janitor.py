@@ -131,7 +131,7 @@ def test_janitor_once_waits_for_what_an_outage_spared_and_leaves(
     dead_run.raw.hset(dead_run.keys.clock, "seen_ms", 1)
     done = rolloutmq("janitor", "demo", "--once", "--redis-url", server.url)
     assert done.returncode == 0, done.stderr
-    assert "40 groups taken back from silent workers" in done.stdout
+    assert "40 groups revoked from silent workers" in done.stdout
     assert len(dead_run.stream("resume")) == 40
 
 

@@ -48,7 +48,7 @@ def test_what_was_put_right_after_a_loss_is_told(scene: Scene, command: Command)
     scene.run.trainers.open(new_nonce(), lineage="l2", take_over=True, position=position)
     task = json_of(command("status", "--json"))["tasks"]["math"]
     assert (task["reasserted"], task["regenerated"]) == (1, 2)
-    assert "1 group reasserted from checkpoints, 2 drawn again" in command("status").stdout
+    assert "1 group reasserted from checkpoints, 2 generated again" in command("status").stdout
     events = scene.run.store.control.xlen(scene.run.keys.events)
     assert "reasserted" in command("tail", "--from-start", "--count", str(events)).stdout
     assert json_of(command("fsck", "--json"))["clean"]
@@ -181,7 +181,7 @@ def test_show_never_sends_a_models_escape_codes_to_the_terminal(
 def test_show_of_a_waiting_group_has_its_prompt(scene: Scene, command: Command) -> None:
     done = command("show", gid(11))
     assert "What is 1 + 1?" in done.stdout
-    assert "nothing was generated yet" in done.stdout
+    assert "nothing has been generated yet" in done.stdout
 
 
 @pytest.mark.parametrize(("draw", "end"), [(0, "archived"), (6, "filtered")])
@@ -255,8 +255,9 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
 def test_a_slow_judge_is_seen_at_a_glance(scene: Scene, command: Command) -> None:
     assert "judged" not in command("status").stdout
     scene.beat("w0", ack=1, judging=1)
-    assert "1 group running, of which 1 is judged" in command("status").stdout
-    assert "running 1, of which 1 is judged" in command("top", "--count", "1").stdout
+    status = " ".join(command("status").stdout.split())
+    assert "1 group running, of which 1 is being judged" in status
+    assert "running 1, of which 1 is being judged" in command("top", "--count", "1").stdout
     found = json_of(command("status", "--json"))
     assert (found["leases"], found["judging"]) == (1, 1)
     assert {worker["id"]: worker["judging"] for worker in found["workers"]} == {"w0": 1, "w1": 0}

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.task_status import Halt
+from buffer.control.task_status import TaskStop
 from buffer.model.ids import group_id
 from buffer.model.rollout import PolicyVersion
 from buffer.monitoring.history import StepLog
@@ -39,7 +39,7 @@ def test_fsck_of_a_sound_run(scene: Scene, command: Command) -> None:
     assert (found["lost"], found["doubled"], found["trained_twice"]) == ([], [], {})
     assert found["trained_steps"] is None
     assert found["could_lose"] == []
-    assert "lost 0 of 12 groups" in command("fsck").stdout
+    assert "0 of 12 groups are lost" in command("fsck").stdout
 
 
 def test_fsck_finds_a_lost_group(scene: Scene, store: Store, command: Command) -> None:
@@ -73,7 +73,7 @@ def test_fsck_takes_a_replayed_step_for_one(scene: Scene, folder: Path, command:
     write_steps(folder, [(1, "l1", [gid(0), gid(1)]), (2, "l1", [gid(2)]), (2, "l2", [gid(2)])])
     found = json_of(command("fsck", "--json"))
     assert (found["trained_steps"], found["replayed_steps"], found["trained_twice"]) == (2, 1, {})
-    assert "1 step trained again" in " ".join(command("fsck").stdout.split())
+    assert "1 step replaced" in " ".join(command("fsck").stdout.split())
 
 
 def test_fsck_finds_the_runs_folder_by_its_nonce(
@@ -121,7 +121,7 @@ def test_doctor_of_a_sound_run(scene: Scene, command: Command) -> None:
     found = json_of(command("doctor", "--json"))
     assert {finding["level"] for finding in found["findings"]} == {"ok"}
     assert {symptom["level"] for symptom in found["runs"]["demo"]} == {"note"}
-    assert "nothing keeps this run from going on" in command("doctor").stdout
+    assert "nothing stops this run" in command("doctor").stdout
 
 
 def test_doctor_refuses_a_server_that_would_lose_data(tmp_path: Path) -> None:
@@ -131,13 +131,15 @@ def test_doctor_refuses_a_server_that_would_lose_data(tmp_path: Path) -> None:
         done = rolloutmq("doctor", "--redis-url", server.url)
     assert done.returncode == 3
     assert "allkeys-lru" in done.stdout
-    assert "must not hold a run" in done.stderr
+    assert "is not safe for a run" in done.stderr
 
 
 def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(
     scene: Scene, command: Command
 ) -> None:
-    scene.run.halts.say(scene.producer, "math", Halt("broken", 0, "math: row 7 cannot be read"))
+    scene.run.task_stops.publish(
+        scene.producer, "math", TaskStop("broken", 0, "math: row 7 cannot be read")
+    )
     (found,) = [
         s for s in json_of(command("doctor", "--json"))["runs"]["demo"] if "row 7" in s["what"]
     ]
@@ -165,8 +167,8 @@ def _found(scene: Scene) -> str:
 
 def test_diagnosis_of_a_run_that_nobody_serves(store: Store) -> None:
     scene = Scene(store, "demo")
-    assert "no trainer was opened" in _found(scene)
-    assert "no producer was opened" in _found(scene)
+    assert "no trainer has been started" in _found(scene)
+    assert "no producer has been started" in _found(scene)
     assert "no worker is alive" in _found(scene)
 
 
@@ -176,7 +178,7 @@ def test_diagnosis_of_silent_roles(store: Store) -> None:
     scene.open_trainer()
     assert "the trainer is silent" in _found(scene)
     assert "the producer is silent" in _found(scene)
-    scene.run.control.beat("producer", scene.producer, closing=True)
+    scene.run.control.renew_role("producer", scene.producer, closing=True)
     assert "the producer has left" in _found(scene)
 
 
@@ -191,7 +193,7 @@ def test_diagnosis_of_a_producer_that_enqueues_nothing(store: Store) -> None:
     scene.join("w0")
     scene.submit("w0", scene.claim("w0", 1)[0], filtered=True)
     scene.open_trainer()
-    assert _found(scene) == "math: 0 of 1 groups are ready, nothing waits or runs"
+    assert _found(scene) == "math: 0 of 1 groups are ready, none waits or runs"
 
 
 def test_diagnosis_of_a_trainers_pause_names_the_late(scene: Scene) -> None:

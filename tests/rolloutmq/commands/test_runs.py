@@ -26,7 +26,7 @@ def test_batch_shows_what_a_step_was_given(scene: Scene, command: Command) -> No
     assert [group["gid"] for group in newest["groups"]] == manifest.gids
     assert newest["groups"][0]["staleness"] == 1
     assert manifest.gids[0] in command("batch", "2").stdout
-    for step, words in (("3", "was not taken yet"), ("1", "is freed")):
+    for step, words in (("3", "has not been taken yet"), ("1", "has been freed")):
         done = command("batch", step)
         assert done.returncode == 2
         assert words in done.stderr
@@ -58,8 +58,8 @@ def leave(scene: Scene) -> None:
     """Everybody is gone."""
     control = scene.run.store.control
     keys = scene.run.keys
-    scene.run.control.beat("trainer", scene.trainer, closing=True)
-    scene.run.control.beat("producer", scene.producer, closing=True)
+    scene.run.control.renew_role("trainer", scene.trainer, closing=True)
+    scene.run.control.renew_role("producer", scene.producer, closing=True)
     for worker in scene.workers:
         control.hset(keys.worker(worker), "seen_ms", 1)
 
@@ -82,7 +82,7 @@ def test_a_removal_that_was_cut_off_is_seen_and_repeated(
 
     with pytest.raises(Cut):
         remove_run(store, Keys("demo"), die)
-    assert json_of(command("runs", "--json")) == [{"run": "demo", "mode": "not whole"}]
+    assert json_of(command("runs", "--json")) == [{"run": "demo", "mode": "incomplete"}]
     assert "being removed" in command("status", "--run", "demo").stderr
     assert command("runs", "--delete", "demo", "--yes").returncode == 0
     assert [*store.control.scan_iter("*")] == []
@@ -115,7 +115,7 @@ def test_drain_waits_for_the_last_group(scene: Scene, command: Command) -> None:
     assert scene.run.control.state().mode == "drain"
     finishing = threading.Timer(0.3, lambda: scene.submit("w0", scene.running))
     finishing.start()
-    assert "nothing runs any more" in command("drain").stdout
+    assert "no group is running" in command("drain").stdout
     finishing.join()
 
 

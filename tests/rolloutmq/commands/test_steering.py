@@ -58,7 +58,7 @@ def test_continue_ends_the_pause_of_a_trainer_that_died_in_it(
 ) -> None:
     scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
     scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
-    assert "that trainer is gone: `rolloutmq continue`" in " ".join(
+    assert "that trainer is gone: run `rolloutmq continue`" in " ".join(
         command("status").stdout.split()
     )
     symptoms = json_of(command("doctor", "--json"))["runs"][scene.run.name]
@@ -66,7 +66,7 @@ def test_continue_ends_the_pause_of_a_trainer_that_died_in_it(
     assert told["level"] == "stuck"
     assert "rolloutmq continue" in told["fix"]
     done = command("continue")
-    assert "its trainer is gone and had paused it (abort)" in done.stdout
+    assert "its trainer paused it (abort) and is gone" in done.stdout
     assert scene.run.control.state().mode is Mode.RUN
     assert len(scene.claim("w1", 1)) == 1
 
@@ -102,7 +102,7 @@ def test_pause_that_nobody_confirms_names_the_silent(scene: Scene, command: Comm
 def test_continue_takes_one_thing_at_a_time(command: Command) -> None:
     done = command("continue", "--task", "math", "--worker", "w0")
     assert done.returncode == 2
-    assert "--task or --worker, not both" in done.stderr
+    assert "pass either --task or --worker" in done.stderr
 
 
 def test_fence_without_yes_only_says_what_it_would_do(scene: Scene, command: Command) -> None:

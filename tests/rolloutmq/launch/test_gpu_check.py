@@ -47,7 +47,10 @@ def test_gpu_check_says_plainly_that_there_is_no_gpu() -> None:
         check=False,
     )
     assert done.returncode == 4
-    assert done.stderr.splitlines()[0] == "error: no CUDA GPU on this machine: nothing was checked"
+    assert (
+        done.stderr.splitlines()[0]
+        == "error: there is no CUDA GPU on this machine: nothing was checked"
+    )
 
 
 def test_gpu_check_says_so_when_torch_cannot_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

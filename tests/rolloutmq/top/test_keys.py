@@ -103,7 +103,7 @@ def test_keys_pause_and_continue_a_run_and_open_a_group(
         terminal.until("p pause")
         until(lambda: not termios.tcgetattr(its)[3] & termios.ECHO)
         for keys, words, mode in (
-            ("p", "any other key: no", Mode.RUN),
+            ("p", "any other key: no pause", Mode.RUN),
             ("x", "not paused", Mode.RUN),
             ("pd", "paused by the operator", Mode.DRAIN),
             ("c", "continued", Mode.RUN),
@@ -112,7 +112,7 @@ def test_keys_pause_and_continue_a_run_and_open_a_group(
             terminal.until(words)
             assert control.state().mode is mode
         terminal.press("omathx\x7f-2\r")
-        terminal.until("any key: back")
+        terminal.until("press any key to go back")
         assert group_id("math", 2) in terminal.seen
         terminal.press(" ")
         terminal.until("p pause")

@@ -37,7 +37,7 @@ def go(chromium: Chrome, address: str, view: str) -> None:
 def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, shots: Path) -> None:
     chromium.set_window_size(*DESK)
     go(chromium, address, "run")
-    text = until(chromium, "Groups by place")
+    text = until(chromium, "Groups by stage")
     for place, groups in scene.run.account.totals().tasks[0].places.items():
         assert f"{place} {groups} " in text.replace("\n", " ") + " "
     assert "trainer alive" in chromium.find_element(By.ID, "headline").text
@@ -58,7 +58,7 @@ def test_groups_are_found_by_a_question_and_a_bad_one_is_told(
     )
     assert "math-0000000005" in until(chromium, "math-0000000005")
     chromium.find_element(By.NAME, "where").send_keys(" nonsense", Keys.ENTER)
-    assert "no JSON" in until(chromium, "no JSON")
+    assert "not valid JSON" in until(chromium, "not valid JSON")
 
 
 def test_a_rollout_with_its_tokens(
@@ -135,7 +135,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
     chromium.set_window_size(*PHONE)
     for view, words in (
-        ("run", "Groups by place"),
+        ("run", "Groups by stage"),
         ("groups", "math-0000000003"),
         ("workers", "w0"),
     ):
