@@ -59,7 +59,7 @@ def await_roles(run: Run, report: Callable[[str], None]) -> None:
     end = time.monotonic() + 2 * run.limits.role_timeout_ms / 1000
     is_reported = False
     while held := [
-        role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).alive
+        role for role in ("trainer", "producer") if getattr(take_snapshot(run), role).is_alive
     ]:
         if time.monotonic() > end:
             raise RoleHeld(

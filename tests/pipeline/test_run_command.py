@@ -287,5 +287,5 @@ def test_a_signal_ends_a_process_that_still_waits_for_its_run(
     site.server.start()
     for verb in ("producer", "worker"):
         process = site.start(verb)
-        site.until(lambda process=process: "waiting for it" in process.said(), "its wait")  # type: ignore[misc]
+        site.until(lambda process=process: "waiting until it is created" in process.said(), "its wait")  # type: ignore[misc]
         assert process.end(signal.SIGTERM) in (130, -signal.SIGTERM)

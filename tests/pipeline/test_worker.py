@@ -141,7 +141,7 @@ def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard) -> No
         yard.run.fleet.register("w0", new_nonce(), {})
         await asyncio.wait_for(work, 60)
 
-    with pytest.raises(Fenced, match="another process registered"):
+    with pytest.raises(Fenced, match="another process has registered"):
         asyncio.run(scenario())
 
 

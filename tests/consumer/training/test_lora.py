@@ -148,17 +148,20 @@ def test_what_does_not_fit_is_refused_by_name(model_dir: Path, tmp_path: Path) -
         Learner(model_dir, LearnerConfig(lora=LORA), ranks=two)
 
 
+URL = "http://127.0.0.1:8000"
+
+
 @pytest.mark.parametrize(
     ("engine", "lora", "loop", "problem"),
     [
-        ({}, {}, None, "needs .engine. max_lora_rank"),
-        ({"max_lora_rank": 8}, {}, None, "needs .engine. max_lora_rank"),
-        ({"max_lora_rank": 8}, None, None, "nobody would publish any"),
-        ({"kind": "http"}, {}, None, "weights = 'adapters'"),
-        ({"kind": "http", "weights": "adapters"}, None, None, "nobody would publish any"),
-        ({"kind": "http", "weights": "adapters"}, {}, None, ""),
-        ({"max_lora_rank": 8}, None, "mine:train", ""),
-        ({"max_lora_rank": 16}, {}, None, ""),
+        ({"kind": "vllm"}, {}, None, "needs .engine. max_lora_rank"),
+        ({"kind": "vllm", "max_lora_rank": 8}, {}, None, "needs .engine. max_lora_rank"),
+        ({"kind": "vllm", "max_lora_rank": 8}, None, None, "none are published"),
+        ({"kind": "http", "url": URL}, {}, None, 'weights = "adapters"'),
+        ({"kind": "http", "url": URL, "weights": "adapters"}, None, None, "none are published"),
+        ({"kind": "http", "url": URL, "weights": "adapters"}, {}, None, ""),
+        ({"kind": "vllm", "max_lora_rank": 8}, None, "mine:train", ""),
+        ({"kind": "vllm", "max_lora_rank": 16}, {}, None, ""),
         ({"kind": "simulated"}, {}, None, ""),
     ],
 )

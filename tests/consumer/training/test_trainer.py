@@ -60,7 +60,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Training
             },
             "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "device": "cpu"},
             "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5, "lora": lora},
-            "engine": {"max_lora_rank": 8} if lora else {},
+            "engine": {"kind": "vllm", "max_lora_rank": 8 if lora else None},
             "evaluation": {"groups": 3},
         }
     )

@@ -74,7 +74,7 @@ class AdapterRun:
                 "tasks": {TASK: {"judge": "exact_match", "dataset": dataset}},
                 "trainer": {"device": "cpu"},
                 "learner": {"learning_rate": 3e-2, "lora": {"rank": 4, "alpha": 8.0}},
-                "engine": {"max_lora_rank": 8},
+                "engine": {"kind": "vllm", "max_lora_rank": 8},
             }
         )
 

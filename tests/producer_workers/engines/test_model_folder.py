@@ -58,7 +58,7 @@ def test_read_shapes_refuses_a_file_that_is_not_safetensors(folder: Path, conten
 def test_read_shapes_refuses_a_truncated_file(folder: Path, cut: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-cut])
-    with pytest.raises(WeightsError, match="header says"):
+    with pytest.raises(WeightsError, match="by its header"):
         read_shapes(folder)
 
 

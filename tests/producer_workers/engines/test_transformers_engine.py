@@ -125,7 +125,7 @@ def test_routed_experts_of_a_model_without_any_are_refused(
 
 
 def test_routed_experts_are_refused_over_http() -> None:
-    with pytest.raises(ValidationError, match="kinds vllm and transformers record them"):
+    with pytest.raises(ValidationError, match="use kind vllm or transformers"):
         TypeAdapter(EngineConfig).validate_python(
             {"kind": "http", "url": "http://gpu7", "routed_experts": True}
         )
