@@ -64,8 +64,9 @@ class ReplayBuffer(Pools):
 
         Raises:
             WireError: a group is empty, has an INIT, FAILED or FILTERED rollout, or cannot be
-            encoded. ConfigError: there is no such task. MemoryFull: the run holds as many payload
-            bytes as it may.
+                encoded.
+            ConfigError: there is no such task.
+            MemoryFull: the run holds as many payload bytes as it may.
         """
         intake = Intake(
             self._store, self._keys, self._limits, self._payloads, "put", self.order_function
