@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -280,6 +281,10 @@ def test_a_server_that_would_lose_data_is_refused(
     assert word in output
 
 
+def waits(process: Process) -> bool:
+    return "waiting until it is created" in process.said()
+
+
 def test_a_signal_ends_a_process_that_still_waits_for_its_run(
     make_site: Callable[..., Site],
 ) -> None:
@@ -287,5 +292,5 @@ def test_a_signal_ends_a_process_that_still_waits_for_its_run(
     site.server.start()
     for verb in ("producer", "worker"):
         process = site.start(verb)
-        site.until(lambda process=process: "waiting until it is created" in process.said(), "its wait")  # type: ignore[misc]
+        site.until(partial(waits, process), "its wait")
         assert process.end(signal.SIGTERM) in (130, -signal.SIGTERM)
