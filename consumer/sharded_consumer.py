@@ -56,7 +56,7 @@ class ShardedConsumer:
     """Represents one rank of a data-parallel trainer.
 
     All ranks call the same methods in the same order. `group`: a gloo group of all ranks (default:
-    a new one), whatever backend the gradients use.
+    a new one); the gradients may use another backend.
     """
 
     def __init__(self, run: Run, group: dist.ProcessGroup | None = None) -> None:

@@ -51,7 +51,7 @@ class DrawAssertion:
         self.changed = self.lost = 0
 
     def end(self, position: Position, living: Collection[str]) -> None:
-        """Archive every trained draw that is not in a batch (`living`), in whatever stage it is."""
+        """Archive every trained draw that is not in a batch (`living`), from every stage."""
         for task in self._limits.training_tasks:
             known = self._known(task)
             in_batches = numbers_of(task, living)

@@ -61,7 +61,7 @@ class WarmStartConfig(Section):
     """
 
     max_steps: int = Field(2000, ge=1)
-    """stop after this many steps, whatever the accuracy"""
+    """stop after this many steps even if the accuracy is lower"""
     stop_accuracy: float = Field(0.48, ge=0, le=1)
     """stop when the greedy accuracy on the development problems reaches this"""
     check_every_steps: int = Field(25, ge=1)

@@ -1,8 +1,8 @@
 """Durations counted in buckets: unlike quantiles, counts of several workers can be added up.
 
 The bounds are declared here once: workers and trainers count by them, and the views read the counts
-by them. Whoever changes them must restart all processes of a run, since a list of counts with
-another length is ignored.
+by them. After a change of the bounds, restart all processes of a run: a list of counts with another
+length is ignored.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class ProduceProgress:
 
 
 def read_progress(store: Store, keys: Keys, tasks: list[str]) -> ProduceProgress:
-    """Return the progress of `tasks`, in one round trip whatever the run holds."""
+    """Return the progress of `tasks`, in one round trip for runs of every size."""
     pipe = store.control.pipeline(transaction=False)
     for task in tasks:
         pipe.hgetall(keys.progress(task))

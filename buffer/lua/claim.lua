@@ -22,7 +22,7 @@
 -- ARGV lane  eval|resume|fresh xKEYS
 -- replies OK 6 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 6 x control | STALE 6 x control
 --       | FULL 6 x control held mark (groups wait, but none may be started) | BARRED 6 x control bad (see quarantine)
--- keeps I2 (the token fences), I10 (checked here, whatever the worker received), I11 (a try counts now; a barred worker gets none), I12, I13 (token)
+-- keeps I2 (the token fences), I10 (checked here, even if the worker missed a message), I11 (a try counts now; a barred worker gets none), I12, I13 (token)
 
 local known = redis.call('HMGET', worker_record, 'nonce', 'claim', 'claimed')
 if known[1] ~= nonce then return {'UNKNOWN'} end

@@ -2,7 +2,7 @@
 
     staleness     the oldest weights first, then by arrival (the pool's own order; the default)
     freshest      the newest weights first, the newest arrival first (the pool, read backwards)
-    fifo          by arrival, whatever made them
+    fifo          by arrival, regardless of the policy version
     length_fair   short and long responses alternate: see `bucket`
     module:name   a function of yours: the lower its score, the earlier; equal ones by arrival
 

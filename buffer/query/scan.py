@@ -64,10 +64,10 @@ class GroupScan:
     ) -> Iterator[GroupRecord]:
         """Yield the records that match, with one page in memory at a time.
 
-        They come stage by stage, and those of a pool by version and arrival, whatever the run's
+        They come stage by stage, and those of a pool by version and arrival, not by the run's
         order policy. With `order="tokens"`, or `"-tokens"` for the highest first, they come by that
         field, those without a value last; that reads all matches, keeps `limit` of them, and so
-        needs a limit. Raises QueryError at once, whatever the data.
+        needs a limit. Raises QueryError when called, before it reads any data.
         """
         node = parse(query)
         if limit is not None and limit < 0:

@@ -3,7 +3,7 @@
 The server reports whether it is a cluster. There, each key is used at its own node with a plain
 client, so that scripts, WATCH, blocking calls, WAITAOF and pub/sub work as on one server.
 redis-py's cluster client is not used: its pipelines repeat commands whose connection broke,
-whatever its retry policy is (I13). A slot that has moved, or is moving, causes a transient error:
+even without a retry policy (I13). A slot that has moved, or is moving, causes a transient error:
 `Store` waits, and the slot map is read again.
 """
 

@@ -6,8 +6,8 @@ loss divides by the counts of all ranks, so the gradient equals that of one rank
 batch.
 
 Invariant: a learner that loads the state of another one continues exactly as that one would have,
-bit for bit (same machine, same number of threads). Whatever affects a step is in the state, the
-config or the arguments.
+bit for bit (same machine, same number of threads). Everything that affects a step is in the state,
+the config or the arguments.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every line of a JSONL file is checked once, when it is opened, so that line 40,000 fails before the
 run and not during it. Only the offset of each line is kept; rows are read when they are drawn. Of
-Parquet, one row group is in memory, whatever the size of the files.
+Parquet, one row group is in memory, even of large files.
 """
 
 from __future__ import annotations

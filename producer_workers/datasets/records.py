@@ -180,7 +180,7 @@ class RecordsDataset:
 def make_problem(to_problem: ToProblem, record: Any, where: str) -> Problem:
     """Make a problem of a record.
 
-    Raises DatasetError that names the record, whatever a user's function raises.
+    Raises DatasetError that names the record, for every error of a user's function.
     """
     try:
         return to_problem(record)

@@ -103,7 +103,7 @@ def _wait(process: subprocess.Popen[bytes], stdin: str, time_s: float) -> int | 
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # End whatever it started, too.
+        # End the processes that it started, too.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

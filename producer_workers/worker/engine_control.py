@@ -126,7 +126,7 @@ class ControlledEngine:
             self.is_asleep = False
 
     async def abort(self, spared: Collection[str] = ()) -> None:
-        """End all requests but those of the groups `spared`, and sample whatever comes next."""
+        """End all requests but those of the groups `spared`, and sample later requests."""
         if spared:
             await self.thaw()
             if isinstance(self._engine, AbortsGroups):

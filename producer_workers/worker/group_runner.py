@@ -86,7 +86,7 @@ class TaskRunner:
     async def is_valid(self, states: list[RolloutState]) -> bool:
         """Return whether a completed group is worth training on.
 
-        Raises whatever the user's function raises; that fails the group.
+        Raises the errors of the user's function; they fail the group.
         """
         if self.is_valid_sample is None:
             return True
@@ -94,7 +94,7 @@ class TaskRunner:
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error to raise for several: the engine's death, whatever else went wrong."""
+    """Return the error to raise for several: the engine's death before all others."""
     found: BaseException = errors.subgroup(EngineDeadError) or errors
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]

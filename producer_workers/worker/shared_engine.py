@@ -27,7 +27,7 @@ from producer_workers.worker.inbox import Inbox, RequestFinished
 
 
 class SharedEngine:
-    """An engine that posts a RequestFinished after every request, whatever its outcome.
+    """An engine that posts a RequestFinished after every request, also a failed one.
 
     `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
     the engine died. Everything but `generate` is the engine's own.

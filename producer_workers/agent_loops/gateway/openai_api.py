@@ -4,8 +4,8 @@
     POST /v1/completions         a text or token ids in, their continuation out
 
 Fields that would make the recorded logprobs untrue (several choices, forced tools, biases), or
-change what the model reads, are refused. Temperature and top_p are those of the task, whatever a
-request contains, since the trainer relies on them. Unknown fields are ignored, as servers have
+change what the model reads, are refused. Temperature and top_p are those of the task, not of
+the request, since the trainer relies on them. Unknown fields are ignored, as servers have
 fields of their own.
 """
 

@@ -100,7 +100,7 @@ class TransformersEngine:
         self._requests: dict[int, _Request] = {}
         self._paused = False
         self._wake = asyncio.Event()
-        self._lock = asyncio.Lock()  # held by a step, and by whatever must not run during one
+        self._lock = asyncio.Lock()  # held by a step, and by calls that must not run during one
         self._driver: asyncio.Task[None] | None = None
         self._dead: str | None = "not started"
 

@@ -40,7 +40,7 @@ class TransformersAdapter(AdapterCheck):
         try:
             self._fill(peft, tensors, name, folder)
             self._inside.set_adapter(name)
-        except Exception:
+        except Exception:  # a half-filled adapter must not be sampled with, for any error of PEFT
             self._take_out(name, is_first=not older)
             raise
         for other in older:

@@ -61,7 +61,7 @@ class VllmControl:
     async def ask(self, call: Awaitable[T], what: str, limit_s: float | None = None) -> T:
         """Return the answer to a control call.
 
-        Raises EngineDeadError where there is none, and whatever vLLM raises.
+        Raises EngineDeadError where there is none, and the errors of vLLM.
         """
         limit_s = self._limit_s if limit_s is None else limit_s
         clock = asyncio.get_running_loop().time

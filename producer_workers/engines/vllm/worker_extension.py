@@ -85,7 +85,7 @@ class WeightLoader:
             _forget_packed_experts(model)
         try:
             self.reload_weights(**source)
-        except Exception:
+        except Exception:  # for any error, vLLM's next reload must begin anew
             _abandon_reload(model, self.model_runner.model_config)
             raise
         if self.device.type == "cpu":
