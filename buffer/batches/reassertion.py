@@ -9,8 +9,8 @@ Otherwise, while `take` waits:
 2. batches after the oldest kept checkpoint are restored if their bytes still exist; if not, they
    and all before them can no longer be delivered, and S is the oldest checkpoint that opens without
    `regenerate`
-3. every other trained draw is archived from the stage that it is in; one that only a trainer before a
-   `regenerate` had trained, and that the server lost as well, is drawn again
+3. every other trained draw is archived from the stage that it is in; one that only a trainer before
+   a `regenerate` had trained, and that the server lost as well, is drawn again
 4. the ledger continues after S
 
 Each of these is one script, or slices of one, that changes nothing when repeated. A trainer that

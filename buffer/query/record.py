@@ -34,8 +34,8 @@ class GroupRecord:
 
     `staleness` is that of the step that took the group, or else of the next step. `owner` holds it,
     or held it last. `reward` is the mean score of a completed group. `arrival` is the number of its
-    last submit. `time_ms` has passed since it was queued, claimed or submitted, whichever came
-    last. `size` is in bytes: of the result, or of the prompt where there is no result (any more).
+    last submit. `time_ms` has passed since it was last queued, claimed or submitted. `size` is in
+    bytes: of the result, or of the prompt where there is no result (any more).
     """
 
     gid: str

@@ -70,7 +70,7 @@ class Submitter:
         except Exception as error:
             if len(results) == 1:
                 return [error]
-            # whichever caused it must not fail the others; submitting again is harmless (I13)
+            # one group's error must not fail the others; submitting again is harmless (I13)
             return [self._send([result])[0] for result in results]
 
     def _next_batch(self) -> list[_Waiting]:
