@@ -198,7 +198,7 @@ class AsyncProduceStrategy:
         return tail_step >= last or context.available < wanted
 
     def _last_step(self, version: int) -> int:
-        return min(last_step_for(version, self.limits.horizon), self.limits.steps)
+        return min(last_step_for(version, self.limits.horizon(self.task)), self.limits.steps)
 
     def _surplus(self, last: int) -> int:
         # nothing comes after the last step that could use it
