@@ -49,7 +49,7 @@ class TaskSettings(BaseModel):
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
     tail_batch_trigger_size: int = Field(-1, ge=-1)
     """what happens to expired groups. -1: they are dropped. 0: they are retried at once. N: once N
-    of them wait, they are retried before anything else is started
+    of them wait, they are retried first, and nothing beyond the batch is started until it is made
     """
     tail_batch_max_tries: int | None = Field(None, ge=1)
     """interruptions after which a group without tokens waits with the expired groups, and is
@@ -156,7 +156,9 @@ class RunLimits(LiveLimits):
 
     def retries_expired(self, task: str) -> bool:
         """Return whether expired groups of a task are kept for another try; otherwise, dropped."""
-        return self.of(task).tail_batch_trigger_size >= 0
+        # sync never reissues them
+        is_async = self.tasks[task].strategy == "async"
+        return is_async and self.of(task).tail_batch_trigger_size >= 0
 
     def mix(self) -> TaskMix:
         """Return how batches are shared among the training tasks."""
