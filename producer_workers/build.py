@@ -169,6 +169,7 @@ def make_worker(
         sleeps=config.worker.sleep_when_paused,
         judge_times=times,
         lanes=config.worker.lanes,
+        uncut_tasks=config.uncut_tasks,
         facts={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),

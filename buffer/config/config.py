@@ -152,6 +152,23 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _distribution_is_whole(self) -> Config:
+        for name in self.uncut_tasks:
+            if cuts := self.tasks[name].sample.to_params().cuts():
+                raise ValueError(
+                    f"task {name} is sampled with {cuts}: the engine's logprobs are then of "
+                    "another distribution than the trainer's, which covers all tokens, and the "
+                    "ratios between the two are wrong; sample without it, or set "
+                    "[learner] accept_cut_distribution = true"
+                )
+        return self
+
+    @property
+    def uncut_tasks(self) -> list[str]:
+        """Return the tasks whose tokens must be sampled from the model's whole distribution."""
+        return [] if self.learner.accept_cut_distribution else self.training_tasks
+
+    @model_validator(mode="after")
     def _responses_fit_the_context(self) -> Config:
         # workers check it again with what their engine reports
         problem = self.context_problem(getattr(self.engine, "max_model_len", None), self.tasks)

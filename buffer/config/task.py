@@ -81,9 +81,8 @@ class SampleParamsSection(Section):
     max_tokens: int = Field(2048, ge=1)
     """largest number of tokens of a response"""
     min_tokens: int = Field(0, ge=0)
-    """smallest number of tokens of a response. Like top_p, top_k and structured, it restricts the
-    tokens that may be sampled: the engine's logprobs are over the allowed tokens, the trainer's
-    over all tokens, so the mismatch between the two grows
+    """smallest number of tokens of a response. Like top_p, top_k and structured, it cuts the
+    distribution that is sampled from: see [learner] accept_cut_distribution
     """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""

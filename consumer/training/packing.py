@@ -132,8 +132,8 @@ class Packer:
         weights, all ranks must take part in every forward pass. `rollout` of the result holds
         indices into the whole batch.
 
-        Raises WireError where the columns of a group disagree or nothing predicts a trained token, ConfigError
-        where its prompt contains images.
+        Raises WireError where the columns of a group disagree or nothing predicts a trained token,
+        ConfigError where its prompt contains images.
         """
         samples = _Samples.gather(groups)
         packable = samples.trained > 0

@@ -94,6 +94,7 @@ class Worker:
 
     `runners`: one for every task that it serves, in `lanes`. `concurrency`: groups that are sampled
     at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
+    `uncut_tasks`: see `SharedEngine`.
 
     Usage:
         worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
@@ -114,6 +115,7 @@ class Worker:
         facts: Mapping[str, str] | None = None,
         judge_times: JudgeTimes | None = None,
         lanes: Collection[str] = LANES,
+        uncut_tasks: Collection[str] = (),
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -128,7 +130,7 @@ class Worker:
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
         self._capacity = Capacity(run.limits, concurrency, serves)
-        shared = SharedEngine(engine, self._inbox)
+        shared = SharedEngine(engine, self._inbox, uncut_tasks)
         self._runner = GroupRunner(run, shared, runners, worker_id)
         times = judge_times or JudgeTimes()
         self._reporter = Reporter(self._engine, self._runner, self._control, times)
