@@ -28,7 +28,13 @@ from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import Engine, ReportsLoad, ShowsImages, structures
+from producer_workers.engines.base import (
+    Engine,
+    ReportsLoad,
+    ShowsImages,
+    context_length,
+    structures,
+)
 from producer_workers.images.image_reader import ImageReader
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
@@ -145,6 +151,8 @@ def make_worker(
     names = _task_names(config)
     check_images(config, names, engine)
     _check_structures(config, names, engine)
+    if problem := config.context_problem(context_length(engine), names):
+        raise ConfigError(problem)
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order, config.policy.order)

@@ -19,7 +19,8 @@ from buffer.config.run_settings import LaunchSection, PlanSection, PolicySection
 from buffer.config.strategy import StrategySection
 from buffer.config.task import TaskSection
 from buffer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
-from buffer.config.worker import ProducerSection
+from buffer.config.worker import ProducerSection, WorkerSection
+from buffer.model.staleness import stale_threshold
 
 TaskSections = Mapping[str, TaskSection]
 
@@ -56,7 +57,10 @@ def memory_problem(
     sizes = [task.group_bytes(producer.max_prompt_tokens) for task in training(tasks).values()]
     # a commit frees what is older than the oldest checkpoint that is kept
     kept = trainer.checkpoint_every_steps * trainer.keep_checkpoints
-    ahead = policy.stale_threshold + strategy.over_sample_threshold
+    own = [task.max_staleness for task in training(tasks).values()]
+    oldest = max((policy.max_staleness if age is None else age for age in own), default=0)
+    threshold = stale_threshold(oldest, policy.sync_weights_interval)
+    ahead = threshold + strategy.over_sample_threshold
     need = MemoryNeed(
         group_bytes=memory.group_bytes or max(sizes, default=0),
         batches=kept + retention.batches,
@@ -65,6 +69,34 @@ def memory_problem(
     )
     if problem := need.problem(memory, budget or memory.budget_bytes or 0):
         yield problem
+
+
+def context_problems(
+    max_model_len: int | None, tasks: TaskSections, producer: ProducerSection, worker: WorkerSection
+) -> Iterator[str]:
+    """Yield which of `tasks` may ask for more tokens than the engine's context.
+
+    `max_model_len`: None where it is not known.
+    """
+    if max_model_len is None:
+        return
+    prompt = producer.max_prompt_tokens
+    for name, task in tasks.items():
+        # an agent's requests have prompts of their own, and share max_tokens
+        if (task.agent_loop or worker.agent_loop) == "gateway":
+            continue
+        # nobody asked for the default: responses end where the context does
+        if prompt is None and "max_tokens" not in task.sample.model_fields_set:
+            continue
+        response = task.sample.max_tokens
+        if (prompt or 1) + response > max_model_len:
+            asked = f"sample.max_tokens = {response}"
+            asked += f" and [producer] max_prompt_tokens = {prompt}" if prompt else ""
+            yield (
+                f"task {name}: prompt and response share the engine's context of "
+                f"{max_model_len} tokens (max_model_len), which is too small for {asked}: "
+                "lower these, or raise [engine] max_model_len up to what the model can read"
+            )
 
 
 # -- the checks -----------------------------------------------------------------------------------
@@ -121,6 +153,24 @@ def _engine_loads_what_is_published(
         yield f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank of at least that"
     elif isinstance(engine, HttpConfig) and not engine.wants_adapters:
         yield '[learner.lora] needs [engine] weights = "adapters"'
+
+
+def _responses_fit_the_context(
+    engine: EngineConfig, tasks: TaskSections, producer: ProducerSection, worker: WorkerSection
+) -> Iterator[str]:
+    # workers check it again with what their engine reports
+    yield from context_problems(getattr(engine, "max_model_len", None), tasks, producer, worker)
+
+
+def _tokens_are_younger_than_groups(policy: PolicySection, tasks: TaskSections) -> Iterator[str]:
+    tokens = policy.max_token_staleness
+    for name, task in training(tasks).items():
+        groups = task.max_staleness
+        if tokens is not None and groups is not None and tokens > groups:
+            yield (
+                f"[policy] max_token_staleness = {tokens} must be at most [tasks.{name}] "
+                f"max_staleness = {groups}: a group expires with its oldest token"
+            )
 
 
 def _temperatures_agree(
@@ -205,6 +255,8 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     memory_problem,
     _pauses_free_the_device,
     _engine_loads_what_is_published,
+    _responses_fit_the_context,
+    _tokens_are_younger_than_groups,
     _temperatures_agree,
     _groups_can_be_compared,
     _updates_have_groups,

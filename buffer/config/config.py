@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from buffer.config.agreement import disagreements, memory_problem, too_many_problems, training
+from buffer.config.agreement import (
+    context_problems,
+    disagreements,
+    memory_problem,
+    too_many_problems,
+    training,
+)
 from buffer.config.engine import EngineConfig, VllmConfig
 from buffer.config.learner import CriticConfig, LearnerConfig
 from buffer.config.memory_budget import MemorySection, RetentionSection
@@ -24,6 +30,7 @@ from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.config.worker import JudgesSection, ProducerSection, WorkerSection
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.model.staleness import stale_threshold
 
 
 class Config(Section):
@@ -63,6 +70,14 @@ class Config(Section):
     def problems(self) -> Iterator[str]:
         """Yield what the sections demand of each other and do not get."""
         return disagreements(dict(self))
+
+    def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
+        """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
+
+        `max_model_len`: None where it is not known.
+        """
+        chosen = {name: self.tasks[name] for name in tasks}
+        return next(context_problems(max_model_len, chosen, self.producer, self.worker), "")
 
     def memory_problem(self, budget: int) -> str:
         """Return why a run cannot be held to `budget` bytes (0: no limit); "" where it can."""
@@ -141,8 +156,15 @@ class Config(Section):
         task = self.tasks[name]
         # only what the task sets itself: the rest follows the run's values when these change
         own = {} if task.strategy is None else task.strategy.own_numbers()
+        if task.eval_of is None and task.max_staleness is not None:
+            own["stale_threshold"] = self._stale_threshold(name)
         strategy = self.strategy_of(name).kind
         return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)
+
+    def _stale_threshold(self, task: str) -> int:
+        own = self.tasks[task].max_staleness
+        publications = self.policy.max_staleness if own is None else own
+        return stale_threshold(publications, self.policy.sync_weights_interval)
 
 
 # former names, from when each side read its own part of a file

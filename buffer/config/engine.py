@@ -189,6 +189,8 @@ class SimulatedConfig(EngineSettings):
     """
     load_weights_s: float = Field(0.0, ge=0, le=YEAR_S)
     """seconds for a weight update"""
+    max_model_len: Count | None = Field(None, ge=2)
+    """largest number of tokens of prompt and response; default: no limit"""
     max_num_seqs: Count = Field(256, ge=1)
     """requests at the same time; further ones wait"""
     vocab_size: Count = Field(32_000, ge=2)

@@ -67,7 +67,7 @@ def test_take_refuses_what_a_training_batch_cannot_have(
     scene: Scene, counts: dict[str, int]
 ) -> None:
     scene.open_trainer()
-    with pytest.raises(ConfigError, match="can(not)? be taken"):
+    with pytest.raises(ConfigError, match=r"can(not)? be taken"):
         scene.run.ledger.take(scene.trainer, 1, counts)
 
 

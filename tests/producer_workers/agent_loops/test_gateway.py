@@ -208,6 +208,19 @@ def test_a_session_ends_with_its_budget_and_that_is_no_failure(chat: Any) -> Non
     assert sum(len(made.token_ids) for made in engine.said) == 40
 
 
+@pytest.mark.parametrize("judge", [None, FunctionJudge("j", lambda **_: 0.5)])
+def test_a_session_ends_with_the_context_of_the_engine_and_is_judged(chat: Any, judge: Any) -> None:
+    engine = Recorder(chat)
+    engine.max_model_len = 200
+    (state,) = run(loop_of(chat, "talks_for_ever", judge=judge), engine, questions("go"))
+    engine.check([state])
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert state.reward == {"score": 0.5 if judge else 0.0}
+    (state,) = run(loop_of(chat, "talks_for_ever"), engine, questions("go " * 80))
+    assert state.status is Status.FAILED
+    assert "maximum context length is 200 tokens" in str(state.error)
+
+
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [
