@@ -17,9 +17,8 @@ from buffer.config.engine import VllmConfig
 from buffer.config.task import NO_JUDGE
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
-from buffer.model.rollout import PolicyVersion
+from buffer.model.rollout import FIRST_WEIGHTS
 from buffer.monitoring.tracing import Tracer
-from buffer.open_run import INITIAL
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
@@ -116,7 +115,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     section = config.engine
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
-    engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
+    engine = build_engine(section, model_dir(config), FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])
         engine.images.read_with(ImageReader(run.media, limits))

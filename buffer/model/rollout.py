@@ -70,6 +70,10 @@ class PolicyVersion(NamedTuple):
         return cls(lineage, int(version))
 
 
+FIRST_WEIGHTS = PolicyVersion("initial", 0)
+"""The weights that a run starts from, before a trainer opens it."""
+
+
 class VersionSpan(NamedTuple):
     """The weights (lineage, version) that sampled tokens [start, start + length) (I9)."""
 
