@@ -23,6 +23,7 @@ import numpy as np
 from buffer.errors import (
     Fenced,
     GroupTimeout,
+    JudgeInterrupted,
     PayloadMissing,
     RolloutMQError,
     StoreUnavailable,
@@ -30,21 +31,20 @@ from buffer.errors import (
 )
 from buffer.model.group import GROUP_TIME, RolloutGroup
 from buffer.model.job import Job, ReleaseKind, Result
-from buffer.model.rollout import RolloutState, Status
+from buffer.model.rollout import RolloutState, Status, has_ended
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
 from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
-from producer_workers.worker.loop_result import SampleFilter, check_result
+from producer_workers.judges.user_function import describe
+from producer_workers.worker.loop_result import GroupFilter, check_result
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
-ENDED = frozenset({"stop", "length"})
-"""Finish reasons after which a rollout needs the engine no more, unless its group starts again."""
 UNJUDGED = frozenset({Status.INIT, Status.ABORTED})
 """Statuses of a sampled rollout whose judge has not answered yet."""
 INLINE_BYTES = 64 << 10
@@ -60,7 +60,7 @@ class TaskRunner:
 
     agent_loop: AgentLoop
     partial_rollout: bool = False
-    is_valid_sample: SampleFilter | None = None
+    is_valid_sample: GroupFilter | None = None
     group_time_limit_s: float | None = None
 
     async def generate(
@@ -84,13 +84,8 @@ class TaskRunner:
             raise GroupTimeout(message, hint="see [strategy] group_time_limit_s") from error
 
     async def is_valid(self, states: list[RolloutState]) -> bool:
-        """Return whether a completed group is worth training on.
-
-        Raises the errors of the user's function; they fail the group.
-        """
-        if self.is_valid_sample is None:
-            return True
-        return bool(await asyncio.to_thread(self.is_valid_sample, states))
+        """Return whether a completed group is worth training on, see `GroupFilter.keeps`."""
+        return self.is_valid_sample is None or await self.is_valid_sample.keeps(states)
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -151,11 +146,15 @@ class GroupRunner:
             self._engine.suspects.discard(job.gid)
             await self._release(job, kind, str(error))
             raise
-        # the code of a loop or a judge may raise anything: counted, and kept with its reason
-        except Exception as error:
+        except JudgeInterrupted as error:  # out of a loop of the user's own, which passed it on
+            await self._release(job, "aborted", str(error))
+        # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
+        except BaseException as error:
+            if isinstance(error, GeneratorExit) or _is_cancellation(error):
+                raise
             is_unknown = not isinstance(error, RolloutMQError)
             log.warning("group failed: %s", error, extra={"gid": job.gid}, exc_info=is_unknown)
-            await self._release(job, "failed", f"{type(error).__name__}: {error}")
+            await self._release(job, "failed", describe(error))
         finally:
             self.submitting.discard(job)
             self._members.pop(job, None)
@@ -214,12 +213,19 @@ class GroupRunner:
         """Submit or release a group that the agent loop has returned."""
         runner = self._runners[job.task]
         status = group.status
-        filtered = status is Status.COMPLETED and not await runner.is_valid(group.states)
+        filtered = False
+        if status is Status.COMPLETED:
+            try:
+                filtered = not await runner.is_valid(group.states)
+            except JudgeInterrupted:  # judged and filtered again at its next claim
+                status = Status.ABORTED
+                for member in group.members:
+                    member["status"] = status.value
         self.submitting.add(job)
         if status is Status.FAILED:
             errors = {m["error"] for m in group.members if m.get("error")}
             await self._release(job, "failed", "; ".join(sorted(errors)))
-        elif status is Status.ABORTED and not runner.partial_rollout:
+        elif status is Status.ABORTED and not (runner.partial_rollout or len(group.response_ids)):
             await self._release(job, "aborted", "paused")
         else:
             new_tokens = max(0, len(group.response_ids) - known_tokens)
@@ -244,6 +250,12 @@ class GroupRunner:
             else:
                 self._outage.report("")
                 return answer
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Return whether the current task was cancelled from outside, not by what runs in it."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
 
 
 def put_experts_into_files(
@@ -271,7 +283,7 @@ def put_experts_into_files(
 def _open_share(members: Sequence[RolloutState]) -> float:
     if not members:
         return 1.0
-    return sum(member.finish_reason not in ENDED for member in members) / len(members)
+    return sum(not has_ended(member) for member in members) / len(members)
 
 
 def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
