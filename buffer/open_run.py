@@ -15,17 +15,14 @@ from redis.exceptions import NoPermissionError
 from buffer.config.config import ConfigFile
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
-from buffer.model.rollout import PolicyVersion
+from buffer.model.rollout import FIRST_WEIGHTS
 from buffer.run import Run
-from buffer.server.check import describe_connection_error, require_all_safe
+from buffer.server.check import Finding, require_all_safe
 from buffer.server.embedded import EmbeddedServer
-from buffer.store.retry import is_transient
+from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.store")
-
-INITIAL = "initial"
-"""Lineage of the weights that a run starts from, before a trainer opens it."""
 
 
 def embedded_server(config: ConfigFile) -> EmbeddedServer:
@@ -55,17 +52,21 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
     Waits for an unreachable server if `patient`. Raises StoreError or StoreUnsafe.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
-    try:
-        findings = require_all_safe(store.servers, config.redis.allow_unsafe)
-    except redis.RedisError as error:
-        if not (patient and is_transient(error)):
-            raise describe_connection_error(url, error) from error
-        store.retrying("first contact", store.servers.masters)
-        findings = require_all_safe(store.servers, config.redis.allow_unsafe)
-    for finding in findings:
+
+    def check() -> list[Finding]:
+        try:
+            store.waits_for_disk = can_wait_for_disk(store)
+            return require_all_safe(store.servers, config.redis.allow_unsafe)
+        except redis.RedisError as error:
+            described = describe_connection_error(url, error)
+            # a wrong password or certificate does not become right by waiting
+            if patient and isinstance(described, StoreUnavailable):
+                raise
+            raise described from error
+
+    for finding in store.retrying("first contact", check):
         if finding.level == "warning":
             log.warning("%s", finding)
-    store.waits_for_disk = can_wait_for_disk(store)
     return store
 
 
@@ -109,11 +110,10 @@ def create_run(store: Store, config: ConfigFile, model_dir: Path) -> Run:
     maxmemory = maxmemory_bytes(store)
     if problem := config.memory_problem(config.memory.budget(maxmemory)):
         raise ConfigError(problem)
-    initial = PolicyVersion(INITIAL, 0)
     nonce = run_nonce(config.run.folder)
-    return Run.create(
-        store, config.run.name, nonce, config.limits(maxmemory), initial, str(model_dir.resolve())
-    )
+    limits = config.limits(maxmemory)
+    path = str(model_dir.resolve())
+    return Run.create(store, config.run.name, nonce, limits, FIRST_WEIGHTS, path)
 
 
 def maxmemory_bytes(store: Store) -> int:

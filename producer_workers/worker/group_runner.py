@@ -39,6 +39,7 @@ from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.judges.user_function import describe
 from producer_workers.worker.loop_result import GroupFilter, check_result
+from producer_workers.worker.restarts import restart_unfinished
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 
@@ -135,7 +136,9 @@ class GroupRunner:
         """
         try:
             group = await self._read(job)
-            known_tokens = len(group.response_ids)
+            if not self._runners[job.task].partial_rollout:
+                restart_unfinished(group.states)
+            known_tokens = sum(len(state.response_ids) for state in group.states)
             made = await self._generate(job, group)
             await self._finish(job, made, known_tokens)
         except Fenced as error:
@@ -197,6 +200,8 @@ class GroupRunner:
         with shown(engine, job.gid, states[0].multimodal):
             made = await self._runners[job.task].generate(states, engine, job.gid)
         self._members[job] = made
+        if not self._runners[job.task].partial_rollout:
+            restart_unfinished(made)
         await asyncio.to_thread(put_experts_into_files, made, self._run.media, job.gid, job.token)
         result = RolloutGroup(job.gid, job.task, made)
         total_s = round(spent_s + time.monotonic() - began, 6)
