@@ -132,6 +132,10 @@ class JudgingSection(Section):
     """address space of the process that judges; Python raises MemoryError beyond it"""
     retries: int = Field(2, ge=0, le=1000)
     """further attempts after a judge failed, was killed or was lost, before the rollout fails"""
+    grace_s: float = Field(10.0, ge=0)
+    """time that a judge has to finish when an abort pause begins; then it is cancelled, and its
+    rollout keeps its tokens and is judged when its group is claimed again
+    """
 
 
 class TaskSection(Section):
