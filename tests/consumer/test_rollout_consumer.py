@@ -66,6 +66,11 @@ def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(
     assert len(consumer.take_batch(1, {"math": 5}, strict=False).groups) == 2
 
 
+def test_take_of_no_groups_is_an_empty_batch(run: Run, trainer: Trainers) -> None:
+    assert trainer(run).take_batch(1, {"math": 0}).groups == []
+    assert run.ledger.steps()[0] == 0
+
+
 def test_stop_ends_a_waiting_take(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     waits = threading.Event()
@@ -492,6 +497,6 @@ def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(
         run.store.control.delete(key)
     with pytest.raises(LostRun, match="its data was lost") as lost:
         consumer.take_batch(1, {"math": 1}, deadline_s=60.0)
-    assert "--regenerate" in lost.value.hint
+    assert "regenerate=True" in lost.value.hint
     with pytest.raises(LostRun):
         run.control.renew_role("producer", producer)

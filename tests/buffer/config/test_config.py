@@ -89,7 +89,7 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
             "tasks.a.dataset.pth: unknown key; did you mean `path`?",
         ),
         (
-            "[engine]\nkind = 'simulated'\nmax_model_len = 256\n",
+            "[engine]\nkind = 'simulated'\nomp_threads = 1\n",
             'it belongs to kind = "vllm", and engine has kind = "simulated": remove it, '
             "or replace the section: --set 'engine={kind=\"simulated\"}'",
         ),
@@ -272,6 +272,18 @@ def batched(pairs: list[str]) -> list[tuple[str, str]]:
     return list(zip(pairs[::2], pairs[1::2], strict=True))
 
 
+def test_lengths_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
+    context = ("engine.kind=vllm", "engine.max_model_len=128")
+    assert load(tmp_path, GOOD, *context, "producer.max_prompt_tokens=64")
+    told = problems(tmp_path, GOOD, *context, "producer.max_prompt_tokens=65")
+    assert "128 tokens (max_model_len), which is too small for sample.max_tokens = 64 and" in told
+    told = problems(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=128")
+    assert "too small for sample.max_tokens = 128: lower" in told
+    # an agent's requests share max_tokens, and a default that nobody set is not a demand
+    load(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=999", "worker.agent_loop=gateway")
+    load(tmp_path, GOOD.replace("max_tokens = 64", ""), *context)
+
+
 def test_stale_threshold_counts_train_steps() -> None:
     assert PolicySection(max_staleness=0, sync_weights_interval=4).stale_threshold == 4
     assert PolicySection(max_staleness=1, sync_weights_interval=4).stale_threshold == 8
@@ -282,3 +294,17 @@ def test_stale_threshold_counts_train_steps() -> None:
         ).token_threshold
         == 8
     )
+
+
+def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
+    text = GOOD + HELD_OUT + "[tasks.math.strategy]\nover_sample_threshold = 0.5\n"
+    sets = ("policy.max_staleness=1", "policy.sync_weights_interval=2", "evaluation.every_steps=2")
+    limits = load(tmp_path, text, *sets).limits()
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, ""]
+    limits = load(tmp_path, text, *sets, "tasks.math.max_staleness=3").limits()
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, ""]
+    assert limits.horizon_of(1) == 8
+    found = problems(
+        tmp_path, text, *sets, "tasks.math.max_staleness=0", "policy.max_token_staleness=1"
+    )
+    assert "[tasks.math] max_staleness = 0" in found
