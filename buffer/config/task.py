@@ -89,9 +89,8 @@ class SampleParamsSection(Section):
     max_tokens: Count = Field(2048, ge=1)
     """largest number of tokens of a response"""
     min_tokens: Count = Field(0, ge=0)
-    """smallest number of tokens of a response. Like top_p, top_k and structured, it restricts the
-    tokens that may be sampled: the engine's logprobs are over the allowed tokens, the trainer's
-    over all tokens, so the mismatch between the two grows
+    """smallest number of tokens of a response. Like top_p, top_k and structured, it cuts the
+    distribution that is sampled from: see [learner] accept_cut_distribution
     """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
@@ -133,6 +132,10 @@ class JudgingSection(Section):
     """address space of the process that judges; Python raises MemoryError beyond it"""
     retries: int = Field(2, ge=0, le=1000)
     """further attempts after a judge failed, was killed or was lost, before the rollout fails"""
+    grace_s: float = Field(10.0, ge=0)
+    """time that a judge has to finish when an abort pause begins; then it is cancelled, and its
+    rollout keeps its tokens and is judged when its group is claimed again
+    """
 
 
 class TaskSection(Section):
