@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from buffer.batches.memory import MemoryUse
+from buffer.control.continuation import record_origin
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, StoreFull, TaskStopped
+from buffer.model.origin import Origin
 from buffer.run import Run
 from buffer.store.retry import LogOnce
 from producer_workers.producer.curriculum import Curriculum
@@ -71,8 +73,10 @@ class AgentLoopManager:
         *,
         slice_size: int = 64,
         curriculum: Curriculum | None = None,
+        origin: Origin | None = None,
     ) -> None:
         self._run = run
+        self._origin = origin
         self._strategies = strategies
         self._curriculum = curriculum
         self._samplers = {
@@ -91,9 +95,13 @@ class AgentLoopManager:
     def opened(self, *, take_over: bool = False) -> Iterator[None]:
         """Be the producer of the run during the block.
 
-        Raises RoleHeld while another one is alive, LostRun.
+        Raises RoleHeld while another one is alive, LostRun, ConfigError for another `origin`.
         """
         self._run.control.open_producer(self.nonce, run_nonce=self._run.nonce, take_over=take_over)
+        if self._origin:
+            run = self._run
+            for change in record_origin(run.store, run.keys, self._origin, self.nonce):
+                log.warning("continued with another config: %s", change)
         log.info("producing", extra={"run": self._run.name, "tasks": list(self._samplers)})
         yield
         self.role.close()
