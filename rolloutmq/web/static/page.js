@@ -42,7 +42,8 @@ function showRun() {
     parts.push(panel(name, `mean score ${number(task.mean_reward, 3)}`,
       bar("ahead", task.started, task.may_start || task.started, `${task.started} / ${task.may_start}`, task.may_start && task.started >= task.may_start ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
-      task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null));
+      task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
+      task.trouble ? el("p", { class: "bad" }, task.trouble) : null));
   }
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
