@@ -9,6 +9,7 @@ from __future__ import annotations
 FREE_FAILURES = 16
 """Failures in a row that cause no pause."""
 
+FIRST_S = 1.0
 LONGEST_S = 30.0
 """The longest pause; it takes some 20 more failures to grow to this."""
 
@@ -21,18 +22,20 @@ class FailureBackoff:
 
     def __init__(self) -> None:
         self._in_row = 0
+        self._pause_s = FIRST_S
         self._until_s = 0.0
 
     def failed(self, now_s: float) -> None:
         """Count a failed try."""
         self._in_row += 1
         if self._in_row > FREE_FAILURES:
-            pause_s = 2 ** ((self._in_row - FREE_FAILURES) / 4)
-            self._until_s = now_s + min(LONGEST_S, pause_s)
+            self._pause_s = min(LONGEST_S, self._pause_s * 1.2)
+            self._until_s = now_s + self._pause_s
 
     def succeeded(self) -> None:
         """Count a try that gave a result."""
         self._in_row = 0
+        self._pause_s = FIRST_S
         self._until_s = 0.0
 
     def must_pause(self, now_s: float) -> bool:

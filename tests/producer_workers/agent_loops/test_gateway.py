@@ -16,14 +16,14 @@ import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from buffer.model.rollout import RolloutState, Status
+from buffer.model.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.gateway.agents import AgentTask
 from producer_workers.agent_loops.gateway.loop import GatewayAgentLoop
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
-from rolloutmq.testing import FIRST, RehearsalError, rehearse
+from rolloutmq.testing import RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
 
@@ -131,7 +131,7 @@ def test_what_an_agent_read_somewhere_begins_no_turn(chat: Any) -> None:
 def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(PROGRAM, encoding="utf-8")
     engine = Recorder(chat)
-    engine.now = FIRST
+    engine.now = FIRST_WEIGHTS
     loop = partial(
         GatewayAgentLoop, command=[sys.executable, str(tmp_path / "agent.py"), "{question}"]
     )
