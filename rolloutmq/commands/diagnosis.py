@@ -32,7 +32,10 @@ class Symptom:
 
 
 def diagnose(snap: Snapshot) -> list[Symptom]:
-    """Return what stops the run, or soon will, the worst first; empty if nothing does."""
+    """Return what stops the run, or soon will, the worst first; empty if nothing does.
+
+    During a pause nobody loads weights or starts groups, so only the pause itself is reported.
+    """
     if snap.mode == "finish":
         over = Symptom("note", "the run is finished: its last step is done", snap.paused_ms, "")
         return [*_account(snap), over, *_dead(snap)]
@@ -47,14 +50,14 @@ def diagnose(snap: Snapshot) -> list[Symptom]:
             "`rolloutmq producer CONFIG` or `rolloutmq run CONFIG`",
         ),
         *_workers(snap),
-        *_weights(snap),
+        *(() if snap.paused_by else _weights(snap)),
         *_unclaimed(snap),
         *_leases(snap),
         *_memory(snap),
         *_stopped(snap),
         *_failing(snap),
         *_curriculum(snap),
-        *_supply(snap),
+        *(() if snap.paused_by else _supply(snap)),
         *_recovery(snap),
         *_dead(snap),
     ]
@@ -132,7 +135,8 @@ def _workers(snap: Snapshot) -> Iterator[Symptom]:
             f"no worker is alive; {plural(snap.places.get('waiting', 0), 'group')} waiting for one"
         )
         since = min((worker.silent_ms for worker in snap.workers), default=_age_ms(snap))
-        yield Symptom("stuck", what, since, "`rolloutmq worker CONFIG`")
+        fix = "`rolloutmq worker CONFIG`; one that was started joins once its engine is loaded"
+        yield Symptom("stuck", what, since, fix)
     for worker in snap.workers:
         if worker.is_barred:
             yield _barred(worker, snap)
