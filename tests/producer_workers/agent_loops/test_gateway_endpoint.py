@@ -125,7 +125,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice: "),
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions: offer tools"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5}, "top_logprobs: only"),
-        (CHAT, {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}}, "of the task"),
+        (
+            CHAT,
+            {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}},
+            "of the task",
+        ),
         (CHAT, {"messages": USER, "response_format": {"type": "grammar"}}, "response_format: "),
         (
             CHAT,
