@@ -188,6 +188,19 @@ def _temperatures_agree(
             )
 
 
+def _distributions_are_whole(tasks: TaskSections, learner: LearnerConfig) -> Iterator[str]:
+    if learner.accept_cut_distribution:
+        return
+    for name, task in training(tasks).items():
+        if cuts := task.sample.to_params().cuts():
+            yield (
+                f"task {name} is sampled with {cuts}: the engine's logprobs are then of another "
+                "distribution than the trainer's, which covers all tokens, and the ratios between "
+                "the two are wrong; sample without it, or set "
+                "[learner] accept_cut_distribution = true"
+            )
+
+
 def _groups_can_be_compared(tasks: TaskSections, trainer: TrainerSection) -> Iterator[str]:
     if trainer.loop is not None or trainer.advantages not in WITHIN_A_GROUP:
         return
@@ -258,6 +271,7 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _responses_fit_the_context,
     _tokens_are_younger_than_groups,
     _temperatures_agree,
+    _distributions_are_whole,
     _groups_can_be_compared,
     _updates_have_groups,
     _one_trainer_gpu,

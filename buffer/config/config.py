@@ -67,6 +67,11 @@ class Config(Section):
         """Return the names of the tasks that are trained on."""
         return list(training(self.tasks))
 
+    @property
+    def uncut_tasks(self) -> list[str]:
+        """Return the tasks whose tokens must be sampled from the model's whole distribution."""
+        return [] if self.learner.accept_cut_distribution else self.training_tasks
+
     def problems(self) -> Iterator[str]:
         """Yield what the sections demand of each other and do not get."""
         return disagreements(dict(self))

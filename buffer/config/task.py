@@ -32,6 +32,12 @@ class BuiltInJudge(NamedTuple):
     """it may run forever, or runs what a model wrote: only allowed in a process of its own"""
 
 
+OWNED_BY_PROMPTS = frozenset(
+    {"conversation", "tools", "tokenize", "return_dict", "return_tensors", "chat_template"}
+    | {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
+)
+"""Arguments of a chat template that decide what a prompt is."""
+
 _FUNCTIONS = "producer_workers.judges.built_in"
 
 JUDGES = {
@@ -89,9 +95,8 @@ class SampleParamsSection(Section):
     max_tokens: Count = Field(2048, ge=1)
     """largest number of tokens of a response"""
     min_tokens: Count = Field(0, ge=0)
-    """smallest number of tokens of a response. Like top_p, top_k and structured, it restricts the
-    tokens that may be sampled: the engine's logprobs are over the allowed tokens, the trainer's
-    over all tokens, so the mismatch between the two grows
+    """smallest number of tokens of a response. Like top_p, top_k and structured, it cuts the
+    distribution that is sampled from: see [learner] accept_cut_distribution
     """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
@@ -177,12 +182,25 @@ class TaskSection(Section):
     """
     shuffle: bool = True
     """shuffle the prompts anew in every epoch"""
+    system_prompt: str | None = None
+    """system message of every conversation of this task that has none of its own, an agent's
+    included; default: as the data set, or the model's chat template, has it
+    """
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """arguments of the model's chat template, for example enable_thinking = false for Qwen 3"""
     agent_loop: str | None = None
     """agent loop that generates the groups of this task; default: [worker] agent_loop"""
     agent_loop_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of that loop, for example tools = ["my_tools:search"], max_turns = 4"""
     strategy: StrategySection | None = None
     """the keys of [strategy] with other values for this task"""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leave_own_arguments_alone(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(OWNED_BY_PROMPTS & kwargs.keys()):
+            raise ValueError(f"{', '.join(taken)} cannot be set: prompts are made with their own")
+        return kwargs
 
     @field_validator("judge")
     @classmethod

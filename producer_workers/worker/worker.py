@@ -95,6 +95,7 @@ class Worker:
 
     `runners`: one for every task that it serves, in `lanes`. `concurrency`: groups that are sampled
     at once, or "auto". `sleeps`: the engine gives its device memory back during pauses.
+    `uncut_tasks`: see `SharedEngine`.
 
     Usage:
         worker = Worker(run, engine, {"math": TaskRunner(loop)}, worker_id="w0")
@@ -115,6 +116,7 @@ class Worker:
         facts: Mapping[str, str] | None = None,
         judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
+        uncut_tasks: Collection[str] = (),
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -129,7 +131,7 @@ class Worker:
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
         self._capacity = Capacity(run.limits, concurrency, serves)
-        shared = SharedEngine(engine, self._inbox)
+        shared = SharedEngine(engine, self._inbox, uncut_tasks)
         self._runner = GroupRunner(run, shared, runners, worker_id)
         self._judges = judges or WatchedJudges()
         self._reporter = Reporter(self._engine, self._runner, self._control, self._judges.times)
@@ -300,6 +302,7 @@ class Worker:
 
     async def _follow(self, state: ControlState) -> None:
         control = self._control
+        refusal = self._engine.refusal
         if not control.is_carried_out and await self._reach(state) and control.state is state:
             control.ack = state.epoch
             if not self._client.send_receipt():
@@ -308,6 +311,8 @@ class Worker:
         if control.ack == state.epoch and is_pause and not self._engine.is_asleep:
             # after the receipt, which must not wait for weights that may never load
             await self._engine.update(state)
+        if self._engine.refusal != refusal:
+            self._heartbeat.send_now()
 
     async def _reach(self, state: ControlState) -> bool:
         """Do what the mode asks for. Return whether it is done, and may be acknowledged."""
@@ -350,6 +355,9 @@ class Worker:
         if state.mode is not Mode.RUN and self._control.receipt != state.epoch:
             return None
         if not self._engine.has_weights_of(state):
+            return None
+        if self._runner.failures.must_pause(time.monotonic()):
+            self._no_claim.report("every try of this worker fails, so it pauses between claims")
             return None
         return self._capacity.vacancy(self._shares())
 

@@ -142,6 +142,7 @@ class Launcher:
             if done
             else make_run(store, config, model, regenerate=self._regenerate)
         )
+        self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
         say(
@@ -149,6 +150,13 @@ class Launcher:
             highlight=False,
         )
         return run
+
+    def _continue_tasks(self, run: Run) -> None:
+        """Start tasks again that were stopped: who starts the run again has fixed the cause."""
+        for task in run.limits.tasks:
+            if run.task_stops.of(task).is_stopped:
+                run.jobs.forgive(task)
+                self._console.print(f"task     {task} was stopped, and is tried again")
 
     def _start(self, run: Run) -> None:
         config = self._config
@@ -199,7 +207,7 @@ class Launcher:
         """Show the run and keep its processes alive until the trainer has done its last step."""
         # this process restarts the server, so it must not wait for it for long
         run.store.deadline_s = 2.0
-        view = LiveView(run_dir=self._folder, total_steps=self._config.plan.steps)
+        view = LiveView(run_dir=self._folder)
         chaos = Chaos.plan(self._config.plan.steps, self._workers, self._trainer, self._server)
 
         def is_over() -> bool:

@@ -32,6 +32,8 @@ from rolloutmq.output import age, bar, count, sparkline, state, table, worker_st
 
 EVENTS = 5
 MOST_WORKERS = 8
+MOST_TROUBLE = 120
+"""Characters of an error in one line of output."""
 
 _WIDTH = 36
 _COLUMNS = {
@@ -44,13 +46,12 @@ _COLUMNS = {
 class LiveView:
     """Draws snapshots of one run.
 
-    `total_steps` is the last step, if known. Below the title are `lines` (reports of the launcher),
-    `prompt` (the keys, or a question) and, in red, `trouble` (the server is unreachable, say).
+    Below the title are `lines` (reports of the launcher), `prompt` (the keys, or a question)
+    and, in red, `trouble` (the server is unreachable, say).
     """
 
-    def __init__(self, *, run_dir: Path | None = None, total_steps: int | None = None) -> None:
+    def __init__(self, *, run_dir: Path | None = None) -> None:
         self.run_dir = run_dir
-        self.total_steps = total_steps
         self.lines: list[str] = []
         self.prompt = self.trouble = ""
 
@@ -71,6 +72,7 @@ class LiveView:
         parts += ["", *_curves(history), "", groups_table(snap)]
         for task in snap.training:
             parts += [_ahead(task), staleness_text(task)]
+        parts += [_fit(Text(plain(trouble), style="red")) for trouble in snap.troubles]
         parts += [
             account_text(snap),
             "",
@@ -89,7 +91,7 @@ class LiveView:
         wanted = sum(task.asked for task in snap.training)
         words = [
             time.strftime("%H:%M:%S"),
-            f"step {self._step(snap)}",
+            f"step {snap.taken} of {snap.last_step}",
             f"weights {snap.weights.version}",
             f"reward {rewards[-1]:.3f}" if rewards else "reward -",
             f"waiting {places['waiting']}",
@@ -101,17 +103,15 @@ class LiveView:
         ]
         words += [snap.mode] if snap.mode != "run" else []
         words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
+        words += [plain(trouble)[:MOST_TROUBLE] for trouble in snap.troubles]
         words += ["THE ACCOUNT DOES NOT ADD UP"] if snap.faults else []
         return " · ".join([*words, *self.lines[:1]])
-
-    def _step(self, snap: Snapshot) -> str:
-        return f"{snap.taken} of {self.total_steps}" if self.total_steps else str(snap.taken)
 
     def _title(self, snap: Snapshot) -> Text:
         up = age(snap.now_ms - int(snap.meta.get("created_ms", snap.now_ms)))
         text = Text(" · ", style="dim").join([
             Text(f"run {snap.run}", style="bold"),
-            Text(f"step {self._step(snap)}", style="bold"),
+            Text(f"step {snap.taken} of {snap.last_step}", style="bold"),
             Text(f"weights {snap.weights}"),
             Text(f"up {up}"),
         ])  # fmt: skip

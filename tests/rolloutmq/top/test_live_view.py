@@ -10,11 +10,14 @@ import pytest
 from rich.console import Console
 
 from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
 from buffer.monitoring.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
-from buffer.monitoring.run_view import Snapshot, take_snapshot
+from buffer.monitoring.json_views import describe
+from buffer.monitoring.run_view import RECENT_MS, Snapshot, take_snapshot
 from buffer.run import Run
 from buffer.server.embedded import EmbeddedServer
 from buffer.store.store import Store
+from rolloutmq.commands.diagnosis import diagnose
 from rolloutmq.top.live_view import LiveView
 from rolloutmq.top.top import watch
 from tests.rolloutmq.populate import Scene, write_steps
@@ -28,16 +31,25 @@ def drawn(view: LiveView, snap: Snapshot, history: History, **settings: object) 
 
 def test_view_shows_all_there_is_in_80_columns(scene: Scene, tmp_path: Path) -> None:
     write_steps(tmp_path, [(step, "l1", [f"math-{step:010d}"]) for step in range(1, 9)])
-    view = LiveView(run_dir=tmp_path, total_steps=60)
+    view = LiveView(run_dir=tmp_path)
     view.lines = ["phase 3 of 4: training"]
     history = view.history()
     snap = view.snapshot(scene.run)
     history.observe(snap)
     text = drawn(view, snap, history)
-    for words in ("step 2 of 60", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
+    for words in ("step 2 of 100", "phase 3 of 4", "0.800 now", "w0", "[idle     ]", "l0:0", "ahead", "staleness",
                   "adds up", "trainer waits for groups", "committed"):  # fmt: skip
         assert words in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_view_follows_a_change_of_the_number_of_steps(scene: Scene) -> None:
+    view = LiveView()
+    watched = Run.open(scene.run.store, "demo")
+    scene.run.set(LiveSettings(steps=308))
+    snap = view.snapshot(watched)
+    assert "step 2 of 308" in drawn(view, snap, view.history())
+    assert "step 2 of 308" in view.line(snap, view.history())
 
 
 def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:
@@ -111,3 +123,24 @@ def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
     assert len(lines) == 5
     assert "no server listens there" in lines[1]
     assert "step 0" in lines[-1]
+
+
+def test_the_first_error_of_a_task_is_on_every_screen_at_once(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(3)
+    scene.join("w0")
+    for job in scene.claim("w0", 2):
+        scene.run.jobs.release("w0", job, "failed", "KeyError: 'solution'\n  in line 3")
+    view = LiveView()
+    snap = view.snapshot(scene.run)
+    said = "math: 2 failed: KeyError: 'solution' in line 3"
+    assert said in view.line(snap, view.history())
+    assert said in drawn(view, snap, view.history())
+    assert describe(snap)["tasks"]["math"]["trouble"] == said.removeprefix("math: ")
+    (stuck,) = [symptom for symptom in diagnose(snap) if "KeyError" in symptom.what]
+    assert (stuck.level, stuck.since_ms is not None) == ("stuck", True)
+    assert "every try so far" in stuck.what
+    scene.submit("w0", scene.claim("w0", 1)[0])
+    later = dataclasses.replace(view.snapshot(scene.run), now_ms=snap.now_ms + RECENT_MS)
+    assert later.troubles == []
+    assert [symptom for symptom in diagnose(later) if "KeyError" in symptom.what] == []
