@@ -134,6 +134,8 @@ class Run:
             )
         run = cls(store, name, nonce, settings.limits)
         run.changes = settings.changes
+        if not settings.version:
+            run._limits_stamp = _stamp("0", facts["operation"])
         if run.media:
             run.media.claim()
         return run

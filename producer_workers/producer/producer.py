@@ -23,6 +23,7 @@ from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
+from buffer.control.work import Work
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.model.origin import Origin
 from buffer.run import Run
@@ -79,23 +80,25 @@ class AgentLoopManager:
         self._origin = origin
         self._strategies = strategies
         self._curriculum = curriculum
+        work = Work()
         self._samplers = {
-            task: SamplerWithReplayBuffer(run, sampler, slice_size=slice_size)
+            task: SamplerWithReplayBuffer(run, sampler, slice_size=slice_size, work=work)
             for task, sampler in samplers.items()
         }
         self._memory = MemoryUse(0, 0, 0)
         self._refusal = LogOnce(log, "no new groups for now")
-        self._stopped: set[str] = set()
+        self._stops: dict[str, TaskStop] = {}
         self._halts: dict[str, TaskStop] = {}
         self._sweep_at = 0.0
-        self.role = HeldRole(run.control, "producer")
+        self.role = HeldRole(run.control, "producer", work=work)
         self.nonce = self.role.nonce
 
     @contextmanager
     def opened(self, *, take_over: bool = False) -> Iterator[None]:
         """Be the producer of the run during the block.
 
-        Raises RoleHeld while another one is alive, LostRun, ConfigError for another `origin`.
+        A thread sends heartbeats, since a data set may take long for a row. Raises RoleHeld while
+        another one is alive, LostRun, ConfigError for another `origin`.
         """
         self._run.control.open_producer(self.nonce, run_nonce=self._run.nonce, take_over=take_over)
         if self._origin:
@@ -103,7 +106,13 @@ class AgentLoopManager:
             for change in record_origin(run.store, run.keys, self._origin, self.nonce):
                 log.warning("continued with another config: %s", change)
         log.info("producing", extra={"run": self._run.name, "tasks": list(self._samplers)})
-        yield
+        limits = self._run.limits
+        self.role.renew_in_background(lambda: limits.heartbeat_ms / 1000, lambda: None)
+        try:
+            yield
+        except BaseException:
+            self.role.ended.set()  # the role times out, as if the process had died
+            raise
         self.role.close()
 
     def produce_loop(self, stop: threading.Event, *, take_over: bool = False) -> None:
@@ -155,10 +164,8 @@ class AgentLoopManager:
 
     def _raise_if_stopped(self, step: int) -> None:
         for task, share in self._run.limits.mix().shares(step).items():
-            halt = self._halt(task)
-            if share and (task in self._stopped or halt.kind == "broken"):
-                reason = halt.reason or "too many tries failed or were filtered in a row"
-                raise TaskStopped(f"task {task} is stopped: {reason}", hint=_how_to_fix(task))
+            if share and (stop := self._stops.get(task)):
+                raise TaskStopped(f"task {task} is stopped: {stop.reason}", hint=_how_to_fix(task))
 
     # -- rounds --------------------------------------------------------------
 
@@ -222,28 +229,24 @@ class AgentLoopManager:
             return self._samplers[task].start(self.nonce, plan, context, self._memory)
         except ConfigError as error:
             self._publish(task, TaskStop("broken", 0, str(error)))
-            log.error("task %s is stopped: %s; %s", task, error, _how_to_fix(task))
+            self._is_stopped(context)
             return 0
 
     def _is_stopped(self, context: ProduceContext) -> bool:
         """Return whether a task is stopped, and log when it becomes so."""
         # the scripts would refuse anyway
         task = context.task
-        failures = context.progress.failures_in_row
-        stopped = self._run.limits.is_too_many_failures(task, failures)
-        if stopped and task not in self._stopped:
-            log.error(
-                "task %s is stopped: %d tries failed or were filtered in a row; %s",
-                task,
-                failures,
-                _how_to_fix(task),
-            )
-        if stopped:
-            self._stopped.add(task)
+        stop = TaskStop("failing" if context.progress.stopped else "", 0, context.progress.stopped)
+        # until an operator continues the task; a new producer tries again
+        if self._halt(task).kind == "broken":
+            stop = self._run.task_stops.of(task)
+        if stop.is_stopped:
+            if task not in self._stops:
+                log.error("task %s is stopped: %s; %s", task, stop.reason, _how_to_fix(task))
+            self._stops[task] = stop
             return True
-        self._stopped.discard(task)
-        # what was found broken stays so until an operator continues the task
-        return self._halt(task).kind == "broken" and self._run.task_stops.of(task).kind == "broken"
+        self._stops.pop(task, None)
+        return False
 
     def _halt(self, task: str) -> TaskStop:
         return self._halts.get(task, TaskStop())

@@ -144,6 +144,7 @@ class Launcher:
         )
         for change in run.changes:
             say(f"changed  {change}", highlight=False)
+        self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
         say(
@@ -151,6 +152,13 @@ class Launcher:
             highlight=False,
         )
         return run
+
+    def _continue_tasks(self, run: Run) -> None:
+        """Start tasks again that were stopped: who starts the run again has fixed the cause."""
+        for task in run.limits.tasks:
+            if run.task_stops.of(task).is_stopped:
+                run.jobs.forgive(task)
+                self._console.print(f"task     {task} was stopped, and is tried again")
 
     def _start(self, run: Run) -> None:
         config = self._config
