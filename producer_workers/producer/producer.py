@@ -191,6 +191,7 @@ class AgentLoopManager:
         if not state.lanes:
             return 0
         self._refresh_limits()
+        self._report_unknown_tasks()
         progress = self._run.read_progress(self._samplers)
         if self._curriculum:
             self._curriculum.follow(progress, self.nonce)
@@ -203,6 +204,14 @@ class AgentLoopManager:
             return 0
         self._refusal.report("")
         return started
+
+    def _report_unknown_tasks(self) -> None:
+        """Stop the tasks that the trainer's config added after this process read its own."""
+        tasks = self._run.limits.tasks.items() if self._origin else ()
+        for task, limits in tasks:
+            if task not in self._samplers and not limits.is_gone:
+                reason = "the producer's config lacks it: restart the producer with the new config"
+                self._publish(task, TaskStop("broken", 0, reason))
 
     def _refresh_limits(self) -> None:
         before = self._memory
