@@ -125,7 +125,8 @@ async function submit(gid, task, token, group) {
   const keyOf = (n) => `payload:${gid}:${token}${n ? `:${n}` : ""}`;
   const keys = Array.from({ length: Math.ceil(data.length / CHUNK) }, (_, n) => keyOf(n));
   const own = { gid, token, status: "completed", samples: group.members.length, chunks: keys.length };
-  Object.assign(own, { tokens: spans.reduce((sum, span) => sum + span[1], 0), size: data.length });
+  const tokens = spans.reduce((sum, span) => sum + span[1], 0);
+  Object.assign(own, { tokens, length: tokens, size: data.length });
   Object.assign(own, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: group.members.length });
   own.reward_sum = group.members.reduce((sum, member) => sum + member.reward.score, 0);
   own.order = facts.order === "fifo" ? "arrival" : "";

@@ -190,6 +190,7 @@ class Worker:
         }
         facts |= {
             "tokens": sum(span[1] for span in spans),
+            "length": sum(span[1] for span in spans),
             "size": len(data),
             "crc": f"{zlib.crc32(data):08x}",
         }
