@@ -10,6 +10,7 @@
     │   ├── StoreUnsafe                 3  too old, or configured so that it would lose data
     │   └── ScriptError                 1  a script and its caller disagree: a bug
     ├── ModelError                      4  a model folder, an engine or weights cannot be loaded
+    │   └── WeightsRefused              4  no live worker can load the published weights
     ├── RunError                        5  this run cannot be opened like that
     │   ├── RunExists                   5  another run has that name
     │   ├── RunNotFound                 5  no run on this server has that name
@@ -31,7 +32,8 @@
     ├── PayloadMissing                  1  an index entry without its bytes
     ├── MediaError                      1  a file of a payload is missing, too large, or not valid
     ├── SnapshotError                   1  not a whole snapshot, or a run that changed meanwhile
-    ├── JudgeError                      1  a judge raised, or returned no valid reward
+    ├── JudgeError                      1  a judge raised, took too long, or returned no reward
+    ├── JudgeInterrupted                1  a pause ended a judge; its rollout is judged later
     └── AccountError                    6  the account of groups does not add up
 
 The number is the exit code of the command; 0 is success, 130 an interrupt by Ctrl-C. "Empty", "not
@@ -44,15 +46,17 @@ from __future__ import annotations
 class RolloutMQError(Exception):
     """The base of all errors.
 
-    `hint` says what to do; `exit_code` is that of the command.
+    `hint` says what to do, in Python names where a Python program can do it; `command_hint` is the
+    same with the flags of the command. `exit_code` is that of the command.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", command_hint: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.command_hint = command_hint or hint
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
@@ -106,6 +110,10 @@ class ModelError(RolloutMQError):
     """A model folder, an engine or a set of weights cannot be loaded."""
 
     exit_code = 4
+
+
+class WeightsRefused(ModelError):
+    """No live worker can load the published weights, so no group is generated."""
 
 
 class RunError(RolloutMQError):
@@ -202,7 +210,11 @@ class GroupTimeout(RolloutMQError):
 
 
 class JudgeError(RolloutMQError):
-    """A judge raised, or returned something that is not a reward."""
+    """A judge raised, exceeded its limit, or returned something that is not a reward."""
+
+
+class JudgeInterrupted(RolloutMQError):
+    """A pause, or the end of its worker, ended a judge; its rollout is judged later."""
 
 
 class AccountError(RolloutMQError):

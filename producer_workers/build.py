@@ -14,32 +14,38 @@ import orjson
 from buffer.config.config import ProducingConfig
 from buffer.config.dataset import ImagesSection
 from buffer.config.engine import VllmConfig
-from buffer.config.task import NO_JUDGE
+from buffer.config.task import NO_JUDGE, JudgingSection, TaskSection
 from buffer.errors import ConfigError, ModelError
 from buffer.model.order_policy import load_order
-from buffer.model.rollout import PolicyVersion
+from buffer.model.rollout import FIRST_WEIGHTS
 from buffer.monitoring.tracing import Tracer
-from buffer.open_run import INITIAL
 from buffer.run import Run
 from buffer.store.store import Store
 from producer_workers.agent_loops.agent_loop import load_agent_loop
-from producer_workers.agent_loops.tokenizer import Tokenizer, load_tokenizer
+from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.datasets.image_prompt import ImagePrompts
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import Engine, ReportsLoad, ShowsImages, structures
+from producer_workers.engines.base import (
+    Engine,
+    ReportsLoad,
+    ShowsImages,
+    context_length,
+    structures,
+)
 from producer_workers.images.image_reader import ImageReader
 from producer_workers.judges.http_judge import HttpJudge
 from producer_workers.judges.judge import AnyJudge, GroupJudge
 from producer_workers.judges.judge_times import JudgeTimes
 from producer_workers.judges.load import load_judge, make_judge
+from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.producer.curriculum import Curriculum, load_weight_function
 from producer_workers.producer.producer import AgentLoopManager
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import load_should_continue, strategies_of
 from producer_workers.worker.group_runner import TaskRunner
-from producer_workers.worker.loop_result import load_sample_filter
+from producer_workers.worker.loop_result import GroupFilter, load_sample_filter
 from producer_workers.worker.traced_work import TracedJudgeTimes, TracedLoop
 from producer_workers.worker.worker import Worker
 
@@ -83,7 +89,7 @@ def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Token
     return Sampler(
         name,
         dataset,
-        tokenizer,
+        _task_tokenizer(tokenizer, task),
         task.sample.to_params(),
         prompt_repeat_k=task.prompt_repeat_k,
         seed=seed,
@@ -91,7 +97,15 @@ def _make_sampler(config: ProducingConfig, run: Run, name: str, tokenizer: Token
         max_prompt_tokens=config.producer.max_prompt_tokens,
         tools=tool_schemas(*tools),
         images=_image_prompts(config, run, name),
+        system_prompt=task.system_prompt,
     )
+
+
+def _task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
+    """Return the tokenizer for prompts, agents and environments of a task."""
+    if not task.chat_template_kwargs and task.system_prompt is None:
+        return tokenizer
+    return TaskTokenizer(tokenizer, task.chat_template_kwargs, task.system_prompt)
 
 
 def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
@@ -102,7 +116,8 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
         raise ConfigError(
             "the run has no folder for images", hint="it was started without [run] media"
         )
-    return ImagePrompts(str(model_dir(config)), limits, run.media)
+    kwargs = config.tasks[name].chat_template_kwargs
+    return ImagePrompts(str(model_dir(config)), limits, run.media, kwargs)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -110,7 +125,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     section = config.engine
     if config.worker.concurrency == "auto" and isinstance(section, VllmConfig):
         section = section.model_copy(update={"report_load": True})
-    engine = build_engine(section, model_dir(config), PolicyVersion(INITIAL, 0))
+    engine = build_engine(section, model_dir(config), FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])
         engine.images.read_with(ImageReader(run.media, limits))
@@ -145,12 +160,14 @@ def make_worker(
     names = _task_names(config)
     check_images(config, names, engine)
     _check_structures(config, names, engine)
+    if problem := config.context_problem(context_length(engine), names):
+        raise ConfigError(problem)
     tokenizer = load_tokenizer(str(model_dir(config)))
     eos_ids = _eos_ids(model_dir(config))
     run.buffer.order_function = load_order(run.limits.order, config.policy.order)
-    times = TracedJudgeTimes(tracer) if tracer else JudgeTimes()
+    judges = WatchedJudges(TracedJudgeTimes(tracer) if tracer else JudgeTimes())
     runners = {
-        name: _make_runner(config, run, name, tokenizer, eos_ids, times, tracer) for name in names
+        name: _make_runner(config, run, name, tokenizer, eos_ids, judges, tracer) for name in names
     }
     return Worker(
         run,
@@ -160,8 +177,9 @@ def make_worker(
         concurrency=config.worker.concurrency,
         drain_timeout_s=config.worker.drain_timeout_s,
         sleeps=config.worker.sleep_when_paused,
-        judge_times=times,
+        judges=judges,
         lanes=config.worker.lanes,
+        uncut_tasks=config.uncut_tasks,
         facts={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
@@ -222,7 +240,7 @@ def _make_runner(
     name: str,
     tokenizer: Tokenizer,
     eos_ids: set[int],
-    times: JudgeTimes,
+    judges: WatchedJudges,
     tracer: Tracer | None,
 ) -> TaskRunner:
     task = config.tasks[name]
@@ -230,29 +248,39 @@ def _make_runner(
     is_partial = strategy.enable_partial_rollout
     loop = load_agent_loop(
         task.agent_loop or config.worker.agent_loop,
-        judge=times.watch(_make_judge(config, run, name)),
-        tokenizer=tokenizer,
+        judge=_make_judge(config, run, name, judges),
+        tokenizer=_task_tokenizer(tokenizer, task),
         eos_ids=eos_ids,
         partial_rollout=is_partial,
         options=task.agent_loop_options,
     )
     # an evaluation counts every problem, also those that are not worth training on
-    is_valid = None if task.eval_of else load_sample_filter(strategy.is_valid_sample_fn)
+    spec = None if task.eval_of else strategy.is_valid_sample_fn
     return TaskRunner(
         TracedLoop(loop, tracer) if tracer else loop,
         is_partial,
-        is_valid,
+        _make_filter(spec, task.judging, judges) if spec else None,
         strategy.group_time_limit_s,
     )
 
 
-def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None:
+def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> GroupFilter:
+    within = partial(judges.run, judging.grace_s)
+    return GroupFilter(spec, load_sample_filter(spec), judging.timeout_s, within)
+
+
+def _make_judge(
+    config: ProducingConfig, run: Run, name: str, judges: WatchedJudges
+) -> AnyJudge | None:
     """Return the judge of a task; None if its environment or agent gives the reward."""
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
         return None
     if task.judging.kind == "inline":
-        return make_judge(task.judge, partial(load_judge, judging=task.judging))
+        return make_judge(
+            task.judge,
+            lambda judge: judges.watch(load_judge(judge, task.judging), task.judging.grace_s),
+        )
     from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
     from producer_workers.judges.rq_worker import judge_url
 
@@ -262,10 +290,10 @@ def _make_judge(config: ProducingConfig, run: Run, name: str) -> AnyJudge | None
     def ask(judge: str) -> AnyJudge:
         # loaded here too: a mistake is reported at the start, and a service is called from here
         here = load_judge(judge, task.judging)
-        if isinstance(here, HttpJudge):
-            return here
         kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
-        return kind(judge, store, config.run.name, task.judging)
+        is_service = isinstance(here, HttpJudge)
+        asked = here if is_service else kind(judge, store, config.run.name, task.judging)
+        return judges.watch(asked, task.judging.grace_s)
 
     return make_judge(task.judge, ask)
 

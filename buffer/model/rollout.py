@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -69,6 +70,10 @@ class PolicyVersion(NamedTuple):
         return cls(lineage, int(version))
 
 
+FIRST_WEIGHTS = PolicyVersion("initial", 0)
+"""The weights that a run starts from, before a trainer opens it."""
+
+
 class VersionSpan(NamedTuple):
     """The weights (lineage, version) that sampled tokens [start, start + length) (I9)."""
 
@@ -116,6 +121,19 @@ def no_logprobs() -> NDArray[np.float32]:
     return np.empty(0, dtype="<f4")
 
 
+CUTS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "structured",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""The fields of `SampleParams` that remove tokens from the distribution, or shift it."""
+
+
 class SampleParams(BaseModel):
     """How a response is sampled. Defaults are those of XTuner; 0 turns `top_k` off."""
 
@@ -134,6 +152,41 @@ class SampleParams(BaseModel):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     structured: StructuredOutput | None = None
+
+    def cuts(self) -> str:
+        """Return the settings that make the engine sample from another distribution; "" for none.
+
+        The trainer computes logprobs of the model's own one, at the same temperature.
+        """
+        given = self.model_dump(include=set(CUTS), exclude_defaults=True)
+        return ", ".join(name for name in CUTS if name in given)
+
+    def after(self, done: int) -> SampleParams:
+        """Return the parameters for what follows `done` tokens of a response.
+
+        The seed is another one, since the same would draw the same tokens again.
+        """
+        if not done:
+            return self
+        left = {
+            "max_tokens": self.max_tokens - done,
+            "min_tokens": max(0, self.min_tokens - done),
+            "seed": None if self.seed is None else derived_seed(self.seed, done),
+        }
+        return self.model_copy(update=left)
+
+    def within(self, tokens: int) -> SampleParams:
+        """Return the parameters with at most `tokens` tokens for the response."""
+        if tokens >= self.max_tokens:
+            return self
+        limits = {"max_tokens": tokens, "min_tokens": min(self.min_tokens, tokens)}
+        return self.model_copy(update=limits)
+
+
+def derived_seed(*origin: object) -> int:
+    """Return a seed that follows from these values: 31 bits, for engines with signed integers."""
+    name = ":".join(map(str, origin))
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class ToolCall(BaseModel):

@@ -123,6 +123,10 @@ class Columns(_Map):
     routed_experts: Column | UnsetType = UNSET
 
 
+MAX_MEMBERS = 4096
+"""Rollouts of one group; the scripts accept no more."""
+
+
 class Document(_Map):
     """A whole group."""
 
@@ -130,7 +134,7 @@ class Document(_Map):
     gid: Annotated[str, Meta(max_length=128)]
     task: Annotated[str, Meta(max_length=64)]
     shared: Shared
-    members: Annotated[list[Member], Meta(min_length=1, max_length=4096)]
+    members: Annotated[list[Member], Meta(min_length=1, max_length=MAX_MEMBERS)]
     columns: Columns
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.rollout import SampleParams
+from buffer.model.ids import split_group_id
+from buffer.model.rollout import SampleParams, no_logprobs, no_tokens
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,
     Generation,
     GenerationError,
+    context_length,
     structures,
 )
 from producer_workers.worker.inbox import Inbox, RequestFinished
@@ -29,13 +31,17 @@ from producer_workers.worker.inbox import Inbox, RequestFinished
 class SharedEngine:
     """An engine that posts a RequestFinished after every request, also a failed one.
 
+    `uncut_tasks`: tasks whose tokens must be sampled from the model's whole distribution, also
+    where a row of the data set or an agent asks for something else.
+
     `alone`: gids that are sampled beside no other group. `suspects`: gids that were sampled when
     the engine died. Everything but `generate` is the engine's own.
     """
 
-    def __init__(self, engine: Engine, inbox: Inbox) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox, uncut_tasks: Collection[str] = ()) -> None:
         self._engine = engine
         self._inbox = inbox
+        self._uncut_tasks = frozenset(uncut_tasks)
         self.alone = set[str]()
         self.suspects = set[str]()
         self._sampled = Counter[str]()
@@ -45,12 +51,17 @@ class SharedEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        """Sample one response, see `Engine.generate`."""
-        # an engine that ignored the structure would only look like a bad model
-        if params.structured and not structures(self._engine):
-            hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
-            message = f"the engine {self._engine.name} cannot generate structured output"
-            raise GenerationError(message, hint=hint)
+        """Sample one response, see `Engine.generate`.
+
+        It ends with "length" at the end of the engine's context, without a token where the prompt
+        fills the context.
+        """
+        self._check_params(request_id, params)
+        if (context := context_length(self._engine)) is not None:
+            room = context - len(prompt_ids)
+            if room < 1:
+                return Generation(no_tokens(), no_logprobs(), (), "length")
+            params = params.within(room)
         gid = request_id.partition("/")[0]
         await self._wait_for_turn(gid)
         try:
@@ -61,12 +72,29 @@ class SharedEngine:
         finally:
             self._inbox.post(RequestFinished())
 
-    async def _ask(self, gid: str, *request: Any) -> Generation:
+    def _check_params(self, request_id: str, params: SampleParams) -> None:
+        """Raise GenerationError for what the engine cannot do, or the trainer cannot train on."""
+        # an engine that ignored the structure would only look like a bad model
+        if params.structured and not structures(self._engine):
+            hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
+            message = f"the engine {self._engine.name} cannot generate structured output"
+            raise GenerationError(message, hint=hint)
+        cuts = params.cuts() if self._uncut_tasks else ""
+        if cuts and split_group_id(request_id.partition("/")[0])[0] in self._uncut_tasks:
+            message = f"sampling with {cuts} gives logprobs of another distribution than training"
+            hint = "do without it, or set [learner] accept_cut_distribution = true"
+            raise GenerationError(message, hint=hint)
+
+    async def _ask(
+        self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
         try:
-            return await self._engine.generate(*request)
+            made = await self._engine.generate(request_id, prompt_ids, params)
         except EngineDeadError:
             self.suspects.add(gid)
             raise
+        _check_generation(self._engine.name, made, params)
+        return made
 
     async def _wait_for_turn(self, gid: str) -> None:
         if gid not in self.alone:
@@ -94,3 +122,18 @@ class SharedEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+
+def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:
+    """Raise GenerationError for tokens that nobody asked for, or without their logprobs."""
+    tokens = len(made.token_ids)
+    if tokens > params.max_tokens:
+        raise GenerationError(
+            f"the engine {engine} returned {tokens} tokens where {params.max_tokens} were allowed",
+            hint="check that it applies max_tokens",
+        )
+    if len(made.logprobs) != tokens or not np.isfinite(made.logprobs).all():
+        raise GenerationError(
+            f"the engine {engine} returned {tokens} tokens without a finite logprob for each",
+            hint="check the model's weights and their number format",
+        )

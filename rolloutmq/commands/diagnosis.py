@@ -157,6 +157,8 @@ def _weights(snap: Snapshot) -> Iterator[Symptom]:
     level: Level = "stuck" if len(behind) == len(snap.live_workers) else "note"
     names = ", ".join(f"{worker.id} has {worker.weights or 'none'}" for worker in behind)
     what = f"the newest weights are {newest}, but {names}; they claim nothing"
+    refusal = next((worker.refusal for worker in behind if worker.refusal.startswith(newest)), "")
+    what += refusal and f"; {refusal.removeprefix(newest).strip():.300}"
     since = (
         max(0, snap.now_ms - int(snap.control["weights_ms"]))
         if "weights_ms" in snap.control

@@ -88,6 +88,11 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
             "[tasks.a.dataset]\nkind = 'jsonl'\npth = 'x'\n",
             "tasks.a.dataset.pth: unknown key; did you mean `path`?",
         ),
+        (
+            "[engine]\nkind = 'simulated'\nomp_threads = 1\n",
+            'it belongs to kind = "vllm", and engine has kind = "simulated": remove it, '
+            "or replace the section: --set 'engine={kind=\"simulated\"}'",
+        ),
         ("[tasks.a.dataset]\nkind = 'jsonl'\n", "tasks.a.dataset.path: missing"),
         (
             "[tasks.a.dataset]\nkind = 'csv'\n",
@@ -265,6 +270,39 @@ def test_orders_and_retentions_that_make_no_sense_are_refused(
 
 def batched(pairs: list[str]) -> list[tuple[str, str]]:
     return list(zip(pairs[::2], pairs[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "cut", ["top_p=0.9", "top_k=5", "min_tokens=1", 'structured={choice=["a","b"]}']
+)
+def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
+    tmp_path: Path, cut: str
+) -> None:
+    told = problems(tmp_path, GOOD, f"tasks.math.sample.{cut}")
+    assert f"task math is sampled with {cut.partition('=')[0]}: the engine's logprobs" in told
+    load(tmp_path, GOOD, f"tasks.math.sample.{cut}", "learner.accept_cut_distribution=true")
+    load(tmp_path, GOOD + HELD_OUT, f"tasks.math_eval.sample.{cut}")
+
+
+def test_template_arguments_may_not_change_what_a_prompt_is(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, GOOD + HELD_OUT, "tasks.math.chat_template_kwargs={enable_thinking=false}"
+    )
+    assert config.tasks["math_eval"].chat_template_kwargs == {"enable_thinking": False}
+    told = problems(tmp_path, GOOD, "tasks.math.chat_template_kwargs={tokenize=false}")
+    assert "tokenize cannot be set" in told
+
+
+def test_lengths_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
+    context = ("engine.kind=vllm", "engine.max_model_len=128")
+    assert load(tmp_path, GOOD, *context, "producer.max_prompt_tokens=64")
+    told = problems(tmp_path, GOOD, *context, "producer.max_prompt_tokens=65")
+    assert "128 tokens (max_model_len), which is too small for sample.max_tokens = 64 and" in told
+    told = problems(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=128")
+    assert "too small for sample.max_tokens = 128: lower" in told
+    # an agent's requests share max_tokens, and a default that nobody set is not a demand
+    load(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=999", "worker.agent_loop=gateway")
+    load(tmp_path, GOOD.replace("max_tokens = 64", ""), *context)
 
 
 def test_stale_threshold_counts_train_steps() -> None:
