@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from buffer.model.rollout import RolloutState, Status, VersionSpan
@@ -87,7 +88,9 @@ def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[...,
     (job,) = scene.claim()
     group = scene.run.buffer.read(job.payload)
     for state, version in zip(group.states, (0, 2), strict=True):
-        state.append([5, 6], [-0.5, -0.5], [VersionSpan(0, 2, version, "l1")])
+        state.response_ids = np.array([5, 6], "<i4")
+        state.logprobs = np.array([-0.5, -0.5], "<f4")
+        state.spans = [VersionSpan(0, 2, version, "l1")]
         state.status, state.reward = Status.COMPLETED, {"score": 1.0}
     made = type(group)(job.gid, "math", group.states)
     scene.run.buffer.submit("w0", job, made, 4)
