@@ -167,17 +167,14 @@ class BatchOutlook:
             if ready >= counts[task]:
                 continue
             halt = self._run.task_stops.of(task)
-            has_failed = self._run.limits.is_too_many_failures(task, halt.failures)
             if halt.is_enough_for(self._step):
                 wanted[task] = ready
-            if has_failed or halt.kind == "broken" or not any(wanted.values()):
-                failures = f"{halt.failures} tries failed or were filtered one after the other"
-                reason = failures if has_failed else halt.reason
+            if halt.is_stopped or not any(wanted.values()):
                 raise TaskStopped(
-                    f"task {task} is stopped: {reason}, and the batch needs {counts[task]} groups "
-                    f"of it ({ready} are ready)",
+                    f"task {task} is stopped: {halt.reason}; the batch needs {counts[task]} groups "
+                    f"of it, {ready} are ready",
                     hint="`rolloutmq dead` shows the reasons; fix the cause, then run "
-                    f"`rolloutmq continue --task {task}`",
+                    f"`rolloutmq continue --task {task}`, or start `rolloutmq run` again",
                 )
         return wanted
 

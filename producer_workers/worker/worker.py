@@ -356,6 +356,9 @@ class Worker:
             return None
         if not self._engine.has_weights_of(state):
             return None
+        if self._runner.failures.must_pause(time.monotonic()):
+            self._no_claim.report("every try of this worker fails, so it pauses between claims")
+            return None
         return self._capacity.vacancy(self._shares())
 
     async def _claim(self, vacancy: Vacancy) -> Claim | None:
