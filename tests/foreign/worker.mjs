@@ -32,7 +32,7 @@ let stopping = false, due = 0, epoch, mode, lanes, path;
 
 // Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`.
 async function call(script, { task = "", keys = [], more = [], ...own } = {}) {
-  const header = scripts[script], known = { ...facts, ...own };
+  const header = scripts[script], known = { ...facts, task, ...own };
   const fixed = header.keys.filter((slot) => !slot.tail).map((slot) => slot.key.replace("<task>", task));
   const names = [...fixed, ...keys].map((key) => prefix + key.replace("<worker>", name));
   const args = header.args.filter((slot) => !slot.tail).map((slot) => known[slot.names[0]] ?? slot.default);
@@ -77,7 +77,8 @@ async function work() {
     await submit(gid, task, token, await make(gid, token));
   } catch (error) {
     const kind = error instanceof Abort ? "aborted" : "failed";
-    await call("release", { task, gid, token, kind, reason: JSON.stringify({ reason: String(error) }) });
+    const message = String(error).slice(0, 1000);
+    await call("release", { task, gid, token, kind, message, reason: JSON.stringify({ reason: message }) });
   }
   return true;
 }

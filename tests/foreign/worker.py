@@ -54,7 +54,7 @@ class Worker:
     def call(self, script, task="", keys=(), more=(), **facts):
         """Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`."""
         header = self.scripts[script]
-        facts = {**self.facts, **facts}
+        facts = {**self.facts, "task": task, **facts}
         fixed = [slot["key"].replace("<task>", task) for slot in header["keys"] if not slot["tail"]]
         names = [self.prefix + key.replace("<worker>", facts["worker"]) for key in (*fixed, *keys)]
         args = [
@@ -126,8 +126,9 @@ class Worker:
             self.submit(gid, task, token, self.make(gid, token))
         except (Abort, ValueError, KeyError) as error:
             kind = "aborted" if isinstance(error, Abort) else "failed"
-            reason = json.dumps({"reason": str(error)})
-            self.call("release", task, gid=gid, token=token, kind=kind, reason=reason)
+            message = str(error)
+            reason = json.dumps({"reason": message})
+            self.call("release", task, gid=gid, token=token, kind=kind, reason=reason, message=message)
         return True
 
     def make(self, gid, token):
