@@ -23,7 +23,7 @@ import orjson
 
 from buffer.errors import ConfigError, WireError
 from buffer.model.rollout import ToolCall
-from buffer.model.wire import check_nesting
+from buffer.model.wire_checks import check_plain
 
 ToolParser = Callable[[str], list[ToolCall]]
 
@@ -187,7 +187,7 @@ def _loads(text: str) -> Any:
     """Return the value of a JSON text; None where it is invalid, or nested deeper than allowed."""
     try:
         value = orjson.loads(text)
-        check_nesting([value])
+        check_plain("arguments", value)
     except (orjson.JSONDecodeError, WireError):
         return None
     return value
