@@ -17,9 +17,9 @@ from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import new_nonce
 from buffer.model.rollout import PolicyVersion
 from buffer.run import Run
-from buffer.server.check import describe_connection_error, require_all_safe
+from buffer.server.check import Finding, require_all_safe
 from buffer.server.embedded import EmbeddedServer
-from buffer.store.retry import is_transient
+from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
 
 log = logging.getLogger("rolloutmq.store")
@@ -55,17 +55,21 @@ def open_store(config: ConfigFile, url: str, *, name: str, patient: bool = False
     Waits for an unreachable server if `patient`. Raises StoreError or StoreUnsafe.
     """
     store = Store(url, name=name, deadline_s=config.redis.deadline_s)
-    try:
-        findings = require_all_safe(store.servers, config.redis.allow_unsafe)
-    except redis.RedisError as error:
-        if not (patient and is_transient(error)):
-            raise describe_connection_error(url, error) from error
-        store.retrying("first contact", store.servers.masters)
-        findings = require_all_safe(store.servers, config.redis.allow_unsafe)
-    for finding in findings:
+
+    def check() -> list[Finding]:
+        try:
+            store.waits_for_disk = can_wait_for_disk(store)
+            return require_all_safe(store.servers, config.redis.allow_unsafe)
+        except redis.RedisError as error:
+            described = describe_connection_error(url, error)
+            # a wrong password or certificate does not become right by waiting
+            if patient and isinstance(described, StoreUnavailable):
+                raise
+            raise described from error
+
+    for finding in store.retrying("first contact", check):
         if finding.level == "warning":
             log.warning("%s", finding)
-    store.waits_for_disk = can_wait_for_disk(store)
     return store
 
 

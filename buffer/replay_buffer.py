@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from buffer.batches.ledger import BatchLedger
-from buffer.errors import GroupHeld, PayloadMissing, WireError
+from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.intake import Intake, described, stamped
 from buffer.groups.job_queue import JobQueue
-from buffer.groups.order_index import expire_all
+from buffer.groups.order_index import AGING, expire_all
 from buffer.groups.pools import Pools
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
 from buffer.model import wire
@@ -234,26 +234,42 @@ class ReplayBuffer(Pools):
 
     # -- for all processes ---------------------------------------------------
 
-    def refresh_staleness(self, *tasks: str, limit: int = 250) -> dict[str, int]:
+    def refresh_staleness(
+        self,
+        *tasks: str,
+        thresholds: Mapping[str, int] | None = None,
+        statuses: Collection[str] = AGING,
+        limit: int = 250,
+    ) -> dict[str, int]:
         """Expire the groups of these tasks (default: all that train) that became too stale.
 
-        Returns how many groups of each task were moved, in slices of `limit`; O(log N + moved). The
-        step is the server's, the one after the last that was taken: no caller can expire groups for
-        a later step. Nothing depends on this being called (I8).
+        `thresholds`: by task, in train steps; default: the run's. Returns how many groups of each
+        task were moved, in slices of `limit`; O(log N + moved). The step is the server's, the one
+        after the last that was taken: no caller can expire groups for a later step. Nothing depends
+        on this being called (I8). Raises ConfigError for an unknown task, another status than
+        completed and aborted, and a threshold below 1.
         """
-        sizes = self.count_statuses(*(tasks or self._limits.training_tasks))
+        names = [self._known(task) for task in (tasks or self._limits.training_tasks)]
+        own = {self._known(task): threshold for task, threshold in (thresholds or {}).items()}
+        if wrong := [threshold for threshold in own.values() if threshold < 1]:
+            raise ConfigError(f"a threshold of {wrong[0]} train steps", hint="give at least 1")
+        if unknown := set(statuses) - set(AGING):
+            raise ConfigError(
+                f"{', '.join(sorted(unknown))} groups do not expire",
+                hint=f"statuses that do: {', '.join(AGING)}",
+            )
         return {
-            task: self._expire(task, limit) if size.stale else 0 for task, size in sizes.items()
+            task: sum(
+                self._expire(task, status, own.get(task, self._limits.threshold(task)), limit)
+                for status in statuses
+            )
+            for task in names
         }
 
-    def _expire(self, task: str, limit: int) -> int:
-        store = self._store
-        keys = self._keys
-        limits = self._limits
-        return sum(
-            expire_all(store, keys, limits, task, status, limit)
-            for status in ("completed", "aborted")
-        )
+    def _expire(self, task: str, status: str, threshold: int | str, limit: int) -> int:
+        if threshold == "":
+            return 0
+        return expire_all(self._store, self._keys, self._limits, task, status, limit, threshold)
 
     def delete(self, which: str | Mapping[str, Any]) -> int:
         """Drop a group by its gid, or all groups in pools that match a query; return how many.

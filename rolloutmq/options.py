@@ -22,8 +22,8 @@ import typer
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.model.ids import valid_name
 from buffer.run import Run
-from buffer.server.check import describe_connection_error
 from buffer.server.embedded import EmbeddedServer
+from buffer.store.connection_errors import describe_connection_error
 from buffer.store.nodes import Servers
 from buffer.store.store import Store
 from buffer.store.url import mask_url

@@ -76,8 +76,6 @@ class BatchLedger:
             "nonce": nonce,
             "step": step,
             "strict": int(strict),
-            # an evaluation chooses its weights itself: its groups never become too old
-            "threshold": limits.stale_threshold if training else "",
             "policy": limits.order if training else "staleness",
             "tokens": "",
             "low": limits.low_bytes,
@@ -90,7 +88,7 @@ class BatchLedger:
             self._keys.slots(ledger=self.name, step=step),
             args,
             [self._keys.slots(task=task) for task in tasks],
-            [arg for task in tasks for arg in (task, counts[task])],
+            [arg for task in tasks for arg in (task, counts[task], limits.threshold(task))],
         )
         return self._taken(reply, step, tasks)
 

@@ -153,7 +153,9 @@ class Reassertion:
         self._done.restored += 1
 
     def _dissolve_one(self, step: int) -> None:
-        self._call("dissolve_batch", {"step": step, "lag": self._limits.lag}, step=step)
+        limits = self._limits
+        lags = [part for task in limits.training_tasks for part in (task, limits.token_lag(task))]
+        self._call("dissolve_batch", {"step": step}, lags, step=step)
         self._done.dissolved += 1
 
     def _call(

@@ -13,6 +13,7 @@ from buffer.batches.ledger import BatchLedger
 from buffer.batches.position import Position
 from buffer.batches.reassertion import Reassertion, Recovery
 from buffer.errors import LedgerError, LostRun
+from buffer.model.ids import POOLS
 from buffer.model.limits import RunLimits
 from buffer.store.keys import Keys
 from buffer.store.payloads import PayloadStore
@@ -149,13 +150,15 @@ class TrainerOpening:
         `take` replies RECOVERING until this is done.
         """
         keys = self._keys
+        tasks = self._limits.training_tasks
         done = False
         while not done:
             reply = self._store.call(
                 "rescore",
                 keys.slots(),
-                {"nonce": nonce, "step": step, "limit": 500, "lag": self._limits.lag},
-                keys.all_pools(self._limits.training_tasks),
+                {"nonce": nonce, "step": step, "limit": 500},
+                keys.all_pools(tasks),
+                [self._limits.token_lag(task) for task in tasks for _ in POOLS],
                 durable=True,
             )
             done = bool(int(unfenced(reply, "trainer")[2]))

@@ -30,6 +30,7 @@ from buffer.config.warm_start import TinyModelConfig, WarmStartConfig
 from buffer.config.worker import JudgesSection, ProducerSection, WorkerSection
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.model.staleness import stale_threshold
 
 
 class Config(Section):
@@ -149,6 +150,18 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tokens_are_younger_than_groups(self) -> Config:
+        tokens = self.policy.max_token_staleness
+        for name in self.training_tasks:
+            groups = self.tasks[name].max_staleness
+            if tokens is not None and groups is not None and tokens > groups:
+                raise ValueError(
+                    f"[policy] max_token_staleness = {tokens} must be at most [tasks.{name}] "
+                    f"max_staleness = {groups}: a group expires with its oldest token"
+                )
+        return self
+
     # -- memory (I12) --------------------------------------------------------
 
     def memory_problem(self, budget: int) -> str:
@@ -164,7 +177,8 @@ class Config(Section):
         )
         # a commit frees what is older than the oldest checkpoint that is kept
         kept = self.trainer.checkpoint_every_steps * self.trainer.keep_checkpoints
-        ahead = self.policy.stale_threshold + self.strategy.over_sample_threshold
+        threshold = max(self._stale_threshold(name) for name in self.training_tasks)
+        ahead = threshold + self.strategy.over_sample_threshold
         return MemoryNeed(
             group_bytes=self.memory.group_bytes or largest,
             batches=kept + self.retention.batches,
@@ -229,8 +243,15 @@ class Config(Section):
         task = self.tasks[name]
         # only what the task sets itself: the rest follows the run's values when these change
         own = {} if task.strategy is None else task.strategy.own_numbers()
+        if task.eval_of is None and task.max_staleness is not None:
+            own["stale_threshold"] = self._stale_threshold(name)
         strategy = self.strategy_of(name).kind
         return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)
+
+    def _stale_threshold(self, task: str) -> int:
+        own = self.tasks[task].max_staleness
+        publications = self.policy.max_staleness if own is None else own
+        return stale_threshold(publications, self.policy.sync_weights_interval)
 
 
 # former names, from when each side read its own part of a file

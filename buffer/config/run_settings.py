@@ -144,7 +144,9 @@ class PolicySection(Section):
     sync_weights_interval: int = Field(1, ge=1)
     """train steps between two publications of weights"""
     max_staleness: int = Field(0, ge=0)
-    """how many publications old the weights of a rollout may be; 0 is on-policy"""
+    """how many publications old the weights of a rollout may be, in tasks that set no max_staleness
+    of their own; 0 is on-policy
+    """
     max_token_staleness: int | None = Field(None, ge=0)
     """the same limit for single tokens, at most max_staleness: older tokens are not trained, and a
     group expires when one of its rollouts has no younger tokens; default: all tokens of a group are

@@ -27,7 +27,9 @@ class StrategySection(Section, TaskSettings):
     the batches that the newest weights serve, and replace filtered groups
     """
     enable_partial_rollout: bool = False
-    """an interrupted group keeps its tokens and continues from them"""
+    """an interrupted rollout keeps its tokens and continues from them. Finished rollouts of its
+    group keep theirs in any case
+    """
     is_valid_sample_fn: str | None = None
     """filter of completed groups; groups that it rejects are replaced. not_all_equal (the rewards
     differ, as in DAPO), or a function of yours as package.module:function that is given the

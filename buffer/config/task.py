@@ -135,6 +135,8 @@ class TaskSection(Section):
 
     weight: float = Field(1.0, ge=0)
     """share of this task in a batch, relative to the others"""
+    max_staleness: int | None = Field(None, ge=0)
+    """how many publications old the weights of a rollout may be; default: [policy] max_staleness"""
     prompt_repeat_k: int = Field(8, ge=1)
     """rollouts per prompt: the size of a group"""
     sample: SampleParamsSection = SampleParamsSection()

@@ -40,6 +40,8 @@ class LiveTaskSettings(Section, TaskSettings):
 
     weight: float = Field(1.0, ge=0)
     """share of the task in a batch, from the first train step for which nothing was started yet"""
+    max_staleness: int = Field(0, ge=0)
+    """how many publications old the weights of a rollout of this task may be"""
 
 
 class LiveSettings(Section, LiveLimits):
@@ -53,7 +55,9 @@ class LiveSettings(Section, LiveLimits):
     model_config = ConfigDict(json_schema_extra={FIXED: _FIXED})
 
     max_staleness: int = Field(0, ge=0)
-    """how many publications old the weights of a rollout may be"""
+    """how many publications old the weights of a rollout may be, in tasks that have no
+    max_staleness of their own
+    """
     tasks: dict[str, LiveTaskSettings] = Field(default_factory=dict)
     """settings of single tasks"""
 
@@ -66,24 +70,21 @@ class LiveSettings(Section, LiveLimits):
         for name in self.model_fields_set & LiveLimits.model_fields.keys():
             setattr(changed, name, getattr(self, name))
         if "max_staleness" in self.model_fields_set:
-            self._apply_staleness(changed)
+            changed.stale_threshold = _threshold(self.max_staleness, limits)
         if 0 < changed.high_bytes < changed.low_bytes:
             raise ConfigError(
                 f"low_bytes = {changed.low_bytes} must not exceed high_bytes = {changed.high_bytes}"
             )
         for name, task in self.tasks.items():
             self._apply_to_task(changed, name, task)
-        self._reweigh(changed, taken + 1 + max(limits.stale_threshold, changed.stale_threshold))
-        return changed
-
-    def _apply_staleness(self, limits: RunLimits) -> None:
-        lag = limits.lag
-        limits.stale_threshold = stale_threshold(self.max_staleness, limits.sync_weights_interval)
-        if limits.lag != lag:
+        if any(changed.token_lag(task) != limits.token_lag(task) for task in limits.tasks):
             raise ConfigError(
                 "max_staleness cannot change in a run that has a max_token_staleness",
                 hint="the pools are ordered by the difference of the two: start another run",
             )
+        horizon = max(limits.largest_threshold(), changed.largest_threshold())
+        self._reweigh(changed, taken + 1 + horizon)
+        return changed
 
     @staticmethod
     def _apply_to_task(limits: RunLimits, name: str, task: LiveTaskSettings) -> None:
@@ -92,8 +93,10 @@ class LiveSettings(Section, LiveLimits):
                 f"there is no training task {name!r}",
                 hint=f"the training tasks are {', '.join(limits.training_tasks)}",
             )
-        for field in task.model_fields_set - {"weight"}:
+        for field in task.model_fields_set - {"weight", "max_staleness"}:
             setattr(limits.tasks[name], field, getattr(task, field))
+        if "max_staleness" in task.model_fields_set:
+            limits.tasks[name].stale_threshold = _threshold(task.max_staleness, limits)
 
     def _reweigh(self, limits: RunLimits, from_step: int) -> None:
         weights = {
@@ -109,6 +112,10 @@ class LiveSettings(Section, LiveLimits):
         earlier = [part for part in limits.reweighted if part.from_step < from_step]
         limits.reweighted = [*earlier, Reweighting(from_step=from_step, weights=now)]
         limits.reweighted = newest_parts(limits.reweighted, limits.mix())
+
+
+def _threshold(max_staleness: int, limits: RunLimits) -> int:
+    return stale_threshold(max_staleness, limits.sync_weights_interval)
 
 
 def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:

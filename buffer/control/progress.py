@@ -15,7 +15,7 @@ from buffer.model.ids import LANES, POOLS
 from buffer.store.keys import Keys
 from buffer.store.store import Store
 
-NO_SUMS = ("target", "running", "cursor", "ahead", "failures_in_row")
+NO_SUMS = ("target", "running", "cursor", "ahead", "failures_in_row", "tail_step")
 """Fields of `TaskProgress` that are not sums: a difference keeps the newer value."""
 
 
@@ -48,6 +48,8 @@ class TaskProgress:
     ahead: int = 0
     """groups submitted beyond the cursor, after the server lost data"""
     failures_in_row: int = 0
+    tail_step: int = 0
+    """last train step of the newest tail batch"""
 
     @classmethod
     def parse(cls, counters: Mapping[str, str]) -> TaskProgress:

@@ -102,6 +102,6 @@ def batch_status(state: ControlState, step: int, limits: RunLimits) -> ProduceBa
         return ProduceBatchStatus.FINISH
     if "fresh" not in state.lanes:
         return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-    if staleness(step, state.weights.version) >= limits.horizon:
+    if staleness(step, state.weights.version) >= limits.horizon_of(step):
         return ProduceBatchStatus.EXPIRED_BATCH
     return ProduceBatchStatus.NORMAL

@@ -179,7 +179,7 @@ class Intake:
                 "counter": self._counter,
                 "draw": draw,
                 "first": IMPORTED_FROM,
-                "threshold": self._limits.stale_threshold,
+                "threshold": self._limits.threshold(task),
                 "retryable": int(retryable),
                 "mark": self._limits.high_bytes,
                 **described(group, ref, self._limits, self._order_function),

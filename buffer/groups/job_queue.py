@@ -166,11 +166,13 @@ class JobQueue:
         target: int | None,
         *,
         at_least: int = 1,
+        tail_step: int | None = None,
         limit: int = 256,
     ) -> int:
         """Put groups of the aborted or expired pool back into a queue, as far as there is room.
 
-        Does nothing for fewer than `at_least` groups. Returns how many there were: none above the
+        Does nothing for fewer than `at_least` groups. `tail_step` is recorded with them: the last
+        train step of the tail batch that they begin. Returns how many there were: none above the
         high mark (I12). Raises Fenced.
         """
         reply = self._store.call(
@@ -182,6 +184,7 @@ class JobQueue:
                 "threshold": self._limits.threshold(task),
                 "lane": "resume" if self._limits.tasks[task].eval_of is None else "eval",
                 "at_least": at_least,
+                "tail": tail_step or "",
                 "limit": limit,
                 "mark": self._limits.high_bytes,
                 **self._bounds(task),

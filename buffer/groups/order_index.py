@@ -17,17 +17,38 @@ _SLICE = 250
 """Groups that one call moves or adds: the server answers other clients in between."""
 
 
+AGING = ("completed", "aborted")
+"""The pools whose groups become too stale."""
+
+
 def expire_all(
-    store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int = _SLICE
+    store: Store,
+    keys: Keys,
+    limits: RunLimits,
+    task: str,
+    status: str,
+    limit: int = _SLICE,
+    threshold: int | str | None = None,
 ) -> int:
-    """Expire all stale groups of a pool, slice by slice; return how many there were."""
+    """Expire all stale groups of a pool, slice by slice; return how many there were.
+
+    `threshold`: in train steps; None: that of the task.
+    """
     moved = 0
-    while (some := expire(store, keys, limits, task, status, limit)) == limit:
+    while (some := expire(store, keys, limits, task, status, limit, threshold)) == limit:
         moved += some
     return moved + some
 
 
-def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
+def expire(
+    store: Store,
+    keys: Keys,
+    limits: RunLimits,
+    task: str,
+    status: str,
+    limit: int,
+    threshold: int | str | None = None,
+) -> int:
     """Move up to `limit` groups out of a pool that are too stale for the next train step.
 
     Returns how many there were.
@@ -36,7 +57,7 @@ def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, 
         "refresh",
         keys.slots(task=task, status=status),
         {
-            "threshold": limits.stale_threshold,
+            "threshold": limits.threshold(task) if threshold is None else threshold,
             "limit": limit,
             "retryable": int(limits.retries_expired(task)),
         },

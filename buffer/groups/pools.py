@@ -58,13 +58,20 @@ class Pools:
         self._limits = limits
         self._payloads = payloads
 
-    def count(self, task: str, status: PoolStatus = "completed") -> int:
-        """Return how many groups of a task are in a pool. O(log N).
+    def count(self, task: str, status: PoolStatus | Literal["filtered"] = "completed") -> int:
+        """Return how many groups of a task are in a pool, or were filtered. O(log N).
 
         Raises ConfigError for an unknown task or status.
         """
+        if status == "filtered":
+            progress = self._keys.progress(self._known(task))
+            found = self._store.retrying(
+                "counts", lambda: self._store.control.hget(progress, "filtered")
+            )
+            return int(found or 0)
         if status not in POOLS:
-            raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {', '.join(POOLS)}")
+            known = ", ".join((*POOLS, "filtered"))
+            raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {known}")
         count: int = getattr(self.count_statuses(task)[task], status)
         return count
 

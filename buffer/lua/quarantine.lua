@@ -42,7 +42,7 @@ if not place then
   if found then return {'OK', revision, string.match(header, '^[^,]+', found + 1)} end
   return {'NOT_TAKEN'}
 end
-local cut = string.match(header, ' cut=(%S+)')
+local cut = cut_of(header, string.match(gid, '^(.*)%-%d+$'))
 local policy = string.match(header, ' order=(%S+)') or 'staleness'
 local found, problem = next_ready(policy, completed, order_index, progress, cut, 1)
 local member, held = found[1], redis.call('HMGET', groups .. gid, 'task', 'owner', 'batch')

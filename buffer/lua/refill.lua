@@ -30,7 +30,7 @@ for note in string.gmatch(noted or '', '[^,]+') do
 end
 if #open == 0 then return {'OK', 0, 0} end
 local policy = string.match(header, ' order=(%S+)') or 'staleness'
-local members, problem = next_ready(policy, completed, order_index, progress, string.match(header, ' cut=(%S+)'), #open)
+local members, problem = next_ready(policy, completed, order_index, progress, cut_of(header, task), #open)
 if problem == 'blocked' then return {'BLOCKED', task} end
 if problem == 'unordered' then return {'UNORDERED', task} end
 if #members == 0 then return {'OK', 0, #open} end

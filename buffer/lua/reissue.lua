@@ -19,6 +19,7 @@
 -- ARGV threshold ''|0..       stale threshold in steps; '' = groups of this task do not age
 -- ARGV lane      resume|eval  lane in which the groups wait
 -- ARGV at_least  0..          do nothing while the pool holds fewer (tail batch)
+-- ARGV tail      ''|1..       last train step of the tail batch that these groups begin; '' = they begin none
 -- ARGV limit     1..500       largest number of groups
 -- ARGV mark      0..          payload bytes of the run from which no group is started; 0 = no bound
 -- ARGV most      ''|1..       largest number of groups of the task in flight; '' = no bound
@@ -42,6 +43,8 @@ local jobs = lane == 'eval' and jobs_eval or jobs_resume
 local members = redis.call('ZRANGE', pool, 0, count - 1)
 local gids, records = records_of(groups, members, 'payload')
 redis.call('ZREM', pool, unpack(members))
+-- with the groups: a producer that dies now, or another one, continues the same batch
+if tail then redis.call('HSET', progress, 'tail_step', int(tail)) end
 for i, gid in ipairs(gids) do to_waiting(jobs, groups .. gid, gid, lane, records[i][1]) end
 ring(bell_workers, count)
 log_event(events, 'reissued', 'groups', count)

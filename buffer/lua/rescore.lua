@@ -4,11 +4,11 @@
 -- include: numbers, pool_records
 -- KEYS control HASH
 -- KEYS groups  prefix  of the group records (HASH)
--- KEYS training_pools  ZSET x0..1024  every pool of every training task
+-- KEYS pool    ZSET x0..1024  every pool of every training task
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     S
 -- ARGV limit 1..500  largest number of groups to move
--- ARGV lag   ''|0..  steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV lag   ''|0.. xKEYS  of each pool: steps by which single tokens expire earlier than groups; '' = they do not
 -- replies OK moved done | FENCED
 -- keeps I8; a repeated call changes nothing (I13)
 
@@ -18,18 +18,19 @@ step = math.min(step, tonumber(undone or step))
 
 -- scores are at most `lag` lower than versions; after a fork, a group whose tokens have no age of their own may count as
 -- that much older, which is safe
-local top, moved, found = int(step - (lag or 0)), 0, {}
-for i, pool in ipairs(training_pools) do
+local moved, found = 0, {}
+for n, pool, lag in each_unit do
   if moved >= limit then break end
+  local top = int(step - (lag or 0))
   -- '(+inf' excludes groups without a version
   local members = redis.call('ZRANGEBYSCORE', pool, '(' .. top, '(+inf', 'LIMIT', 0, limit - moved)
   local gids, records = records_of(groups, members, 'version')
-  found[i] = {members = members, gids = gids, records = records}
+  found[n] = {pool = pool, top = top, members = members, gids = gids, records = records}
   moved = moved + #members
 end
-for i, pooled in pairs(found) do
+for _, pooled in pairs(found) do
   for k, member in ipairs(pooled.members) do
-    redis.call('ZADD', training_pools[i], top, member)
+    redis.call('ZADD', pooled.pool, pooled.top, member)
     if num(pooled.records[k][1]) > step then redis.call('HSET', groups .. pooled.gids[k], 'version', int(step)) end
   end
 end

@@ -14,12 +14,11 @@
 -- ARGV nonce     token   of the trainer
 -- ARGV step      0..     T
 -- ARGV strict    0|1     1 = everything that is requested, or nothing
--- ARGV threshold ''|0..  stale threshold in steps; '' = nothing is too old
 -- ARGV policy    policy  order policy of the run
 -- ARGV tokens    ''|1..  staleness from which a single token is not trained; '' = no limit
 -- ARGV low       0..     payload bytes of the run from which no new prompt is started; 0 = no bound
 -- ARGV high      0..     the same for all groups
--- ARGV task, count  name, 1..1_000_000 xKEYS  of each
+-- ARGV task, count, threshold  name, 1..1_000_000, ''|0.. xKEYS  of each; its stale threshold in steps, '' = nothing is too old
 -- replies OK header, then "gid token chunks size crc samples version" per group
 --       | SHORT (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
 --       | BLOCKED task | UNORDERED task (nothing was done; see buffer/batches/ledger.py)
@@ -35,10 +34,10 @@ if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE
 if step <= num(steps[2]) then return {'COMMITTED', int(num(steps[2]))} end
 if step ~= num(steps[1]) + 1 then return {'GAP', int(num(steps[1]))} end
 
-local cut = threshold and int(step - threshold) or '-inf'
-local asked, reply, wanted, ready_in_all, is_short, running = {}, {'SHORT'}, 0, 0, false, 0
-for _, completed, _, progress, task, count in each_unit do
-  local ready = redis.call('ZCOUNT', completed, cut, '+inf')
+local cuts, asked, reply, wanted, ready_in_all, is_short, running = {}, {}, {'SHORT'}, 0, 0, false, 0
+for n, completed, _, progress, task, count, threshold in each_unit do
+  cuts[n] = threshold and int(step - threshold) or '-inf'
+  local ready = redis.call('ZCOUNT', completed, cuts[n], '+inf')
   wanted = wanted + count
   ready_in_all = ready_in_all + math.min(ready, count)
   is_short = is_short or ready < count
@@ -59,13 +58,13 @@ if is_short and strict then return reply end
 if ready_in_all == 0 then return {'EMPTY'} end
 local chosen = {}
 for n, completed, order_index, progress, task, count in each_unit do
-  local members, problem = next_ready(policy, completed, order_index, progress, cut, count)
+  local members, problem = next_ready(policy, completed, order_index, progress, cuts[n], count)
   if problem == 'blocked' then return {'BLOCKED', task} end
   if problem == 'unordered' then return {'UNORDERED', task} end
-  chosen[n] = members
+  chosen[n], cuts[n] = members, task .. '=' .. cuts[n]
 end
 
-local header = 'step=' .. int(step) .. ' cut=' .. cut .. ' asked=' .. table.concat(asked, ',') ..
+local header = 'step=' .. int(step) .. ' cut=' .. table.concat(cuts, ',') .. ' asked=' .. table.concat(asked, ',') ..
   ' strict=' .. (strict and '1' or '0') .. ' order=' .. policy .. ' taken_ms=' .. int(now_ms())
 -- which tokens are masked is a function of this record alone, so that every delivery is the same (I5)
 if tokens then

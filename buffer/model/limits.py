@@ -22,8 +22,8 @@ from buffer.model.byte_size import Bytes
 from buffer.model.compression import Compression
 from buffer.model.task_mix import Reweighting, TaskMix
 
-SCHEMA = "1"
-"""Version of keys and scripts; a client refuses a run of another one."""
+SCHEMA = "2"
+"""Version of keys, scripts and payloads; a client refuses a run of another one."""
 
 LOADING = "loading"
 """In place of the schema version while a run is filled from a snapshot: it cannot be opened."""
@@ -49,7 +49,7 @@ class TaskSettings(BaseModel):
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
     tail_batch_trigger_size: int = Field(-1, ge=-1)
     """what happens to expired groups. -1: they are dropped. 0: they are retried at once. N: once N
-    of them wait, they are retried before anything else is started
+    of them wait, they are retried first, and nothing beyond the batch is started until it is made
     """
     tail_batch_max_tries: int | None = Field(None, ge=1)
     """interruptions after which a group without tokens waits with the expired groups, and is
@@ -89,6 +89,8 @@ class TaskLimits(TaskSettings):
     """One task as the queue sees it; what it does not set itself is the run's (`RunLimits.of`)."""
 
     weight: float = 1.0
+    stale_threshold: int | None = None
+    """None: that of the run"""
     eval_of: str | None = None
     strategy: Literal["async", "sync"] = "async"
 
@@ -116,6 +118,7 @@ class RunLimits(LiveLimits):
     worker_timeout_ms: int = 30_000
     role_timeout_ms: int = 15_000
     stale_threshold: int = 1
+    """staleness from which groups are expired, of tasks that set none of their own"""
     token_threshold: int | None = None
     """staleness from which a single token is not trained, at most `stale_threshold`; None: no limit
     """
@@ -153,7 +156,9 @@ class RunLimits(LiveLimits):
 
     def retries_expired(self, task: str) -> bool:
         """Return whether expired groups of a task are kept for another try; otherwise, dropped."""
-        return self.of(task).tail_batch_trigger_size >= 0
+        # sync never reissues them
+        is_async = self.tasks[task].strategy == "async"
+        return is_async and self.of(task).tail_batch_trigger_size >= 0
 
     def mix(self) -> TaskMix:
         """Return how batches are shared among the training tasks."""
@@ -187,23 +192,34 @@ class RunLimits(LiveLimits):
             setattr(self, name, getattr(newer, name))
 
     def threshold(self, task: str) -> int | str:
-        """Return the staleness from which groups of a task are expired; "" for an evaluation."""
-        return self.stale_threshold if self.tasks[task].eval_of is None else ""
+        """Return the staleness from which groups of a task are expired; "" for an evaluation.
 
-    @property
-    def horizon(self) -> int:
-        """Return the number of train steps that one version of the weights may serve."""
+        An evaluation chooses its weights itself: its groups never become too old.
+        """
+        return self._threshold(task) if self.tasks[task].eval_of is None else ""
+
+    def _threshold(self, task: str) -> int:
+        own = self.tasks[task].stale_threshold
+        return self.stale_threshold if own is None else own
+
+    def horizon(self, task: str) -> int:
+        """Return the number of train steps of a task that one version of the weights may serve."""
         # a group of one version expires with its tokens
-        return self.token_threshold or self.stale_threshold
+        return self.token_threshold or self._threshold(task)
 
-    @property
-    def lag(self) -> int | str:
-        """Return how many steps earlier than a group a token expires; "" without such a limit."""
-        return "" if self.token_threshold is None else self.stale_threshold - self.token_threshold
+    def horizon_of(self, step: int) -> int:
+        """Return the least `horizon` of the tasks of which the batch of `step` needs groups."""
+        return min(self.horizon(task) for task, share in self.mix().shares(step).items() if share)
+
+    def largest_threshold(self) -> int:
+        """Return the largest `threshold` of the training tasks."""
+        return max(self._threshold(task) for task in self.training_tasks)
 
     def token_lag(self, task: str) -> int | str:
-        """Return the `lag` of a task; "" for an evaluation."""
-        return self.lag if self.tasks[task].eval_of is None else ""
+        """Return how many steps earlier than its group a token expires; "" without such a limit."""
+        if self.token_threshold is None or self.tasks[task].eval_of is not None:
+            return ""
+        return self._threshold(task) - self.token_threshold
 
     @property
     def training_tasks(self) -> list[str]:

@@ -314,6 +314,15 @@ class RolloutState(BaseModel):
         self.status = Status.INIT
 
 
+ENDED = frozenset({"stop", "length"})
+"""Finish reasons after which a rollout needs the engine no more, unless it starts again."""
+
+
+def has_ended(state: RolloutState) -> bool:
+    """Return whether the response is complete: at most its reward is missing."""
+    return state.finish_reason in ENDED
+
+
 def with_known_rows(
     known: NDArray[np.int16] | str | None, whole: NDArray[np.int16] | str | None
 ) -> NDArray[np.int16] | str | None:

@@ -154,7 +154,7 @@ def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
             hint="use text, numbers, lists and maps in messages, ground_truth, extra and reward",
         ) from error
     entries = packed[0] - _FIXED_MAP + len(("schema", "pad", "data"))
-    return bytes([_FIXED_MAP + entries]) + _SCHEMA_ENTRY + packed[1:]
+    return b"".join([bytes([_FIXED_MAP + entries]), _SCHEMA_ENTRY, packed[1:]])
 
 
 def _join(head: bytes, pieces: list[bytes | memoryview], size: int) -> bytes:

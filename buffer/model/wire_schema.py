@@ -29,7 +29,7 @@ class _Value(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, f
     """The same, never changed, so that groups can share it."""
 
 
-class Structure(_Value):
+class Structure(_Value, frozen=True):
     """The form of a response (`StructuredOutput`)."""
 
     json_schema: dict[str, Any] | None = None
@@ -41,7 +41,7 @@ class Structure(_Value):
             raise ValueError("structured output is one of json_schema, regex and choice")
 
 
-class Sample(_Value):
+class Sample(_Value, frozen=True):
     """How a response is sampled (`SampleParams`)."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -58,7 +58,7 @@ class Sample(_Value):
     structured: Structure | None = None
 
 
-class Call(_Value):
+class Call(_Value, frozen=True):
     """A function call (`ToolCall`)."""
 
     id: str
@@ -67,7 +67,7 @@ class Call(_Value):
     raw_arguments: str = ""
 
 
-class Media(_Value):
+class Media(_Value, frozen=True):
     """An image of the prompt (`MediaRef`)."""
 
     kind: Literal["image", "video", "audio"]
@@ -156,7 +156,7 @@ def read(data: bytes | memoryview) -> Document:
             another type.
     """
     try:
-        document = _DECODER.decode(data)
+        document: Document = _DECODER.decode(data)
     except msgspec.ValidationError as error:
         _check_schema(data)
         raise WireError(_describe(error)) from error

@@ -38,6 +38,8 @@ class TaskView:
     too_old: int
     staleness: dict[str, int]
     asked: int
+    stale_threshold: int
+    """staleness from which its groups are expired"""
     is_stopped: bool = False
     """too many tries have failed in a row"""
 
@@ -85,7 +87,6 @@ class Snapshot:
     producer: RoleHolder
     events: tuple[Event, ...]
     lease_ms: int
-    stale_threshold: int
     memory: MemoryUse
 
     @property
@@ -192,7 +193,6 @@ def take_snapshot(run: Run, *, events: int = 8) -> Snapshot:
         producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
         events=tuple(parse_event(entry) for entry in reversed(replies["events"])),
         lease_ms=run.limits.lease_ms,
-        stale_threshold=run.limits.stale_threshold,
         memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
     )
 
@@ -224,9 +224,14 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
             ask(f"progress:{task}", "HGETALL", keys.progress(task))
             for lane in LANES:
                 ask(f"jobs:{task}:{lane}", "XLEN", keys.jobs(task, lane))
-            for label, low, high in _buckets(taken, run.limits.stale_threshold):
+            for label, low, high in _buckets(taken, _threshold(run, task)):
                 ask(f"stale:{task}:{label}", "ZCOUNT", keys.pool(task, "completed"), low, high)
         return dict(zip(names, pipe.execute(), strict=True))
+
+
+def _threshold(run: Run, task: str) -> int:
+    # groups of an evaluation never expire: their ages are not shown
+    return int(run.limits.threshold(task) or 1)
 
 
 def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:
@@ -245,7 +250,8 @@ def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int
 def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: int) -> TaskView:
     name = account.task
     is_eval = run.limits.tasks[name].eval_of is not None
-    labels = [label for label, _, _ in _buckets(taken, run.limits.stale_threshold)]
+    threshold = _threshold(run, name)
+    labels = [label for label, _, _ in _buckets(taken, threshold)]
     counts = {label: int(replies[f"stale:{name}:{label}"]) for label in labels}
     too_old = counts.pop("too_old")
     if not counts["none"]:
@@ -261,6 +267,7 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         too_old=0 if is_eval else too_old,
         staleness={} if is_eval else counts,
         asked=_asked(replies["header"], name) or -(-account.consumed // max(taken, 1)),
+        stale_threshold=threshold,
         is_stopped=run.limits.is_too_many_failures(name, int(progress.get("failures_in_row", 0))),
     )
 

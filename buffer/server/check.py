@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import BusyLoadingError, ClusterDownError, NoPermissionError
 
-from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
+from buffer.errors import StoreUnsafe
 from buffer.store.nodes import Servers
 from buffer.store.url import mask_url
 
@@ -73,18 +73,17 @@ def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Findin
     """Refuse a server that cannot hold a run; return the warnings that are left.
 
     Raises:
-        StoreUnavailable: it still loads its data, or its cluster is down.
+        BusyLoadingError: it still loads its data.
+        ClusterDownError: its cluster does not serve all slots.
         StoreUnsafe: it cannot be used, or could lose data and `allow_unsafe` is not set.
     """
     info = _read_info(client)
     if info is None:
         return [_unreadable("INFO")]
     if info.get("loading"):
-        raise StoreUnavailable("the server is still loading its data", hint="try again in a moment")
+        raise BusyLoadingError
     if info.get("cluster_state", "ok") != "ok":
-        raise StoreUnavailable(
-            "the cluster is down: it does not serve all slots", hint="see redis-cli cluster info"
-        )
+        raise ClusterDownError("CLUSTERDOWN")
     refused = [found for found in _check_usable(info) if found.level == "error"]
     findings = list(_check_durable(info, _read_settings(client)))
     if not allow_unsafe:
@@ -251,117 +250,3 @@ def _check_fsync(policy: str) -> Finding:
         "a power failure loses up to half a minute of acknowledged work",
         fix,
     )
-
-
-_REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
-    # (words of the client or the server, error, what happened, what to do); the first match wins
-    (
-        (
-            "wrongpass",
-            "invalid username-password",
-            "invalid password",
-            "without any password configured",
-        ),
-        StoreError,
-        "the server refuses the user or password",
-        "check user and password in the URL: redis://user:password@host:6379/0",
-    ),
-    (
-        ("noauth", "authentication required", "hello must be called"),
-        StoreError,
-        "the server requires a password",
-        "put it in the URL: redis://:password@host:6379/0",
-    ),
-    (
-        ("noperm", "no permissions"),
-        StoreError,
-        "the server's ACL forbids this user a command or key that a run needs",
-        "allow the user ~rmq:* &rmq:* +@all -@admin +info +config|get",
-    ),
-    (
-        ("wrong version number", "wrong_version_number", "record layer failure", "unexpected eof"),
-        StoreError,
-        "the server does not use TLS at this port",
-        "use redis:// instead of rediss://, or the server's TLS port",
-    ),
-    (
-        ("certificate", "ssl", "tls"),
-        StoreError,
-        "TLS with the server failed",
-        "for an authority of your own, add ?ssl_ca_certs=/path/ca.pem; the certificate must name "
-        "the host",
-    ),
-    (
-        (
-            "name or service not known",
-            "nodename nor servname",
-            "name resolution",
-            "no address associated",
-        ),
-        StoreUnavailable,
-        "this host name is not known",
-        "check the host in the URL",
-    ),
-    (
-        ("no such file or directory",),
-        StoreUnavailable,
-        "there is no such socket",
-        "start the server, or check the path in the URL",
-    ),
-    (
-        ("permission denied",),
-        StoreError,
-        "this user may not open the socket",
-        "use the server's user, or set unixsocketperm",
-    ),
-    (
-        ("refused",),
-        StoreUnavailable,
-        "no server listens there",
-        "start the server, or check host and port in the URL",
-    ),
-    (
-        ("timeout", "timed out"),
-        StoreUnavailable,
-        "no answer in time",
-        "check host, port and firewall, and whether the server requires TLS (rediss://) or not "
-        "(redis://)",
-    ),
-    (
-        ("connection closed", "reset by peer", "protocol error"),
-        StoreUnavailable,
-        "the server closes the connection",
-        "use rediss:// for a TLS server, redis:// for others; or see the server's log",
-    ),
-    (
-        ("db index", "invalid db"),
-        StoreError,
-        "the server has no such database",
-        "end the URL with /0",
-    ),
-    (
-        ("max number of clients",),
-        StoreUnavailable,
-        "the server has too many clients",
-        "raise its maxclients",
-    ),
-    (
-        ("loading",),
-        StoreUnavailable,
-        "the server is still loading its data",
-        "try again in a moment",
-    ),
-)
-
-
-def describe_connection_error(url: str, error: Exception) -> StoreError:
-    """Return an error of the client as a StoreError: address, cause, and what to do.
-
-    Passwords are masked.
-    """
-    words = f"{type(error).__name__} {error}".lower()
-    where = mask_url(url)
-    for signs, kind, what, hint in _REASONS:
-        if any(sign in words for sign in signs):
-            return kind(f"{where}: {what}", hint=hint)
-    return StoreUnavailable(f"{where}: {type(error).__name__}: {mask_url(str(error))}")

@@ -112,14 +112,14 @@ class OutageLog:
         self._outages: dict[str, LogOnce] = {}
         self._lock = threading.Lock()
 
-    def failed(self, operation: str, error: Exception) -> None:
+    def failed(self, operation: str, reason: str, *, is_full: bool) -> None:
         """Log that an operation will be repeated, if this is the first failure of its outage."""
-        cause = operation if isinstance(error, OutOfMemoryError) else ""
+        cause = operation if is_full else ""
         with self._lock:
             outage = self._outages.setdefault(
                 cause, LogOnce(log, "server unreachable or full", ended="server back")
             )
-            outage.report("failed", f"{error} during {operation}; waiting for it")
+            outage.report("failed", f"{reason}, during {operation}; waiting for it")
 
     def worked(self, operation: str) -> None:
         """Log that an outage is over, if this operation shows it."""

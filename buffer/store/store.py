@@ -15,10 +15,11 @@ from threading import Event
 from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import NoPermissionError, OutOfMemoryError
 
 from buffer.errors import StoreError, StoreFull, StoreUnavailable
 from buffer.store.bulk_io import Command, Parts, pipelined, receive, send
+from buffer.store.connection_errors import describe_connection_error
 from buffer.store.durability import Durability
 from buffer.store.nodes import Role, Servers
 from buffer.store.retry import Backoff, OutageLog, is_transient
@@ -297,15 +298,22 @@ class Store:
     def _pause(self, what: str, error: redis.RedisError, attempt: int, end_s: float) -> None:
         """Wait before the next attempt, or raise why there is none."""
         if not is_transient(error):
-            raise StoreError(f"{what}: the server refused: {error}") from error
+            raise self._refusal(what, error) from error
         left_s = end_s - time.monotonic()
         if left_s <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
             raise self._given_up(what, error) from error
-        self._outages.failed(what, error)
+        cause = describe_connection_error(self.url, error).message
+        self._outages.failed(what, cause, is_full=isinstance(error, OutOfMemoryError))
         self.retries += 1
         self.servers.forget_slots()  # an error may mean that the key has moved to another node
         pause_s = _BACKOFF.pause_s(attempt)
         time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
+
+    def _refusal(self, what: str, error: redis.RedisError) -> StoreError:
+        # only errors about users: another one is a bug, and its words could fit any description
+        is_about_user = isinstance(error, redis.ConnectionError | NoPermissionError)
+        hint = describe_connection_error(self.url, error).hint if is_about_user else ""
+        return StoreError(f"{what}: the server refused: {error}", hint=hint)
 
     def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:
         server = mask_url(self.url)
@@ -315,7 +323,5 @@ class Store:
                 hint="training and committing batches frees memory; "
                 "or raise maxmemory, or lower [memory] budget_bytes",
             )
-        return StoreUnavailable(
-            f"{what}: no usable answer from {server}: {error}",
-            hint="is the server running? everything continues by itself once it is back",
-        )
+        described = describe_connection_error(self.url, error)
+        return StoreUnavailable(f"{what}: {described.message}", hint=described.hint)

@@ -79,8 +79,13 @@ def open_client(
             if "+sentinel://" in url
             else redis.Redis.from_url(url, **settings)
         )
+        options = client.connection_pool.connection_kwargs
         # an unknown option raises TypeError here, not only at the first command
-        client.connection_pool.connection_class(**client.connection_pool.connection_kwargs)
+        client.connection_pool.connection_class(**options)
+        # also a host that is no name of a host, and a socket without a path
+        str(options.get("host", "")).encode("idna")
+        if url.startswith("unix") and not options.get("path"):
+            raise ValueError("no path")
     except (ValueError, TypeError):
         # `from None`: its message may hold a part of the password
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Why a batch is not ready, and whether it ever will be: the trainer's side of the state machine.
 
 T is the step that is asked for, M the newest weights, H the staleness from which they are too old
-(`RunLimits.horizon`). The state is not stored: it follows from what the server contains, so that
+(`RunLimits.horizon_of`). The state is not stored: it follows from what the server contains, so that
 producer and trainer cannot disagree.
 
                   ┌────────────── continue ◀──── UPDATE_WEIGHT_AND_ABORT: waits
@@ -61,8 +61,9 @@ def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
 
     Then train the batch of `step`, and publish.
     """
-    expired = staleness(step + 1, run.control.state().weights.version) >= run.limits.horizon
-    return ProduceBatchStatus.EXPIRED_BATCH if expired else ProduceBatchStatus.NORMAL
+    age = staleness(step + 1, run.control.state().weights.version)
+    is_expired = age >= run.limits.horizon_of(step + 1)
+    return ProduceBatchStatus.EXPIRED_BATCH if is_expired else ProduceBatchStatus.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,8 @@ class BatchOutlook:
 
     def _raise_if_expired(self, state: ControlState, answer: NotReady) -> None:
         if batch_status(state, self._step, self._run.limits) is ProduceBatchStatus.EXPIRED_BATCH:
-            reason = f"their groups are {self._run.limits.horizon} steps too old for it"
+            limit = self._run.limits.horizon_of(self._step)
+            reason = f"their groups are too old for it: the limit is {limit} steps"
             raise self._expired(state, reason, answer)
 
     def _raise_if_exhausted(

@@ -21,7 +21,7 @@ import numpy as np
 
 from buffer.errors import ConfigError
 from buffer.model.dotted_path import load_object
-from buffer.model.rollout import RolloutState, Status, ToolCall
+from buffer.model.rollout import RolloutState, Status, ToolCall, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
@@ -114,8 +114,10 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
         self._delta = ChatDelta(tokenizer, eos_ids, keep_turns=keep_turns)
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
-        if not (self._partial_rollout and state.status in (Status.ABORTED, Status.INIT)):
-            state.reset_response()
+        self._begin(state)
+        if has_ended(state):  # only its judge is missing: the environment is not asked again
+            await self._finish(state, state.finish_reason or "")
+            return
         while True:
             reason = self._finished(state) or await self._generate(state, engine, gid)
             if reason == "abort":
@@ -127,8 +129,12 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
                 state.reward = {**(state.reward or {}), **answer.reward}
             if len(turns) >= self._max_turns or not await self._append(state, answer):
                 break
+        await self._finish(state, "length" if self._is_full(state) else reason)
+
+    async def _finish(self, state: RolloutState, reason: str) -> None:
+        """Complete a rollout; what it earned on its way is merged with the judge's reward."""
         earned = state.reward or {}
-        await self._complete(state, "length" if self._is_full(state) else reason)
+        await self._complete(state, reason)
         if state.status is Status.COMPLETED and earned:
             state.reward = {**earned, **(state.reward or {})}
 

@@ -5,7 +5,8 @@
           └──── ABORTED ◀── abort ────┘       (no token at all: FAILED too)
 
 A rollout becomes COMPLETED only when its reward is there. So a COMPLETED one is never generated or
-judged again, and one that was interrupted while it was judged is judged when its group is resumed.
+judged again, and one that was interrupted while it was judged is judged when its group is resumed,
+with or without partial rollout.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from buffer.errors import JudgeError, WireError
-from buffer.model.rollout import RolloutState, SampleParams, Status
+from buffer.model.rollout import RolloutState, SampleParams, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import AnyJudge, GroupJudge
@@ -28,8 +29,8 @@ class SingleTurnAgentLoop:
     """Runs the rollouts of a group at the same time, one request each.
 
     With `partial_rollout`, an aborted rollout keeps its tokens and continues behind them; without,
-    it starts again from its prompt. Without a `judge` the reward stays empty. Changes the given
-    states.
+    it starts again from its prompt. One that has ended keeps its tokens in any case. Without a
+    `judge` the reward stays empty. Changes the given states.
     """
 
     def __init__(
@@ -81,18 +82,22 @@ class SingleTurnAgentLoop:
             state.reward = {**(state.reward or {}), **rewards[id(state)]}
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
-        keeps_tokens = self._partial_rollout and state.status in (Status.ABORTED, Status.INIT)
-        if not keeps_tokens:
-            state.reset_response()
+        self._begin(state)
         reason = self._finished(state) or await self._generate(state, engine, gid)
         if reason == "abort":
             self._abort(state)
         else:
             await self._complete(state, reason)
 
+    def _begin(self, state: RolloutState) -> None:
+        """Discard the tokens that a rollout must not continue."""
+        keeps_tokens = self._partial_rollout or has_ended(state)
+        if not keeps_tokens or state.status not in (Status.ABORTED, Status.INIT):
+            state.reset_response()
+
     def _finished(self, state: RolloutState) -> str | None:
         """Return why a resumed rollout needs no request any more; None where it does."""
-        if state.finish_reason in ("stop", "length"):
+        if has_ended(state):
             return state.finish_reason
         done = len(state.response_ids)
         params = state.sample_params
@@ -115,12 +120,12 @@ class SingleTurnAgentLoop:
 
     def _abort(self, state: RolloutState) -> None:
         """Abort a rollout; one that has ended keeps its reason, and waits for the others."""
-        ended = state.finish_reason in ("stop", "length")
-        # A structured response cannot be continued in its middle.
-        if not self._partial_rollout or (state.sample_params.structured and not ended):
-            state.reset_response()
+        if not has_ended(state):
+            # A structured response cannot be continued in its middle.
+            if not self._partial_rollout or state.sample_params.structured:
+                state.reset_response()
+            state.finish_reason = "abort"
         state.status = Status.ABORTED
-        state.finish_reason = state.finish_reason if ended else "abort"
 
     async def _complete(self, state: RolloutState, reason: str) -> None:
         state.finish_reason = reason

@@ -85,11 +85,13 @@ class ProducePlan:
 
     target: groups of the task that may have been started or consumed, in all; None for the target
     that the trainer set. pools: (status, least size), in order: pools whose groups are reissued
-    before new prompts are drawn. is_enough: start nothing; the next batch is what there is.
+    before new prompts are drawn. tail_step: last train step of the tail batch that expired groups
+    begin; None if they begin none. is_enough: start nothing; the next batch is what there is.
     """
 
     target: int | None
     pools: tuple[tuple[str, int], ...] = (("aborted", 1),)
+    tail_step: int | None = None
     is_enough: bool = False
 
 
@@ -149,7 +151,8 @@ class SyncProduceStrategy:
         # only what was interrupted too often is among the expired: others are dropped
         has_tail = self.limits.tail_tries(self.task)
         pools = (("expired", 1), ("aborted", 1)) if has_tail else (("aborted", 1),)
-        return ProducePlan(target, pools, _is_enough(self.should_continue, context, target))
+        is_enough = _is_enough(self.should_continue, context, target)
+        return ProducePlan(target, pools, is_enough=is_enough)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +160,10 @@ class AsyncProduceStrategy:
     """Produces every step that weights M may still serve, T <= M + stale_threshold, and more.
 
     The surplus is a share of one batch, not of what is missing: with 4 a batch and
-    `over_sample_threshold` 1.0 there are 4 more than the target. A tail batch has none: while
-    `tail_batch_trigger_size` expired groups wait, only what is missing is started, from these
-    first.
+    `over_sample_threshold` 1.0 there are 4 more than the target. A tail batch has none: once
+    `tail_batch_trigger_size` expired groups wait, only what is missing is started, expired groups
+    first. It begins with the first of them that is reissued, in the same script, and lasts until
+    its groups are made: across rounds, producers, and changes of the settings.
     """
 
     task: str
@@ -174,18 +178,27 @@ class AsyncProduceStrategy:
     def plan(self, context: ProduceContext) -> ProducePlan:
         """Return what to start now."""
         trigger = self.limits.of(self.task).tail_batch_trigger_size
-        surplus = self._surplus(self._last_step(context.version))
+        last = self._last_step(context.version)
+        surplus = self._surplus(last)
         needed = self.target(context.version) - surplus - context.shortfall
-        is_tail_batch = 0 < trigger <= context.leftovers.expired
-        target = needed if is_tail_batch else needed + surplus
+        begins = 0 < trigger <= context.leftovers.expired
+        continues = self._is_in_tail_batch(context, last)
+        target = needed if begins or continues else needed + surplus
         # with trigger -1, only what was interrupted too often is there: expired groups are dropped
-        retries_expired = trigger >= 0 or self.limits.tail_tries(self.task)
-        expired = (("expired", max(1, trigger)),) if retries_expired else ()
+        retries_expired = trigger >= 0 or continues or self.limits.tail_tries(self.task)
+        least = 1 if continues else max(1, trigger)
+        pools = ((("expired", least),) if retries_expired else ()) + (("aborted", 1),)
         is_enough = _is_enough(self.should_continue, context, needed)
-        return ProducePlan(target, (*expired, ("aborted", 1)), is_enough)
+        return ProducePlan(target, pools, last if begins else None, is_enough)
+
+    def _is_in_tail_batch(self, context: ProduceContext, last: int) -> bool:
+        """Return whether the newest tail batch is not made, or is all that the weights serve."""
+        tail_step = context.progress.tail_step
+        wanted = self.limits.mix().groups_until(self.task, tail_step) - context.shortfall
+        return tail_step >= last or context.available < wanted
 
     def _last_step(self, version: int) -> int:
-        return min(last_step_for(version, self.limits.horizon), self.limits.steps)
+        return min(last_step_for(version, self.limits.horizon(self.task)), self.limits.steps)
 
     def _surplus(self, last: int) -> int:
         # nothing comes after the last step that could use it

@@ -55,7 +55,12 @@ class SamplerWithReplayBuffer:
         for status, at_least in plan.pools:
             if getattr(context.leftovers, status) >= at_least:
                 started += self._run.jobs.reissue(
-                    nonce, self.task, status, plan.target, at_least=at_least
+                    nonce,
+                    self.task,
+                    status,
+                    plan.target,
+                    at_least=at_least,
+                    tail_step=plan.tail_step if status == "expired" else None,
                 )
         room = context.room(plan.target) - started
         return started + self._start_new(nonce, plan.target, room, context.progress, memory)

@@ -28,14 +28,31 @@ from producer_workers.simulation.setting import Outcome, Setting
 class _Group:
     """A group: `left` are the tokens that each rollout has yet to make.
 
+    `versions` are the weights under which each rollout was begun; None for one without tokens.
     `made` counts all tokens that were sampled for it, repeated ones included.
     """
 
     lengths: list[int]
-    left: list[int]
-    version: int | None = None
+    left: list[int] = field(init=False)
+    versions: list[int | None] = field(init=False)
     made: int = 0
     unfinished: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = list(self.lengths)
+        self.versions = [None] * len(self.lengths)
+
+    def version(self) -> int:
+        """Return the version of the oldest rollout that has tokens."""
+        return min(version for version in self.versions if version is not None)
+
+    def interrupt(self, *, keep_tokens: bool) -> None:
+        """Restart every unfinished rollout, or, with `keep_tokens`, those without a token."""
+        for index, tokens in enumerate(self.left):
+            if tokens and not keep_tokens:
+                self.left[index] = self.lengths[index]
+            if self.left[index] == self.lengths[index]:
+                self.versions[index] = None
 
 
 class _Sequence(NamedTuple):
@@ -113,8 +130,8 @@ class _Engines:
             group, index = queue.popleft()
             self.sequences[worker] -= 1
             self._numbers += 1
-            if group.version is None:
-                group.version = version
+            if group.versions[index] is None:
+                group.versions[index] = version
             due_s = self.clock_s + self.setting.seconds(group.left[index])
             heappush(
                 self.running, _Sequence(due_s, self._numbers, self.clock_s, worker, group, index)
@@ -134,7 +151,7 @@ class _Engines:
         return None if group.unfinished else group
 
     def abort_all(self, *, keep_tokens: bool) -> list[_Group]:
-        """Take back every group in the order of its start, with its tokens or as it was drawn."""
+        """Take back every group in the order of its start, with what its rollouts keep."""
         for _, _, started_s, _, group, index in self.running:
             tokens = min(self.setting.tokens(self.clock_s - started_s), group.left[index] - 1)
             group.made = group.made + tokens
@@ -143,11 +160,7 @@ class _Engines:
         waiting = [group for queue in self.queues for group, _ in queue]
         groups = list(dict.fromkeys([*(sequence.group for sequence in begun), *waiting]))
         for group in groups:
-            if not keep_tokens:
-                group.left = list(group.lengths)
-                group.version = None
-            elif group.left == group.lengths:
-                group.version = None
+            group.interrupt(keep_tokens=keep_tokens)
         self._empty()
         return groups
 
@@ -199,8 +212,7 @@ class _Model:
         consumed = self.taken * self._setting.batch_size
         room = self._setting.target(self._version) - consumed - self._open - len(self._ready)
         for _ in range(room):
-            lengths = self._lengths(self._drawn)
-            self._fresh.append(_Group(lengths, list(lengths)))
+            self._fresh.append(_Group(self._lengths(self._drawn)))
             self._drawn += 1
         self._open += max(0, room)
         if self._mode in ("draining", "loading"):
@@ -211,10 +223,9 @@ class _Model:
 
     def _finish_sequence(self) -> None:
         if group := self._engines.finish_next(self._version):
-            assert group.version is not None
             self._open -= 1
             self._arrivals += 1
-            heappush(self._ready, (group.version, self._arrivals, group))
+            heappush(self._ready, (group.version(), self._arrivals, group))
             self._expire()
         if self._mode == "draining" and self._engines.is_empty():
             self._load()

@@ -30,21 +30,20 @@ from buffer.errors import (
 )
 from buffer.model.group import GROUP_TIME, RolloutGroup
 from buffer.model.job import Job, ReleaseKind, Result
-from buffer.model.rollout import RolloutState, Status
+from buffer.model.rollout import RolloutState, Status, has_ended
 from buffer.run import Run
 from buffer.store.media_folder import MediaFolder
 from buffer.store.retry import LogOnce
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.worker.loop_result import SampleFilter, check_result
+from producer_workers.worker.restarts import restart_unfinished
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
-ENDED = frozenset({"stop", "length"})
-"""Finish reasons after which a rollout needs the engine no more, unless its group starts again."""
 UNJUDGED = frozenset({Status.INIT, Status.ABORTED})
 """Statuses of a sampled rollout whose judge has not answered yet."""
 INLINE_BYTES = 64 << 10
@@ -140,7 +139,9 @@ class GroupRunner:
         """
         try:
             group = await self._read(job)
-            known_tokens = len(group.response_ids)
+            if not self._runners[job.task].partial_rollout:
+                restart_unfinished(group.states)
+            known_tokens = sum(len(state.response_ids) for state in group.states)
             made = await self._generate(job, group)
             await self._finish(job, made, known_tokens)
         except Fenced as error:
@@ -198,6 +199,8 @@ class GroupRunner:
         with shown(engine, job.gid, states[0].multimodal):
             made = await self._runners[job.task].generate(states, engine, job.gid)
         self._members[job] = made
+        if not self._runners[job.task].partial_rollout:
+            restart_unfinished(made)
         await asyncio.to_thread(put_experts_into_files, made, self._run.media, job.gid, job.token)
         result = RolloutGroup(job.gid, job.task, made)
         total_s = round(spent_s + time.monotonic() - began, 6)
@@ -218,7 +221,7 @@ class GroupRunner:
         self.submitting.add(job)
         if status is Status.FAILED:
             await self._release(job, "failed", "; ".join(group.errors))
-        elif status is Status.ABORTED and not runner.partial_rollout:
+        elif status is Status.ABORTED and not (runner.partial_rollout or len(group.response_ids)):
             await self._release(job, "aborted", "paused")
         else:
             new_tokens = max(0, len(group.response_ids) - known_tokens)
@@ -270,7 +273,7 @@ def put_experts_into_files(
 def _open_share(members: Sequence[RolloutState]) -> float:
     if not members:
         return 1.0
-    return sum(member.finish_reason not in ENDED for member in members) / len(members)
+    return sum(not has_ended(member) for member in members) / len(members)
 
 
 def _waits_for_judge(members: Sequence[RolloutState]) -> bool:

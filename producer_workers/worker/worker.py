@@ -7,8 +7,9 @@ weights are not the newest (I10), and a result is refused if its lease was lost 
     run               loads newer weights, samples, claims                it has those weights
     keep              freezes the engine                                  nothing is sampled
     abort             ends what the engine samples; groups go to the      it holds no group
-                      aborted pool, with their tokens if partial rollout
-                      is on; those interrupted too often are finished
+                      aborted pool, with the tokens of members that
+                      ended, and of all if partial rollout is on; those
+                      interrupted too often are finished
     drain, finish     claims nothing, finishes what it holds              it holds no group
     abort, drain with no open lane: an engine that sleeps does so before  and no device memory
                       the receipt (colocated runs)

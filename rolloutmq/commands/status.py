@@ -87,7 +87,7 @@ def show(screen: Console, snap: Snapshot) -> None:
     for task in snap.training:
         screen.print()
         screen.print(task_text(task))
-        screen.print(staleness_text(task, snap.stale_threshold))
+        screen.print(staleness_text(task))
         if losses := losses_text(task):
             screen.print(losses)
 
@@ -207,7 +207,7 @@ def losses_text(task: TaskView) -> Text | None:
     return Text.assemble(("lost data    ", "dim"), (restored, "yellow"))
 
 
-def staleness_text(task: TaskView, threshold: int) -> Text:
+def staleness_text(task: TaskView) -> Text:
     """Return the ready groups by their staleness at the next train step."""
     most = max(task.staleness.values(), default=0)
     text = Text("staleness    ", style="dim")
@@ -215,7 +215,7 @@ def staleness_text(task: TaskView, threshold: int) -> Text:
         text.append(f"{label} ", style="dim")
         text.append(bar(groups, most, 8).rstrip("░") or "▏", style="cyan")
         text.append(f" {groups}   ")
-    text.append(f"limit {threshold - 1}", style="dim")
+    text.append(f"limit {task.stale_threshold - 1}", style="dim")
     if task.too_old:
         text.append(f" · {task.too_old} too old, about to expire", style="yellow")
     return text

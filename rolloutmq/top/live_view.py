@@ -70,7 +70,7 @@ class LiveView:
         parts += [Text(self.trouble, style="bold red")] if self.trouble else []
         parts += ["", *_curves(history), "", groups_table(snap)]
         for task in snap.training:
-            parts += [_ahead(task), staleness_text(task, snap.stale_threshold)]
+            parts += [_ahead(task), staleness_text(task)]
         parts += [
             account_text(snap),
             "",

@@ -20,7 +20,6 @@ CHANGES = {
     "batch_size": 7,
     "stale_threshold": 2,
     "tail_batch_trigger_size": 2,
-    "over_sample_threshold": 0.5,
 }
 
 

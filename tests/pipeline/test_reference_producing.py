@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from buffer.config.load import parse_settings
 from buffer.control.control import Mode
+from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.model.job import Job
 from buffer.model.limits import RunLimits, TaskLimits
@@ -107,14 +109,17 @@ def test_sync_makes_up_for_what_was_filtered_and_what_failed_for_good(make_mixtu
 
 
 def test_sync_starts_aborted_groups_again_and_never_expired_ones(make_mixture: Make) -> None:
-    """There, a group that was aborted in a synchronous run is stored and never sampled again."""
+    """There, a group that was aborted in a synchronous run is stored and never sampled again.
+
+    Expired groups are dropped in both: they would wait for a retry that never comes.
+    """
     mixture = make_mixture(one_task(strategy="sync", tail_batch_trigger_size=0))
     cut, *_ = put(mixture, CUT, OLD)
     with mixture.manager.opened():
         mixture.round()
     assert cut in mixture.scene.stream("resume")
     assert len(mixture.scene.stream("resume")) == 1
-    assert len(mixture.scene.pool("expired")) == 1
+    assert mixture.places()["dropped"] == 1
 
 
 # -- AsyncProduceStrategy ----------------------------------------------------
@@ -167,6 +172,58 @@ def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
     with mixture.manager.opened():
         assert mixture.round() == 4
         assert [job.gid in old for job in mixture.claim()] == [True, True, True, False]
+
+
+def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
+    """Agree with the reference, which decides once per batch; there, its producer must not die.
+
+    What no round changes: another round, a producer in its stead, settings, lost and failed groups.
+    """
+    settings = one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3, max_tries=1)
+    mixture = make_mixture(settings)
+    old = put(mixture, OLD, OLD, OLD)
+    with mixture.manager.opened():
+        assert mixture.round() == 4
+        assert mixture.round() == 0
+    late = put(mixture, OLD)
+    mixture.manager = mixture.new_manager()
+    with mixture.manager.opened(take_over=True):
+        assert mixture.round() == 0
+        jobs = mixture.claim()
+        mixture.run.jobs.release("w0", jobs.pop(), "failed", "no answer")
+        mixture.run.set(parse_settings(LiveSettings, ["over_sample_threshold=2"]))
+        assert mixture.round() == 1
+        again = mixture.claim()
+        assert [job.gid for job in again] == late
+        mixture.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=-1"]))
+        complete(mixture, [*jobs, *again])
+        # what the newest weights serve is made: a surplus would be made for no step
+        assert mixture.round() == 0
+        assert set(old) <= {job.gid for job in jobs}
+        mixture.take(1)
+        mixture.publish(1)
+        assert mixture.round() == 4 + 8
+    mixture.scene.check()
+
+
+def test_a_tail_batch_ends_once_it_is_made_though_newer_weights_ask_for_more(
+    make_mixture: Make,
+) -> None:
+    """In the reference, the next batch is begun after it; here, both may be in flight."""
+    settings = one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3, stale_threshold=2)
+    mixture = make_mixture(settings)
+    put(mixture, OLD, OLD, OLD)
+    with mixture.manager.opened():
+        assert mixture.round() == 8
+        jobs = mixture.claim()
+        complete(mixture, jobs[:4])
+        mixture.take(1)
+        mixture.publish(1)
+        assert mixture.round() == 4
+        complete(mixture, jobs[4:7])
+        assert mixture.round() == 0
+        complete(mixture, jobs[7:])
+        assert mixture.round() == 4
 
 
 def test_expired_groups_below_the_trigger_wait(make_mixture: Make) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.model.dotted_path import load_object
-from buffer.model.rollout import RolloutState, Status
+from buffer.model.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.gateway.agents import (
     AgentError,
@@ -45,7 +45,7 @@ class GatewayAgentLoop:
     tool_parsers.py, "" for none. `time_limit_s` limits one agent, in seconds.
 
     An agent cannot be continued on another worker: an interrupted session starts anew. Sessions of
-    its group that had ended are returned as they are, and kept where the task has partial rollout.
+    its group that had ended keep what they have; one without a reward is only judged.
     """
 
     def __init__(
@@ -86,19 +86,19 @@ class GatewayAgentLoop:
             )
         made: dict[int, Rollouts] = {}
         for state in states:
-            if state.status is Status.COMPLETED:
+            if state.status is Status.COMPLETED or _is_unjudged(state):
                 made.setdefault(state.index, []).append((state, Segment.of_state(state)))
+        open_ones = [state for state in states if state.index not in made]
         async with Endpoint(self._tokenizer) as endpoint:
 
             async def run(state: RolloutState) -> None:
                 made[state.index] = await self._session(state, engine, endpoint, gid)
 
-            await run_all(run(state) for state in states if state.status is not Status.COMPLETED)
+            await run_all(run(state) for state in open_ones)
         if endpoint.failure:  # agents cannot raise it: it reached them as an HTTP status
             raise endpoint.failure
         sessions = [made[index] for index in sorted(made)]
-        if isinstance(self._judge, GroupJudge):
-            sessions = await self._judge_together(sessions)
+        await self._judge_ended(sessions)
         return _as_group([rollout for session in sessions for rollout in session])
 
     async def _session(
@@ -185,21 +185,28 @@ class GatewayAgentLoop:
                 rollout.status = Status.COMPLETED
                 rollout.reward = {**(rollout.reward or {}), **reward} or None
 
-    async def _judge_together(self, sessions: list[Rollouts]) -> list[Rollouts]:
-        """Judge all sessions for a group judge; if one was interrupted, all start anew."""
+    async def _judge_ended(self, sessions: Sequence[Rollouts]) -> None:
+        """Judge the sessions that ended without a reward.
+
+        A group judge gets all sessions; if one was interrupted or failed, the others wait for it.
+        """
         ended = [
             [(state, segment) for state, segment in session if segment is not None]
             for session in sessions
         ]
-        if all(ended):
+        unjudged = [session for session in ended if session and _is_unjudged(session[0][0])]
+        if not isinstance(self._judge, GroupJudge):
+            await asyncio.gather(*(self._reward([session]) for session in unjudged))
+        elif unjudged and all(ended):
             await self._reward(ended)
-            return sessions
-        again = [segments[0][0] for segments in ended if segments]
-        for state in again:
-            state.reset_response()
-            state.status = Status.ABORTED
-        interrupted = [session for session, end in zip(sessions, ended, strict=True) if not end]
-        return [[(state, None) for state in again], *interrupted]
+        else:
+            for session in unjudged:
+                for state, _ in session:
+                    state.status = Status.ABORTED
+
+
+def _is_unjudged(state: RolloutState) -> bool:
+    return has_ended(state) and state.status in (Status.INIT, Status.ABORTED)
 
 
 def _function(agent: Any) -> AgentRunner:

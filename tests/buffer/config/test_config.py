@@ -277,3 +277,17 @@ def test_stale_threshold_counts_train_steps() -> None:
         ).token_threshold
         == 8
     )
+
+
+def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
+    text = GOOD + HELD_OUT + "[tasks.math.strategy]\nover_sample_threshold = 0.5\n"
+    sets = ("policy.max_staleness=1", "policy.sync_weights_interval=2", "evaluation.every_steps=2")
+    limits = load(tmp_path, text, *sets).limits()
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, ""]
+    limits = load(tmp_path, text, *sets, "tasks.math.max_staleness=3").limits()
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, ""]
+    assert limits.horizon_of(1) == 8
+    found = problems(
+        tmp_path, text, *sets, "tasks.math.max_staleness=0", "policy.max_token_staleness=1"
+    )
+    assert "[tasks.math] max_staleness = 0" in found

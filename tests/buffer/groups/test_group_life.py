@@ -67,7 +67,7 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     assert scene.pool("completed") == []
     assert raw.llen(keys.batch("train", 1)) == 2
     assert manifest.header.startswith(
-        "step=1 cut=-1 asked=math=1 strict=1 order=staleness taken_ms="
+        "step=1 cut=math=-1 asked=math=1 strict=1 order=staleness taken_ms="
     )
     assert scene.record(GID)["stage"] == "taken"
     assert (scene.counters()["consumed"], scene.counters()["taken"]) == ("1", "1")

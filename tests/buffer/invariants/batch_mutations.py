@@ -154,14 +154,14 @@ BATCHES = [
     Mutation(
         "I8",
         "quarantine",
-        "string.match(header, ' cut=(%S+)')",
+        "cut_of(header, string.match(gid, '^(.*)%-%d+$'))",
         batches.nothing_too_stale_is_taken,
         new="'-inf'",
     ),
     Mutation(
         "I8",
         "refill",
-        "string.match(header, ' cut=(%S+)')",
+        "cut_of(header, task)",
         batches.nothing_too_stale_is_taken,
         new="'-inf'",
     ),
@@ -180,7 +180,7 @@ BATCHES = [
     Mutation(
         "I8",
         "rescore",
-        "    redis.call('ZADD', training_pools[i], top, member)\n",
+        "    redis.call('ZADD', pooled.pool, pooled.top, member)\n",
         batches.weights_that_were_forked_away_count_as_the_fork,
     ),
     Mutation(

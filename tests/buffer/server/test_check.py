@@ -11,7 +11,9 @@ import pytest
 import redis
 
 from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
-from buffer.server.check import Finding, check_server, describe_connection_error, require_safe
+from buffer.server.check import Finding, check_server, require_safe
+from buffer.store.connection_errors import describe_connection_error
+from buffer.store.retry import is_transient
 from buffer.store.url import open_client
 from tests.servers import SAFE, Server, start_redis
 
@@ -124,9 +126,17 @@ def test_versions_are_told_apart(info: dict[str, str], what: str | None) -> None
     assert bad(check_server(OldServer(**info))) == ([("error", what)] if what else [])
 
 
-def test_a_loading_server_may_be_tried_again() -> None:
-    with pytest.raises(StoreUnavailable, match="still loading"):
-        require_safe(OldServer(redis_version="7.0.0", loading=1))
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [({"loading": 1}, "still loading"), ({"cluster_state": "fail"}, "does not serve all slots")],
+)
+def test_a_server_that_is_not_ready_is_transient(info: dict[str, object], words: str) -> None:
+    with pytest.raises(redis.RedisError) as caught:
+        require_safe(OldServer(redis_version="7.0.0", **info))
+    assert is_transient(caught.value)
+    found = describe_connection_error("redis://h/0", caught.value)
+    assert isinstance(found, StoreUnavailable)
+    assert words in found.message
 
 
 # why it cannot be reached

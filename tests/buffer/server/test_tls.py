@@ -16,7 +16,8 @@ import pytest
 import redis
 
 from buffer.errors import StoreError
-from buffer.server.check import describe_connection_error, require_all_safe
+from buffer.server.check import require_all_safe
+from buffer.store.connection_errors import describe_connection_error
 from buffer.store.store import Store
 from tests.buffer.scene import Scene
 from tests.servers import SAFE

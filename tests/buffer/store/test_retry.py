@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-import redis
 
 from buffer.store.retry import Backoff, LogOnce, OutageClock, OutageLog
 
@@ -40,15 +39,15 @@ def test_outages_are_logged_once_each_and_end_by_themselves(
 ) -> None:
     outages = OutageLog()
     for operation in ("claim", "submit"):
-        outages.failed(operation, redis.ConnectionError("refused"))
-    assert caplog.messages == ["server unreachable or full: refused during claim; waiting for it"]
+        outages.failed(operation, "refused", is_full=False)
+    assert caplog.messages == ["server unreachable or full: refused, during claim; waiting for it"]
     outages.worked("heartbeat")
-    outages.failed("enqueue", redis.OutOfMemoryError("full"))
+    outages.failed("enqueue", "full", is_full=True)
     # a full server answers most calls: only the refused operation shows that it accepts work again
     outages.worked("heartbeat")
     assert caplog.messages[1:] == [
         "server back",
-        "server unreachable or full: full during enqueue; waiting for it",
+        "server unreachable or full: full, during enqueue; waiting for it",
     ]
     outages.worked("enqueue")
     outages.worked("enqueue")

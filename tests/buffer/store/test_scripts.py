@@ -152,7 +152,7 @@ FACTS: dict[str, str | int] = {
     "worker": "w",
     "gid": "t-0000000001",
 }
-LISTS = {"payloads": "payload", "prompts": "payload", "training_pools": "pool"}
+LISTS = {"payloads": "payload", "prompts": "payload"}
 
 
 def kind_of_key(slot: str) -> str:

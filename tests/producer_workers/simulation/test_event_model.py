@@ -63,6 +63,16 @@ def test_model_goes_on_from_the_tokens_when_rollouts_are_partial() -> None:
     assert outcome.staleness == {0: 1, 1: 1}
 
 
+def test_model_restarts_only_the_unfinished_rollouts_of_an_aborted_group() -> None:
+    # the update at 17 s finds the short rollout of the second group finished, and throws away the
+    # 5 tokens of the long one, which ends at 27; the group is as old as its short rollout
+    fleet = setting(max_staleness=1, interruption="abort", sequences=2, group_size=2, step_s=5)
+    outcome = simulate(fleet, lambda draw: [2, 10] if draw else [10, 12], 2)
+    assert outcome.seconds == 27 + 5
+    assert (outcome.trained_tokens, outcome.wasted_tokens) == (34, 5)
+    assert outcome.staleness == {0: 1, 1: 1}
+
+
 def test_model_waits_for_running_groups_when_an_update_drains() -> None:
     # the update at 15 s waits for the second group until 20, loads until 23, and so on: groups end
     # at 10, 20 and 33

@@ -109,5 +109,5 @@ def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
         run.store.close()
     lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 5
-    assert "no usable answer" in lines[1]
+    assert "no server listens there" in lines[1]
     assert "step 0" in lines[-1]

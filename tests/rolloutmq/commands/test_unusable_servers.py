@@ -1,0 +1,88 @@
+"""Every command ends with one clear error where its URL leads to no server that it may use."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from buffer.server.embedded import EmbeddedServer
+from tests.rolloutmq.conftest import ROOT, Command
+
+CONFIG = str(ROOT / "configs" / "demo.toml")
+PATIENT = ("train", "producer", "worker")
+"""Commands that wait for a server."""
+ARGUMENTS = dict.fromkeys(PATIENT, (CONFIG, "--set", "redis.deadline_s=0.1"))
+
+NO_URL = (2, "no URL of a Redis server")
+NOBODY = (3, "no server listens there")
+URLS = {
+    "redis://127.0.0.1:1/0": NOBODY,
+    "rediss://127.0.0.1:1/0": NOBODY,
+    "redis://127.0.0.1:1,127.0.0.1:2/0": NOBODY,
+    "redis+sentinel://127.0.0.1:1/primary": (3, "no Sentinel names a primary"),
+    "redis+sentinel://127.0.0.1:1": NO_URL,
+    "redis://no-such-host.invalid/0": (3, "host name is not known"),
+    f"redis://{'x' * 70}.y/0": NO_URL,
+    "redis://127.0.0.1:99999/0": NO_URL,
+    "redis://[::1/0": NO_URL,
+    "http://127.0.0.1/": NO_URL,
+    "localhost": NO_URL,
+    "unix:///nowhere.sock": (3, "there is no such socket"),
+    f"unix:///{'x' * 200}": (3, "path of the socket is too long"),
+    "unix://": NO_URL,
+    "unix://FOLDER": NOBODY,
+    "unix://FOLDER/file": NOBODY,
+    "unix://nobody:wrong@SOCKET": (3, "refuses the user or password"),
+    "unix://no-rights:pw@SOCKET": (3, "ACL"),
+    "unix://SOCKET?db=99": (3, "no such database"),
+    "redis://127.0.0.1:HTTP/0": (3, "not a Redis server"),
+    "rediss://127.0.0.1:HTTP/0": (3, "does not use TLS"),
+}
+"""URL: exit code, words of the error. The words in capitals stand for what a fixture makes."""
+
+
+@pytest.fixture(scope="module")
+def names(
+    server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "file").touch()
+    with server.connect() as client, web_server() as port:
+        client.execute_command("ACL", "SETUSER", "no-rights", "on", ">pw", "~*", "&*", "-@all")
+        yield {"FOLDER": str(folder), "SOCKET": str(server.socket_path), "HTTP": str(port)}
+
+
+@contextmanager
+def web_server() -> Iterator[int]:
+    """The port of a server that answers as web servers do."""
+
+    def answer() -> None:
+        while True:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, daemon=True).start()
+        yield listening.getsockname()[1]
+
+
+@pytest.mark.parametrize("name", [*PATIENT, "status", "doctor"])
+def test_one_clear_error(
+    name: str, names: dict[str, str], command: Command, tmp_path: Path
+) -> None:
+    for form, (code, words) in URLS.items():
+        url = form
+        for word, value in names.items():
+            url = url.replace(word, value)
+        done = command(name, *ARGUMENTS.get(name, ()), "--redis-url", url, cwd=tmp_path)
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+        assert done.returncode == code, (form, lines)
+        assert [line[:7] for line in lines] == ["error: ", "hint:  "], (form, lines)
+        assert words in done.stderr, (form, lines)
